@@ -1,0 +1,45 @@
+# Every target sets up what it needs on first use; nothing but python3, pip and make has to be there.
+PYTHON ?= python3
+VENV := .venv
+BENCH := .venv-bench
+N ?= 4
+
+.PHONY: help demo test check bench test-torch format clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,check]'
+	touch $@
+
+$(BENCH)/ready: pyproject.toml
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
+	touch $@
+
+demo: $(VENV)/ready  ## train a model with a parameter server on N=4 ranks of this machine
+	$(VENV)/bin/rankwire run -n $(N) examples/parameter_server.py
+
+test: $(VENV)/ready  ## run the tests (under 5 minutes on 2 cores)
+	$(VENV)/bin/pytest
+
+check: $(VENV)/ready  ## lint and type-check
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the table and chart of the README
+	$(BENCH)/bin/python -m benchmarks.run
+	$(BENCH)/bin/python -m benchmarks.update_readme
+
+test-torch: $(BENCH)/ready  ## run the tests that need torch
+	$(BENCH)/bin/pytest tests/wire/test_torch_tensors.py
+
+format: $(VENV)/ready  ## format the code
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove the virtual environments and caches
+	rm -rf $(VENV) $(BENCH) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,5 @@
+"""``python -m rankwire``: the command line."""
+
+from rankwire.cli import main
+
+main()

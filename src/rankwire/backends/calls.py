@@ -1,0 +1,139 @@
+"""The call port: how requests and replies travel on a backend, for the RPC layer above.
+
+A port belongs to one agent: its *service* number is the same at all ranks, and ports of different
+services never meet. Outgoing: ``call`` sends a request, and the thread that wants the reply waits
+in ``wait`` (and reads the connection itself where there is one).
+Incoming: one thread at a time waits in ``poll`` for what other ranks ask.
+
+The port does not know what is in a payload, functions or futures.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankwire.deadline import Deadline
+from rankwire.wire.frames import Buffer
+from rankwire.wire.mailbox import Receive
+
+__all__ = ["CallCancelled", "CallPort", "CallerGone", "IncomingCall", "PortEvent"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IncomingCall:
+    """A request from another rank. ``origin`` is the port's own note of where the reply goes."""
+
+    src: int
+    request_id: int
+    payload: bytearray
+    origin: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CallCancelled:
+    """The caller does not want the reply any more."""
+
+    src: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallerGone:
+    """No reply can reach that rank's agent any more."""
+
+    src: int
+
+
+PortEvent = IncomingCall | CallCancelled | CallerGone
+
+
+class CallPort(ABC):
+    """Requests out and replies back; requests in and replies out.
+
+    Safe from any thread unless it says otherwise.
+    """
+
+    @abstractmethod
+    def call(
+        self,
+        dst: int,
+        request_id: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        on_reply: Callable[[Receive], None] | None = None,
+    ) -> Receive:
+        """Send a request; return what its reply will end.
+
+        Args:
+            dst: The rank to call.
+            request_id: Unique for this port.
+            buffers: The payload; free again on return.
+            nbytes: Its size.
+            deadline: For connecting and sending.
+            on_reply: Called once the reply, or the peer's failure, is known; in any thread, without
+                locks held.
+        """
+
+    @abstractmethod
+    def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
+        """Return the reply.
+
+        Raises as ``Inbox.wait`` does; on a timeout the receive is taken back.
+        """
+
+    @abstractmethod
+    def drive(self, dst: int, receive: Receive, deadline: Deadline) -> bool:
+        """Wait for the reply; False if the deadline passes first, and then it may still come."""
+
+    @abstractmethod
+    def forget(self, dst: int, receive: Receive) -> bool:
+        """Give up a reply; False if it has come already."""
+
+    @abstractmethod
+    def cancel(self, dst: int, request_id: int) -> None:
+        """Tell the callee that the reply is not wanted, if that can be said at once."""
+
+    @abstractmethod
+    def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
+        """Wait until fewer than ``limit`` calls to ``dst`` are in flight.
+
+        False if the deadline passes.
+        """
+
+    @abstractmethod
+    def attend(self) -> bool:
+        """Have replies that no thread waits for looked after by whoever is in ``poll``.
+
+        Return whether any is outstanding.
+        """
+
+    @abstractmethod
+    def poll(self, deadline: Deadline) -> list[PortEvent]:
+        """Return what other ranks ask, or nothing at the deadline or after ``wake``. One thread at
+        a time.
+
+        Raises:
+            ChannelClosedError: The backend is closed; there is nothing more to wait for.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make ``poll`` return."""
+
+    @abstractmethod
+    def reply(
+        self, call: IncomingCall, buffers: Sequence[Buffer], nbytes: int, deadline: Deadline
+    ) -> None:
+        """Answer a request."""
+
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Return how many calls of this port wait for a reply."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Say farewell to all and end every wait. Idempotent. No thread may be in ``poll``."""

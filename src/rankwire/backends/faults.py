@@ -1,0 +1,263 @@
+"""Faults: which ones a simulated world has, and the thread that makes them happen in time.
+
+``FaultPlan`` is data and decisions: it draws the delay of each message and says after how many messages or seconds something breaks.
+Every decision depends on the seed and on the place (source, destination, kind of traffic) alone, never on how threads happen to
+run: the n-th message of a link is delayed alike in every run with the same seed.
+
+``Timetable`` does things at their time, in the one thread that a world with delays or timed faults has.
+
+What a delay or a break means to the ranks is the business of ``simulated_network``; neither class knows ranks' state, lanes or messages.
+Lock: the timetable is guarded by its owner's, and has none of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Self
+
+from rankwire.backends.base import check_rank
+from rankwire.errors import ConfigurationError
+
+__all__ = ["FaultPlan", "Link", "Timetable", "link_between"]
+
+Link = tuple[int, int]  # two ranks, the lower first: both directions
+
+# A callback of the user may still run in the thread; whoever closes the world does not wait for that for ever.
+_JOIN_LIMIT = 5.0
+_LONGEST_SLEEP = 86_400.0  # condition variables do not take any number of seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Delay:
+    seconds: float
+    jitter: float
+    src: int | None
+    dst: int | None
+
+    def concerns(self, src: int, dst: int) -> bool:
+        return self.src in (None, src) and self.dst in (None, dst)
+
+    def draw(self, generator: random.Random) -> float:
+        return self.seconds + (generator.uniform(0.0, self.jitter) if self.jitter else 0.0)
+
+
+class FaultPlan:
+    """The faults of a simulated world. Each method adds one and returns the plan, so that calls can be chained.
+
+    A plan may serve several worlds, one after the other or at once: they only read it. It is not safe to add faults in one thread
+    while another makes a world of the plan.
+
+    Args:
+        seed: Of all random decisions.
+
+    Example:
+        >>> plan = FaultPlan(seed=7).delay(0.001, jitter=0.004).kill(2, after=100)
+        >>> plan
+        FaultPlan(seed=7, 2 faults)
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.reader_seconds: dict[int, float] = {}
+        self.kill_after_messages: dict[int, int] = {}
+        self.kill_after_seconds: dict[int, float] = {}
+        self.break_after_messages: dict[Link, int] = {}
+        self.break_after_seconds: dict[Link, float] = {}
+        self._delays: list[_Delay] = []
+        self._ranks: set[int] = set()
+        self._count = 0
+
+    # -- what users call ----------------------------------------------------------------------------------------------
+
+    def delay(
+        self,
+        seconds: float,
+        *,
+        jitter: float = 0.0,
+        src: int | None = None,
+        dst: int | None = None,
+    ) -> Self:
+        """Let messages take their time; those of one link still arrive in order.
+
+        Args:
+            seconds: What each takes at least.
+            jitter: Up to this is added, drawn for each message.
+            src: Only messages of this rank.
+            dst: Only messages to this rank. Delays that concern the same link add up.
+        """
+        rule = _Delay(_seconds(seconds), _seconds(jitter), src, dst)
+        self._delays.append(rule)
+        return self._added(rank for rank in (src, dst) if rank is not None)
+
+    def drop_link(self, a: int, b: int, *, after: int = 0) -> Self:
+        """Break the link between two ranks, both ways: each sees the other as lost.
+
+        Args:
+            a: One end.
+            b: The other end.
+            after: How many messages the link carries before, both ways together; 0 breaks it from the start.
+        """
+        self.break_after_messages[link_between(a, b)] = _messages(after)
+        return self._added((a, b))
+
+    def partition(self, sides: Sequence[Sequence[int]], *, after: float = 0.0) -> Self:
+        """Break all links between ranks of different sides.
+
+        Args:
+            sides: Groups of ranks. A rank in none of them keeps its links.
+            after: Seconds from the start of the world.
+        """
+        ranks = [rank for side in sides for rank in side]
+        if len(set(ranks)) < len(ranks):
+            raise ConfigurationError(f"a rank can be on one side of a partition only: {sides!r}")
+        for one, other in itertools.combinations(sides, 2):
+            for a, b in itertools.product(one, other):
+                self.break_after_seconds[link_between(a, b)] = _seconds(after)
+        return self._added(ranks)
+
+    def kill(self, rank: int, *, after: int | None = None, after_seconds: float | None = None) -> Self:
+        """Let a rank die. Without a time it is dead from the start.
+
+        Args:
+            rank: The rank.
+            after: How many messages it sends before; calls, replies and barriers count too.
+            after_seconds: Seconds from the start of the world. Whichever comes first, if both are given.
+        """
+        if after is not None or after_seconds is None:
+            self.kill_after_messages[rank] = _messages(after or 0)
+        if after_seconds is not None:
+            self.kill_after_seconds[rank] = _seconds(after_seconds)
+        return self._added((rank,))
+
+    def slow_reader(self, rank: int, seconds_per_message: float) -> Self:
+        """Let a rank take one message at a time from the network, so that its senders feel the full queue."""
+        self.reader_seconds[rank] = _seconds(seconds_per_message)
+        return self._added((rank,))
+
+    # -- what the simulated network asks ------------------------------------------------------------------------------
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether anything happens later than the call that causes it."""
+        return bool(
+            self._delays
+            or self.reader_seconds
+            or self.kill_after_seconds
+            or self.break_after_seconds
+        )
+
+    @property
+    def counts_messages(self) -> bool:
+        """Whether anything happens after a number of messages."""
+        return bool(self.kill_after_messages or self.break_after_messages)
+
+    def check(self, world_size: int) -> None:
+        """Raise ``InvalidRankError`` if the plan names a rank that the world does not have."""
+        for rank in sorted(self._ranks):
+            check_rank(rank, world_size)
+
+    def delays(self, src: int, dst: int, kind: str = "") -> Iterator[float] | None:
+        """Return the seconds that each message of a link takes, one after the other; None if none takes any.
+
+        Args:
+            src: Where they come from.
+            dst: Where they go.
+            kind: Which traffic; each kind has a sequence of its own.
+        """
+        rules = [rule for rule in self._delays if rule.concerns(src, dst)]
+        if rules:
+            return _drawn(rules, random.Random(f"{self.seed}/{src}/{dst}/{kind}"))
+        return itertools.repeat(0.0) if dst in self.reader_seconds else None
+
+    def _added(self, ranks: Iterable[int]) -> Self:
+        self._ranks.update(ranks)
+        self._count += 1
+        return self
+
+    def __repr__(self) -> str:
+        return f"FaultPlan(seed={self.seed}, {self._count} fault{'' if self._count == 1 else 's'})"
+
+
+class Timetable:
+    """One thread that does things at their time. ``join`` is safe from any thread; the rest needs the owner's lock held.
+
+    Args:
+        lock: The owner's.
+        holding: Holds that lock around every action, and does whatever the owner does when it lets go of it.
+    """
+
+    def __init__(
+        self, lock: threading.Lock, holding: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.ending = False
+        self._holding = holding
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._changed = threading.Condition(lock)
+        self._thread = threading.Thread(target=self._run, name="rankwire-timetable", daemon=True)
+
+    def start(self) -> None:
+        """Begin, unless it has been ended already."""
+        if not self.ending:
+            self._thread.start()
+
+    def plan(self, when: float, action: Callable[[], None]) -> None:
+        """Do something at a point in monotonic time; of two things at the same time, the one planned first comes first."""
+        heapq.heappush(self._agenda, (when, next(self._order), action))
+        self._changed.notify()
+
+    def end(self) -> None:
+        """Do nothing more, and end the thread."""
+        self.ending = True
+        self._agenda.clear()
+        self._changed.notify()
+
+    def join(self) -> None:
+        """Wait for the end of the thread, unless it never began or is the one that asks."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_LIMIT)
+
+    def _run(self) -> None:
+        while not self.ending:
+            with self._holding():
+                self._do_next_or_sleep()
+
+    def _do_next_or_sleep(self) -> None:
+        left = self._agenda[0][0] - monotonic() if self._agenda else _LONGEST_SLEEP
+        if left <= 0.0:
+            heapq.heappop(self._agenda)[2]()
+        elif not self.ending:
+            self._changed.wait(min(left, _LONGEST_SLEEP))
+
+
+def link_between(a: int, b: int) -> Link:
+    """Return the link of two ranks, whichever is named first."""
+    if a == b:
+        raise ConfigurationError(f"rank {a} has no link to itself")
+    return (a, b) if a < b else (b, a)
+
+
+def _drawn(rules: Sequence[_Delay], generator: random.Random) -> Iterator[float]:
+    while True:
+        yield sum(rule.draw(generator) for rule in rules)
+
+
+def _seconds(value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ConfigurationError(f"a fault takes 0 or more seconds, not {value!r}")
+    return value
+
+
+def _messages(value: int) -> int:
+    # A float here is a time that was meant for another argument.
+    if not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"a fault comes after 0 or more messages, not {value!r}")
+    return value

@@ -1,0 +1,513 @@
+"""The simulated network: how traffic gets from rank to rank inside one process, and how it fails to.
+
+A *lane* is one FIFO way from one rank to another for one kind of traffic (messages, requests of a service, its replies). It is bounded:
+bytes that are under way, or have arrived and nobody has taken, are its load, and a sender waits its turn until there is room. What is sent
+is a *landing*, a function that hands the message over; without delays it runs in the sender's own thread, else in the timetable's. An
+*inbox* is where messages and replies land: a ``wire.mailbox`` and the threads that wait in it.
+
+The network knows who has left, who was killed and which links are broken, and applies the fault plan. It does not know what travels, nor
+backends and ports: its members tell it who they are (``Member``) and hear from it whom they have lost.
+
+Locks: one for the whole world, ``Network.lock``; every condition variable here and in ``simulated_calls`` stands on it. It is never held
+while a callback runs: ``Network.changing`` runs those of the receives that ended once the lock is free. *Lock held* in a docstring means
+that the caller is inside ``changing()``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from time import monotonic
+from typing import Protocol
+
+from rankwire.backends.base import check_rank
+from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    RankwireError,
+    SizeMismatchError,
+)
+from rankwire.wire.mailbox import Key, Mailbox, Receive
+
+__all__ = ["Inbox", "Lane", "Landing", "Member", "Network", "Wanted"]
+
+Landing = Callable[[], None]
+
+
+class Member(Protocol):
+    """One rank as the network sees it. Both methods are called with the lock held."""
+
+    def end(self, error: RankwireError) -> None:
+        """This rank is dead: end everything it waits for with ``error``."""
+
+    def lose(self, peer: int, error: RankwireError) -> None:
+        """``peer`` is out of reach: end everything that is wanted of it with ``error``."""
+
+
+class Wanted(Receive):
+    """A receive that may take one size only, and that threads can wait for. Its ``home`` is the inbox where it was posted."""
+
+    __slots__ = ("ended", "nbytes")
+
+    def __init__(
+        self,
+        key: Key,
+        *,
+        nbytes: int | None = None,
+        on_done: Callable[[Receive], None] | None = None,
+    ) -> None:
+        super().__init__(key, on_done)
+        self.nbytes = nbytes
+        self.ended: threading.Condition | None = None  # made by the first thread that sleeps
+
+    def refuse_wrong_size(self) -> bool:
+        """End with ``SizeMismatchError`` instead, without the payload, if that has the wrong size."""
+        if self.payload is None or self.nbytes is None or self.nbytes == len(self.payload):
+            return False
+        self.error = SizeMismatchError(self.nbytes, len(self.payload))
+        self.payload = None
+        return True
+
+
+class Lane:
+    """One FIFO way from ``src`` to ``dst``. Everything needs the lock held."""
+
+    __slots__ = ("_delays", "_turns", "dst", "failure", "kept_nbytes", "src", "under_way", "under_way_nbytes")
+
+    def __init__(self, src: int, dst: int, delays: Iterator[float] | None) -> None:
+        self.src = src
+        self.dst = dst
+        self.failure: RankwireError | None = None
+        self.kept_nbytes: Callable[[], int] = int  # what has arrived and is not taken; set by who keeps it
+        self.under_way: deque[tuple[float, int, Landing]] = deque()
+        self.under_way_nbytes = 0
+        self._delays = delays
+        self._turns: deque[threading.Condition] = deque()
+
+    @property
+    def load_nbytes(self) -> int:
+        """Bytes that were sent and not taken."""
+        return self.under_way_nbytes + self.kept_nbytes()
+
+    def wait_for_room(
+        self,
+        nbytes: int,
+        limit: int,
+        lock: threading.Lock,
+        deadline: Deadline,
+        check: Callable[[], None],
+    ) -> None:
+        """Return when ``nbytes`` may be sent, first come first served. An empty message always may."""
+        self._raise_failure()
+        if nbytes == 0 or (not self._turns and self._has_room(nbytes, limit)):
+            return
+        turn = threading.Condition(lock)
+        self._turns.append(turn)
+        try:
+            while not (self._turns[0] is turn and self._has_room(nbytes, limit)):
+                if deadline.expired:
+                    detail = f"{self.load_nbytes} bytes wait there, the limit is {limit}"
+                    raise DeadlineExceededError(
+                        deadline.limit, waiting_for=[self.dst], detail=detail
+                    )
+                turn.wait(deadline.sleep_limit())
+                check()
+                self._raise_failure()
+        finally:
+            self._turns.remove(turn)
+            self.room_made()
+
+    def room_made(self) -> None:
+        """Wake the sender whose turn it is."""
+        if self._turns:
+            self._turns[0].notify()
+
+    def next_arrival(self) -> float | None:
+        """Return when a message sent now arrives, never before the last one; None if at once."""
+        if self._delays is None:
+            return None
+        arrival = monotonic() + next(self._delays)
+        return max(arrival, self.under_way[-1][0]) if self.under_way else arrival
+
+    def abort(self, error: RankwireError) -> None:
+        """Lose what is under way; senders, now and later, get ``error``."""
+        self.under_way.clear()
+        self.under_way_nbytes = 0
+        self.refuse(error)
+
+    def refuse(self, error: RankwireError) -> None:
+        """Take nothing more: senders, now and later, get ``error``; what is under way still arrives."""
+        if self.failure is None:
+            self.failure = error
+        self.wake_senders()
+
+    def wake_senders(self) -> None:
+        """Have all blocked senders look again whether they still may send."""
+        for turn in self._turns:
+            turn.notify()
+
+    def _has_room(self, nbytes: int, limit: int) -> bool:
+        load = self.load_nbytes
+        return load == 0 or load + nbytes <= limit
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure.copy()
+
+
+class Inbox:
+    """What came over one lane, and who waits for it. Everything needs the lock held.
+
+    Args:
+        network: Whose lock guards it.
+        lane: Where the messages come from.
+        mailbox: Where they are matched.
+    """
+
+    def __init__(self, network: Network, lane: Lane, mailbox: Mailbox) -> None:
+        self.lane = lane
+        self._network = network
+        self._mailbox = mailbox
+        self._posted: set[Wanted] = set()
+        self._fewer = threading.Condition(network.lock)
+        lane.kept_nbytes = lambda: mailbox.unmatched_nbytes
+
+    @property
+    def in_flight(self) -> int:
+        """How many receives wait for a message."""
+        return len(self._posted)
+
+    @property
+    def dropped(self) -> int:
+        """How many messages came for which nobody waited any more."""
+        return self._mailbox.dropped
+
+    def post(self, wanted: Wanted) -> None:
+        """Ask for a message; it may be done on return. One of a wrong size stays at the head of its queue."""
+        wanted.home = self
+        self._posted.add(wanted)
+        self._mailbox.post(wanted)
+        payload = wanted.payload
+        if payload is not None and wanted.refuse_wrong_size():
+            self._keep_first(wanted.key, payload)
+        if wanted.done:
+            self._end(wanted)
+            self.lane.room_made()
+
+    def land(self, key: Key, payload: bytearray) -> None:
+        """Take a message from the lane: the first receive of that key which it fits gets it, else it is kept."""
+        while (wanted := self._mailbox.deliver(key, payload)) is not None:
+            assert isinstance(wanted, Wanted)
+            refused = wanted.refuse_wrong_size()
+            self._end(wanted)
+            if not refused:
+                return
+
+    def wait(self, wanted: Wanted, deadline: Deadline) -> bytearray:
+        """Return the message of a posted receive. The lock is free while waiting.
+
+        Raises:
+            DeadlineExceededError: The receive is taken back; a later one still gets the message.
+            RankwireError: The source is gone, or the message has the wrong size.
+        """
+        try:
+            in_time = self.drive(wanted, deadline)
+        except BaseException:  # an interrupt: the message must not go with this thread
+            if not self.withdraw(wanted) and wanted.payload is not None:
+                self._keep_first(wanted.key, wanted.payload)
+            raise
+        if not in_time:
+            self.withdraw(wanted)
+            raise DeadlineExceededError(deadline.limit, waiting_for=[self.lane.src])
+        return wanted.result()
+
+    def drive(self, wanted: Wanted, deadline: Deadline) -> bool:
+        """Sleep until a posted receive is done; False if the deadline passes, and then it stays posted."""
+        while not wanted.done:
+            if deadline.expired:
+                return False
+            if wanted.ended is None:
+                wanted.ended = threading.Condition(self._network.lock)
+            wanted.ended.wait(deadline.sleep_limit())
+        return True
+
+    def withdraw(self, wanted: Wanted) -> bool:
+        """Take back a receive; False if it is done already."""
+        self._posted.discard(wanted)
+        self._fewer.notify_all()
+        return self._mailbox.withdraw(wanted)
+
+    def wait_for_fewer(self, limit: int, deadline: Deadline) -> bool:
+        """Sleep until fewer than ``limit`` receives wait; False if the deadline passes. The lock is free meanwhile."""
+        while len(self._posted) >= limit:
+            if deadline.expired:
+                return False
+            self._fewer.wait(deadline.sleep_limit())
+        return True
+
+    def fail(self, error: RankwireError) -> None:
+        """End all receives, now and later; what has arrived can still be taken."""
+        for wanted in self._mailbox.fail(error):
+            assert isinstance(wanted, Wanted)
+            self._end(wanted)
+
+    def _keep_first(self, key: Key, payload: bytearray) -> None:
+        """Return a message that was taken: to whoever waits for its key, else to the head of the queue."""
+        if any(other.key == key and not other.done for other in self._posted):
+            self.land(key, payload)
+        else:
+            returned = Receive(key)
+            returned.complete(payload)
+            self._mailbox.put_back(returned)
+
+    def _end(self, wanted: Wanted) -> None:
+        self._posted.discard(wanted)
+        self._fewer.notify_all()
+        if wanted.ended is not None:
+            wanted.ended.notify_all()
+        self._network.call_back(wanted)
+
+
+class Network:
+    """The lanes of one world and the state of its ranks. Safe from any thread.
+
+    Args:
+        world_size: How many ranks.
+        queue_nbytes: Load of one lane above which senders wait. One larger message may be sent when there is no other.
+        faults: What goes wrong, and when.
+    """
+
+    def __init__(self, world_size: int, *, queue_nbytes: int, faults: FaultPlan) -> None:
+        self.lock = threading.Lock()
+        self.world_size = world_size
+        self.queue_nbytes = queue_nbytes
+        self._faults = faults
+        self._members: Sequence[Member] = ()
+        self._left: set[int] = set()
+        self._killed: set[int] = set()
+        self._broken: set[Link] = set()
+        self._lanes: dict[tuple[int, int, str], Lane] = {}
+        self._sent: Counter[int] = Counter()
+        self._carried: Counter[Link] = Counter()
+        self._reader_free_at: dict[int, float] = {}
+        self._ended: list[Receive] = []
+        self._timetable = Timetable(self.lock, self.changing) if faults.takes_time else None
+
+    def start(self, members: Sequence[Member]) -> None:
+        """Take the ranks; time begins for the fault plan."""
+        with self.changing():
+            self._members = members
+            for rank, count in self._faults.kill_after_messages.items():
+                if count == 0:
+                    self._kill(rank)
+            for link, count in self._faults.break_after_messages.items():
+                if count == 0:
+                    self._break(link)
+            if self._timetable is not None:
+                for rank, seconds in self._faults.kill_after_seconds.items():
+                    self._timetable.plan(monotonic() + seconds, partial(self._kill, rank))
+                for link, seconds in self._faults.break_after_seconds.items():
+                    self._timetable.plan(monotonic() + seconds, partial(self._break, link))
+                self._timetable.start()
+
+    # -- faults on demand ---------------------------------------------------------------------------------------------
+
+    def kill(self, rank: int) -> None:
+        """Let a rank die now: it and all its peers see that at once. What it sent and has arrived stays receivable."""
+        check_rank(rank, self.world_size)
+        with self.changing():
+            self._kill(rank)
+
+    def break_link(self, a: int, b: int) -> None:
+        """Break the link between two ranks now: each sees the other as lost, and what is under way is lost."""
+        for rank in (a, b):
+            check_rank(rank, self.world_size)
+        with self.changing():
+            self._break(link_between(a, b))
+
+    # -- for members --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock; once it is free, call back for the receives that ended meanwhile."""
+        ended: list[Receive] = []
+        try:
+            with self.lock:
+                try:
+                    yield
+                finally:
+                    ended, self._ended = self._ended, ended
+        finally:
+            for receive in ended:
+                assert receive.on_done is not None
+                receive.on_done(receive)
+
+    def call_back(self, receive: Receive) -> None:
+        """Have ``on_done`` of an ended receive called when the lock is free. Lock held."""
+        if receive.on_done is not None:
+            self._ended.append(receive)
+
+    def lane(self, src: int, dst: int, kind: str) -> Lane:
+        """Return the lane for a kind of traffic, new if need be. Lock held."""
+        lane = self._lanes.get((src, dst, kind))
+        if lane is None:
+            lane = Lane(src, dst, self._faults.delays(src, dst, kind))
+            lane.failure = self.why_lost(src, dst)
+            self._lanes[src, dst, kind] = lane
+        return lane
+
+    def close_lane(self, src: int, dst: int, kind: str, error: RankwireError) -> None:
+        """The end at ``dst`` is gone: senders get ``error``; a new lane may follow. Lock held."""
+        lane = self._lanes.pop((src, dst, kind), None)
+        if lane is not None:
+            lane.abort(error)
+
+    def wait_for_room(
+        self, lane: Lane, nbytes: int, deadline: Deadline, *, check: Callable[[], None] = int
+    ) -> None:
+        """Return when the lane takes ``nbytes``. Lock held on return, free while waiting.
+
+        Args:
+            lane: The lane.
+            nbytes: The size of what is to be sent.
+            deadline: For the wait.
+            check: Called after each wait; raises if the sender may not send any more.
+
+        Raises:
+            DeadlineExceededError: There was no room in time.
+            RankwireError: One of the two ends is gone, or the link is broken.
+        """
+        lane.wait_for_room(nbytes, self.queue_nbytes, self.lock, deadline, check)
+
+    def dispatch(self, lane: Lane, nbytes: int, landing: Landing) -> None:
+        """Send something for which there is room. ``landing`` runs with the lock held, now or later. Lock held."""
+        arrival = lane.next_arrival()
+        if arrival is None:
+            landing()
+        else:
+            self._carry(lane, arrival, nbytes, landing)
+        if self._faults.counts_messages:
+            self._count(lane)
+
+    def farewell(self, lane: Lane, landing: Landing) -> None:
+        """Send the last thing of an orderly end: it lands after all that is under way, at once if nothing is. Lock held.
+
+        Senders that wait for room look again whether they still may.
+        """
+        lane.wake_senders()
+        if lane.under_way:
+            self._carry(lane, lane.under_way[-1][0], 0, landing)
+        else:
+            landing()
+
+    def why_lost(self, rank: int, peer: int) -> RankwireError | None:
+        """Return why ``rank`` cannot reach ``peer`` (or do anything, if that is itself), or None. Lock held."""
+        if rank in self._left:
+            return ChannelClosedError("this backend is closed")
+        if rank in self._killed:
+            return PeerLostError(rank, "this rank itself was killed")
+        if peer in self._killed:
+            return PeerLostError(peer, "it was killed")
+        if rank != peer and link_between(rank, peer) in self._broken:
+            return PeerLostError(peer, "the link to it is broken")
+        if peer in self._left:
+            return ChannelClosedError(f"rank {peer} has left").during(peer=peer)
+        return None
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank has closed: nothing more goes to it or from it, what it sent still arrives. Lock held."""
+        self._left.add(rank)
+        for lane in self._lanes.values():
+            if lane.dst == rank:
+                self._abort(lane)
+            elif lane.src == rank:
+                lane.refuse(ChannelClosedError("this backend is closed"))
+        self._end_if_empty()
+
+    def settle(self) -> None:
+        """Wait for the end of the timetable's thread if all ranks are gone. Without the lock."""
+        if self._timetable is not None and self._timetable.ending:
+            self._timetable.join()
+
+    # -- how messages travel, lock held -------------------------------------------------------------------------------
+
+    def _carry(self, lane: Lane, arrival: float, nbytes: int, landing: Landing) -> None:
+        lane.under_way.append((arrival, nbytes, landing))
+        lane.under_way_nbytes += nbytes
+        if len(lane.under_way) == 1:  # a lane is planned once, with its first message: so it stays FIFO
+            self._plan_hand_over(lane, arrival)
+
+    def _plan_hand_over(self, lane: Lane, when: float) -> None:
+        assert self._timetable is not None
+        self._timetable.plan(when, partial(self._hand_over, lane))
+
+    def _hand_over(self, lane: Lane) -> None:
+        if not lane.under_way:
+            return  # it was lost
+        now = monotonic()
+        free_at = self._reader_free_at.get(lane.dst, now)
+        if free_at > now:
+            self._plan_hand_over(lane, free_at)
+            return
+        if lane.dst in self._faults.reader_seconds:
+            self._reader_free_at[lane.dst] = now + self._faults.reader_seconds[lane.dst]
+        _, nbytes, landing = lane.under_way.popleft()
+        lane.under_way_nbytes -= nbytes
+        if lane.under_way:
+            self._plan_hand_over(lane, lane.under_way[0][0])
+        landing()
+        lane.room_made()
+
+    def _count(self, lane: Lane) -> None:
+        link = link_between(lane.src, lane.dst)
+        self._sent[lane.src] += 1
+        self._carried[link] += 1
+        if self._carried[link] == self._faults.break_after_messages.get(link):
+            self._break(link)
+        if self._sent[lane.src] == self._faults.kill_after_messages.get(lane.src):
+            self._kill(lane.src)
+
+    # -- what happens to ranks and links, lock held -------------------------------------------------------------------
+
+    def _kill(self, rank: int) -> None:
+        if rank in self._killed or rank in self._left:
+            return
+        self._killed.add(rank)
+        for lane in self._lanes.values():
+            if rank in (lane.src, lane.dst):
+                self._abort(lane)
+        self._members[rank].end(self._loss(rank, rank))
+        for other in range(self.world_size):
+            self._tell_loss(other, rank)
+        self._end_if_empty()
+
+    def _break(self, link: Link) -> None:
+        self._broken.add(link)
+        for lane in self._lanes.values():
+            if link_between(lane.src, lane.dst) == link:
+                self._abort(lane)
+        a, b = link
+        self._tell_loss(a, b)
+        self._tell_loss(b, a)
+
+    def _tell_loss(self, rank: int, peer: int) -> None:
+        if rank not in self._left and rank not in self._killed:
+            self._members[rank].lose(peer, self._loss(rank, peer))
+
+    def _abort(self, lane: Lane) -> None:
+        lane.abort(self._loss(lane.src, lane.dst))
+
+    def _loss(self, rank: int, peer: int) -> RankwireError:
+        error = self.why_lost(rank, peer)
+        assert error is not None
+        return error
+
+    def _end_if_empty(self) -> None:
+        if self._timetable is not None and len(self._left | self._killed) == self.world_size:
+            self._timetable.end()

@@ -1,0 +1,360 @@
+"""TcpBackend: ranks in processes of one or several hosts.
+
+Construction is the rendezvous: rank 0 listens and coordinates, the others join, and all return when
+the whole world is up. Afterwards any two ranks talk directly. Whoever sends or calls first dials,
+in its own thread: one connection for messages (one way) and one for each agent's calls (requests
+out, replies back), over a Unix socket where both ranks are on one host and over TCP otherwise.
+
+Threads: the doorkeeper accepts connections and hears who has gone; everything else happens in the
+    threads of the user. Locks, in order:
+a peer's ``dial_lock``, ``_lock`` (ports and parked connections), then the locks inside peers,
+inboxes and connections. ``docs/thread-model.md`` has the whole table.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Literal
+
+from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
+from rankwire.backends.tcp_calls import TcpCallPort
+from rankwire.backends.tcp_formation import Formation
+from rankwire.backends.tcp_peers import Peer
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    ConfigurationError,
+    NoConnectionError,
+    PeerLostError,
+    RankwireError,
+    SizeMismatchError,
+)
+from rankwire.links.connection import Connection
+from rankwire.links.dialing import authenticate
+from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
+from rankwire.links.spinning import Spin, default_spin
+from rankwire.rendezvous.messages import Gone, World
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel
+from rankwire.wire.handshake import Hello, Purpose, Status
+from rankwire.wire.mailbox import Receive
+
+__all__ = ["TcpBackend", "Transport"]
+
+Transport = Literal["auto", "tcp", "unix"]
+
+DEFAULT_JOIN_TIMEOUT = 300.0
+# A peer that refuses connections has died or is leaving; the control connection says which within
+# this time.
+_REFUSED_PATIENCE = 0.5
+_FAREWELL_PATIENCE = 0.2
+
+
+class TcpBackend(Backend):
+    """A rank of a world of processes.
+
+    Construction returns when all ranks are up, or fails on all of them, naming the ranks that are
+    missing. Start the ranks in any order.
+
+    Args:
+        rank: This process's rank.
+        world_size: The number of ranks; the same everywhere.
+        address: ``host:port`` at which rank 0 listens. Rank 0 may use port 0 and read the chosen
+            one from ``address``.
+        secret: At least 16 bytes that all ranks know. Not needed on loopback, where ranks of one
+            user find each other.
+        job: A name; ranks of different jobs refuse each other.
+        timeout: Seconds for every operation without a limit of its own.
+        join_timeout: Seconds for the world to form.
+        transport: ``"auto"`` uses Unix sockets within a host and TCP between hosts; the others
+            force one.
+        spin: Seconds a waiting thread polls before it sleeps; None chooses by the number of ranks
+            and cores.
+        max_message_nbytes: Largest message sent or accepted.
+        insecure: Run off loopback without a secret.
+        listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
+            from now on.
+
+    Raises:
+        RendezvousError: The world did not form; ``missing`` has the absent ranks.
+        AuthenticationError: The secrets differ.
+        ConfigurationError: The arguments cannot work.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        *,
+        secret: bytes | str | None = None,
+        job: str = "default",
+        timeout: float = DEFAULT_TIMEOUT,
+        join_timeout: float = DEFAULT_JOIN_TIMEOUT,
+        transport: Transport = "auto",
+        spin: float | None = None,
+        max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
+        insecure: bool = False,
+        listener: socket.socket | None = None,
+    ) -> None:
+        super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
+        if transport not in ("auto", "tcp", "unix"):
+            raise ConfigurationError(f'transport is "auto", "tcp" or "unix", not {transport!r}')
+        self._transport = transport
+        self._wanted_spin = spin
+        self._closed = False
+        self._close_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._ports: dict[int, TcpCallPort] = {}
+        self._services_closed: set[int] = set()
+        self._callers_waiting: dict[int, list[Connection]] = {}
+        self._peers: dict[int, Peer] = {}
+        self._formation = Formation(
+            self,
+            TcpAddress.parse(address),
+            secret=secret,
+            job=job,
+            insecure=insecure,
+            share_files=transport != "tcp",
+            listener=listener,
+        )
+        try:
+            self._formation.form(Deadline(join_timeout))
+        except BaseException:
+            self._formation.close()
+            raise
+
+    def on_formed(self, world: World) -> None:
+        """Get to know the peers. Called once by the formation, before any of them can dial."""
+        self._me = world.members[self.rank]
+        local = sum(member.host_id == self._me.host_id for member in world.members)
+        self.spin = default_spin(local) if self._wanted_spin is None else self._wanted_spin
+        self._peers = {m.rank: Peer(m) for m in world.members if m.rank != self.rank}
+
+    @property
+    def address(self) -> str:
+        """``host:port`` at which rank 0 listens, with the port that was chosen."""
+        return str(self._formation.address)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    # -- messages
+    # -----------------------------------------------------------------------------------------------------
+
+    def transmit(
+        self,
+        dst: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+    ) -> None:
+        """See ``Backend.transmit``."""
+        peer = self._peers[dst]
+        connection = peer.messages
+        if connection is None:
+            connection = self._dial_messages(peer, deadline)
+        connection.send(channel, group, tag, buffers, nbytes, deadline)
+
+    def receive(
+        self,
+        src: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        deadline: Deadline,
+        *,
+        nbytes: int | None = None,
+    ) -> bytearray:
+        """See ``Backend.receive``."""
+        inbox = self._peers[src].inbox
+        receive = Receive((group, channel, tag))
+        inbox.post(receive)
+        payload = inbox.wait(receive, deadline)
+        if nbytes is not None and len(payload) != nbytes:
+            inbox.put_back(receive)
+            raise SizeMismatchError(nbytes, len(payload))
+        return payload
+
+    def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
+        if not peer.dial_lock.acquire(timeout=deadline.sleep_limit()):
+            raise NoConnectionError("another thread is still connecting to it")
+        try:
+            if peer.messages is None:
+                peer.messages = self.dial(peer.member.rank, Purpose.MESSAGES, 0, deadline)
+            return peer.messages
+        finally:
+            peer.dial_lock.release()
+
+    # -- calls
+    # --------------------------------------------------------------------------------------------------------
+
+    def open_calls(self, service: int) -> TcpCallPort:
+        """See ``Backend.open_calls``."""
+        port = TcpCallPort(self, service)
+        with self._lock:
+            if self._closed:
+                taken, waiting = "this backend is closed", []
+            elif service in self._ports:
+                taken, waiting = "there is an agent of this name already; close it, or name one", []
+            else:
+                taken, waiting = "", self._callers_waiting.pop(service, [])
+                self._ports[service] = port
+                self._services_closed.discard(service)
+        if taken:
+            port.close()
+            raise ConfigurationError(taken)
+        for connection in waiting:
+            port.adopt(connection)
+        return port
+
+    def forget_port(self, port: TcpCallPort) -> None:
+        """Called by a port that is closed."""
+        with self._lock:
+            if self._ports.get(port.service) is port:
+                del self._ports[port.service]
+                self._services_closed.add(port.service)
+
+    # -- connections
+    # --------------------------------------------------------------------------------------------------
+
+    def dial(self, rank: int, purpose: Purpose, service: int, deadline: Deadline) -> Connection:
+        """Open a connection of our own to a peer.
+
+        Raises:
+            PeerLostError: The peer has gone.
+            ChannelClosedError: It has left, or this backend is closed.
+            DeadlineExceededError: No answer in time.
+        """
+        peer = self._peers[rank]
+        hello = self._formation.hello(purpose, rank, service)
+        patience = Deadline(_REFUSED_PATIENCE)
+        while True:
+            if peer.failure is not None:
+                raise peer.failure.copy()
+            try:
+                sock = self._connect(peer, deadline)
+                try:
+                    authenticate(sock, hello, key=self._formation.key, deadline=deadline)
+                except BaseException:
+                    sock.close()
+                    raise
+                break
+            except NoConnectionError as error:
+                if patience.expired or deadline.expired:
+                    raise PeerLostError(rank, error.message) from error
+                time.sleep(0.005)
+        return self._adopt(peer, sock)
+
+    def _connect(self, peer: Peer, deadline: Deadline) -> socket.socket:
+        member = peer.member
+        here = member.host_id == self._me.host_id and member.unix_path
+        if self._transport == "unix" and not here:
+            raise ConfigurationError(
+                f"rank {member.rank} is on another host: no Unix socket reaches it"
+            )
+        if here:
+            try:
+                return connect_unix(member.unix_path, deadline)
+            except NoConnectionError:
+                # Another container of the same host does not see the file; or the peer is gone,
+                # then TCP tells.
+                if self._transport == "unix" or os.path.exists(member.unix_path):
+                    raise
+        return connect_tcp(TcpAddress(member.host, member.port), deadline)
+
+    def _adopt(self, peer: Peer, sock: socket.socket) -> Connection:
+        connection = Connection(
+            sock,
+            peer=peer.member.rank,
+            max_nbytes=self.max_message_nbytes,
+            spin=Spin(self.spin),
+            on_lost=lambda cause: self._lose(peer, cause),
+        )
+        peer.add(connection)
+        return connection
+
+    def release(self, connection: Connection) -> None:
+        """Called by a port for a connection that it has closed."""
+        self._peers[connection.peer].remove(connection)
+
+    # -- the house of the doorkeeper, on its thread
+    # -------------------------------------------------------------------
+
+    def admit(self, hello: Hello) -> tuple[Status, int]:
+        """Judge an authenticated peer that opens a connection."""
+        peer = self._peers.get(hello.rank)
+        if peer is None or hello.peer != self.rank:
+            return Status.INVALID_RANK, self.world_size
+        if hello.purpose is Purpose.MESSAGES and peer.inbox.connection is not None:
+            return Status.DUPLICATE_RANK, peer.member.pid
+        if hello.purpose is Purpose.CALLS and hello.service in self._services_closed:
+            return Status.CLOSED, 0
+        return Status.WELCOME, 0
+
+    def enter(self, hello: Hello, sock: socket.socket) -> None:
+        """Take a connection that a peer opened."""
+        peer = self._peers[hello.rank]
+        connection = self._adopt(peer, sock)
+        if hello.purpose is Purpose.MESSAGES:
+            if not peer.inbox.attach(connection):
+                connection.close()
+            return
+        with self._lock:
+            port = self._ports.get(hello.service)
+            if port is None and not self._closed:
+                self._callers_waiting.setdefault(hello.service, []).append(connection)
+        if port is not None:
+            port.adopt(connection)
+
+    def on_gone(self, gone: Gone) -> None:
+        """Hear from the control plane that a rank has died or left."""
+        peer = self._peers.get(gone.rank)
+        if peer is None:
+            return
+        if gone.orderly:
+            peer.fail(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
+        else:
+            self._lose(peer, PeerLostError(gone.rank, gone.reason))
+
+    def _lose(self, peer: Peer, cause: RankwireError) -> None:
+        if peer.fail(cause) and peer.member.host_id == self._me.host_id and peer.member.unix_path:
+            with suppress(OSError):
+                os.unlink(peer.member.unix_path)  # a killed process cannot remove its own
+
+    # -- leaving
+    # ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """See ``Backend.close``. Agents on this backend are ended too."""
+        with self._close_lock:
+            with self._lock:
+                if self._closed:
+                    return
+                self._closed = True
+                ports = list(self._ports.values())
+                waiting = [c for parked in self._callers_waiting.values() for c in parked]
+                self._callers_waiting.clear()
+            cause = ChannelClosedError("this backend is closed")
+            for port in ports:
+                port.shut_down(cause)
+            patience = Deadline(_FAREWELL_PATIENCE)
+            for peer in self._peers.values():
+                peer.close(cause, patience)
+            for connection in waiting:
+                connection.close()
+            self._formation.close()
+
+    def __repr__(self) -> str:
+        gone = [rank for rank, peer in self._peers.items() if peer.failure is not None]
+        state = "closed" if self._closed else f"gone: {gone}" if gone else "all up"
+        return f"<TcpBackend rank {self.rank} of {self.world_size} at {self.address}, {state}>"

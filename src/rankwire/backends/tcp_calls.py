@@ -1,0 +1,317 @@
+"""The call port of a TCP backend: requests and replies of one agent, on connections of its own.
+
+Outgoing, each peer that is called gets one connection, dialled by the first call; its replies are
+read by the threads that wait for them (``Inbox``). Incoming connections are those that other ranks'
+agents dialled; they are read only in ``poll``, by one thread at a time, through one epoll. Replies
+of calls that no thread waits for (``rpc_async``) are read there too, on request (``attend``): an
+outgoing connection is then armed in the same epoll for one shot, so that a thread that reads it
+meanwhile is not disturbed again and again.
+
+Lock: ``_lock`` guards the two tables of connections; nothing else is taken under it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, IncomingCall, PortEvent
+from rankwire.deadline import Deadline
+from rankwire.errors import ChannelClosedError, NoConnectionError, RankwireError
+from rankwire.links.connection import Connection
+from rankwire.links.inbox import Inbox
+from rankwire.links.spinning import Spin
+from rankwire.wire.frames import Buffer, Channel
+from rankwire.wire.handshake import Purpose
+from rankwire.wire.mailbox import Mailbox, Receive
+
+if TYPE_CHECKING:
+    from rankwire.backends.tcp import TcpBackend
+
+__all__ = ["TcpCallPort"]
+
+_ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
+_FAREWELL_PATIENCE = 0.2
+
+
+class TcpCallPort(CallPort):
+    """See ``CallPort``.
+
+    Args:
+        backend: Dials, and knows the peers.
+        service: Which agent this is for.
+    """
+
+    def __init__(self, backend: TcpBackend, service: int) -> None:
+        self.service = service
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._closed: ChannelClosedError | None = None
+        self._ended: ChannelClosedError | None = None
+        self._outgoing: dict[int, Inbox] = {}
+        self._attended: dict[int, Inbox] = {}
+        self._incoming: dict[int, Connection] = {}
+        self._dial_locks: dict[int, threading.Lock] = {}
+        self._spin = Spin(backend.spin)
+        self._epoll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+
+    # -- outgoing
+    # -----------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        dst: int,
+        request_id: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        on_reply: Callable[[Receive], None] | None = None,
+    ) -> Receive:
+        """See ``CallPort.call``."""
+        inbox = self._outgoing.get(dst)
+        if inbox is None or inbox.connection.failure is not None:  # type: ignore[union-attr]
+            inbox = self._dial(dst, deadline)
+        receive = Receive((self.service, Channel.REPLY, request_id), on_reply)
+        inbox.post(receive)
+        try:
+            inbox.connection.send(  # type: ignore[union-attr]
+                Channel.CALL,
+                self.service,
+                request_id,
+                buffers,
+                nbytes,
+                deadline,
+                while_blocked=inbox.read_available,
+            )
+        except BaseException:
+            inbox.withdraw(receive)
+            raise
+        return receive
+
+    def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
+        """See ``CallPort.wait``."""
+        inbox: Inbox = receive.home
+        return inbox.wait(receive, deadline)
+
+    def drive(self, dst: int, receive: Receive, deadline: Deadline) -> bool:
+        """See ``CallPort.drive``."""
+        inbox: Inbox = receive.home
+        return inbox.drive(receive, deadline)
+
+    def forget(self, dst: int, receive: Receive) -> bool:
+        """See ``CallPort.forget``."""
+        inbox: Inbox = receive.home
+        return inbox.withdraw(receive)
+
+    def cancel(self, dst: int, request_id: int) -> None:
+        """See ``CallPort.cancel``."""
+        inbox = self._outgoing.get(dst)
+        if inbox is None or inbox.connection is None or inbox.connection.failure is not None:
+            return
+        try:
+            inbox.connection.send(Channel.CANCEL, self.service, request_id, (), 0, Deadline(0.0))
+        except RankwireError:
+            return  # it takes nothing now; the callee's own deadline ends the work
+
+    def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
+        """See ``CallPort.wait_for_room``."""
+        inbox = self._outgoing.get(dst)
+        if inbox is None or inbox.in_flight < limit:
+            return True
+        return inbox.wait_until(lambda: inbox.in_flight < limit, deadline)
+
+    def in_flight(self) -> int:
+        """See ``CallPort.in_flight``."""
+        return sum(inbox.in_flight for inbox in list(self._outgoing.values()))
+
+    def _dial(self, dst: int, deadline: Deadline) -> Inbox:
+        with self._lock:
+            dial_lock = self._dial_locks.setdefault(dst, threading.Lock())
+        if not dial_lock.acquire(timeout=deadline.sleep_limit()):
+            raise NoConnectionError("another thread is still connecting to it")
+        try:
+            inbox = self._outgoing.get(dst)
+            if inbox is not None:
+                assert inbox.connection is not None
+                if inbox.connection.failure is None:
+                    return inbox
+                self._discard(dst, inbox)
+            if self._closed is not None:
+                raise self._closed.copy()
+            connection = self._backend.dial(dst, Purpose.CALLS, self.service, deadline)
+            inbox = Inbox(dst, Mailbox(keep_unmatched=False), connection)
+            with self._lock:
+                if self._closed is None:
+                    self._outgoing[dst] = inbox
+                    return inbox
+            connection.close()
+            raise self._closed.copy()
+        finally:
+            dial_lock.release()
+
+    def _discard(self, dst: int, inbox: Inbox) -> None:
+        """Forget a connection that has ended: the peer's agent has closed.
+
+        And a new one may be there.
+        """
+        assert inbox.connection is not None and inbox.connection.failure is not None
+        with self._lock:
+            if self._outgoing.get(dst) is inbox:
+                del self._outgoing[dst]
+            self._unattend(inbox)
+        inbox.close(inbox.connection.failure)
+        self._backend.release(inbox.connection)
+
+    # -- incoming
+    # -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, connection: Connection) -> None:
+        """Take a connection that another rank's agent dialled."""
+        with self._lock:
+            if self._closed is None:
+                self._incoming[connection.fileno()] = connection
+                self._epoll.register(connection.fileno(), select.EPOLLIN)
+                return
+        connection.close()
+
+    def poll(self, deadline: Deadline) -> list[PortEvent]:
+        """See ``CallPort.poll``."""
+        if self._ended is not None:
+            raise self._ended.copy()
+        for descriptor, _ in self._wait(deadline):
+            connection = self._incoming.get(descriptor)
+            if connection is not None:
+                return self._read(connection)
+            inbox = self._attended.get(descriptor)
+            if inbox is not None:
+                inbox.read_available()
+                if inbox.in_flight and not inbox.is_read:
+                    self._arm(inbox)
+            elif descriptor == self._wakeup:
+                os.eventfd_read(self._wakeup)
+        return []
+
+    def _wait(self, deadline: Deadline) -> list[tuple[int, int]]:
+        spin, poll = self._spin, self._epoll.poll
+        if spin.budget > 0.0:
+            limit = perf_counter() + spin.budget
+            while True:
+                ready = poll(0, 1)
+                if ready:
+                    spin.paid()
+                    return ready
+                if perf_counter() >= limit:
+                    spin.wasted()
+                    break
+        else:
+            spin.skipped()
+        return poll(deadline.sleep_limit(), 1)
+
+    def _read(self, connection: Connection) -> list[PortEvent]:
+        try:
+            frames = connection.read_ready()
+        except RankwireError:
+            self._drop(connection)
+            return [CallerGone(connection.peer)]
+        events: list[PortEvent] = []
+        for channel, group, tag, payload in frames:
+            if group != self.service:
+                continue  # a frame for another agent cannot come on this agent's connection
+            if channel == Channel.CALL:
+                events.append(IncomingCall(connection.peer, tag, payload, connection))
+            elif channel == Channel.CANCEL:
+                events.append(CallCancelled(connection.peer, tag))
+        return events
+
+    def _drop(self, connection: Connection) -> None:
+        with self._lock:
+            descriptor = connection.fileno()
+            if self._incoming.pop(descriptor, None) is not None:
+                self._epoll.unregister(descriptor)
+        connection.close()
+        self._backend.release(connection)
+
+    def reply(
+        self, call: IncomingCall, buffers: Sequence[Buffer], nbytes: int, deadline: Deadline
+    ) -> None:
+        """See ``CallPort.reply``."""
+        connection: Connection = call.origin
+        connection.send(Channel.REPLY, self.service, call.request_id, buffers, nbytes, deadline)
+
+    # -- replies that no thread waits for
+    # -----------------------------------------------------------------------------
+
+    def attend(self) -> bool:
+        """See ``CallPort.attend``."""
+        outstanding = False
+        for inbox in list(self._outgoing.values()):
+            if inbox.in_flight:
+                outstanding = True
+                if not inbox.is_read:
+                    self._arm(inbox)
+        return outstanding
+
+    def _arm(self, inbox: Inbox) -> None:
+        with self._lock:
+            if self._closed is not None or inbox.connection is None:
+                return
+            descriptor = inbox.connection.fileno()
+            if descriptor in self._attended:
+                self._epoll.modify(descriptor, _ONE_SHOT)
+            elif descriptor >= 0:
+                self._attended[descriptor] = inbox
+                self._epoll.register(descriptor, _ONE_SHOT)
+
+    def _unattend(self, inbox: Inbox) -> None:
+        assert inbox.connection is not None
+        descriptor = inbox.connection.fileno()
+        if self._attended.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    # -- ending
+    # -------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """See ``CallPort.wake``."""
+        if self._closed is None:
+            os.eventfd_write(self._wakeup, 1)
+
+    def shut_down(self, cause: ChannelClosedError) -> None:
+        """End every wait and ``poll`` with ``cause``, because the backend closes.
+
+        ``close`` is still to come.
+        """
+        self._ended = cause
+        self.wake()
+        for inbox in list(self._outgoing.values()):
+            inbox.fail(cause)
+
+    def close(self) -> None:
+        """See ``CallPort.close``."""
+        cause = ChannelClosedError("this agent is closed")
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = cause
+            outgoing, self._outgoing = dict(self._outgoing), {}
+            incoming, self._incoming = list(self._incoming.values()), {}
+            self._attended = {}
+            self._epoll.close()
+            os.close(self._wakeup)
+        patience = Deadline(_FAREWELL_PATIENCE)
+        for connection in incoming:
+            connection.farewell(patience)
+            connection.close()
+            self._backend.release(connection)
+        for inbox in outgoing.values():
+            assert inbox.connection is not None
+            inbox.connection.farewell(patience)
+            inbox.close(cause)
+            self._backend.release(inbox.connection)
+        self._backend.forget_port(self)

@@ -1,0 +1,235 @@
+"""Formation: what a TCP backend owns besides its peers: the listening sockets, the doorkeeper, the
+secret and the control connections.
+
+It forms the world (as coordinator on rank 0, by joining elsewhere) and afterwards passes on what
+the doorkeeper and the control connections report. A world of one rank needs none of it and opens
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from rankwire.deadline import Deadline
+from rankwire.errors import ChannelClosedError, ConfigurationError, RankwireError
+from rankwire.links.connection import Connection
+from rankwire.links.doorkeeper import Doorkeeper
+from rankwire.links.sockets import TcpAddress, listen_tcp, listen_unix, start_listening
+from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.host import host_id, new_socket_path, sweep_socket_files
+from rankwire.rendezvous.joining import join
+from rankwire.rendezvous.messages import Gone, Member, World, unpack
+from rankwire.rendezvous.secret import AgreedSecret, given_secret
+from rankwire.wire.frames import Frame
+from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
+
+__all__ = ["Formation"]
+
+_MAX_CONTROL_NBYTES = 64 << 20
+
+
+class _Owner(Protocol):
+    """The backend, as far as it is known here."""
+
+    rank: int
+    world_size: int
+
+    def admit(self, hello: Hello) -> tuple[Status, int]: ...
+    def enter(self, hello: Hello, sock: socket.socket) -> None: ...
+    def on_formed(self, world: World) -> None: ...
+    def on_gone(self, gone: Gone) -> None: ...
+
+
+class Formation:
+    """See the module. ``form``, then ``close``."""
+
+    def __init__(
+        self,
+        owner: _Owner,
+        address: TcpAddress,
+        *,
+        secret: bytes | str | None,
+        job: str,
+        insecure: bool,
+        share_files: bool,
+        listener: socket.socket | None,
+    ) -> None:
+        if owner.rank != 0 and listener is not None:
+            raise ConfigurationError("only rank 0 takes a listener")
+        self.address = address
+        self.key = b""
+        self._owner = owner
+        self._job = job_id(job)
+        self._share_files = share_files
+        self._given_secret = given_secret(secret, loopback=address.is_loopback, insecure=insecure)
+        self._agreed: AgreedSecret | None = None
+        self._agreed_secret = b""
+        self._tcp_listener = listener
+        self._unix_listener: socket.socket | None = None
+        self._unix_path = ""
+        self._member: Member | None = None
+        self._epoch = 0
+        self._doorkeeper: Doorkeeper | None = None
+        self._coordinator: Coordinator | None = None
+        self._control: Connection | None = None
+
+    # -- forming
+    # ------------------------------------------------------------------------------------------------------
+
+    def form(self, deadline: Deadline) -> None:
+        """Return once all ranks are up and can dial each other; raises as ``TcpBackend`` does."""
+        if self._owner.world_size == 1:
+            alone = Member(0, os.getpid(), self.address.host, 0, "", host_id())
+            self._formed(World(1, [alone]))
+        elif self._owner.rank == 0:
+            self._coordinate(deadline)
+        else:
+            self._join(deadline)
+
+    def _join(self, deadline: Deadline) -> None:
+        world, self._control = join(
+            self.address,
+            self.hello(Purpose.JOIN, 0),
+            find_key=self._find_key,
+            describe=self._describe,
+            deadline=deadline,
+        )
+        # Rank 0 may listen on all interfaces: it is reached where it was reached.
+        reached = msgspec.structs.replace(world.members[0], host=self.address.host)
+        self._formed(World(world.epoch, [reached, *world.members[1:]]))
+        # Only now are peers let in: those that dialled already have waited in the listeners'
+        # backlog.
+        doorkeeper = self._employ_doorkeeper()
+        doorkeeper.watch(self._control, self._heard, self._coordinator_ended)
+        doorkeeper.start()
+
+    def _formed(self, world: World) -> None:
+        """Let the owner know its peers before any of them can dial."""
+        self._epoch = world.epoch
+        self._owner.on_formed(world)
+
+    def _coordinate(self, deadline: Deadline) -> None:
+        listener = self._tcp_listener or listen_tcp(self.address)
+        self._tcp_listener = listener
+        self.address = TcpAddress(self.address.host, listener.getsockname()[1])
+        if self._given_secret is None:
+            self._agreed = AgreedSecret(self.address.port)
+            self._agreed_secret = self._agreed.publish()
+        self.key = handshake_key(self._given_secret or self._agreed_secret)
+        me = self._describe(self.address.host)
+        doorkeeper = self._employ_doorkeeper()
+        self._coordinator = Coordinator(
+            me,
+            self._owner.world_size,
+            doorkeeper,
+            on_formed=self._formed,
+            on_gone=self._owner.on_gone,
+        )
+        start_listening(listener)
+        doorkeeper.start()
+        self._coordinator.wait_formed(deadline)
+
+    def _find_key(self) -> bytes | None:
+        secret = self._given_secret or AgreedSecret(self.address.port).read()
+        if secret is None:
+            return None
+        self.key = handshake_key(secret)
+        return self.key
+
+    def _describe(self, host: str) -> Member:
+        """Listen where this rank was seen, once, and say where that is."""
+        if self._member is not None:
+            return self._member
+        if self._tcp_listener is None:
+            self._tcp_listener = listen_tcp(TcpAddress(host, 0))
+            start_listening(self._tcp_listener)
+        if self._share_files:
+            sweep_socket_files()
+            self._unix_path = new_socket_path()
+            self._unix_listener = listen_unix(self._unix_path)
+        self._member = Member(
+            self._owner.rank,
+            os.getpid(),
+            host,
+            self._tcp_listener.getsockname()[1],
+            self._unix_path,
+            host_id(),
+        )
+        return self._member
+
+    def _employ_doorkeeper(self) -> Doorkeeper:
+        self._doorkeeper = Doorkeeper(self, key=self.key)
+        for listener in (self._tcp_listener, self._unix_listener):
+            if listener is not None:
+                self._doorkeeper.listen(listener)
+        self._tcp_listener = self._unix_listener = None
+        return self._doorkeeper
+
+    # -- afterwards
+    # ---------------------------------------------------------------------------------------------------
+
+    def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
+        """Return the greeting for a connection of our own."""
+        owner = self._owner
+        return Hello(purpose, self._job, self._epoch, owner.world_size, owner.rank, peer, service)
+
+    def admit(self, hello: Hello) -> tuple[Status, int]:
+        """Judge an authenticated peer: what concerns the job here.
+
+        The rest by the coordinator or the backend.
+        """
+        if hello.job != self._job:
+            return Status.OTHER_JOB, 0
+        if hello.purpose is Purpose.JOIN:
+            if self._coordinator is None:
+                return Status.INVALID_RANK, self._owner.world_size
+            return self._coordinator.admit(hello)
+        if hello.epoch != self._epoch or not self._epoch:
+            return Status.OTHER_EPOCH, 0
+        return self._owner.admit(hello)
+
+    def enter(self, hello: Hello, sock: socket.socket) -> None:
+        """Give an authenticated socket to whom it is for."""
+        if hello.purpose is not Purpose.JOIN:
+            self._owner.enter(hello, sock)
+            return
+        assert self._coordinator is not None
+        self._coordinator.enter(
+            hello.rank, Connection(sock, peer=hello.rank, max_nbytes=_MAX_CONTROL_NBYTES)
+        )
+
+    def _heard(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            message = unpack(frame.payload)
+            if isinstance(message, Gone):
+                self._owner.on_gone(message)
+
+    def _coordinator_ended(self, error: RankwireError) -> None:
+        orderly = isinstance(error, ChannelClosedError)
+        self._owner.on_gone(Gone(0, getattr(error, "reason", error.message), orderly))
+
+    # -- ending
+    # -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave: farewell to the control connections, no more doors, no files. Idempotent."""
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._control is not None:
+            self._control.farewell(Deadline(0.0))
+            self._control.close()
+        for listener in (self._tcp_listener, self._unix_listener):
+            if listener is not None:
+                listener.close()
+        if self._unix_path:
+            with suppress(FileNotFoundError):
+                os.unlink(self._unix_path)
+        if self._agreed is not None:
+            self._agreed.remove(self._agreed_secret)

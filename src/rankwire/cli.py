@@ -1,0 +1,117 @@
+"""The command line. Only this module imports typer, and ``import rankwire`` does not import it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from rankwire.errors import ConfigurationError
+from rankwire.launch.run import DEFAULT_GRACE
+from rankwire.launch.run import run as run_ranks
+from rankwire.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line; the entry point of ``rankwire`` and ``python -m rankwire``."""
+    app(prog_name="rankwire")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"rankwire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def describe(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Rank-addressed RPC, messaging and collectives between the processes of a training job."""
+
+
+# The first argument that is not an option is the program; all that follows is the program's own.
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    program: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.")
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Passed to the script, options too."),
+    ] = None,
+    *,
+    ranks: Annotated[
+        int,
+        typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks to start."),
+    ],
+    is_module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
+    ] = False,
+    grace: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="From the request to stop until SIGKILL."),
+    ] = DEFAULT_GRACE,
+    has_prefix: Annotated[
+        bool, typer.Option("--prefix/--no-prefix", help="Begin each line with its rank.")
+    ] = True,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write each rank's output to DIR/rank_N.log as well."),
+    ] = None,
+) -> None:
+    """Start a Python program as N ranks on this host, and stop all when one fails.
+
+    Example: `rankwire run -n 4 train.py --epochs 3`
+
+    In the program, `rankwire.connect()` joins the world. RANKWIRE_RANK and RANKWIRE_WORLD_SIZE tell
+    each rank its number and how many there are; the job's secret comes by file descriptor.
+
+    When a rank fails, the others get SIGTERM, and SIGKILL after the grace. The exit code is that of
+    the rank that failed first. Ctrl-C interrupts all ranks, a second one kills them.
+    """
+    if not is_module and not Path(program).is_file():
+        _refuse(f"no script {program!r}" + _module_hint(program))
+    command = ["-m", program] if is_module else [program]
+    try:
+        code = run_ranks(
+            [*command, *(arguments or [])],
+            ranks=ranks,
+            grace=grace,
+            has_prefix=has_prefix,
+            log_dir=log_dir,
+        )
+    except ConfigurationError as error:
+        _refuse(str(error))
+    raise typer.Exit(code)
+
+
+def _module_hint(name: str) -> str:
+    try:
+        is_module = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        is_module = False
+    return f"; to run the module, write -m {name}" if is_module else ""
+
+
+def _refuse(reason: str) -> NoReturn:
+    print(f"rankwire: {reason}", file=sys.stderr)  # noqa: T201
+    raise typer.Exit(2)

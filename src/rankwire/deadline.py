@@ -1,0 +1,82 @@
+"""One time limit for one whole operation.
+
+A ``Deadline`` is made once, where the user's call enters the library, and handed down through every
+lock, connect, handshake, send and receive, so that the parts together cannot take longer than the
+whole. Monotonic time only: a change of the wall clock moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from time import monotonic
+
+from rankwire.errors import ConfigurationError
+
+__all__ = ["Deadline"]
+
+# Locks and poll() take a C long of nanoseconds; a day is "for ever" in slices.
+_LONGEST_SLEEP = 86_400.0
+
+
+class Deadline:
+    """A point in monotonic time.
+
+    Args:
+        limit: Seconds from now. 0 polls, ``math.inf`` never expires.
+    """
+
+    __slots__ = ("_end", "_start", "limit")
+
+    def __init__(self, limit: float) -> None:
+        if not limit >= 0:  # also refuses NaN
+            raise ConfigurationError(f"a time limit is 0 or more seconds, not {limit!r}")
+        self.limit = limit
+        self._start = monotonic()
+        self._end = self._start + limit
+
+    @classmethod
+    def of(cls, timeout: float | None, default: float) -> Deadline:
+        """Return the deadline of a user's ``timeout=``: ``None`` means the default."""
+        return cls(default if timeout is None else timeout)
+
+    @classmethod
+    def never(cls) -> Deadline:
+        """Return a deadline that does not expire."""
+        return cls(math.inf)
+
+    def remaining(self) -> float:
+        """Return the seconds left, never negative."""
+        left = self._end - monotonic()
+        return left if left > 0.0 else 0.0
+
+    def sleep_limit(self) -> float:
+        """Return the seconds left, bounded to what lock and poll calls accept."""
+        left = self._end - monotonic()
+        return 0.0 if left < 0.0 else min(left, _LONGEST_SLEEP)
+
+    @property
+    def expired(self) -> bool:
+        """Whether the time is over."""
+        return monotonic() >= self._end
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the operation began."""
+        return monotonic() - self._start
+
+    def sooner(self, limit: float) -> Deadline:
+        """Return this deadline, or one ``limit`` seconds from now if that comes first."""
+        return self if self.remaining() <= limit else Deadline(limit)
+
+    @property
+    def end(self) -> float:
+        """The point in time itself, for ordering deadlines."""
+        return self._end
+
+    @staticmethod
+    def passed(end: float) -> bool:
+        """Whether the point in time of some deadline is over."""
+        return monotonic() >= end
+
+    def __repr__(self) -> str:
+        return f"<Deadline {self.remaining():.3f} s of {self.limit:g} s left>"

@@ -1,0 +1,341 @@
+"""Every error that rankwire raises.
+
+Tree::
+
+    RankwireError
+      ConfigurationError(ValueError)          a setting that cannot work, found before a byte moved
+        InvalidWorldSizeError                 .world_size
+        InvalidRankError                      .invalid_rank .world_size
+        SelfSendError                         a message addressed to oneself
+      UnsupportedTypeError(TypeError)         .path .type_name: the codec does not carry this value
+      MessageTooLargeError(ValueError)        .nbytes .limit
+      SizeMismatchError(ValueError)           .expected .got: the message does not fit recv_into's
+      buffer ProtocolError(ConnectionError)          the peer sent what the protocol forbids
+        InvalidMessageError(ValueError)       a payload that does not decode
+        VersionMismatchError                  .ours .theirs
+      AuthenticationError(ConnectionError)    the secrets differ, or a stranger answered
+      RendezvousError(ConnectionError)        .missing .reason: the world did not form
+      NoConnectionError(ConnectionError)      a peer that cannot be reached
+      PeerLostError(ConnectionError)          .reason .may_have_run: the peer died
+        PeerUnresponsiveError                 alive for the kernel, silent for too long
+      ChannelClosedError(ConnectionError)     this side, or the peer in good order, has closed
+      DeadlineExceededError(TimeoutError)     .limit .waiting_for .may_have_run
+      OverloadedError(RuntimeError)           a stated limit was reached; the call did not run
+      FunctionNotFoundError(LookupError)      .name .known
+      RemoteError(RuntimeError)               .remote_type .remote_message .remote_traceback
+      CollectiveMismatchError(RuntimeError)   ranks disagree on what they are doing
+      MembershipError(RuntimeError)           the members of a group disagree on its members
+
+Contract: an error carries its data as attributes and survives pickling. The context that every
+    operation knows (``op``,
+``rank``, ``peer``, ``tag``, ``waited``) is in the base class and printed after the message. Nothing
+here imports the rest of the package, and nobody classifies an error by its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+__all__ = [
+    "AuthenticationError",
+    "ChannelClosedError",
+    "CollectiveMismatchError",
+    "ConfigurationError",
+    "DeadlineExceededError",
+    "FunctionNotFoundError",
+    "InvalidMessageError",
+    "InvalidRankError",
+    "InvalidWorldSizeError",
+    "MembershipError",
+    "MessageTooLargeError",
+    "NoConnectionError",
+    "OverloadedError",
+    "PeerLostError",
+    "PeerUnresponsiveError",
+    "ProtocolError",
+    "RankwireError",
+    "RemoteError",
+    "RendezvousError",
+    "SelfSendError",
+    "SizeMismatchError",
+    "UnsupportedTypeError",
+    "VersionMismatchError",
+]
+
+
+class RankwireError(Exception):
+    """Base of all errors.
+
+    Attributes:
+        op: What was being done, such as ``"recv"`` or ``"rpc_sync add"``.
+        rank: The rank that raised this.
+        peer: The rank at the other end.
+        tag: The message tag.
+        waited: Seconds spent in the operation.
+    """
+
+    op: str | None = None
+    rank: int | None = None
+    peer: int | None = None
+    tag: int | None = None
+    waited: float | None = None
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+
+    def during(
+        self,
+        *,
+        op: str | None = None,
+        rank: int | None = None,
+        peer: int | None = None,
+        tag: int | None = None,
+        waited: float | None = None,
+    ) -> Self:
+        """Add context that is not known yet, and return the error itself, ready to be raised."""
+        self.op = op if self.op is None else self.op
+        self.rank = rank if self.rank is None else self.rank
+        self.peer = peer if self.peer is None else self.peer
+        self.tag = tag if self.tag is None else self.tag
+        self.waited = waited if self.waited is None else self.waited
+        return self
+
+    def copy(self) -> Self:
+        """Return an equal error.
+
+        One that is raised in several threads must not share a traceback.
+        """
+        twin = _restore(type(self), self.args, self.__dict__)
+        twin.__cause__ = self.__cause__
+        return twin  # type: ignore[return-value]
+
+    def __str__(self) -> str:
+        context = [
+            f"{name} {value}"
+            for name in ("op", "rank", "peer", "tag")
+            if (value := getattr(self, name)) is not None
+        ]
+        if self.waited is not None:
+            context.append(f"waited {self.waited:.3g} s")
+        return f"{self.message} [{', '.join(context)}]" if context else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(
+    kind: type[RankwireError], args: tuple[Any, ...], state: dict[str, Any]
+) -> RankwireError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigurationError(RankwireError, ValueError):
+    """A setting that cannot work."""
+
+
+class InvalidWorldSizeError(ConfigurationError):
+    """The number of ranks is not a positive integer."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(f"a world needs at least 1 rank, not {world_size!r}")
+        self.world_size = world_size
+
+
+class InvalidRankError(ConfigurationError):
+    """A rank that is outside the world or group."""
+
+    def __init__(self, invalid_rank: int, world_size: int, *, what: str = "rank") -> None:
+        super().__init__(
+            f"{what} {invalid_rank!r} is not one of the {world_size} ranks 0..{world_size - 1}"
+        )
+        self.invalid_rank = invalid_rank
+        self.world_size = world_size
+
+
+class SelfSendError(ConfigurationError):
+    """A message addressed to oneself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"rank {rank} cannot exchange messages with itself; keep the value instead"
+        )
+        self.rank = rank
+
+
+class UnsupportedTypeError(RankwireError, TypeError):
+    """A value that the codec does not carry.
+
+    Attributes:
+        path: Where it stands, such as ``args[1]["opt"]``.
+        type_name: Its type.
+    """
+
+    def __init__(self, path: str, type_name: str, advice: str) -> None:
+        super().__init__(f"{path}: type {type_name} cannot be sent. {advice}")
+        self.path = path
+        self.type_name = type_name
+
+
+class MessageTooLargeError(RankwireError, ValueError):
+    """A message above the limit; nothing of it was sent."""
+
+    def __init__(self, nbytes: int, limit: int) -> None:
+        super().__init__(
+            f"a message of {nbytes} bytes is above the limit of {limit} bytes (max_message_nbytes)"
+        )
+        self.nbytes = nbytes
+        self.limit = limit
+
+
+class SizeMismatchError(RankwireError, ValueError):
+    """The message at the head of the queue has another size than the buffer.
+
+    It stays receivable.
+    """
+
+    def __init__(self, expected: int, got: int) -> None:
+        super().__init__(
+            f"the buffer holds {expected} bytes, the message {got}; it is kept for the next receive"
+        )
+        self.expected = expected
+        self.got = got
+
+
+class ProtocolError(RankwireError, ConnectionError):
+    """The peer sent what the protocol forbids; its connection is not used again."""
+
+
+class InvalidMessageError(ProtocolError, ValueError):
+    """A payload that does not decode."""
+
+
+class VersionMismatchError(ProtocolError):
+    """The two ends speak different versions of the protocol."""
+
+    def __init__(self, ours: int, theirs: int) -> None:
+        super().__init__(
+            f"protocol versions differ: {ours} here, {theirs} at the other end; install the same rankwire on all ranks"
+        )
+        self.ours = ours
+        self.theirs = theirs
+
+
+class AuthenticationError(RankwireError, ConnectionError):
+    """The other end did not prove that it knows the job's secret."""
+
+
+class RendezvousError(RankwireError, ConnectionError):
+    """The world did not form.
+
+    Attributes:
+        missing: The ranks that did not join, as far as known.
+        reason: What went wrong, without the ranks.
+    """
+
+    def __init__(self, reason: str, *, missing: Iterable[int] = ()) -> None:
+        self.missing = sorted(missing)
+        self.reason = reason
+        super().__init__(f"{reason}; missing ranks: {self.missing}" if self.missing else reason)
+
+
+class NoConnectionError(RankwireError, ConnectionError):
+    """A peer that cannot be reached."""
+
+
+class PeerLostError(RankwireError, ConnectionError):
+    """The peer died, or its connection broke. Every operation that needs it fails from now on.
+
+    Attributes:
+        reason: How that was noticed.
+        may_have_run: For a call: whether the function may have run.
+    """
+
+    may_have_run: bool = False
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(f"rank {peer} is lost: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class PeerUnresponsiveError(PeerLostError):
+    """The peer's connection stands, but its process has been silent for too long."""
+
+
+class ChannelClosedError(RankwireError, ConnectionError):
+    """This side has closed, or the peer has left in good order."""
+
+    may_have_run: bool = False
+
+
+class DeadlineExceededError(RankwireError, TimeoutError):
+    """The time limit passed. Connections stay usable; a message that arrives later can still be
+    received.
+
+    Attributes:
+        limit: The limit in seconds.
+        waiting_for: The ranks that were waited for.
+        may_have_run: For a call: whether the function may have run.
+    """
+
+    may_have_run: bool = False
+
+    def __init__(self, limit: float, *, waiting_for: Sequence[int] = (), detail: str = "") -> None:
+        ranks = f" waiting for rank{'s' if len(waiting_for) > 1 else ''} {', '.join(map(str, waiting_for))}"
+        super().__init__(
+            f"no result within {limit:.6g} s{ranks if waiting_for else ''}{'; ' + detail if detail else ''}"
+        )
+        self.limit = limit
+        self.waiting_for = list(waiting_for)
+
+
+class OverloadedError(RankwireError, RuntimeError):
+    """A stated limit was reached; the call did not run."""
+
+
+class FunctionNotFoundError(RankwireError, LookupError):
+    """No function of that name is registered at the rank that was called.
+
+    Attributes:
+        name: The name asked for.
+        known: The names registered there.
+    """
+
+    def __init__(self, name: str, known: Sequence[str] = ()) -> None:
+        listed = ", ".join(known) or "none"
+        super().__init__(f"no function {name!r} is registered there (registered: {listed})")
+        self.name = name
+        self.known = list(known)
+
+
+class RemoteError(RankwireError, RuntimeError):
+    """The called function raised. The text of the remote traceback is part of the message.
+
+    Attributes:
+        remote_type: Name of the remote exception's class.
+        remote_message: Its text.
+        remote_traceback: The remote traceback as text.
+    """
+
+    def __init__(self, remote_type: str, remote_message: str, remote_traceback: str) -> None:
+        super().__init__(f"{remote_type}: {remote_message}")
+        self.remote_type = remote_type
+        self.remote_message = remote_message
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        where = f"rank {self.peer}" if self.peer is not None else "the remote rank"
+        return f"{super().__str__()}\n\ntraceback on {where}:\n{self.remote_traceback.rstrip()}"
+
+
+class CollectiveMismatchError(RankwireError, RuntimeError):
+    """Ranks disagree on which collective they are in, or on its arguments."""
+
+
+class MembershipError(RankwireError, RuntimeError):
+    """The members of a group disagree on who its members are."""

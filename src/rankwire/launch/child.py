@@ -1,0 +1,218 @@
+"""One rank's process: how it is started, what it inherits, and how it ended.
+
+A rank leads a session of its own, so that Ctrl-C reaches the launcher only, and so that what the
+rank starts itself can be ended with it. Its exit status is left with the kernel until ``reap``:
+so long its process id is not given to anyone else, and a signal cannot reach a stranger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from rankwire.launch import environment
+
+__all__ = ["Child", "Ending", "World"]
+
+_FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
+# Other ways to give a secret; the launcher's own must not have to compete with them.
+_OTHER_SECRETS = ("RANKWIRE_SECRET", "RANKWIRE_SECRET_FILE")
+
+
+@dataclass(frozen=True)
+class World:
+    """What all ranks of a job have in common.
+
+    Attributes:
+        size: The number of ranks.
+        listener: The socket on which rank 0 will accept the others.
+        job: Name of the job.
+        secret: What every rank proves to know.
+    """
+
+    size: int
+    listener: socket.socket
+    job: str
+    secret: bytes
+
+    @property
+    def address(self) -> str:
+        """Where rank 0 listens."""
+        host, port = self.listener.getsockname()
+        return f"{host}:{port}"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended.
+
+    Attributes:
+        code: Its exit code, or None.
+        signal: The number of the signal that killed it, or None.
+    """
+
+    code: int | None = None
+    signal: int | None = None
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended with anything but exit code 0."""
+        return self.code != 0
+
+    @property
+    def exit_code(self) -> int:
+        """The code by which a shell would report this ending."""
+        return self.code if self.code is not None else 128 + (self.signal or 0)
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exit code {self.code}"
+        hint = ""
+        if self.signal == signal.SIGKILL:
+            hint = " (the kernel does that too, when memory runs out)"
+        elif self.signal in _FAULTS:
+            hint = " (a crash in native code)"
+        return f"killed by {signal_name(self.signal)}{hint}"
+
+
+class Child:
+    """A rank that was started. One thread.
+
+    Args:
+        rank: Its index.
+        world: What it shares with the others.
+        command: The interpreter's arguments: a script or ``-m module``, then the program's own.
+    """
+
+    def __init__(self, rank: int, world: World, command: Sequence[str]) -> None:
+        self.rank = rank
+        self.ending: Ending | None = None
+        secret_fd = _pipe_holding(world.secret)
+        try:
+            variables = {
+                environment.RANK: str(rank),
+                environment.WORLD_SIZE: str(world.size),
+                environment.ADDRESS: world.address,
+                environment.JOB: world.job,
+                environment.SECRET_FD: str(secret_fd),
+            }
+            inherited = [secret_fd]
+            if rank == 0:
+                variables[environment.LISTEN_FD] = str(world.listener.fileno())
+                inherited.append(world.listener.fileno())
+            self._process = subprocess.Popen(
+                # Unbuffered, to see output when it is written; faulthandler, to have a traceback
+                # also of a crash in native code.
+                [sys.executable, "-u", "-X", "faulthandler", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=_inherited_environment() | variables,
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+        finally:
+            os.close(secret_fd)
+
+    @property
+    def pid(self) -> int:
+        """The process id, also that of its process group."""
+        return self._process.pid
+
+    @property
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Its stdout and stderr."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        return self._process.stdout, self._process.stderr
+
+    def check(self) -> Ending | None:
+        """Note whether it has ended; return how, the first time that it has."""
+        if self.ending is not None:
+            return None
+        # WNOWAIT: the process id stays taken until reap().
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        if found.si_code == os.CLD_EXITED:
+            self.ending = Ending(code=found.si_status)
+        else:
+            self.ending = Ending(signal=found.si_status)
+        return self.ending
+
+    def send(self, number: int) -> None:
+        """Send a signal to the rank itself: it knows best what to tell its own children."""
+        if self.ending is None:
+            os.kill(self.pid, number)
+
+    def send_group(self, number: int) -> bool:
+        """Send a signal to the rank and all it started; return whether anyone was there."""
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def has_group(self) -> bool:
+        """Whether something that it started is still running in its process group."""
+        return self.send_group(0) and _is_any_running(self.pid)
+
+    def reap(self) -> None:
+        """Collect the exit status; waits for the end."""
+        self._process.wait()
+
+    def close(self) -> None:
+        """Kill all that is left and collect it. Idempotent."""
+        if self._process.returncode is None:
+            self.send_group(signal.SIGKILL)
+            self._process.wait()
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers only
+        return f"signal {number}"
+
+
+def _is_any_running(group: int) -> bool:
+    """Whether a process of the group runs: in containers, nobody may collect the dead ones."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # "pid (name) state parent group ...", and the name may hold anything
+            state, _, found = path.read_bytes().rpartition(b")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(found) == group and state not in (b"Z", b"X"):
+            return True
+    return False
+
+
+def _pipe_holding(data: bytes) -> int:
+    """Return the reading end of a pipe that holds ``data`` and nothing more to come."""
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, data)  # far below a pipe's capacity: it cannot block or be partial
+    finally:
+        os.close(writing)
+    return reading
+
+
+def _inherited_environment() -> dict[str, str]:
+    environ = dict(os.environ)
+    for name in (*_OTHER_SECRETS, environment.LISTEN_FD, environment.SECRET_FD):
+        environ.pop(name, None)
+    return environ

@@ -1,0 +1,203 @@
+"""connect(): the place in the world that a launcher gave to this process.
+
+A launcher leaves a few environment variables; one small function per launcher turns them into a
+``Place``, and ``_LAUNCHERS`` lists those functions. Nothing here knows how processes are started,
+and nothing in ``run`` knows how a world is joined: the two share only the names below.
+
+The secret is never in the environment. ``RANKWIRE_SECRET_FD`` names an inherited pipe that holds
+it; it is read once, closed, and the variable removed, so that programs which this rank starts find
+neither. This process remembers the secret, so that ``connect()`` works again after the first world
+was closed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankwire.backends.tcp import TcpBackend
+from rankwire.errors import ConfigurationError
+
+__all__ = ["Place", "connect"]
+
+RANK = "RANKWIRE_RANK"
+WORLD_SIZE = "RANKWIRE_WORLD_SIZE"
+ADDRESS = "RANKWIRE_ADDRESS"
+JOB = "RANKWIRE_JOB"
+SECRET_FD = "RANKWIRE_SECRET_FD"
+LISTEN_FD = "RANKWIRE_LISTEN_FD"
+
+# A launcher writes 32 bytes. Above this it is not a secret but some other pipe.
+_MAX_SECRET_NBYTES = 4096
+
+Environment = MutableMapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a launcher tells one rank.
+
+    Attributes:
+        rank: This process's index, from 0.
+        world_size: The number of ranks.
+        address: ``host:port`` at which rank 0 listens.
+        job: Name of the job; ranks of another job are refused.
+        secret: The job's secret; None leaves it to the backend's own sources.
+        listener: For rank 0, the socket that listens at ``address`` already.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    job: str = "default"
+    secret: bytes | None = field(default=None, repr=False)
+    listener: socket.socket | None = None
+
+
+def connect(**options: Any) -> TcpBackend:
+    """Join the world that this process was started for, and return when it is complete.
+
+    May be called again in the same process after the first backend was closed, by all ranks alike.
+    Safe from any thread.
+
+    Args:
+        **options: Arguments of ``TcpBackend``; they override what the launcher says.
+
+    Raises:
+        ConfigurationError: No launcher started this process, or its variables are incomplete.
+        RendezvousError: The world did not form in time.
+    """
+    place = _find_place(os.environ)
+    arguments: dict[str, Any] = {
+        "rank": place.rank,
+        "world_size": place.world_size,
+        "address": place.address,
+        "job": place.job,
+        "secret": place.secret,
+        "listener": place.listener,
+    }
+    arguments.update(options)
+    if place.listener is not None and ("address" in options or "listener" in options):
+        # The inherited socket listens at the launcher's address, not at this one.
+        place.listener.close()
+        arguments["listener"] = options.get("listener")
+    try:
+        return TcpBackend(**arguments)
+    except BaseException:
+        if place.listener is not None:
+            place.listener.close()
+        raise
+
+
+def _find_place(environ: Environment) -> Place:
+    for read in _LAUNCHERS:
+        place = read(environ)
+        if place is not None:
+            return place
+    raise ConfigurationError(
+        f"no launcher started this process: {RANK}, {WORLD_SIZE} and {ADDRESS} are not set."
+        " Start it with `rankwire run -n 4 script.py`, or build a TcpBackend from your own settings"
+    )
+
+
+def _read_rankwire_run(environ: Environment) -> Place | None:
+    """Read what ``rankwire run`` sets; by hand, the first three variables are enough."""
+    if RANK not in environ:
+        return None
+    missing = [name for name in (WORLD_SIZE, ADDRESS) if name not in environ]
+    if missing:
+        raise ConfigurationError(
+            f"{RANK} is set, but not {' and '.join(missing)}."
+            " Start all ranks with `rankwire run -n 4 script.py`, which sets them"
+        )
+    rank = _read_integer(environ, RANK)
+    listener = _take_listener(environ)
+    if listener is not None and rank != 0:
+        listener.close()
+        listener = None
+    return Place(
+        rank=rank,
+        world_size=_read_integer(environ, WORLD_SIZE),
+        address=environ[ADDRESS],
+        job=environ.get(JOB, "default"),
+        secret=_secrets.take(environ),
+        listener=listener,
+    )
+
+
+# Asked in this order; the first that knows its variables wins.
+_LAUNCHERS: tuple[Callable[[Environment], Place | None], ...] = (_read_rankwire_run,)
+
+
+class _SecretKeeper:
+    """The secret of this process: read from its pipe once, then remembered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._secret: bytes | None = None
+
+    def take(self, environ: Environment) -> bytes | None:
+        with self._lock:
+            if SECRET_FD in environ:
+                fd = _read_integer(environ, SECRET_FD)
+                del environ[SECRET_FD]
+                self._secret = _read_secret(fd)
+            return self._secret
+
+
+_secrets = _SecretKeeper()
+
+
+def _read_secret(fd: int) -> bytes:
+    """Return what the pipe ``fd`` holds, and close it.
+
+    Never blocks: the launcher wrote before it started us.
+    """
+    try:
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            # Some other file that got this number: it is not ours to read or close.
+            raise ConfigurationError(
+                f"{SECRET_FD}={fd} is not the pipe of a launcher;"
+                " this process inherited the variable but not the pipe"
+            )
+        os.set_blocking(fd, False)
+        secret = os.read(fd, _MAX_SECRET_NBYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the job's secret cannot be read from {SECRET_FD}={fd}: {error.strerror}."
+            " Only a process that `rankwire run` itself started can join the world"
+        ) from error
+    os.close(fd)
+    if not secret:
+        raise ConfigurationError(f"{SECRET_FD}={fd} is empty: another process has read the secret")
+    if len(secret) > _MAX_SECRET_NBYTES:
+        raise ConfigurationError(f"{SECRET_FD}={fd} holds too much to be a secret")
+    return secret
+
+
+def _take_listener(environ: Environment) -> socket.socket | None:
+    if LISTEN_FD not in environ:
+        return None
+    fd = _read_integer(environ, LISTEN_FD)
+    del environ[LISTEN_FD]
+    try:
+        os.set_inheritable(fd, False)
+        listener = socket.socket(fileno=fd)
+        listener.setblocking(False)
+        return listener
+    except OSError as error:
+        raise ConfigurationError(
+            f"{LISTEN_FD}={fd} is not the listening socket of a launcher: {error.strerror}"
+        ) from error
+
+
+def _read_integer(environ: Environment, name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigurationError(f"{name} is {environ[name]!r}, not an integer") from None

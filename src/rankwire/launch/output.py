@@ -1,0 +1,253 @@
+"""The ranks' output on the launcher's own: whole lines, each with the rank it came from.
+
+``Sink`` is one of the launcher's outputs, ``Stream`` one pipe of one rank, and ``Output`` joins
+them on the launcher's selector. Nothing here starts, stops or judges a rank.
+
+Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
+stdout does not read. When too much waits for an output, the ranks that write to it are no longer
+read, so that they wait, as they would with that output as their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from rich.console import Console
+from rich.text import Text
+
+from rankwire.errors import ConfigurationError
+from rankwire.launch.lines import LineSplitter
+
+__all__ = ["Output", "Sink", "Stream"]
+
+# The capacity of a Linux pipe, so one read empties it.
+_READ_NBYTES = 64 * 1024
+# POSIX: a pipe that poll() calls writable takes this much without blocking.
+_WRITE_NBYTES = select.PIPE_BUF
+# What may wait for one output before its ranks are made to wait, and when they go on.
+_SINK_HIGH_NBYTES = 1024 * 1024
+_SINK_LOW_NBYTES = 256 * 1024
+# Enough for the traceback of a deep call; lines beyond a screen's width are cut.
+_TAIL_LINES = 60
+_TAIL_LINE_CHARACTERS = 500
+# Red is left for errors.
+_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
+
+Handler = Callable[[], None]
+
+
+class Sink:
+    """One of the launcher's own outputs."""
+
+    def __init__(self, console: Console, fd: int) -> None:
+        self._console = console
+        self.fd = fd
+        self.is_broken = False
+        self.pending = bytearray()
+
+    def put(self, data: bytes) -> None:
+        """Queue ``data``."""
+        if not self.is_broken:
+            self.pending += data
+
+    def write(self) -> None:
+        """Write what the output takes without blocking; call when it is writable."""
+        try:
+            # A copy of the chunk: a view would forbid the deletion.
+            written = os.write(self.fd, bytes(self.pending[:_WRITE_NBYTES]))
+        except BlockingIOError:
+            return
+        except OSError:  # the reader is gone, or the disk is full
+            self.is_broken = True
+            self.pending.clear()
+        else:
+            del self.pending[:written]
+
+    def render(self, text: str, style: str) -> bytes:
+        """Return ``text`` as this output shows it: rich knows of terminals and ``NO_COLOR``."""
+        with self._console.capture() as capture:
+            self._console.print(Text(text, style=style), end="", soft_wrap=True)
+        return capture.get().encode()
+
+
+class Stream:
+    """One pipe of one rank, on its way to a sink."""
+
+    def __init__(self, pipe: IO[bytes], sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
+        os.set_blocking(pipe.fileno(), False)
+        self.pipe = pipe
+        self.sink = sink
+        self.is_paused = False
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._prefix = prefix
+        self._log = log
+        self._splitter = LineSplitter()
+
+    def read(self) -> int | None:
+        """Take what the pipe holds; return how much, 0 at its end, None if there is nothing now."""
+        try:
+            data = os.read(self.pipe.fileno(), _READ_NBYTES)
+        except BlockingIOError:
+            return None
+        if self._log is not None:
+            try:
+                self._log.write(data)
+            except OSError as error:  # a full disk stops the log, not the job
+                self._log = None
+                self.sink.put(f"rankwire: the log of this rank ends here: {error}\n".encode())
+        self._put(self._splitter.feed(data) if data else self._splitter.finish())
+        return len(data)
+
+    def finish(self) -> None:
+        """Pass on an unfinished last line, and close."""
+        self._put(self._splitter.finish())
+        self.pipe.close()
+
+    def _put(self, lines: list[bytes]) -> None:
+        texts = [line.decode("utf-8", "replace") for line in lines]
+        self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
+        self.sink.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts))
+
+
+class Output:
+    """All output of a job. One thread; handlers in the selector's data are called by its owner.
+
+    Args:
+        selector: Where to register; whoever owns it calls ``key.data()`` for each event.
+        has_prefix: Whether lines begin with ``[rank N]``.
+        log_dir: Where to write each rank's bytes, unchanged, as ``rank_N.log``.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        has_prefix: bool = True,
+        log_dir: Path | None = None,
+    ) -> None:
+        self._selector = selector
+        self._has_prefix = has_prefix
+        self._log_dir = log_dir
+        self._stdout = Sink(Console(file=sys.stdout), 1)
+        self._stderr = Sink(Console(file=sys.stderr), 2)
+        self._streams: list[Stream] = []
+        self._errors: dict[int, Stream] = {}
+        self._closing = contextlib.ExitStack()
+        if log_dir is not None:
+            try:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigurationError(f"--log-dir {log_dir}: {error.strerror}") from error
+
+    def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        """Read both pipes of a rank from now on; they are closed here."""
+        log = self._open_log(rank)
+        for pipe, sink in ((stdout, self._stdout), (stderr, self._stderr)):
+            prefix = b""
+            if self._has_prefix:
+                prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
+            stream = Stream(pipe, sink, prefix, log)
+            self._streams.append(stream)
+            self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
+        self._errors[rank] = stream
+
+    def say(self, text: str, style: str = "bold") -> None:
+        """Write a line of the launcher itself to stderr."""
+        self._stderr.put(self._stderr.render(f"rankwire: {text}", style) + b"\n")
+        self._balance(self._stderr)
+
+    def quote(self, lines: list[str]) -> None:
+        """Write lines of a rank to stderr once more, as part of what the launcher says."""
+        self._stderr.put("".join(f"    {line}\n" for line in lines).encode())
+        self._balance(self._stderr)
+
+    def last_errors(self, rank: int) -> list[str]:
+        """Return the last lines that ``rank`` wrote to its stderr."""
+        return list(self._errors[rank].tail) if rank in self._errors else []
+
+    def take_rest(self) -> None:
+        """Take what the pipes still hold and end the reading, without waiting for their end.
+
+        For when the ranks are gone: a process that has left its rank's session may hold a pipe
+        open for ever.
+        """
+        for stream in list(self._streams):
+            # At most what a pipe can be enlarged to without privileges.
+            for _ in range(16):
+                if not stream.read():
+                    break
+            self._end(stream)
+
+    @property
+    def is_stdout_broken(self) -> bool:
+        """Whether nobody reads our stdout any more."""
+        return self._stdout.is_broken
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all that was read has been written."""
+        return not self._stdout.pending and not self._stderr.pending
+
+    def close(self) -> None:
+        """Close pipes and logs, whatever they still hold. Idempotent."""
+        for stream in list(self._streams):
+            self._end(stream)
+        self._closing.close()
+
+    def _open_log(self, rank: int) -> BinaryIO | None:
+        if self._log_dir is None:
+            return None
+        path = self._log_dir / f"rank_{rank}.log"
+        try:
+            return self._closing.enter_context(path.open("wb", buffering=0))
+        except OSError as error:
+            raise ConfigurationError(f"the log {path}: {error.strerror}") from error
+
+    def _reader(self, stream: Stream) -> Handler:
+        def read() -> None:
+            if stream.is_paused:
+                return  # by another stream, in the same turn of the selector
+            if stream.read() == 0:
+                self._end(stream)
+            self._balance(stream.sink)
+
+        return read
+
+    def _writer(self, sink: Sink) -> Handler:
+        def write() -> None:
+            sink.write()
+            self._balance(sink)
+
+        return write
+
+    def _end(self, stream: Stream) -> None:
+        self._streams.remove(stream)
+        if not stream.is_paused:
+            self._selector.unregister(stream.pipe)
+        stream.finish()
+        self._balance(stream.sink)
+
+    def _balance(self, sink: Sink) -> None:
+        """Wait for a sink while something waits for it, and for its ranks while it keeps up."""
+        is_waiting = sink.fd in self._selector.get_map()
+        if sink.pending and not is_waiting:
+            self._selector.register(sink.fd, selectors.EVENT_WRITE, self._writer(sink))
+        elif is_waiting and not sink.pending:
+            self._selector.unregister(sink.fd)
+        for stream in self._streams:
+            if stream.sink is not sink:
+                continue
+            if not stream.is_paused and len(sink.pending) > _SINK_HIGH_NBYTES:
+                self._selector.unregister(stream.pipe)
+                stream.is_paused = True
+            elif stream.is_paused and len(sink.pending) < _SINK_LOW_NBYTES:
+                self._selector.register(stream.pipe, selectors.EVENT_READ, self._reader(stream))
+                stream.is_paused = False

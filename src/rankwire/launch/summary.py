@@ -1,0 +1,73 @@
+"""Which rank failed first, and what of its output tells why. Pure.
+
+The order in which processes end is not the order in which they failed. A rank that raises leaves
+the world first, while the exception passes its ``with`` block; its peers lose it at that moment and
+may be gone before its interpreter is. So a rank whose traceback ends in the loss of another comes
+after one that failed for a reason of its own. The text is used to choose what to show, never more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rankwire.launch.child import Ending
+
+__all__ = ["Failure", "excerpt", "first_failure", "list_ranks"]
+
+_LOSS_OF_ANOTHER = re.compile(
+    r"(rankwire\.errors\.)?"
+    r"(PeerLost|PeerUnresponsive|ChannelClosed|NoConnection|Rendezvous)Error\b"
+)
+_TRACEBACK = "Traceback (most recent call last)"
+# Without a traceback, the end of what it said.
+_PLAIN_LINES = 10
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that failed by itself.
+
+    Attributes:
+        rank: Its index.
+        ending: How it ended.
+        errors: The last lines of its stderr.
+    """
+
+    rank: int
+    ending: Ending
+    errors: Sequence[str]
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it ended because it lost another rank."""
+        return self.ending.signal is None and any(
+            _LOSS_OF_ANOTHER.match(line) for line in _last_traceback(self.errors)
+        )
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """Return the one to blame: the first seen that is no consequence, else the first seen."""
+    return next((failure for failure in failures if not failure.is_consequence), failures[0])
+
+
+def excerpt(errors: Sequence[str]) -> list[str]:
+    """Return the lines worth showing: from the first traceback on, else the last few."""
+    lines = list(errors)
+    for index, line in enumerate(lines):
+        if _TRACEBACK in line:
+            return lines[index:]
+    return lines[-_PLAIN_LINES:]
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 1, 3``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+
+
+def _last_traceback(errors: Sequence[str]) -> Sequence[str]:
+    for index in range(len(errors) - 1, -1, -1):
+        if _TRACEBACK in errors[index]:
+            return errors[index:]
+    return ()

@@ -1,0 +1,273 @@
+"""The doorkeeper: one background thread a process that lets connections in and watches the control
+connections.
+
+It is not on the way of any message or call. It accepts on all listening sockets, runs every
+handshake concurrently and without blocking, and gives an authenticated socket to its owner. A
+stranger costs a slot for at most five seconds: silent, garbage and wrong-secret connections are
+dropped without a word, and when all slots are taken the oldest goes.
+
+It also reads the *control connections* handed to ``watch``: their frames, and their end, are
+reported to the owner on this thread. All state belongs to the thread; other threads only use
+``call_soon`` and ``close``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from secrets import token_bytes
+from typing import Protocol
+
+from rankwire.deadline import Deadline
+from rankwire.errors import RankwireError
+from rankwire.links.connection import Connection
+from rankwire.links.dialing import HANDSHAKE_LIMIT
+from rankwire.links.sockets import tune, unix_peer_uid
+from rankwire.wire.frames import Frame
+from rankwire.wire.handshake import (
+    HELLO_NBYTES,
+    NONCE_NBYTES,
+    PROOF_NBYTES,
+    Hello,
+    Responder,
+    Status,
+)
+
+__all__ = ["Doorkeeper", "House"]
+
+_log = logging.getLogger("rankwire")
+
+_MAX_STRANGERS = 256
+_ACCEPT_PAUSE = 0.05  # when the process is out of file descriptors
+_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class House(Protocol):
+    """Who the doorkeeper works for. Called on its thread; must not block."""
+
+    def admit(self, hello: Hello) -> tuple[Status, int]:
+        """Judge an authenticated peer: the status, and a number for the text of a refusal."""
+
+    def enter(self, hello: Hello, sock: socket.socket) -> None:
+        """Take a socket whose peer was welcomed."""
+
+
+class Doorkeeper:
+    """Runs from ``start`` to ``close``.
+
+    Args:
+        house: Decides who may enter.
+        key: The handshake key.
+    """
+
+    def __init__(self, house: House, *, key: bytes) -> None:
+        self._house = house
+        self._key = key
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
+        self._posted: deque[Callable[[], None]] = deque()
+        self._listeners: list[socket.socket] = []
+        self._accepting_again: Deadline | None = None
+        self._strangers: dict[_Stranger, None] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="rankwire-doorkeeper", daemon=True)
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept on this socket too; owned from now on. Before ``start``."""
+        self._listeners.append(listener)
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on the doorkeeper's thread. Safe from any thread; ignored once closed."""
+        self._posted.append(action)
+        if not self._closing:
+            os.write(self._wake_write, b"\0")
+
+    def watch(
+        self,
+        connection: Connection,
+        on_frames: Callable[[list[Frame]], None],
+        on_end: Callable[[RankwireError], None],
+    ) -> None:
+        """Read a control connection. On the doorkeeper's thread, or before ``start``."""
+
+        def readable() -> None:
+            try:
+                frames = connection.read_ready()
+                if frames:
+                    on_frames(frames)
+            except RankwireError as error:
+                self.unwatch(connection)
+                connection.fail(error)
+                on_end(error)
+
+        self._selector.register(connection, selectors.EVENT_READ, readable)
+
+    def unwatch(self, connection: Connection) -> None:
+        """Stop reading a control connection."""
+        if connection.fileno() in self._selector.get_map():
+            self._selector.unregister(connection)
+
+    def close(self) -> None:
+        """Stop the thread, close the listening sockets and drop strangers. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        os.write(self._wake_write, b"\0")
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        for listener in self._listeners:
+            listener.close()
+        for stranger in list(self._strangers):
+            stranger.sock.close()
+        self._strangers.clear()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # -- the thread
+    # ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select(self._patience()):
+                if self._closing:
+                    return
+                # A handler may end another one's registration in the same round.
+                if key.fd in self._selector.get_map():
+                    key.data()
+            self._drop_late_strangers()
+            if self._accepting_again is not None and self._accepting_again.expired:
+                self._resume_accepting()
+
+    def _patience(self) -> float | None:
+        waits = [stranger.deadline.remaining() for stranger in self._strangers]
+        if self._accepting_again is not None:
+            waits.append(self._accepting_again.remaining())
+        return min(waits) if waits else None
+
+    def _run_posted(self) -> None:
+        os.read(self._wake_read, 4096)
+        while self._posted and not self._closing:
+            self._posted.popleft()()
+
+    # -- accepting
+    # ----------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _OUT_OF_RESOURCES:
+                    self._pause_accepting(error)
+                    return
+                continue  # that one hung up before it was accepted
+            self._receive_stranger(sock)
+
+    def _pause_accepting(self, error: OSError) -> None:
+        _log.warning("cannot accept connections for a moment: %s", error.strerror)
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+        self._accepting_again = Deadline(_ACCEPT_PAUSE)
+
+    def _resume_accepting(self) -> None:
+        self._accepting_again = None
+        for listener in self._listeners:
+            self._selector.register(
+                listener, selectors.EVENT_READ, lambda listener=listener: self._accept(listener)
+            )
+
+    def _receive_stranger(self, sock: socket.socket) -> None:
+        try:
+            tune(sock)
+            foreign = sock.family == socket.AF_UNIX and unix_peer_uid(sock) != os.geteuid()
+        except OSError:
+            foreign = True  # it is gone already
+        if foreign:
+            sock.close()
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop(next(iter(self._strangers)), "too many connections are in their handshake")
+        stranger = _Stranger(sock, Responder(key=self._key, nonce=token_bytes(NONCE_NBYTES)))
+        self._strangers[stranger] = None
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(stranger))
+
+    # -- handshakes
+    # ---------------------------------------------------------------------------------------------------
+
+    def _advance(self, stranger: _Stranger) -> None:
+        try:
+            message = stranger.receive()
+            if message is None:
+                return
+            if not stranger.greeted:
+                stranger.greeted = True
+                stranger.wanted = PROOF_NBYTES
+                stranger.sock.sendall(stranger.responder.challenge(message))
+            else:
+                self._judge(stranger, stranger.responder.verify(message))
+        except OSError as error:  # our own errors of this kind included
+            self._drop(stranger, str(error))
+
+    def _judge(self, stranger: _Stranger, hello: Hello) -> None:
+        status, detail = self._house.admit(hello)
+        stranger.sock.sendall(stranger.responder.verdict(status, detail))
+        if status is not Status.WELCOME:
+            self._drop(stranger, f"rank {hello.rank}: {status.name}")
+            return
+        self._selector.unregister(stranger.sock)
+        del self._strangers[stranger]
+        # After the verdict, but before this thread hears anything else: a peer that is welcome,
+        # sends and leaves is still heard.
+        self._house.enter(hello, stranger.sock)
+
+    def _drop_late_strangers(self) -> None:
+        for stranger in [s for s in self._strangers if s.deadline.expired]:
+            self._drop(stranger, "no handshake in time")
+
+    def _drop(self, stranger: _Stranger, reason: str) -> None:
+        _log.debug("dropped a connection: %s", reason)
+        self._selector.unregister(stranger.sock)
+        self._strangers.pop(stranger, None)
+        stranger.sock.close()
+
+
+class _Stranger:
+    """A connection in its handshake: which message it owes and what has come of it."""
+
+    def __init__(self, sock: socket.socket, responder: Responder) -> None:
+        self.sock = sock
+        self.responder = responder
+        self.deadline = Deadline(HANDSHAKE_LIMIT)
+        self.greeted = False
+        self.wanted = HELLO_NBYTES
+        self._received = b""
+
+    def receive(self) -> bytes | None:
+        """Return the message it owes once it is whole. Reads not one byte more."""
+        try:
+            piece = self.sock.recv(self.wanted - len(self._received))
+        except BlockingIOError:
+            return None
+        if not piece:
+            raise ConnectionError("hung up in the handshake")
+        self._received += piece
+        if len(self._received) < self.wanted:
+            return None
+        message, self._received = self._received, b""
+        return message

@@ -1,0 +1,201 @@
+"""Sockets: addresses, options, listening and connecting, for TCP and Unix sockets alike.
+
+The only place that knows address families. Everything returned is non-blocking.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import select
+import socket
+import struct
+from dataclasses import dataclass
+
+from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError, DeadlineExceededError, NoConnectionError
+
+__all__ = [
+    "TcpAddress",
+    "connect_tcp",
+    "connect_unix",
+    "listen_tcp",
+    "listen_unix",
+    "start_listening",
+    "tune",
+    "unix_peer_uid",
+    "wait_for",
+]
+
+# A vanished host is noticed on an idle link by keepalive (2 s idle, 3 probes 1 s apart) and on a
+# busy one by the user timeout; neither alone covers both halves.
+_KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_PROBES = 2, 1, 3
+_USER_TIMEOUT_MS = 5000
+# Room for a burst of small frames; the kernel bounds what it grants.
+_BUFFER_NBYTES = 1 << 20
+_BACKLOG = 4096  # cut by the kernel to somaxconn
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A host and a port, as users write it: ``"10.0.0.1:29500"`` or ``"[::1]:29500"``."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> TcpAddress:
+        """Parse ``host:port``.
+
+        Raises:
+            ConfigurationError: It is not of that form.
+        """
+        host, separator, port = text.rpartition(":")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host:
+            raise ConfigurationError(f"write an IPv6 address as [host]:port, not {text!r}")
+        if not separator or not host or not port.isdecimal() or int(port) > 65535:
+            raise ConfigurationError(f"an address is written host:port, not {text!r}")
+        return cls(host, int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this host can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def tune(sock: socket.socket) -> None:
+    """Set the options every connection has: no delay, keepalive and user timeout on TCP.
+
+    Never blocking.
+    """
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", _KEEPALIVE_IDLE),
+        ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL),
+        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", _USER_TIMEOUT_MS),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def listen_tcp(address: TcpAddress) -> socket.socket:
+    """Listen on exactly the address asked for; port 0 takes a free one."""
+    family, where = _resolve(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError(f"cannot listen on {address}: {error.strerror}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def listen_unix(path: str) -> socket.socket:
+    """Listen on a socket file that only this user can reach (its folder is 0700)."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+        os.chmod(path, 0o600)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError(f"cannot listen on {path}: {error.strerror}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def start_listening(sock: socket.socket) -> None:
+    """Accept connections from now on.
+
+    Apart from ``listen_tcp`` so that a secret can be laid out between the two.
+    """
+    sock.listen(_BACKLOG)
+
+
+def connect_tcp(address: TcpAddress, deadline: Deadline) -> socket.socket:
+    """Connect once.
+
+    Raises:
+        NoConnectionError: Nobody listens there.
+        DeadlineExceededError: No answer in time.
+    """
+    family, where = _resolve(address)
+    return _connect(socket.socket(family, socket.SOCK_STREAM), where, str(address), deadline)
+
+
+def connect_unix(path: str, deadline: Deadline) -> socket.socket:
+    """Connect once to a socket file; raises as ``connect_tcp`` does."""
+    return _connect(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path, path, deadline)
+
+
+def unix_peer_uid(sock: socket.socket) -> int:
+    """Return the user id of the process at the other end, from the kernel."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
+
+
+def wait_for(sock: socket.socket, events: int, seconds: float) -> int:
+    """Sleep until the socket has one of the ``select.POLL*`` events; return those it has.
+
+    0 after ``seconds``.
+    """
+    poller = select.poll()
+    poller.register(sock, events)
+    # Rounded up: poll(0) for the last fraction of a millisecond would spin.
+    ready = poller.poll(int(seconds * 1000.0) + 1 if seconds > 0 else 0)
+    return ready[0][1] if ready else 0
+
+
+def _resolve(address: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise NoConnectionError(f"cannot resolve {address.host!r}: {error.strerror}") from error
+    # "localhost" may resolve to ::1 first where the listener is on 127.0.0.1: IPv4 first, at both
+    # ends.
+    family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, where  # type: ignore[return-value]
+
+
+def _connect(
+    sock: socket.socket, where: tuple[str, int] | str, name: str, deadline: Deadline
+) -> socket.socket:
+    sock.setblocking(False)
+    try:
+        code = sock.connect_ex(where)
+        if code == errno.EINPROGRESS:
+            if not wait_for(sock, select.POLLOUT, deadline.sleep_limit()):
+                raise DeadlineExceededError(deadline.limit, detail=f"no answer from {name}")
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code == errno.EAGAIN:  # a Unix socket whose backlog is full
+            raise NoConnectionError(f"{name} has too many connections waiting")
+        if code:
+            raise NoConnectionError(f"cannot connect to {name}: {os.strerror(code)}")
+        if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+            # TCP simultaneous open: dialling a free ephemeral port can connect a socket to itself.
+            raise NoConnectionError(f"cannot connect to {name}: nobody listens there")
+        tune(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

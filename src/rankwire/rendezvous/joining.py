@@ -1,0 +1,162 @@
+"""Joining: a rank's side of the rendezvous, until it has the list of all ranks.
+
+Blocking, in the thread that constructs the backend. Rank 0 may start later, restart, or be slow:
+dialling is repeated with growing, jittered pauses until the deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    AuthenticationError,
+    ChannelClosedError,
+    DeadlineExceededError,
+    NoConnectionError,
+    PeerLostError,
+    ProtocolError,
+    RankwireError,
+    RendezvousError,
+)
+from rankwire.links.connection import Connection
+from rankwire.links.dialing import authenticate
+from rankwire.links.sockets import TcpAddress, connect_tcp
+from rankwire.rendezvous.messages import Failed, Join, Member, Waiting, World, pack, unpack
+from rankwire.wire.frames import Channel
+from rankwire.wire.handshake import Hello
+
+__all__ = ["join"]
+
+_log = logging.getLogger("rankwire")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
+_AUTHENTICATION_TRIES = 3  # a full doorkeeper drops strangers too, so one refusal proves nothing
+_REPORT_EVERY = 10.0
+_MAX_CONTROL_NBYTES = 64 << 20
+
+
+def join(
+    address: TcpAddress,
+    hello: Hello,
+    *,
+    find_key: Callable[[], bytes | None],
+    describe: Callable[[str], Member],
+    deadline: Deadline,
+) -> tuple[World, Connection]:
+    """Dial rank 0 and wait until the whole world has joined.
+
+    Args:
+        address: Where rank 0 listens.
+        hello: Who joins.
+        find_key: Returns the handshake key, asked after each connect; None if there is none yet.
+        describe: Given the local address that reached rank 0, starts to listen there and says
+            where.
+        deadline: For all of it.
+
+    Returns:
+        The world, and the control connection.
+
+    Raises:
+        RendezvousError: Rank 0 refused, was not reached, or ranks are missing.
+        AuthenticationError: The secrets differ.
+    """
+    attempt = _Attempt(address, hello, find_key, describe, deadline)
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return attempt.run()
+        except (NoConnectionError, PeerLostError, ChannelClosedError) as error:
+            attempt.trouble = error
+        except AuthenticationError as error:
+            attempt.refusals += 1
+            if attempt.refusals >= _AUTHENTICATION_TRIES:
+                raise error.during(op="join", rank=hello.rank, peer=0, waited=deadline.waited)
+            attempt.trouble = error
+        except DeadlineExceededError as error:
+            attempt.trouble = attempt.trouble or error
+        if deadline.expired:
+            raise attempt.too_late() from attempt.trouble
+        time.sleep(min(deadline.sleep_limit(), pause * random.uniform(0.5, 1.0)))
+        pause = min(pause * 2, _LONGEST_PAUSE)
+
+
+class _Attempt:
+    """What is remembered from one try to the next."""
+
+    def __init__(
+        self,
+        address: TcpAddress,
+        hello: Hello,
+        find_key: Callable[[], bytes | None],
+        describe: Callable[[str], Member],
+        deadline: Deadline,
+    ) -> None:
+        self._address = address
+        self._hello = hello
+        self._find_key = find_key
+        self._describe = describe
+        self._deadline = deadline
+        self._missing: list[int] = [0]
+        self.refusals = 0
+        self.trouble: RankwireError | None = None
+
+    def run(self) -> tuple[World, Connection]:
+        sock = connect_tcp(self._address, self._deadline)
+        try:
+            self._authenticate(sock)
+            member = self._describe(sock.getsockname()[0])
+            control = Connection(sock, peer=0, max_nbytes=_MAX_CONTROL_NBYTES)
+            payload = pack(Join(member))
+            control.send(Channel.CONTROL, 0, 0, [payload], len(payload), self._deadline)
+            return self._await_world(control), control
+        except BaseException:
+            sock.close()
+            raise
+
+    def _authenticate(self, sock: socket.socket) -> None:
+        key = self._find_key()
+        if key is None:
+            raise AuthenticationError(
+                f"something listens on {self._address}, but no secret of this user's rank 0 was found"
+            )
+        authenticate(sock, self._hello, key=key, deadline=self._deadline)
+
+    def _await_world(self, control: Connection) -> World:
+        self._missing = []
+        report = Deadline(_REPORT_EVERY)
+        while True:
+            frames = control.read(self._deadline.sooner(report.remaining()))
+            for frame in frames:
+                message = unpack(frame.payload)
+                if isinstance(message, World):
+                    return message
+                if isinstance(message, Failed):
+                    raise RendezvousError(message.reason, missing=message.missing)
+                if not isinstance(message, Waiting):
+                    raise ProtocolError(f"unexpected {type(message).__name__} from rank 0")
+                self._missing = message.missing
+            if self._deadline.expired:
+                raise self.too_late()
+            if report.expired:
+                report = Deadline(_REPORT_EVERY)
+                _log.warning(
+                    "rank %d waits for ranks %s (%.0f s)",
+                    self._hello.rank,
+                    self._missing,
+                    self._deadline.waited,
+                )
+
+    def too_late(self) -> RendezvousError:
+        reason = f"the world did not form within {self._deadline.limit:g} s"
+        if 0 in self._missing:
+            reason = f"rank 0 was not reached at {self._address} within {self._deadline.limit:g} s"
+        if self.trouble is not None:
+            reason += f" ({self.trouble.message})"
+        return RendezvousError(reason, missing=self._missing).during(
+            op="join", rank=self._hello.rank, waited=self._deadline.waited
+        )

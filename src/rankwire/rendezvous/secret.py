@@ -1,0 +1,127 @@
+"""The job's secret: where it comes from.
+
+In this order: the argument; the file named by ``RANKWIRE_SECRET_FILE``; ``RANKWIRE_SECRET`` (last
+resort: the environment of a process can be read by its user; it is removed once read); and on
+loopback, without any of these, a file that rank 0 writes into this user's runtime folder, so that
+only processes of the same user can join. Elsewhere a missing secret is an error unless
+``insecure=True`` is spelled out.
+
+The secret is never logged and never in a ``repr``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import threading
+import warnings
+from pathlib import Path
+
+from rankwire.errors import ConfigurationError
+from rankwire.rendezvous.host import runtime_folder
+
+__all__ = ["MIN_SECRET_NBYTES", "AgreedSecret", "given_secret"]
+
+MIN_SECRET_NBYTES = 16
+_INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing
+
+_environment_lock = threading.Lock()
+_from_environment: bytes | None = None
+
+
+def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) -> bytes | None:
+    """Return the secret the user gave in one way or another; None if one is to be agreed through a
+    file.
+
+    Raises:
+        ConfigurationError: None was given where one is needed, or it is too short.
+    """
+    found = _encoded(secret) if secret is not None else _read_file() or _read_environment()
+    if found is not None:
+        if len(found) < MIN_SECRET_NBYTES:
+            raise ConfigurationError(
+                f"the secret has {len(found)} bytes, at least {MIN_SECRET_NBYTES} are needed; "
+                'make one with: python3 -c "import secrets; print(secrets.token_hex(32))"'
+            )
+        return found
+    if insecure:
+        warnings.warn(
+            "rankwire runs without a secret: anyone who reaches it can join", stacklevel=4
+        )
+        return _INSECURE
+    if loopback:
+        return None
+    raise ConfigurationError(
+        "a secret is needed when the address is not loopback: pass secret=, set RANKWIRE_SECRET_FILE to a file "
+        "that only you can read, or spell out insecure=True"
+    )
+
+
+class AgreedSecret:
+    """A secret that rank 0 makes and lays out in this user's runtime folder.
+
+    Named after its port.
+    """
+
+    def __init__(self, port: int) -> None:
+        namespace = (
+            os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
+        )
+        self._path = runtime_folder() / f"secret-{namespace}-{port}"
+
+    def publish(self) -> bytes:
+        """Make a new one. Called between binding and listening, so whoever connects finds it."""
+        secret = secrets.token_bytes(32)
+        draft = self._path.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secret)
+        draft.replace(self._path)
+        return secret
+
+    def read(self) -> bytes | None:
+        """Return it, or None if there is none (another user's rank 0, or none at all)."""
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def remove(self, secret: bytes) -> None:
+        """Remove it, unless another job has taken the port since."""
+        if self.read() == secret:
+            self._path.unlink(missing_ok=True)
+
+
+def _encoded(secret: bytes | str) -> bytes:
+    return secret.encode() if isinstance(secret, str) else bytes(secret)
+
+
+def _read_file() -> bytes | None:
+    name = os.environ.get("RANKWIRE_SECRET_FILE")
+    if not name:
+        return None
+    path = Path(name)
+    try:
+        status = path.stat()
+        content = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(f"RANKWIRE_SECRET_FILE={name}: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigurationError(
+            f"RANKWIRE_SECRET_FILE={name} must belong to this user and be closed to others (mode 0600)"
+        )
+    return content
+
+
+def _read_environment() -> bytes | None:
+    """Read ``RANKWIRE_SECRET`` once and remove it.
+
+    So that child processes do not inherit it by accident.
+    """
+    global _from_environment
+    with _environment_lock:
+        value = os.environ.pop("RANKWIRE_SECRET", None)
+        if value is not None:
+            _from_environment = value.encode()
+        return _from_environment

@@ -1,0 +1,419 @@
+"""RpcAgent: call functions of other ranks by name, and serve them.
+
+This module is the user's side: registering, calling, futures, closing. How a request is served is
+``incoming``, by which threads ``serving``, what travels ``messages``. The agent knows ``Backend``
+and ``CallPort``, and no concrete one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import math
+import secrets
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.calls import IncomingCall
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    MessageTooLargeError,
+    OverloadedError,
+    PeerLostError,
+    RankwireError,
+)
+from rankwire.rpc.context import serving
+from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.incoming import Limits, Server
+from rankwire.rpc.loopback import Loopback
+from rankwire.rpc.messages import Encoded, decode_reply, encode_request
+from rankwire.rpc.outgoing import Lane
+from rankwire.rpc.registry import Registry
+from rankwire.wire.codec import Codec
+from rankwire.wire.mailbox import Receive
+
+__all__ = ["MAX_DEPTH", "RpcAgent"]
+
+MAX_DEPTH = 32
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class RpcAgent:
+    """Registers functions and calls them on any rank. Serves from construction on.
+
+    Every method is safe from any thread. A call runs at most once; nothing is retried. Calls from
+    one thread to one rank are delivered in order, and may finish in any order.
+
+    Args:
+        backend: Any backend; the agent does not close it.
+        name: Agents of different names on one backend are independent; those of one name call each
+            other.
+        timeout: Seconds for calls without a limit of their own; None is the backend's.
+        workers: Calls that run at once (nested ones apart).
+        max_in_flight: Calls to one rank that wait for a reply; further ones wait, then fail with
+            ``OverloadedError``.
+        max_queued: Incoming calls that wait for a worker; further ones are refused.
+        max_nested: Calls made by functions being served here that run at once.
+        codec: How values travel; register your dataclasses, enums and Structs on it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        name: str = "rpc",
+        timeout: float | None = None,
+        workers: int = 16,
+        max_in_flight: int = 1024,
+        max_queued: int = 4096,
+        max_nested: int = 256,
+        codec: Codec | None = None,
+    ) -> None:
+        if min(workers, max_in_flight, max_queued, max_nested) < 1:
+            raise ConfigurationError("workers and limits are 1 or more")
+        self.backend = backend
+        self.name = name
+        self.timeout = backend.timeout if timeout is None else Deadline(timeout).limit
+        self.codec = codec if codec is not None else Codec()
+        self._max_in_flight = max_in_flight
+        self._registry = Registry()
+        self._closed = False
+        self._close_lock = threading.Lock()
+        # The upper half tells this agent's calls from those of any other, also of one that had its
+        # place before.
+        self._ids = itertools.count(secrets.randbits(31) << 32)
+        self._futures: dict[int, RpcFuture] = {}
+        self._expiries: list[tuple[float, int]] = []
+        self._expiry_lock = threading.Lock()
+        self._port = backend.open_calls(_service_number(name))
+        self._server = Server(
+            backend,
+            self._port,
+            self._registry,
+            self.codec,
+            Limits(workers, max_queued, max_nested, MAX_DEPTH),
+            on_look=self._look,
+        )
+        self._loopback = Loopback(backend.rank, self._server.serve_own, self._server.cancel_own)
+        self._server.start(self._loopback)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.backend.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.backend.world_size
+
+    # -- registering
+    # --------------------------------------------------------------------------------------------------
+
+    @overload
+    def register(self, name: str, function: F, *, replace: bool = False) -> F: ...
+    @overload
+    def register(self, name: F, *, replace: bool = False) -> F: ...
+    @overload
+    def register(self, name: str | None = None, *, replace: bool = False) -> Callable[[F], F]: ...
+    def register(self, name: Any = None, function: Any = None, *, replace: bool = False) -> Any:
+        """Let other ranks call a function: ``register("add", add)``, ``@agent.register`` or
+        ``@agent.register("add")``.
+
+        Args:
+            name: What callers call it; the function's own name if left out.
+            function: The function; it may be an ``async def``.
+            replace: Whether a function of that name is replaced; without it that is an error.
+
+        Returns:
+            The function, or a decorator.
+        """
+        if callable(name):
+            name, function = name.__name__, name
+        if function is None:
+            return lambda target: self.register(name or target.__name__, target, replace=replace)
+        self._registry.add(name, function, replace=replace)
+        return function
+
+    def unregister(self, name: str) -> None:
+        """Let nobody call that function any more; calls that run go on."""
+        self._registry.remove(name)
+
+    def functions(self) -> list[str]:
+        """Return the registered names, sorted."""
+        return self._registry.names()
+
+    def lookup(self, name: str) -> Callable[..., Any] | None:
+        """Return the function registered under a name, or None."""
+        function = self._registry.find(name)
+        return None if function is None else function.target
+
+    # -- calling
+    # ------------------------------------------------------------------------------------------------------
+
+    def rpc_sync(
+        self,
+        dst: int,
+        function: str | Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a function of another rank, or of this one, and return its result.
+
+        Args:
+            dst: The rank to call.
+            function: A name registered there, or a function registered here under the same name.
+            *args: Positional arguments. Arrays are sent from where they are, uncopied.
+            timeout: Seconds for all of it; it travels along and bounds the calls that the function
+                makes in turn.
+            **kwargs: Keyword arguments.
+
+        Raises:
+            RemoteError: The function raised; type, message and remote traceback are attributes.
+            FunctionNotFoundError: There is no such function.
+            DeadlineExceededError: No result in time; ``may_have_run`` tells whether it may have
+                run.
+            PeerLostError: The peer is gone; the same attribute.
+            OverloadedError: A limit was reached; it did not run.
+            UnsupportedTypeError: An argument cannot be sent.
+        """
+        deadline, depth = self._inherited(timeout)
+        name = self._registry.name_of(function)
+        try:
+            lane = self._lane(dst)
+            buffers, nbytes = self._encode(name, deadline, depth, args, kwargs)
+            self._wait_for_room(lane, dst, deadline)
+            request_id = next(self._ids)
+            self.before_waiting()
+            receive = lane.call(dst, request_id, buffers, nbytes, deadline)
+            try:
+                payload = lane.wait(dst, receive, deadline)
+            except (DeadlineExceededError, PeerLostError, ChannelClosedError) as error:
+                error.may_have_run = True
+                lane.cancel(dst, request_id)
+                raise
+            except BaseException:  # an interrupt: the callee need not go on
+                lane.cancel(dst, request_id)
+                raise
+            return decode_reply(self.codec, payload)
+        except RankwireError as error:
+            raise self._explained(error, "rpc_sync", name, dst, deadline) from error.__cause__
+
+    def rpc_async(
+        self,
+        dst: int,
+        function: str | Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> RpcFuture:
+        """Start a call and return its future: ``result``, ``exception``, ``cancel``,
+        ``add_done_callback`` and ``await``.
+
+        Arguments are encoded, and large ones sent, before this returns: they may be changed
+        afterwards. Wrong arguments raise here; what the network or the callee does ends the future.
+        """
+        deadline, depth = self._inherited(timeout)
+        name = self._registry.name_of(function)
+        try:
+            lane = self._lane(dst)
+            buffers, nbytes = self._encode(name, deadline, depth, args, kwargs)
+            self._wait_for_room(lane, dst, deadline)
+        except RankwireError as error:
+            raise self._explained(error, "rpc_async", name, dst, deadline) from error.__cause__
+        future = RpcFuture(self, lane, dst, next(self._ids), name, deadline)
+        self._track(future)
+        try:
+            receive = lane.call(
+                dst,
+                future.request_id,
+                buffers,
+                nbytes,
+                deadline,
+                lambda r: self._replied(future, r),
+            )
+            future.sent(receive)
+            if receive.done:
+                self._replied(future, receive)
+        except RankwireError as error:
+            future.fail(self._explained(error, "rpc_async", name, dst, deadline))
+        return future
+
+    def _lane(self, dst: int) -> Lane:
+        if self._closed:
+            raise ChannelClosedError("this agent is closed")
+        check_rank(dst, self.backend.world_size)
+        return self._loopback if dst == self.backend.rank else self._port
+
+    def _inherited(self, timeout: float | None) -> tuple[Deadline, int]:
+        """Return the deadline and depth of a call that is made now.
+
+        Perhaps while serving another one.
+        """
+        call = serving.get()
+        deadline = Deadline.of(timeout, self.timeout)
+        if call is None:
+            return deadline, 0
+        if call.deadline.remaining() < deadline.limit:
+            deadline = Deadline(call.deadline.remaining())
+        return deadline, call.depth + 1
+
+    def _encode(
+        self,
+        name: str,
+        deadline: Deadline,
+        depth: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Encoded:
+        buffers, nbytes = encode_request(
+            self.codec, name, float(deadline.remaining()), depth, args, kwargs
+        )
+        if nbytes > self.backend.max_message_nbytes:
+            raise MessageTooLargeError(nbytes, self.backend.max_message_nbytes)
+        return buffers, nbytes
+
+    def _wait_for_room(self, lane: Lane, dst: int, deadline: Deadline) -> None:
+        if not lane.wait_for_room(dst, self._max_in_flight, deadline):
+            raise OverloadedError(
+                f"{self._max_in_flight} calls to rank {dst} are in flight (max_in_flight)"
+            )
+
+    def before_waiting(self) -> None:
+        """If a function being served is about to wait, let another thread serve meanwhile."""
+        call = serving.get()
+        if call is not None and call.worker is not None:
+            self._server.about_to_block(call.worker)
+
+    def _explained(
+        self, error: RankwireError, op: str, name: str, dst: int, deadline: Deadline
+    ) -> RankwireError:
+        return error.during(
+            op=f"{op} {name!r}", rank=self.backend.rank, peer=dst, waited=deadline.waited
+        )
+
+    # -- futures
+    # ------------------------------------------------------------------------------------------------------
+
+    def _track(self, future: RpcFuture) -> None:
+        self._futures[future.request_id] = future
+        if not math.isinf(future.deadline.limit):
+            with self._expiry_lock:
+                heapq.heappush(self._expiries, (future.deadline.end, future.request_id))
+        self._server.expect_work()
+
+    def _replied(self, future: RpcFuture, receive: Receive) -> None:
+        try:
+            value = decode_reply(self.codec, receive.result())
+        except RankwireError as error:
+            if isinstance(error, (PeerLostError, ChannelClosedError)):
+                error.may_have_run = True
+            future.fail(
+                self._explained(error, "rpc_async", future.name, future.dst, future.deadline)
+            )
+        else:
+            future.resolve(value)
+
+    def settled(self, future: RpcFuture) -> None:
+        """Forget a future that is done."""
+        self._futures.pop(future.request_id, None)
+
+    def too_late(self, future: RpcFuture) -> DeadlineExceededError:
+        """Return the error of a future whose deadline has passed."""
+        error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
+        error.may_have_run = True
+        self._explained(error, "rpc_async", future.name, future.dst, future.deadline)
+        return error
+
+    def look_after_replies(self) -> None:
+        """Have replies read although no thread waits for them."""
+        self._port.attend()
+
+    def _look(self) -> bool:
+        """Called every now and then by the standby: end late futures.
+
+        Look after replies that nobody waits for.
+        """
+        if not self._futures:
+            if self._expiries:
+                with self._expiry_lock:
+                    self._expiries.clear()
+            return False
+        with self._expiry_lock:
+            late = []
+            while self._expiries and Deadline.passed(self._expiries[0][0]):
+                late.append(heapq.heappop(self._expiries)[1])
+        for request_id in late:
+            future = self._futures.get(request_id)
+            if future is not None:
+                future.expire()
+        self._port.attend()
+        return True
+
+    # -- serving by hand
+    # ----------------------------------------------------------------------------------------------
+
+    def handle_request(self, call: IncomingCall) -> None:
+        """Serve one request on the calling thread and send the reply.
+
+        The serving threads do this by themselves.
+        """
+        self._server.handle(call)
+
+    # -- ending
+    # -------------------------------------------------------------------------------------------------------
+
+    def close(self, grace: float = 5.0) -> None:
+        """Stop.
+
+        New calls are refused; running ones, in both directions, have ``grace`` seconds to finish;
+        the rest fails. Idempotent.
+        """
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+            deadline = Deadline(grace)
+            self._server.drain(deadline, lambda: not self._futures and not self._port.in_flight())
+            cause = ChannelClosedError("this agent is closed")
+            self._loopback.close(cause)
+            self._server.stop()
+            self._port.close()
+            for future in list(self._futures.values()):
+                future.fail(
+                    self._explained(cause.copy(), "rpc_async", future.name, future.dst, deadline)
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._port.in_flight()} calls in flight"
+        return (
+            f"<RpcAgent {self.name!r} on rank {self.rank} of {self.world_size}, "
+            f"{len(self.functions())} functions, {state}>"
+        )
+
+
+def _service_number(name: str) -> int:
+    """Return the number by which agents of one name find each other."""
+    return int.from_bytes(hashlib.sha256(b"rankwire agent " + name.encode()).digest()[:8], "little")

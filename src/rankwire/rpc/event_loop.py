@@ -1,0 +1,75 @@
+"""One event loop in one thread, for functions that are ``async def``.
+
+Started by the first of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+__all__ = ["EventLoop"]
+
+_CLOSE_PATIENCE = 1.0
+
+
+class _HasTask(Protocol):
+    task: asyncio.Task[None] | None
+
+
+class EventLoop:
+    """Runs coroutines. Every method is safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, None]], holder: _HasTask) -> None:
+        """Start a coroutine; its task is put on ``holder``, so that it can be cancelled."""
+        loop = self._running_loop()
+        if loop is None:
+            return
+
+        def start() -> None:
+            holder.task = loop.create_task(make())
+
+        loop.call_soon_threadsafe(start)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop | None:
+        with self._lock:
+            if self._closed:
+                return None
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._live, args=(self._loop,), name="rankwire-event-loop", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    @staticmethod
+    def _live(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+
+    def close(self) -> None:
+        """Cancel what runs and end the thread. Idempotent."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+            self._loop = None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(_CLOSE_PATIENCE)

@@ -1,0 +1,117 @@
+"""The future of an asynchronous call.
+
+A ``concurrent.futures.Future`` in every respect, so ``wait``, ``as_completed`` and callbacks work;
+``await`` works too. What differs is inside: a thread that waits in ``result()`` reads the
+connection itself, and ``cancel()`` reaches the callee.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import TYPE_CHECKING, Any
+
+from rankwire.deadline import Deadline
+from rankwire.errors import RankwireError
+from rankwire.wire.mailbox import Receive
+
+if TYPE_CHECKING:
+    from rankwire.rpc.agent import RpcAgent
+    from rankwire.rpc.outgoing import Lane
+
+__all__ = ["RpcFuture"]
+
+
+class RpcFuture(Future[Any]):
+    """The result of ``rpc_async``. Safe from any thread."""
+
+    def __init__(
+        self, agent: RpcAgent, lane: Lane, dst: int, request_id: int, name: str, deadline: Deadline
+    ) -> None:
+        super().__init__()
+        self._agent = agent
+        self._lane = lane
+        self._receive: Receive | None = None
+        self.dst = dst
+        self.request_id = request_id
+        self.name = name
+        self.deadline = deadline
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the value, or raise the call's error; ``TimeoutError`` after ``timeout`` seconds.
+
+        And the call goes on.
+        """
+        self._drive(timeout)
+        return super().result(0 if timeout is not None else None)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the call's error or None; waits as ``result`` does."""
+        self._drive(timeout)
+        return super().exception(0 if timeout is not None else None)
+
+    def cancel(self) -> bool:
+        """Give up the call and tell the callee; False if it is done."""
+        if not super().cancel():
+            return False
+        if self._receive is not None:
+            self._lane.forget(self.dst, self._receive)
+            self._lane.cancel(self.dst, self.request_id)
+        self._agent.settled(self)
+        return True
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """Call ``fn(self)`` when it is done, in whatever thread that happens."""
+        super().add_done_callback(fn)
+        if not self.done():
+            self._agent.look_after_replies()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self).__await__()
+
+    def sent(self, receive: Receive) -> None:
+        """Take note of what the reply will end."""
+        self._receive = receive
+
+    def resolve(self, value: Any) -> None:
+        """End with the call's value, unless it was cancelled."""
+        try:
+            self.set_result(value)
+        except InvalidStateError:
+            return
+        self._agent.settled(self)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, unless it was cancelled."""
+        try:
+            self.set_exception(error)
+        except InvalidStateError:
+            return
+        self._agent.settled(self)
+
+    def expire(self) -> None:
+        """The call's own deadline has passed."""
+        if self._receive is None or self._lane.forget(self.dst, self._receive):
+            self._lane.cancel(self.dst, self.request_id)
+            self.fail(self._agent.too_late(self))
+
+    def _drive(self, timeout: float | None) -> None:
+        """Wait until it is done or ``timeout`` has passed, reading the connection."""
+        if self.done() or self._receive is None:
+            return
+        deadline = self.deadline if timeout is None else self.deadline.sooner(timeout)
+        self._agent.before_waiting()
+        try:
+            self._lane.drive(self.dst, self._receive, deadline)
+        except (RankwireError, CancelledError):
+            return  # the receive has ended, and the future with it
+        if self.deadline.expired and not self.done():
+            self.expire()
+
+    def __repr__(self) -> str:
+        if self.done():
+            state = "cancelled" if self.cancelled() else "done"
+        else:
+            state = f"{self.deadline.remaining():.1f} s left"
+        return f"<RpcFuture of {self.name!r} on rank {self.dst}, {state}>"

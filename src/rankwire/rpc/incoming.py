@@ -1,0 +1,323 @@
+"""Serving: from a request that arrived to its one reply.
+
+Every request gets exactly one terminal reply: a value, the function's error, no such function, a
+malformed request, overloaded, cancelled, closed. Nothing that a function does (any exception,
+``SystemExit`` included, an unsendable or oversized result) harms the thread that runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import sleep
+from typing import Any
+
+from rankwire.backends.base import Backend
+from rankwire.backends.calls import (
+    CallCancelled,
+    CallerGone,
+    CallPort,
+    IncomingCall,
+)
+from rankwire.deadline import Deadline
+from rankwire.errors import InvalidMessageError, MessageTooLargeError, RankwireError
+from rankwire.rpc.context import Call, serving
+from rankwire.rpc.event_loop import EventLoop
+from rankwire.rpc.loopback import Loopback
+from rankwire.rpc.messages import (
+    Encoded,
+    Outcome,
+    Request,
+    decode_request,
+    encode_failure,
+    encode_reply,
+    encode_result,
+)
+from rankwire.rpc.registry import Function, Registry
+from rankwire.rpc.serving import Job, Pool, Worker
+from rankwire.wire.codec import Codec
+
+__all__ = ["Limits", "Server"]
+
+_log = logging.getLogger("rankwire")
+
+_SLOW = 0.001
+_FAST = 0.0002
+_REPLY_PATIENCE = (
+    1.0  # a reply may be sent for at least this long, also when the caller's deadline is close
+)
+_STOP_PATIENCE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server takes on at once; see ``RpcAgent``."""
+
+    workers: int
+    max_queued: int
+    max_nested: int
+    max_depth: int
+
+
+class Server:
+    """Serves the functions of a registry to other ranks and to this one."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        port: CallPort,
+        registry: Registry,
+        codec: Codec,
+        limits: Limits,
+        *,
+        on_look: Callable[[], bool],
+    ) -> None:
+        self._backend = backend
+        self._port = port
+        self._registry = registry
+        self._codec = codec
+        self._limits = limits
+        self._draining = False
+        self._loopback: Loopback | None = None
+        self._active: dict[tuple[int, int], _Serving] = {}
+        self._event_loop = EventLoop()
+        self._pool = Pool(
+            poll=self._poll,
+            wake=port.wake,
+            on_look=on_look,
+            workers=limits.workers,
+            max_queued=limits.max_queued,
+            max_nested=limits.max_nested,
+        )
+
+    def start(self, loopback: Loopback) -> None:
+        """Begin to serve."""
+        self._loopback = loopback
+        self._pool.start()
+
+    # -- requests
+    # -----------------------------------------------------------------------------------------------------
+
+    def _poll(self, deadline: Deadline) -> list[Job]:
+        jobs: list[Job] = []
+        for event in self._port.poll(deadline):
+            if isinstance(event, IncomingCall):
+                job = self._accept(event)
+                if job is not None:
+                    jobs.append(job)
+            elif isinstance(event, CallCancelled):
+                self._cancel(event.src, event.request_id)
+            elif isinstance(event, CallerGone):
+                self._caller_gone(event.src)
+        return jobs
+
+    def serve_own(self, call: IncomingCall) -> None:
+        """Take a call of this rank to itself."""
+        job = self._accept(call)
+        if job is not None:
+            self._pool.add(job)
+
+    def handle(self, call: IncomingCall) -> None:
+        """Serve one request on the calling thread."""
+        job = self._accept(call)
+        if job is not None:
+            job.run(None)
+
+    def _accept(self, call: IncomingCall) -> _Serving | None:
+        """Decode a request; answer at once if it cannot be served."""
+        try:
+            request = decode_request(self._codec, call.payload)
+        except InvalidMessageError as error:
+            self.answer(call, encode_reply(self._codec, Outcome.BAD_REQUEST, error.message))
+            return None
+        function = self._registry.find(request.name)
+        if self._draining:
+            refusal = encode_reply(
+                self._codec, Outcome.CLOSED, f"the agent of rank {self._backend.rank} is closing"
+            )
+        elif function is None:
+            details = [request.name, self._registry.names()]
+            refusal = encode_reply(self._codec, Outcome.NOT_FOUND, details)
+        elif request.depth > self._limits.max_depth:
+            reason = f"calls are nested more than {self._limits.max_depth} deep"
+            refusal = encode_reply(self._codec, Outcome.OVERLOADED, reason)
+        else:
+            job = _Serving(self, call, request, function)
+            self._active[call.src, call.request_id] = job
+            return job
+        self.answer(call, refusal)
+        return None
+
+    # -- replies
+    # ------------------------------------------------------------------------------------------------------
+
+    def answer(
+        self, call: IncomingCall, encoded: Encoded, deadline: Deadline | None = None
+    ) -> None:
+        """Send the reply. A caller that is gone gets none, and needs none."""
+        buffers, nbytes = encoded
+        try:
+            if call.origin is None:
+                assert self._loopback is not None
+                self._loopback.reply(call.request_id, buffers)
+            else:
+                patience = deadline.remaining() if deadline is not None else 0.0
+                limit = min(max(patience, _REPLY_PATIENCE), self._backend.timeout)
+                self._port.reply(call, buffers, nbytes, Deadline(limit))
+        except RankwireError as error:
+            _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+
+    def encode_value(self, value: Any) -> Encoded:
+        """Return the reply that carries a result, or the one that says why it cannot be sent."""
+        try:
+            buffers, nbytes = encode_result(self._codec, value)
+            if nbytes > self._backend.max_message_nbytes:
+                raise MessageTooLargeError(nbytes, self._backend.max_message_nbytes)
+            return buffers, nbytes
+        except RankwireError as error:
+            return encode_failure(self._codec, error)
+
+    def encode_error(self, error: BaseException) -> Encoded:
+        """Return the reply for a function that raised."""
+        return encode_failure(self._codec, error)
+
+    def encode_refusal(self, outcome: Outcome, reason: str) -> Encoded:
+        """Return the reply for a call that will not run."""
+        return encode_reply(self._codec, outcome, reason)
+
+    # -- cancelling
+    # ---------------------------------------------------------------------------------------------------
+
+    def cancel_own(self, request_id: int) -> None:
+        """A call of this rank to itself is not wanted any more."""
+        self._cancel(self._backend.rank, request_id)
+
+    def _cancel(self, src: int, request_id: int) -> None:
+        job = self._active.get((src, request_id))
+        if job is not None:
+            job.cancel()
+
+    def _caller_gone(self, src: int) -> None:
+        for job in list(self._active.values()):
+            if job.call.src == src:
+                job.cancel()
+
+    def finished(self, job: _Serving) -> None:
+        """Forget a job that has been answered."""
+        self._active.pop((job.incoming.src, job.incoming.request_id), None)
+
+    # -- threads
+    # ------------------------------------------------------------------------------------------------------
+
+    def run_coroutine(self, job: _Serving) -> None:
+        """Run an ``async def`` on the event loop's thread."""
+        self._event_loop.run(job.run_async, job)
+
+    def about_to_block(self, worker: Worker) -> None:
+        """See ``Pool.about_to_block``."""
+        self._pool.about_to_block(worker)
+
+    def expect_work(self) -> None:
+        """See ``Pool.expect_work``."""
+        self._pool.expect_work()
+
+    def drain(self, deadline: Deadline, is_quiet: Callable[[], bool]) -> None:
+        """Refuse new calls, and wait until the running ones are done and ``is_quiet()``."""
+        self._draining = True
+        while (self._active or not is_quiet()) and not deadline.expired:
+            sleep(min(0.002, deadline.sleep_limit()))
+
+    def stop(self) -> None:
+        """Stop all threads; one that is inside a user's function ends when that does."""
+        for job in list(self._active.values()):
+            job.cancel()
+        self._event_loop.close()
+        if not self._pool.close(Deadline(_STOP_PATIENCE)):
+            _log.warning("a function still runs while its agent is closed")
+
+
+class _Serving:
+    """One call in service: the job of a serving thread, or of the event loop."""
+
+    __slots__ = ("_function", "_request", "_server", "call", "depth", "incoming", "task")
+
+    def __init__(
+        self, server: Server, incoming: IncomingCall, request: Request, function: Function
+    ) -> None:
+        self._server = server
+        self._request = request
+        self._function = function
+        self.incoming = incoming
+        self.depth = request.depth
+        self.call = Call(incoming.src, request.name, Deadline(request.timeout), request.depth)
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        """See ``Job``."""
+        return self._function.is_slow
+
+    def run(self, worker: Worker | None) -> None:
+        """See ``Job``."""
+        if self.call.cancelled or self.call.deadline.expired:
+            self._reply(self._server.encode_refusal(Outcome.CANCELLED, "not wanted any more"))
+        elif self._function.is_async:
+            self._server.run_coroutine(self)
+        else:
+            self.call.worker = worker
+            token = serving.set(self.call)
+            try:
+                encoded = self._run_function()
+            finally:
+                serving.reset(token)
+            self._reply(encoded)
+
+    def _run_function(self) -> Encoded:
+        try:
+            value = self._function.target(*self._request.args, **self._request.kwargs)
+        except BaseException as error:  # whatever it raises is the caller's business, and must not end the serving thread
+            return self._server.encode_error(error)
+        return self._server.encode_value(value)
+
+    async def run_async(self) -> None:
+        """Run on the event loop."""
+        serving.set(self.call)
+        try:
+            value = await self._function.target(*self._request.args, **self._request.kwargs)
+        except asyncio.CancelledError:
+            encoded = self._server.encode_refusal(Outcome.CANCELLED, "cancelled")
+        except BaseException as error:  # as in _run_function
+            encoded = self._server.encode_error(error)
+        else:
+            encoded = self._server.encode_value(value)
+        if encoded[1] <= _SMALL_REPLY:
+            self._reply(encoded)
+        else:  # sending may wait for the caller, and the event loop must not
+            await asyncio.to_thread(self._reply, encoded)
+
+    def refuse(self, reason: str) -> None:
+        """See ``Job``."""
+        self._reply(self._server.encode_refusal(Outcome.OVERLOADED, reason))
+
+    def finished(self, seconds: float) -> None:
+        """See ``Job``."""
+        if seconds > _SLOW:
+            self._function.is_slow = True
+        elif seconds < _FAST:
+            self._function.is_slow = False
+
+    def cancel(self) -> None:
+        """The caller does not want the result any more."""
+        self.call.cancelled = True
+        if self.task is not None:
+            self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+
+    def _reply(self, encoded: Encoded) -> None:
+        self._server.answer(self.incoming, encoded, self.call.deadline)
+        self._server.finished(self)
+
+
+_SMALL_REPLY = 65536

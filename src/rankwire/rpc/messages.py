@@ -1,0 +1,184 @@
+"""What travels in a call: the request and its one reply. Pure: values in, buffers out, and back.
+
+A request is the record ``[name, seconds left, nesting depth, args, kwargs]``; a reply is
+``[outcome, value or details]``. ``encode_*`` and ``decode_*`` are mirrors. A remote failure travels
+as text, never as a class to be looked up.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from rankwire.errors import (
+    ChannelClosedError,
+    FunctionNotFoundError,
+    InvalidMessageError,
+    MessageTooLargeError,
+    OverloadedError,
+    RankwireError,
+    RemoteError,
+)
+from rankwire.wire.codec import Codec
+from rankwire.wire.frames import Buffer
+
+__all__ = [
+    "Encoded",
+    "Outcome",
+    "Request",
+    "decode_reply",
+    "decode_request",
+    "encode_failure",
+    "encode_reply",
+    "encode_request",
+    "encode_result",
+]
+
+Encoded = tuple[Sequence[Buffer], int]
+
+_MAX_TRACEBACK = 65536
+_REQUEST_PATHS = ("name", "timeout", "depth", "args", "kwargs")
+_REPLY_PATHS = ("outcome", "result")
+
+
+class Outcome(IntEnum):
+    """How a call ended."""
+
+    VALUE = 0
+    RAISED = 1
+    NOT_FOUND = 2
+    BAD_REQUEST = 3
+    OVERLOADED = 4
+    CANCELLED = 5
+    TOO_LARGE = 6
+    CLOSED = 7
+
+
+class Request(NamedTuple):
+    """A decoded request."""
+
+    name: str
+    timeout: float
+    depth: int
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+def encode_request(
+    codec: Codec,
+    name: str,
+    timeout: float,
+    depth: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Encoded:
+    """Return a request's buffers and size; arrays in it are not copied."""
+    return codec.encode_record([name, timeout, depth, list(args), kwargs], _REQUEST_PATHS)
+
+
+def decode_request(codec: Codec, payload: bytearray) -> Request:
+    """Return the request in a payload.
+
+    Raises:
+        InvalidMessageError: There is none.
+    """
+    record = codec.decode(payload)
+    if type(record) is list and len(record) == 5:
+        name, timeout, depth, args, kwargs = record
+        if (
+            type(name) is str
+            and type(timeout) is float
+            and not math.isnan(timeout)
+            and type(depth) is int
+            and depth >= 0
+            and type(args) is list
+            and type(kwargs) is dict
+            and all(type(key) is str for key in kwargs)
+        ):
+            return Request(name, max(timeout, 0.0), depth, args, kwargs)
+    raise InvalidMessageError("a call is not of the form [name, timeout, depth, args, kwargs]")
+
+
+def encode_result(codec: Codec, value: Any) -> Encoded:
+    """Return the reply that carries a function's result."""
+    return codec.encode_record([0, value], _REPLY_PATHS)
+
+
+def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded:
+    """Return a reply other than a result."""
+    return codec.encode_record([int(outcome), details], _REPLY_PATHS)
+
+
+def encode_failure(codec: Codec, error: BaseException) -> Encoded:
+    """Return the reply for a function that raised: type, message and traceback as text."""
+    if isinstance(error, MessageTooLargeError):
+        return encode_reply(codec, Outcome.TOO_LARGE, [error.nbytes, error.limit])
+    details = [_type_name(error), _printable(_text(error)), _printable(_traceback(error))]
+    return encode_reply(codec, Outcome.RAISED, details)
+
+
+def decode_reply(codec: Codec, payload: bytearray) -> Any:
+    """Return the value of a reply, or raise what it says."""
+    record = codec.decode(payload)
+    if type(record) is not list or len(record) != 2:
+        raise InvalidMessageError("a reply is not of the form [outcome, value]")
+    outcome, details = record
+    if outcome == 0:
+        return details
+    raise _error(outcome, details)
+
+
+def _error(outcome: int, details: Any) -> RankwireError:
+    match outcome, details:
+        case Outcome.RAISED, [str(kind), str(message), str(trace)]:
+            return RemoteError(kind, message, trace)
+        case Outcome.NOT_FOUND, [str(name), list(known)]:
+            return FunctionNotFoundError(name, [str(item) for item in known])
+        case Outcome.BAD_REQUEST, str(reason):
+            return InvalidMessageError(f"the callee could not read the call: {reason}")
+        case Outcome.OVERLOADED, str(reason):
+            return OverloadedError(reason)
+        case Outcome.TOO_LARGE, [int(nbytes), int(limit)]:
+            return MessageTooLargeError(nbytes, limit)
+        case Outcome.CLOSED, str(reason):
+            return ChannelClosedError(reason)
+        case Outcome.CANCELLED, _:
+            return RemoteError("CancelledError", "the callee cancelled the call", "")
+        case _:
+            return InvalidMessageError(f"a reply has the unknown outcome {outcome!r}")
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # a user's __str__ may do anything
+        return f"<its text could not be made: {type(second).__name__}>"
+
+
+def _traceback(error: BaseException) -> str:
+    # The first frame is the one of this library that ran the function.
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    try:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+    except Exception as second:
+        return f"<the traceback could not be made: {type(second).__name__}>"
+    if len(text) <= _MAX_TRACEBACK:
+        return text
+    half = _MAX_TRACEBACK // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def _printable(text: str) -> str:
+    return text[:_MAX_TRACEBACK].encode("utf-8", "backslashreplace").decode()

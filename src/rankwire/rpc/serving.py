@@ -1,0 +1,373 @@
+"""The serving pool: the thread that read the request runs the function.
+
+One worker at a time has the *polling role*: it waits for requests, runs them itself, one after the
+other, and keeps the role while they are short. Another one takes the role only when that is needed:
+
+==============================================
+======================================================================= the poller's function
+who polls then
+==============================================
+======================================================================= returns soon
+the same thread goes on; no hand-over (10-16 us a call, 56-60 with one) was slow the last time, or
+makes a call itself  handed to the standby before it runs on is still running after a look, 1 ms
+later       taken by the standby
+==============================================
+=======================================================================
+
+The standby is one waiting worker that looks at the poller every millisecond while there is traffic,
+and sleeps when there is none. A third one is started only when the standby has become the poller.
+
+Limits: at most ``workers`` calls of depth 0 run at once, more wait in a bounded queue; nested calls
+    (depth 1 and more) get threads of their own up to
+``max_nested``, because a bounded pool that nested calls have to share deadlocks. Beyond a limit the
+call is refused, never left waiting.
+
+Lock: ``_mutex`` guards the roles, the counts and the queues; it is not held while polling, running
+    a function or replying.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Protocol
+
+from rankwire.deadline import Deadline
+from rankwire.errors import ChannelClosedError
+
+__all__ = ["Job", "Pool", "Worker"]
+
+_LOOK_EVERY = 0.001
+_SLOW = 0.001  # a function that runs longer than this keeps others waiting
+_LOOKS_UNTIL_ASLEEP = 50
+_LAZY_LOOK = 0.05
+_LINGER = 2.0  # seconds an idle worker stays
+
+
+class Job(Protocol):
+    """One admitted call."""
+
+    depth: int
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether somebody else should poll while it runs."""
+
+    def run(self, worker: Worker) -> None:
+        """Do it, reply included. Must not raise."""
+
+    def refuse(self, reason: str) -> None:
+        """Tell the caller that it will not be done. Must not raise."""
+
+    def finished(self, seconds: float) -> None:
+        """Learn how long it took."""
+
+
+class Worker:
+    """One thread of the pool."""
+
+    __slots__ = ("job", "wakeup")
+
+    def __init__(self) -> None:
+        self.job: Job | None = None  # what it runs; None while it polls or waits
+        self.wakeup = threading.Lock()
+        self.wakeup.acquire()
+
+
+class Pool:
+    """Threads that poll for jobs and run them.
+
+    Args:
+        poll: Waits until the deadline for something to do and returns the jobs that came; called by
+            one thread at a time. Raises ``ChannelClosedError`` at the end.
+        wake: Makes ``poll`` return.
+        on_look: Called by the standby at each look; returns whether something is outstanding that
+            needs looks.
+        workers: Calls of depth 0 that run at once.
+        max_queued: Calls of depth 0 that wait for a worker.
+        max_nested: Nested calls that run at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        poll: Callable[[Deadline], list[Job]],
+        wake: Callable[[], None],
+        on_look: Callable[[], bool],
+        workers: int,
+        max_queued: int,
+        max_nested: int,
+    ) -> None:
+        self._poll = poll
+        self._wake = wake
+        self._on_look = on_look
+        self._workers = workers
+        self._max_queued = max_queued
+        self._max_nested = max_nested
+        self._mutex = threading.Lock()
+        self._arrived: deque[Job] = deque()  # read, but not looked at; owned by the poller
+        self._queued: deque[Job] = deque()
+        self._running = 0
+        self._running_nested = 0
+        self._poller: Worker | None = None
+        self._standby: Worker | None = None
+        self._standby_sleeps = False
+        self._idle: list[Worker] = []
+        self._threads: set[threading.Thread] = set()
+        self._closing = False
+
+    def start(self) -> None:
+        """Start the poller and the standby."""
+        with self._mutex:
+            self._start_thread()
+            self._start_thread()
+
+    # -- seen from outside
+    # --------------------------------------------------------------------------------------------
+
+    def add(self, job: Job) -> None:
+        """Have a job done that did not come through ``poll``. Safe from any thread."""
+        self._arrived.append(job)
+        self._wake()
+
+    def expect_work(self) -> None:
+        """Have the standby look, because something is outstanding now."""
+        if self._standby_sleeps:
+            with self._mutex:
+                self._rouse_standby()
+
+    def about_to_block(self, worker: Worker) -> None:
+        """Called by a running function that will wait: somebody else should poll meanwhile."""
+        if self._poller is worker:
+            with self._mutex:
+                if self._poller is worker:
+                    self._hand_over()
+
+    @property
+    def busy(self) -> int:
+        """How many jobs run or wait."""
+        return self._running + self._running_nested + len(self._queued) + len(self._arrived)
+
+    @property
+    def threads(self) -> int:
+        """How many threads there are."""
+        return len(self._threads)
+
+    def close(self, deadline: Deadline) -> bool:
+        """Stop the threads.
+
+        False if a function still runs at the deadline (its thread ends when it does).
+        """
+        with self._mutex:
+            self._closing = True
+            threads = list(self._threads)
+            for worker in (*self._idle, *([self._standby] if self._standby else ())):
+                _release(worker)
+        self._wake()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(deadline.sleep_limit())
+        return not any(
+            thread.is_alive() for thread in threads if thread is not threading.current_thread()
+        )
+
+    # -- a worker's life
+    # ----------------------------------------------------------------------------------------------
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._live, name="rankwire-serving", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _live(self) -> None:
+        worker = Worker()
+        try:
+            while self._find_role(worker):
+                if self._poller is worker:
+                    self._serve(worker)
+                elif self._standby is worker:
+                    self._stand_by(worker)
+        except ChannelClosedError:
+            self._retire_all()  # the backend is closed: nothing will come any more
+        finally:
+            with self._mutex:
+                self._threads.discard(threading.current_thread())
+
+    def _find_role(self, worker: Worker) -> bool:
+        """Take the role that is free, or wait for one; False when this thread should end."""
+        with self._mutex:
+            if self._closing:
+                return False
+            if self._poller is None:
+                self._poller = worker
+            if self._poller is worker:  # now, or since it stood by
+                return True
+            if self._standby is None:
+                self._standby = worker
+                return True
+            self._idle.append(worker)
+        worker.wakeup.acquire(timeout=_LINGER)
+        with self._mutex:
+            if worker in self._idle:
+                self._idle.remove(worker)
+                return False
+            return not self._closing
+
+    def _retire_all(self) -> None:
+        with self._mutex:
+            self._closing = True
+            for worker in (*self._idle, *([self._standby] if self._standby else ())):
+                _release(worker)
+
+    # -- polling
+    # ------------------------------------------------------------------------------------------------------
+
+    def _serve(self, worker: Worker) -> None:
+        """Poll and run until the role is lost."""
+        while not self._closing:
+            job = self._next_job()
+            if job is None:
+                continue
+            if job.is_slow:
+                self.about_to_block(worker)
+            if not self._run(worker, job):
+                self._run_queued(worker)
+                return
+        with self._mutex:
+            if self._poller is worker:
+                self._poller = None
+
+    def _next_job(self) -> Job | None:
+        queued = self._take_queued()
+        if queued is not None:
+            return queued
+        if not self._arrived:
+            self._arrived.extend(self._poll(Deadline.never()))
+            if not self._arrived:
+                return None
+        job = self._arrived.popleft()
+        return job if self._admit(job) else None
+
+    def _admit(self, job: Job) -> bool:
+        """Count the job in, or queue it; the job itself tells its caller when it is refused."""
+        with self._mutex:
+            if job.depth > 0:
+                if self._running_nested < self._max_nested:
+                    self._running_nested += 1
+                    return True
+                refusal = f"{self._max_nested} nested calls are running"
+            elif self._running < self._workers and not self._queued:
+                self._running += 1
+                return True
+            elif len(self._queued) < self._max_queued:
+                self._queued.append(job)
+                return False
+            else:
+                refusal = f"{self._workers} calls are running and {self._max_queued} waiting"
+        job.refuse(refusal)
+        return False
+
+    def _take_queued(self) -> Job | None:
+        if not self._queued:
+            return None
+        with self._mutex:
+            if self._queued and self._running < self._workers:
+                self._running += 1
+                return self._queued.popleft()
+        return None
+
+    def _run_queued(self, worker: Worker) -> None:
+        """Without the role: take over what waits for a free worker."""
+        while not self._closing and (job := self._take_queued()) is not None:
+            self._run(worker, job)
+
+    def _run(self, worker: Worker, job: Job) -> bool:
+        """Do a job; return whether the worker still has the polling role."""
+        begin = perf_counter()
+        worker.job = job
+        # In this order: the standby announces its sleep first and looks for a job second, so one of
+        # the two sees the other.
+        if self._standby_sleeps:
+            self.expect_work()
+        try:
+            job.run(worker)
+        finally:
+            job.finished(perf_counter() - begin)
+            with self._mutex:
+                # With the role in one step: a standby that takes it from a finished job would make
+                # two pollers.
+                worker.job = None
+                if job.depth > 0:
+                    self._running_nested -= 1
+                else:
+                    self._running -= 1
+                has_role = self._poller is worker
+        return has_role
+
+    # -- standing by
+    # --------------------------------------------------------------------------------------------------
+
+    def _stand_by(self, worker: Worker) -> None:
+        """Look after the poller until its role is ours."""
+        seen: Job | None = None
+        quiet = 0
+        while True:
+            self._sleep_between_looks(worker, quiet)
+            with self._mutex:
+                if self._closing or self._standby is not worker:
+                    return
+                running = self._poller.job if self._poller is not None else None
+                if self._poller is None or (running is not None and running is seen):
+                    self._poller = worker
+                    self._standby = None
+                    self._replace_standby()
+                    return
+                seen = running
+            outstanding = self._on_look()
+            quiet = 0 if running is not None else quiet + 1
+            if quiet > _LOOKS_UNTIL_ASLEEP and outstanding:
+                quiet = _LOOKS_UNTIL_ASLEEP  # look lazily
+
+    def _sleep_between_looks(self, worker: Worker, quiet: int) -> None:
+        if quiet < _LOOKS_UNTIL_ASLEEP:
+            worker.wakeup.acquire(timeout=_LOOK_EVERY)
+        elif quiet == _LOOKS_UNTIL_ASLEEP:
+            worker.wakeup.acquire(timeout=_LAZY_LOOK)
+        else:
+            with self._mutex:
+                self._standby_sleeps = True
+                if self._closing or self._poller is None or self._poller.job is not None:
+                    self._standby_sleeps = False
+                    return
+            worker.wakeup.acquire()
+            self._standby_sleeps = False
+
+    def _rouse_standby(self) -> None:
+        if self._standby is not None and self._standby_sleeps:
+            self._standby_sleeps = False
+            _release(self._standby)
+
+    def _hand_over(self) -> None:
+        """The poller gives its role away."""
+        self._poller = None
+        self._standby_sleeps = False
+        if self._standby is not None:
+            _release(self._standby)
+        elif self._idle:
+            _release(self._idle.pop())
+        else:
+            self._start_thread()
+
+    def _replace_standby(self) -> None:
+        if self._idle:
+            _release(self._idle.pop())
+        else:
+            self._start_thread()
+
+
+def _release(worker: Worker) -> None:
+    """Wake a worker up, once."""
+    if worker.wakeup.locked():
+        worker.wakeup.release()

@@ -1,0 +1,279 @@
+"""numpy arrays and scalars, and torch tensors, as a short description and their own bytes.
+
+A description is a msgpack array of dtype, order and shape. The bytes travel beside it and are not
+copied here, except those of an array with gaps. What a description claims is checked in Python
+ints before numpy sees it, and the dtype comes from a closed list: no object, structured or void
+type, whose elements could be addresses or code. Where the bytes lie in a payload is for the
+caller to know.
+
+torch is never imported to send: who holds a tensor has imported it. Receiving a tensor imports
+it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import sys
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from rankwire.errors import InvalidMessageError
+
+__all__ = [
+    "ArrayHead",
+    "array_body",
+    "array_bytes",
+    "array_head",
+    "dtype_code",
+    "is_tensor",
+    "scalar_of",
+    "scalar_parts",
+    "tensor_advice",
+    "tensor_body",
+    "tensor_head",
+    "view_array",
+    "view_tensor",
+]
+
+Array = np.ndarray[Any, Any]
+DType = np.dtype[Any]
+
+# numpy 1.26, the oldest supported, has no more.
+_MAX_NDIM = 32
+# What numpy can address.
+_MAX_NBYTES = 2**63 - 1
+
+# numpy's own codes: byte order, kind, item size, unit of time. Without f16 and c32, whose layout
+# differs between machines.
+_CARRIED = re.compile(
+    r"[<>|](?:b1|[iu][1248]|f[248]|c(?:8|16)|[SU][1-9][0-9]{0,9}"
+    r"|[mM]8(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+)
+_LARGEST_CODE_POINT = 0x10FFFF
+_INT = frozenset({int})
+
+# torch's names with the numpy type that has the same bytes. numpy has no bfloat16.
+_TENSOR_CODES = {
+    "bool": "|b1",
+    "uint8": "|u1",
+    "int8": "|i1",
+    "uint16": "<u2",
+    "int16": "<i2",
+    "uint32": "<u4",
+    "int32": "<i4",
+    "uint64": "<u8",
+    "int64": "<i8",
+    "float16": "<f2",
+    "bfloat16": "<i2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[Any]).decode
+
+
+class ArrayHead(NamedTuple):
+    """What the wire says of an array, checked."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    is_fortran: bool
+    nbytes: int
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def dtype_code(dtype: DType) -> str | None:
+    """Return what the wire calls a dtype, or None if it is not carried."""
+    code = dtype.str
+    return code if _CARRIED.fullmatch(code) and np.dtype(code) == dtype else None
+
+
+def array_body(array: Array) -> bytes | None:
+    """Return the description of an array, or None if it is not carried."""
+    code = dtype_code(array.dtype)
+    if code is None or array.ndim > _MAX_NDIM:
+        return None
+    return _pack([code, array.flags.fnc, *array.shape])
+
+
+def array_bytes(array: Array) -> memoryview:
+    """Return an array's bytes in memory order: its own memory, or a copy if it has gaps."""
+    return array.ravel("A").view(np.uint8).data
+
+
+def array_head(body: memoryview) -> ArrayHead:
+    """Check the description of an array.
+
+    Raises:
+        InvalidMessageError: It is not one that :func:`array_body` makes.
+    """
+    code, is_fortran, *shape = _unpack(body)
+    if type(code) is not str or type(is_fortran) is not bool:
+        raise InvalidMessageError("malformed description of an array")
+    return _checked_head(_dtype_of(code), shape, is_fortran)
+
+
+def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
+    """Return the array whose bytes are in the payload from ``start`` on, as a view of them.
+
+    The caller has checked that all bytes are there.
+
+    Raises:
+        InvalidMessageError: Some bytes are no value of the dtype.
+    """
+    _check_elements(head, payload, start)
+    # Positional arguments: keywords would triple the cost.
+    return np.ndarray(head.shape, head.dtype, payload, start, None, "F" if head.is_fortran else "C")
+
+
+@lru_cache(maxsize=256)
+def _dtype_of(code: str) -> DType:
+    dtype = np.dtype(code) if _CARRIED.fullmatch(code) else None
+    # numpy reads more spellings than it writes; one dtype has one code.
+    if dtype is None or dtype.str != code:
+        raise InvalidMessageError(f"arrays of dtype {code[:32]!r} are not carried")
+    return dtype
+
+
+def _checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
+    if len(shape) > _MAX_NDIM:
+        raise InvalidMessageError(f"an array of {len(shape)} dimensions; at most {_MAX_NDIM}")
+    if not _INT.issuperset(map(type, shape)) or min(shape, default=0) < 0:
+        raise InvalidMessageError("an extent of an array is not a natural number")
+    nbytes = dtype.itemsize * math.prod(shape)
+    # numpy refuses an empty array too if its other extents are too large.
+    if (nbytes or dtype.itemsize * math.prod(filter(None, shape))) > _MAX_NBYTES:
+        raise InvalidMessageError("an array larger than memory can be")
+    return ArrayHead(dtype, tuple(shape), is_fortran, nbytes)
+
+
+def _check_elements(head: ArrayHead, payload: bytearray, start: int) -> None:
+    """Refuse bytes that would make numpy or torch misbehave much later, far from here.
+
+    A bool must be 0 or 1: anything else is undefined behaviour in C++. A character must exist:
+    numpy raises ``SystemError`` when it looks at another one.
+    """
+    if head.nbytes == 0 or head.dtype.kind not in "bU":
+        return
+    unit: DType = np.dtype("u1")
+    largest = 1
+    if head.dtype.kind == "U":
+        unit = np.dtype("u4").newbyteorder(head.dtype.byteorder)
+        largest = _LARGEST_CODE_POINT
+    if np.frombuffer(payload, unit, head.nbytes // unit.itemsize, start).max() > largest:
+        raise InvalidMessageError(f"not the bytes of an array of dtype {head.dtype.str}")
+
+
+# -- scalars ---------------------------------------------------------------------------------------
+
+
+def scalar_parts(scalar: np.generic) -> list[Any] | None:
+    """Return a numpy scalar as a code and a plain value, or None if it is not carried.
+
+    Strings travel as text: as elements of an array they would lose trailing zeros.
+    """
+    if type(scalar) is np.str_:
+        return ["U", scalar[:]]
+    if type(scalar) is np.bytes_:
+        return ["S", scalar[:]]
+    code = dtype_code(scalar.dtype)
+    if code is None or type(scalar) is not scalar.dtype.type:
+        return None
+    return [code, scalar.tobytes()]
+
+
+def scalar_of(parts: list[Any]) -> np.generic:
+    """Return the numpy scalar that :func:`scalar_parts` took apart.
+
+    Raises:
+        InvalidMessageError: It did not make these parts.
+    """
+    match parts:
+        case ["U", str() as text]:
+            return np.str_(text)
+        case ["S", bytes() as text]:
+            return np.bytes_(text)
+        case [str() as code, bytes() as raw] if len(raw) == _dtype_of(code).itemsize:
+            head = ArrayHead(_dtype_of(code), (), False, len(raw))
+            return cast(np.generic, view_array(head, bytearray(raw), 0)[()])
+        case _:
+            raise InvalidMessageError("malformed numpy scalar")
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether a value is a torch tensor, without importing torch."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(value, tensor)
+
+
+def tensor_advice(tensor: Any) -> str | None:
+    """Return what to do with a tensor that is not carried as it is, or None if it is carried."""
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        return f"It is on {tensor.device}: call .cpu() first."
+    if type(tensor) is not torch.Tensor:
+        return "It is a subclass: convert it to a plain torch.Tensor, such as by .detach()."
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return "It is not dense: call .to_dense() or .dequantize() first."
+    if _tensor_dtype(tensor) not in _TENSOR_CODES:
+        return f"Its dtype {tensor.dtype} is not carried: convert it with .to()."
+    if tensor.ndim > _MAX_NDIM:
+        return f"It has more than {_MAX_NDIM} dimensions: reshape it."
+    return None
+
+
+def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
+    """Return the description of a carried tensor, and its bytes as :func:`array_bytes` does."""
+    torch = sys.modules["torch"]
+    name = _tensor_dtype(tensor)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    array = (dense.view(torch.int16) if name == "bfloat16" else dense).numpy()
+    little_endian = np.asarray(array, dtype=_TENSOR_CODES[name])
+    return _pack([name, *tensor.shape]), array_bytes(little_endian)
+
+
+def tensor_head(body: memoryview) -> tuple[str, ArrayHead]:
+    """Check the description of a tensor; return its dtype's name and the array it is a view of.
+
+    Raises:
+        InvalidMessageError: It is not one that :func:`tensor_body` makes.
+    """
+    name, *shape = _unpack(body)
+    if type(name) is not str or name not in _TENSOR_CODES:
+        raise InvalidMessageError("malformed description of a tensor")
+    return name, _checked_head(_dtype_of(_TENSOR_CODES[name]), shape, is_fortran=False)
+
+
+def view_tensor(name: str, array: Array) -> Any:
+    """Return a tensor on an array's memory.
+
+    Raises:
+        InvalidMessageError: torch is not installed here, or too old to know the dtype.
+    """
+    try:
+        torch = importlib.import_module("torch")
+        dtype = getattr(torch, name)
+    except (ImportError, AttributeError) as error:
+        raise InvalidMessageError(
+            f"the payload holds a torch tensor of dtype {name}; no torch for it here: {error}"
+        ) from error
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(native).view(dtype)
+
+
+def _tensor_dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,224 @@
+"""Frames: how one message is delimited on a byte stream.
+
+A frame is a 32-byte header followed by the payload. All integers are little-endian:
+
+    ======  ====  ==================================================================
+    offset  size  field
+    ======  ====  ==================================================================
+    0       1     channel: who the frame is for (``Channel``)
+    1       1     flags, zero in this version
+    2       2     reserved, zero
+    4       4     sequence: counts the frames of this direction, modulo 2**32
+    8       8     group: the world (0) or the subgroup it belongs to
+    16      8     tag: the user's tag, a request id, or a collective's step
+    24      8     payload length in bytes
+    ======  ====  ==================================================================
+
+``pack_header`` and ``FrameParser`` are mirrors. The parser is strict: a value that this version
+does not write is a ``ProtocolError``, and a length above the limit is refused from the header
+alone, before anything is allocated. It is fed any split of the stream and gives the same frames;
+its state is the connection's, so a reader may stop in the middle of a frame and another one goes
+on. It does not know sockets: its owner fills ``receive_buffer()`` and reports
+``bytes_received(n)``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from rankwire.errors import MessageTooLargeError, ProtocolError
+
+__all__ = [
+    "DEFAULT_MAX_MESSAGE_NBYTES",
+    "HEADER_NBYTES",
+    "WORLD_GROUP",
+    "Buffer",
+    "Channel",
+    "Frame",
+    "FrameParser",
+    "allocate",
+    "pack_header",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+DEFAULT_MAX_MESSAGE_NBYTES = 1 << 30  # the limit of the seeds, configurable here
+
+WORLD_GROUP = 0
+
+_HEADER = struct.Struct("<BBHIQQQ")
+HEADER_NBYTES = _HEADER.size
+_SEQUENCE_MASK = 0xFFFF_FFFF
+
+# One recv() takes what fits here. A payload that does not fit is received straight into memory of
+# its own, so this bounds the bytes that are copied once more, not the speed of large messages.
+_BUFFER_NBYTES = 1 << 16
+
+
+class Channel(IntEnum):
+    """Who a frame is for. Traffic of different channels never meets."""
+
+    MESSAGE = 1
+    COLLECTIVE = 2
+    BARRIER = 3
+    CALL = 4
+    REPLY = 5
+    CANCEL = 6
+    CONTROL = 7
+    FAREWELL = 8
+
+
+_CHANNELS = frozenset(int(channel) for channel in Channel)
+
+
+class Frame(NamedTuple):
+    """One received message; whoever takes it owns the payload."""
+
+    channel: int
+    group: int
+    tag: int
+    payload: bytearray
+
+
+def pack_header(channel: int, group: int, tag: int, nbytes: int, sequence: int) -> bytes:
+    """Return the header of a payload of ``nbytes``; the mirror of what ``FrameParser`` reads."""
+    return _HEADER.pack(channel, 0, 0, sequence & _SEQUENCE_MASK, group, tag, nbytes)
+
+
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.restype = ctypes.py_object
+_new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
+
+
+def allocate(nbytes: int) -> bytearray:
+    """Return a bytearray whose content is whatever was there before.
+
+    ``bytearray(n)`` writes zeros first: 43 ms for 64 MiB against 0.03 ms here, and the pages of
+    memory that is never written are never taken from the system, so a peer that announces much and
+    sends little costs little.
+    """
+    return _new_bytearray(None, nbytes)  # type: ignore[no-any-return]
+
+
+class FrameParser:
+    """The receiving state of one direction of one connection. One reader at a time."""
+
+    __slots__ = (
+        "_body",
+        "_body_head",
+        "_body_view",
+        "_buffer",
+        "_end",
+        "_filled",
+        "_max_nbytes",
+        "_sequence",
+        "_start",
+        "_view",
+    )
+
+    def __init__(self, *, max_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES) -> None:
+        self._max_nbytes = max_nbytes
+        self._buffer = bytearray(_BUFFER_NBYTES)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+        self._sequence = 0
+        # A payload too large for the buffer: its memory, how much of it has come, and its (channel,
+        # group, tag).
+        self._body: bytearray | None = None
+        self._body_view = self._view
+        self._body_head = (0, 0, 0)
+        self._filled = 0
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether a frame has begun and is not complete."""
+        return self._body is not None or self._end > self._start
+
+    def receive_buffer(self) -> memoryview:
+        """Return where the next bytes of the stream belong; never empty."""
+        if self._body is not None:
+            return self._body_view[self._filled :]
+        return self._view[self._end :]
+
+    def bytes_received(self, count: int) -> list[Frame]:
+        """Take note of ``count`` bytes written to ``receive_buffer()``; return the frames they
+        complete.
+
+        Raises:
+            ProtocolError: The stream is not a valid one; the connection must not be used again.
+        """
+        if self._body is not None:
+            self._filled += count
+            if self._filled < len(self._body):
+                return []
+            frame = Frame(*self._body_head, self._body)
+            self._body = None
+            self._body_view = self._view
+            return [frame]
+        self._end += count
+        return self._parse()
+
+    def _parse(self) -> list[Frame]:
+        frames = []
+        start, end = self._start, self._end
+        while end - start >= HEADER_NBYTES:
+            channel, flags, reserved, sequence, group, tag, nbytes = _HEADER.unpack_from(
+                self._buffer, start
+            )
+            if channel not in _CHANNELS or flags or reserved or sequence != self._sequence:
+                raise self._violation(channel, flags, reserved, sequence)
+            if nbytes > self._max_nbytes:
+                raise ProtocolError(
+                    f"the peer announced {nbytes} bytes, the limit is {self._max_nbytes}"
+                ) from MessageTooLargeError(nbytes, self._max_nbytes)
+            body = start + HEADER_NBYTES
+            stop = body + nbytes
+            if stop <= end:
+                frames.append(Frame(channel, group, tag, bytearray(self._view[body:stop])))
+                start = stop
+                self._sequence = (sequence + 1) & _SEQUENCE_MASK
+            elif stop - start > _BUFFER_NBYTES:
+                self._begin_body((channel, group, tag), nbytes, self._view[body:end])
+                self._sequence = (sequence + 1) & _SEQUENCE_MASK
+                start = end
+                break
+            else:
+                break
+        self._keep(start, end)
+        return frames
+
+    def _begin_body(self, head: tuple[int, int, int], nbytes: int, first: memoryview) -> None:
+        try:
+            body = allocate(nbytes)
+        except MemoryError as error:
+            raise ProtocolError(f"no memory for a message of {nbytes} bytes") from error
+        self._body = body
+        self._body_view = memoryview(body)
+        self._body_head = head
+        self._filled = len(first)
+        self._body_view[: self._filled] = first
+
+    def _keep(self, start: int, end: int) -> None:
+        """Move the beginning of an incomplete frame to the front, so that the rest of it fits."""
+        if 0 < start < end:
+            rest = end - start
+            self._buffer[:rest] = self._buffer[start:end]
+            start, end = 0, rest
+        elif start == end:
+            start = end = 0
+        self._start, self._end = start, end
+
+    def _violation(self, channel: int, flags: int, reserved: int, sequence: int) -> ProtocolError:
+        if channel not in _CHANNELS:
+            return ProtocolError(f"a frame names the unknown channel {channel}")
+        if flags or reserved:
+            return ProtocolError(
+                f"a frame has unknown flags {flags:#x} or reserved bits {reserved:#x}"
+            )
+        return ProtocolError(
+            f"a frame has sequence number {sequence}, expected {self._sequence}: one is lost or repeated"
+        )

@@ -1,0 +1,259 @@
+"""The handshake: four fixed-size messages by which both ends prove that they know the job's secret.
+
+::
+
+    I -> R  HELLO   128 bytes   who dials, for what, into which job; a nonce
+    R -> I  CHALLENGE 64 bytes  a nonce; nothing that depends on the secret
+    I -> R  PROOF    32 bytes   HMAC-SHA256(key, "I" | HELLO | CHALLENGE)
+    R -> I  VERDICT  40 bytes   status | HMAC-SHA256(key, "R" | HELLO | CHALLENGE | status)
+
+The role letters stop a reflected proof; ranks, world size, job, epoch, version and purpose are
+inside the MAC, so none of them can be altered or moved to another connection. Before the proof is
+verified, nothing variable-sized is read and no reason is given; afterwards a refusal carries a
+status. This is the textbook challenge-response: it authenticates, it does not encrypt.
+
+Pure: the two ends are ``Initiator`` and ``Responder``; each consumes whole messages and returns the
+    bytes to send. Nonces are handed
+in. ``Responder`` asks its owner for the status between proof and verdict.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import sha256
+
+from rankwire.errors import (
+    AuthenticationError,
+    ChannelClosedError,
+    NoConnectionError,
+    ProtocolError,
+    RankwireError,
+    RendezvousError,
+    VersionMismatchError,
+)
+
+__all__ = [
+    "CHALLENGE_NBYTES",
+    "HELLO_NBYTES",
+    "NONCE_NBYTES",
+    "PROOF_NBYTES",
+    "PROTOCOL_VERSION",
+    "VERDICT_NBYTES",
+    "Hello",
+    "Initiator",
+    "Purpose",
+    "Responder",
+    "Status",
+    "handshake_key",
+    "job_id",
+    "refusal",
+]
+
+PROTOCOL_VERSION = 1
+NONCE_NBYTES = 32
+
+_MAGIC = b"rankwire"
+_HELLO = struct.Struct("<8sHH16sIIIIQ32s44x")
+_CHALLENGE = struct.Struct("<8sH22x32s")
+_VERDICT = struct.Struct("<Q32s")
+HELLO_NBYTES = _HELLO.size
+CHALLENGE_NBYTES = _CHALLENGE.size
+PROOF_NBYTES = 32
+VERDICT_NBYTES = _VERDICT.size
+
+
+class Purpose(IntEnum):
+    """What a connection is for."""
+
+    JOIN = 1
+    MESSAGES = 2
+    CALLS = 3
+
+
+class Status(IntEnum):
+    """The verdict on an authenticated peer."""
+
+    WELCOME = 0
+    DUPLICATE_RANK = 1
+    WRONG_WORLD_SIZE = 2
+    OTHER_JOB = 3
+    OTHER_EPOCH = 4
+    INVALID_RANK = 5
+    NOT_EXPECTED = 6
+    CLOSED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who dials, and for what.
+
+    Attributes:
+        purpose: What the connection is for.
+        job: 16 bytes that name the job, see ``job_id``.
+        epoch: Which incarnation of the world; 0 when joining.
+        world_size: The world size that the dialling rank was told.
+        rank: The dialling rank.
+        peer: The rank it means to reach.
+        service: For calls: which agent.
+    """
+
+    purpose: Purpose
+    job: bytes
+    epoch: int
+    world_size: int
+    rank: int
+    peer: int
+    service: int = 0
+
+    def pack(self, nonce: bytes) -> bytes:
+        """Return the HELLO message."""
+        return _HELLO.pack(
+            _MAGIC,
+            PROTOCOL_VERSION,
+            self.purpose,
+            self.job,
+            self.epoch,
+            self.world_size,
+            self.rank,
+            self.peer,
+            self.service,
+            nonce,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Hello:
+        """Parse a HELLO message.
+
+        Raises:
+            ProtocolError: It is none. (A stranger; nothing else should be said to it.)
+            VersionMismatchError: It is one of another version.
+        """
+        magic, version, purpose, job, epoch, world_size, rank, peer, service, _ = _HELLO.unpack(
+            data
+        )
+        if magic != _MAGIC:
+            raise ProtocolError("the connection did not begin with a rankwire greeting")
+        if version != PROTOCOL_VERSION:
+            raise VersionMismatchError(PROTOCOL_VERSION, version)
+        if any(data[-44:]):
+            raise ProtocolError("a greeting has reserved bytes set")
+        try:
+            known = Purpose(purpose)
+        except ValueError as error:
+            raise ProtocolError(f"a greeting names the unknown purpose {purpose}") from error
+        return cls(known, job, epoch, world_size, rank, peer, service)
+
+
+def job_id(name: str) -> bytes:
+    """Return the 16 bytes by which a job's name travels."""
+    return sha256(b"rankwire job " + name.encode()).digest()[:16]
+
+
+def handshake_key(secret: bytes) -> bytes:
+    """Derive the key of the handshake, so that the secret itself is used for nothing."""
+    return hmac.digest(secret, b"rankwire v1 handshake", sha256)
+
+
+def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
+    """Return the error that tells the dialling rank why it was refused."""
+    texts = {
+        Status.DUPLICATE_RANK: f"rank {hello.rank} is taken by another process (pid {detail})",
+        Status.WRONG_WORLD_SIZE: f"the job has a world size of {detail}, this rank was told {hello.world_size}",
+        Status.OTHER_JOB: "another job listens at this address",
+        Status.INVALID_RANK: f"rank {hello.rank} is not one of the {detail} ranks of the job",
+        Status.NOT_EXPECTED: "the world has formed already and takes no more ranks",
+    }
+    if status == Status.OTHER_EPOCH:
+        return NoConnectionError("the peer belongs to another incarnation of the job")
+    if status == Status.CLOSED:
+        return ChannelClosedError(f"the agent of rank {hello.peer} is closed").during(
+            peer=hello.peer
+        )
+    text = texts.get(status, f"refused with status {status}")  # type: ignore[call-overload]
+    return RendezvousError(text) if hello.purpose is Purpose.JOIN else NoConnectionError(text)
+
+
+class Initiator:
+    """The dialling end. Call ``hello``, ``proof`` and ``finish`` in this order."""
+
+    def __init__(self, hello: Hello, *, key: bytes, nonce: bytes) -> None:
+        self._hello = hello
+        self._key = key
+        self._greeting = hello.pack(nonce)
+        self._transcript = b""
+
+    def hello(self) -> bytes:
+        """Return the first message to send."""
+        return self._greeting
+
+    def proof(self, challenge: bytes) -> bytes:
+        """Consume CHALLENGE, return PROOF."""
+        magic, version, _ = _CHALLENGE.unpack(challenge)
+        if magic != _MAGIC:
+            raise AuthenticationError(
+                "a stranger answers at this address: it does not speak rankwire"
+            )
+        if version != PROTOCOL_VERSION:
+            raise VersionMismatchError(PROTOCOL_VERSION, version)
+        self._transcript = self._greeting + challenge
+        return hmac.digest(self._key, b"I" + self._transcript, sha256)
+
+    def finish(self, verdict: bytes) -> None:
+        """Consume VERDICT; return if this end is welcome.
+
+        Raises:
+            AuthenticationError: The other end does not know the secret.
+            RendezvousError: It refused a rank that wants to join.
+            NoConnectionError: It refused another connection.
+        """
+        status, mac = _VERDICT.unpack(verdict)
+        expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)
+        if not hmac.compare_digest(mac, expected):
+            raise AuthenticationError("the other end does not know the job's secret")
+        if status & 0xFF != Status.WELCOME:
+            raise refusal(status & 0xFF, status >> 8, self._hello)
+
+
+class Responder:
+    """The listening end. Call ``challenge``, ``verify`` and ``verdict`` in this order."""
+
+    def __init__(self, *, key: bytes, nonce: bytes) -> None:
+        self._key = key
+        self._challenge = _CHALLENGE.pack(_MAGIC, PROTOCOL_VERSION, nonce)
+        self._transcript = b""
+        self.hello: Hello | None = None
+
+    def challenge(self, greeting: bytes) -> bytes:
+        """Consume HELLO, return CHALLENGE.
+
+        A greeting of another version is answered too, so that the other end learns both versions;
+        ``verify`` then refuses it.
+
+        Raises:
+            ProtocolError: A stranger.
+        """
+        try:
+            self.hello = Hello.unpack(greeting)
+        except VersionMismatchError:
+            self.hello = None
+        self._transcript = greeting + self._challenge
+        return self._challenge
+
+    def verify(self, proof: bytes) -> Hello:
+        """Consume PROOF; return who is at the other end.
+
+        Raises:
+            AuthenticationError: It does not know the secret.
+        """
+        expected = hmac.digest(self._key, b"I" + self._transcript, sha256)
+        if self.hello is None or not hmac.compare_digest(proof, expected):
+            raise AuthenticationError("a connection did not prove that it knows the job's secret")
+        return self.hello
+
+    def verdict(self, status: Status, detail: int = 0) -> bytes:
+        """Return VERDICT. ``detail`` goes into the text of a refusal."""
+        packed = int(status | detail << 8).to_bytes(8, "little")
+        return packed + hmac.digest(self._key, b"R" + self._transcript + packed, sha256)

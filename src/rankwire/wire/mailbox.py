@@ -1,0 +1,173 @@
+"""The mailbox: which arrived message belongs to which receive.
+
+One mailbox holds what one peer sent. Arrivals and receives meet by key, the envelope ``(group,
+channel, tag)``; messages of one key are taken in the order in which they came, receives of one key
+are served in the order in which they were posted.
+
+A ``Receive`` ends exactly once, with a payload or with an error: in ``post`` when its message is
+here already, in ``deliver`` when it comes, or in ``fail``. Pure state: no lock and no waiting; the
+owner guards it and wakes whoever waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rankwire.errors import RankwireError
+
+__all__ = ["Key", "Mailbox", "Receive"]
+
+Key = tuple[int, int, int]  # group, channel, tag
+
+
+class Receive:
+    """One message that somebody wants.
+
+    Attributes:
+        key: The envelope it must have.
+        done: Whether ``payload`` or ``error`` is set.
+        on_done: Called by the owner of the mailbox, outside its locks, once it is done.
+        home: The owner's note of where it is posted.
+    """
+
+    __slots__ = ("done", "error", "home", "key", "on_done", "payload")
+
+    def __init__(self, key: Key, on_done: Callable[[Receive], None] | None = None) -> None:
+        self.key = key
+        self.done = False
+        self.payload: bytearray | None = None
+        self.error: RankwireError | None = None
+        self.on_done = on_done
+        self.home: Any = None
+
+    def result(self) -> bytearray:
+        """Return the payload or raise the error. Only when ``done``."""
+        if self.payload is None:
+            assert self.error is not None
+            raise self.error.copy()
+        return self.payload
+
+    def complete(self, payload: bytearray) -> None:
+        """End it with the message."""
+        self.payload = payload
+        self.done = True
+
+    def fail(self, error: RankwireError) -> None:
+        """End it with an error."""
+        self.error = error
+        self.done = True
+
+
+class Mailbox:
+    """What one peer sent and nobody has taken, and what is wanted from it.
+
+    Args:
+        keep_unmatched: Whether a message that nobody wants yet is kept (messages) or counted and
+            dropped (replies whose caller has given up).
+        unmatched_limit: Bytes kept for later at which ``full`` turns true.
+    """
+
+    __slots__ = (
+        "_arrived",
+        "_keep_unmatched",
+        "_unmatched_limit",
+        "_wanted",
+        "dropped",
+        "failure",
+        "unmatched_nbytes",
+    )
+
+    def __init__(self, *, keep_unmatched: bool = True, unmatched_limit: int = 1 << 30) -> None:
+        self._keep_unmatched = keep_unmatched
+        self._unmatched_limit = unmatched_limit
+        self._arrived: dict[Key, deque[bytearray]] = {}
+        self._wanted: dict[Key, deque[Receive]] = {}
+        self.failure: RankwireError | None = None
+        self.dropped = 0
+        self.unmatched_nbytes = 0
+
+    @property
+    def wanted(self) -> int:
+        """How many receives are posted and not done."""
+        return sum(map(len, self._wanted.values()))
+
+    @property
+    def keys_wanted(self) -> int:
+        """How many different keys are wanted.
+
+        For request ids that is the number of calls in flight.
+        """
+        return len(self._wanted)
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is kept for later that nothing more should be read."""
+        return self.unmatched_nbytes >= self._unmatched_limit
+
+    def post(self, receive: Receive) -> None:
+        """Ask for a message. Ends at once if it is here, or if the peer has failed."""
+        arrived = self._arrived.get(receive.key)
+        if arrived is not None:
+            payload = arrived.popleft()
+            if not arrived:
+                del self._arrived[receive.key]
+            self.unmatched_nbytes -= len(payload)
+            receive.complete(payload)
+        elif self.failure is not None:
+            receive.fail(self.failure)
+        else:
+            wanted = self._wanted.get(receive.key)
+            if wanted is None:
+                self._wanted[receive.key] = deque((receive,))
+            else:
+                wanted.append(receive)
+
+    def withdraw(self, receive: Receive) -> bool:
+        """Take back a receive; return False if it is done already."""
+        wanted = self._wanted.get(receive.key)
+        if wanted is None or receive not in wanted:
+            return False
+        wanted.remove(receive)
+        if not wanted:
+            del self._wanted[receive.key]
+        return True
+
+    def deliver(self, key: Key, payload: bytearray) -> Receive | None:
+        """Take a message; return the receive it ends, if one was waiting."""
+        wanted = self._wanted.get(key)
+        if wanted is not None:
+            receive = wanted.popleft()
+            if not wanted:
+                del self._wanted[key]
+            receive.complete(payload)
+            return receive
+        if not self._keep_unmatched:
+            self.dropped += 1
+        else:
+            self._arrived.setdefault(key, deque()).append(payload)
+            self.unmatched_nbytes += len(payload)
+        return None
+
+    def put_back(self, receive: Receive) -> None:
+        """Return a delivered message to the head of its queue, as if it had not been taken."""
+        assert receive.payload is not None
+        if not self._keep_unmatched:
+            self.dropped += 1
+            return
+        self._arrived.setdefault(receive.key, deque()).appendleft(receive.payload)
+        self.unmatched_nbytes += len(receive.payload)
+
+    def fail(self, error: RankwireError) -> list[Receive]:
+        """End every receive, now and later, with ``error``.
+
+        Messages that have arrived can still be taken.
+        """
+        if self.failure is None:
+            self.failure = error
+        ended = [receive for wanted in self._wanted.values() for receive in wanted]
+        self._wanted.clear()
+        for receive in ended:
+            receive.fail(self.failure)
+        return ended

@@ -1,0 +1,199 @@
+"""connect(): what a launcher left, read once, remembered, and explained when it is not there."""
+
+import os
+import socket
+
+import pytest
+
+from rankwire.errors import ConfigurationError
+from rankwire.launch import environment
+from rankwire.launch.environment import connect
+
+VARIABLES = {
+    "RANKWIRE_RANK": "0",
+    "RANKWIRE_WORLD_SIZE": "2",
+    "RANKWIRE_ADDRESS": "127.0.0.1:5000",
+    "RANKWIRE_JOB": "job",
+}
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What connect() passes to the backend, in a process of which nothing is known yet."""
+    for name in list(os.environ):
+        if name.startswith("RANKWIRE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(environment, "_secrets", environment._SecretKeeper())
+    calls = []
+    monkeypatch.setattr(environment, "TcpBackend", lambda **arguments: calls.append(arguments))
+    return calls
+
+
+@pytest.fixture
+def launched(told, monkeypatch):
+    """The same in a process that was started by `rankwire run`; also returns the secret's pipe."""
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    reading, writing = os.pipe()
+    os.write(writing, b"s" * 32)
+    os.close(writing)
+    monkeypatch.setenv("RANKWIRE_SECRET_FD", str(reading))
+    return told, reading
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_the_place_in_the_world(launched):
+    told, reading = launched
+    connect(timeout=3.0)
+    assert told == [
+        {
+            "rank": 0,
+            "world_size": 2,
+            "address": "127.0.0.1:5000",
+            "job": "job",
+            "secret": b"s" * 32,
+            "listener": None,
+            "timeout": 3.0,
+        }
+    ]
+    assert not is_open(reading)
+    assert "RANKWIRE_SECRET_FD" not in os.environ
+
+
+def test_the_secret_is_remembered(launched):
+    told, _ = launched
+    connect()
+    connect()
+    assert told[0] == told[1]
+
+
+def test_options_win(launched):
+    told, reading = launched
+    connect(rank=1, secret=b"mine", job="other")
+    assert (told[0]["rank"], told[0]["secret"], told[0]["job"]) == (1, b"mine", "other")
+    assert not is_open(reading)
+
+
+def test_the_secret_is_not_shown():
+    place = environment.Place(0, 1, "x:1", secret=b"hidden")
+    assert "hidden" not in repr(place)
+
+
+def test_rank_0_takes_the_listener_once(launched, monkeypatch):
+    told, _ = launched
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fd = os.dup(listener.fileno())
+        os.set_inheritable(fd, True)
+        monkeypatch.setenv("RANKWIRE_LISTEN_FD", str(fd))
+        connect()
+        taken = told[0]["listener"]
+        assert taken.getsockname() == listener.getsockname()
+        assert not os.get_inheritable(fd)
+        taken.close()
+    connect()
+    assert told[1]["listener"] is None
+
+
+@pytest.mark.parametrize("options", [{"address": "127.0.0.1:9"}, {"listener": None}])
+def test_the_listener_is_closed_when_it_is_not_wanted(launched, monkeypatch, options):
+    told, _ = launched
+    fd = socket.create_server(("127.0.0.1", 0)).detach()
+    monkeypatch.setenv("RANKWIRE_LISTEN_FD", str(fd))
+    connect(**options)
+    assert told[0]["listener"] is None
+    assert not is_open(fd)
+
+
+def test_the_listener_is_closed_at_other_ranks_and_after_a_failure(launched, monkeypatch):
+    for rank in ("1", "0"):
+        fd = socket.create_server(("127.0.0.1", 0)).detach()
+        monkeypatch.setenv("RANKWIRE_LISTEN_FD", str(fd))
+        monkeypatch.setenv("RANKWIRE_RANK", rank)
+
+        def fail(**arguments):
+            raise ConfigurationError("no")
+
+        monkeypatch.setattr(environment, "TcpBackend", fail)
+        with pytest.raises(ConfigurationError, match="no"):
+            connect()
+        assert not is_open(fd)
+
+
+def test_by_hand(told, monkeypatch):
+    for name, value in VARIABLES.items():
+        if name != "RANKWIRE_JOB":
+            monkeypatch.setenv(name, value)
+    connect()
+    assert told[0]["secret"] is None
+    assert told[0]["job"] == "default"
+
+
+def test_not_launched(told):
+    with pytest.raises(ConfigurationError, match=r"rankwire run -n 4 script\.py") as caught:
+        connect()
+    for name in ("RANKWIRE_RANK", "RANKWIRE_WORLD_SIZE", "RANKWIRE_ADDRESS"):
+        assert name in str(caught.value)
+
+
+def test_what_is_missing_is_named(launched, monkeypatch):
+    monkeypatch.delenv("RANKWIRE_ADDRESS")
+    with pytest.raises(ConfigurationError, match="not RANKWIRE_ADDRESS"):
+        connect()
+
+
+@pytest.mark.parametrize(
+    "name", ["RANKWIRE_RANK", "RANKWIRE_WORLD_SIZE", "RANKWIRE_SECRET_FD", "RANKWIRE_LISTEN_FD"]
+)
+def test_what_is_not_a_number_is_named(launched, monkeypatch, name):
+    monkeypatch.setenv(name, "one")
+    with pytest.raises(ConfigurationError, match=f"{name} is 'one'"):
+        connect()
+
+
+def test_a_descriptor_that_was_not_inherited(launched, monkeypatch, tmp_path):
+    with (tmp_path / "other").open("wb") as other:
+        monkeypatch.setenv("RANKWIRE_SECRET_FD", str(other.fileno()))
+        with pytest.raises(ConfigurationError, match="not the pipe"):
+            connect()
+        assert is_open(other.fileno())
+        monkeypatch.setenv("RANKWIRE_LISTEN_FD", str(other.fileno()))
+        with pytest.raises(ConfigurationError, match="RANKWIRE_LISTEN_FD"):
+            connect()
+    monkeypatch.delenv("RANKWIRE_LISTEN_FD", raising=False)
+    monkeypatch.setenv("RANKWIRE_SECRET_FD", "999")
+    with pytest.raises(ConfigurationError, match="Bad file descriptor"):
+        connect()
+
+
+def test_a_pipe_that_someone_else_has_read_or_still_writes(launched, monkeypatch):
+    reading, writing = os.pipe()
+    monkeypatch.setenv("RANKWIRE_SECRET_FD", str(reading))
+    with pytest.raises(ConfigurationError, match="cannot be read"):  # and does not block
+        connect()
+    os.close(writing)
+    monkeypatch.setenv("RANKWIRE_SECRET_FD", str(reading))
+    with pytest.raises(ConfigurationError, match="empty"):
+        connect()
+
+
+def test_a_world_of_processes_twice(run):
+    done = run(
+        """
+from rankwire.launch.environment import connect
+for _ in range(2):
+    with connect() as backend:
+        backend.barrier()
+        assert backend.rank == rank
+print(backend.world_size)
+""",
+        "--no-prefix",
+        ranks=3,
+    )
+    assert (done.returncode, done.stdout) == (0, "3\n" * 3), done.stderr

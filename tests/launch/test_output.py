@@ -1,0 +1,150 @@
+"""Pipes of ranks on one side, the launcher's outputs on the other, without a process."""
+
+import contextlib
+import os
+import selectors
+
+import pytest
+
+from rankwire.launch import output as output_module
+from rankwire.launch.output import Output
+
+
+class Harness:
+    """An Output whose stdout and stderr are pipes that we read."""
+
+    def __init__(self, **options) -> None:
+        self.selector = selectors.PollSelector()
+        self.output = Output(self.selector, **options)
+        self.readers = []
+        for sink in (self.output._stdout, self.output._stderr):
+            reader, sink.fd = os.pipe()
+            os.set_blocking(reader, False)
+            self.readers.append(reader)
+        self.writers: list[int] = []
+
+    def attach(self, rank: int) -> tuple[int, int]:
+        pipes = [os.pipe(), os.pipe()]
+        self.output.attach(rank, *(os.fdopen(reader, "rb", buffering=0) for reader, _ in pipes))
+        writers = pipes[0][1], pipes[1][1]
+        self.writers += writers
+        return writers
+
+    def turn(self) -> None:
+        while events := self.selector.select(0):
+            for key, _ in events:
+                key.data()
+
+    def read(self, which: int = 0) -> str:
+        try:
+            return os.read(self.readers[which], 1 << 20).decode()
+        except BlockingIOError:
+            return ""
+
+    def close(self) -> None:
+        self.output.close()
+        self.selector.close()
+        sinks = (self.output._stdout.fd, self.output._stderr.fd)
+        for fd in (*self.readers, *self.writers, *sinks):
+            with contextlib.suppress(OSError):  # a test has closed it
+                os.close(fd)
+
+
+@pytest.fixture
+def harness():
+    made = Harness()
+    yield made
+    made.close()
+
+
+def test_each_stream_to_its_own_output(harness):
+    out, err = harness.attach(3)
+    os.write(out, b"to out\nunfin")
+    os.write(err, b"to err\n")
+    harness.turn()
+    assert harness.read(0) == "[rank 3] to out\n"
+    assert harness.read(1) == "[rank 3] to err\n"
+    os.close(out)
+    harness.turn()
+    assert harness.read(0) == "[rank 3] unfin\n"
+
+
+def test_lines_of_two_ranks_are_not_mixed(harness):
+    first, _ = harness.attach(0)
+    second, _ = harness.attach(1)
+    os.write(first, b"one ")
+    harness.turn()
+    os.write(second, b"other\n")
+    harness.turn()
+    os.write(first, b"line\n")
+    harness.turn()
+    assert harness.read() == "[rank 1] other\n[rank 0] one line\n"
+
+
+def test_what_the_launcher_says(harness):
+    _, err = harness.attach(0)
+    os.write(err, "\n".join(map(str, range(100))).encode() + b"\n" + b"x" * 5000 + b"\n")
+    harness.turn()
+    harness.read(1)
+    harness.output.say("[rank 0] is no markup")
+    harness.output.quote(harness.output.last_errors(0)[-2:])
+    harness.turn()
+    assert harness.read(1) == f"rankwire: [rank 0] is no markup\n    99\n    {'x' * 500}\n"
+    assert harness.output.last_errors(9) == []
+
+
+def test_ranks_wait_for_an_output_that_nobody_reads(harness):
+    out, err = harness.attach(0)
+    os.set_blocking(out, False)
+    line = b"x" * 99 + b"\n"
+    sent = 0
+    for _ in range(1000):
+        harness.turn()
+        try:
+            sent += os.write(out, line * 100)
+        except BlockingIOError:
+            break
+    else:
+        pytest.fail("the launcher buffers without end")
+    assert sent < 3 * output_module._SINK_HIGH_NBYTES
+    os.write(err, b"the other is read\n")
+    harness.turn()
+    assert harness.read(1) == "[rank 0] the other is read\n"
+
+    received = ""
+    while not harness.output.is_written or received.count("x") < sent // 100 * 99:
+        received += harness.read()
+        harness.turn()
+    assert received.count("x") == received.count("[rank 0] ") * 99
+
+
+def test_the_rest_is_taken_without_waiting(harness):
+    out, _ = harness.attach(0)
+    os.write(out, b"a\nb")  # and never closed
+    harness.output.take_rest()
+    harness.turn()
+    assert harness.read() == "[rank 0] a\n[rank 0] b\n"
+
+
+def test_an_output_that_is_gone_takes_nothing(harness):
+    out, _ = harness.attach(0)
+    os.close(harness.readers[0])
+    os.write(out, b"a\n")
+    harness.turn()
+    assert harness.output.is_stdout_broken
+    os.write(out, b"b\n" * 10)
+    harness.turn()
+    assert harness.output.is_written
+
+
+def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path):
+    harness = Harness(log_dir=tmp_path)
+    (tmp_path / "rank_0.log").symlink_to("/dev/full")
+    out, _ = harness.attach(0)
+    os.write(out, b"a\n")
+    harness.turn()
+    os.write(out, b"b\n")
+    harness.turn()
+    assert "No space left" in (text := harness.read())
+    assert text.splitlines()[1:] == ["[rank 0] a", "[rank 0] b"]
+    harness.close()

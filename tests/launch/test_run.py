@@ -1,0 +1,346 @@
+"""rankwire run, from outside: real processes, real signals."""
+
+import hashlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rankwire.errors import ConfigurationError, InvalidWorldSizeError
+from rankwire.launch.run import run as run_ranks
+
+SLEEP = "\nready()\ntime.sleep(60)\n"
+IGNORE = "\nfor number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
+
+
+# -- starting ------------------------------------------------------------------------------------
+
+
+def test_each_line_begins_with_its_rank(run):
+    done = run("print('one'); print('two'); sys.stderr.write('three, not ended')", ranks=3)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == sorted(
+        f"[rank {rank}] {word}" for rank in range(3) for word in ("one", "two")
+    )
+    assert sorted(done.stderr.splitlines()) == [
+        f"[rank {rank}] three, not ended" for rank in range(3)
+    ]
+
+
+def test_no_prefix(run):
+    assert run("print('x')", "--no-prefix").stdout == "x\nx\n"
+
+
+def test_all_after_the_script_is_its_own(run):
+    done = run(
+        "print(sys.argv[1:])", "--", ranks=1, args=("-n", "7", "--help", "--", "--no-prefix")
+    )
+    assert done.stdout == "[rank 0] ['-n', '7', '--help', '--', '--no-prefix']\n"
+
+
+def test_a_module(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = subprocess.run(
+        [sys.executable, "-m", "rankwire", "run", "-n", "1", "-m", "mine", "--lr", "3"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout == "[rank 0] __main__ ['--lr', '3']\n"
+
+
+def test_what_a_rank_is_told(run):
+    done = run(
+        """
+import socket, hashlib
+fd = int(os.environ["RANKWIRE_SECRET_FD"])
+secret = os.read(fd, 100)
+assert os.read(fd, 100) == b""
+seen = b"".join(open(f"/proc/{pid}/{name}", "rb").read()
+                for pid in ("self", os.getppid()) for name in ("environ", "cmdline"))
+assert secret not in seen and secret.hex().encode() not in seen
+assert ("RANKWIRE_LISTEN_FD" in os.environ) == (rank == 0)
+if rank == 0:
+    listener = socket.socket(fileno=int(os.environ["RANKWIRE_LISTEN_FD"]))
+    assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    assert "%s:%d" % listener.getsockname() == os.environ["RANKWIRE_ADDRESS"]
+assert "RANKWIRE_SECRET" not in os.environ and "RANKWIRE_SECRET_FILE" not in os.environ
+assert sys.stdin.read() == ""
+names = [name for name in os.listdir("/proc/self/fd")]
+print(len(secret), hashlib.sha256(secret).hexdigest(), os.environ["RANKWIRE_WORLD_SIZE"],
+      os.environ["RANKWIRE_JOB"], os.environ["OMP_NUM_THREADS"], rank)
+""",
+        "--no-prefix",
+        ranks=3,
+        env=os.environ | {"RANKWIRE_SECRET": "x" * 20, "OMP_NUM_THREADS": "5"},
+    )
+    assert done.returncode == 0, done.stderr
+    told = sorted(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert [rank for _, rank in told] == ["0", "1", "2"]
+    assert len({common for common, _ in told}) == 1
+    length, digest, world_size, job, threads = told[0][0].split()
+    assert (length, world_size, threads) == ("32", "3", "5")
+    assert job.startswith("run-")
+    assert digest != hashlib.sha256(b"").hexdigest()
+
+
+def test_a_rank_inherits_nothing_else(run):
+    done = run("print(rank, *sorted(map(int, os.listdir('/proc/self/fd'))))", "--no-prefix")
+    # stdin, stdout, stderr, the secret, the listener at rank 0, and the directory itself
+    assert sorted(len(line.split()) - 1 for line in done.stdout.splitlines()) == [5, 6]
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_no_ranks(ranks):
+    with pytest.raises(InvalidWorldSizeError):
+        run_ranks(["x.py"], ranks=ranks)
+
+
+def test_impossible_settings(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError):
+        run_ranks(["x.py"], ranks=1, grace=float("nan"))
+    with pytest.raises(ConfigurationError, match="file"):
+        run_ranks(["x.py"], ranks=1, log_dir=tmp_path / "file")
+
+
+# -- failing -------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_stops_all_and_is_explained(start):
+    launched = start(
+        """
+ready()
+if rank == 2:
+    time.sleep(0.2)
+    raise ValueError("the reason")
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop"), sys.exit(0)))
+time.sleep(60)
+""",
+        ranks=4,
+    )
+    code, stdout, stderr = launched.wait()
+    assert code == 1
+    assert sorted(stdout.splitlines()) == [f"[rank {rank}] asked to stop" for rank in (0, 1, 3)]
+    summary = stderr[stderr.index("rankwire:") :]
+    assert summary.startswith("rankwire: rank 2 failed first: exit code 1\n")
+    assert "Traceback (most recent call last):" in summary
+    assert "    ValueError: the reason\n" in summary
+    assert summary.endswith("rankwire: stopped: ranks 0, 1, 3\n")
+    launched.wait_until_all_gone(0)
+
+
+def test_the_exit_code_is_the_failing_ranks(run):
+    done = run("if rank == 1: print('why', file=sys.stderr); sys.exit(7)\ntime.sleep(60)")
+    assert done.returncode == 7
+    assert "rank 1 failed first: exit code 7\n" in done.stderr
+    assert "    why\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", 139, "killed by SIGSEGV"),
+        ("os.kill(os.getpid(), 40)", 168, "killed by signal 40"),
+    ],
+)
+def test_death_by_a_signal_is_named(run, body, code, words):
+    done = run(f"if rank == 1: {body}\ntime.sleep(60)")
+    assert done.returncode == code
+    assert f"rank 1 failed first: {words}" in done.stderr
+    if code == 139:  # also a crash in native code shows where it was
+        assert "    Fatal Python error: Segmentation fault\n" in done.stderr
+
+
+def test_who_lost_another_is_not_to_blame(run):
+    done = run(
+        """
+import rankwire.errors
+if rank == 0:
+    raise rankwire.errors.PeerLostError(1, "end of file")
+time.sleep(0.1)
+raise ValueError("the reason")
+""",
+    )
+    assert "rank 1 failed first: exit code 1" in done.stderr
+    assert "    ValueError: the reason\n" in done.stderr
+    assert "failed too: rank 0 (exit code 1)" in done.stderr
+
+
+def test_who_does_not_stop_is_killed(start):
+    launched = start(
+        "\nif rank == 1: ready(); time.sleep(0.2); sys.exit(3)" + IGNORE + SLEEP,
+        "--grace",
+        "0.3",
+        ranks=3,
+    )
+    code, _, stderr = launched.wait(5)
+    assert code == 3
+    assert stderr.endswith("rankwire: killed: ranks 0, 2\n")
+    launched.wait_until_all_gone(0)
+
+
+def test_what_ranks_left_running_is_ended(start):
+    launched = start(
+        """
+child = subprocess.Popen([sys.executable, "-c", "import os, time; time.sleep(60)"])
+print("pid", child.pid)
+ready()
+""",
+        pids=4,
+    )
+    code, _, stderr = launched.wait()
+    assert (code, stderr) == (0, "")
+    launched.wait_until_all_gone(0)
+
+
+# -- being stopped -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_every_rank_once(start, number):
+    launched = start(
+        f"""
+count = 0
+def handle(*_):
+    global count
+    count += 1
+signal.signal({int(number)}, handle)
+ready()
+while not count:
+    time.sleep(0.01)
+time.sleep(0.2)
+print("times", count)
+"""
+    )
+    launched.send(number)
+    code, stdout, stderr = launched.wait()
+    assert code == 128 + number
+    assert sorted(stdout.splitlines()) == ["[rank 0] times 1", "[rank 1] times 1"]
+    assert f"{number.name}: stopping ranks 0, 1" in stderr
+    launched.wait_until_all_gone(0)
+
+
+def test_ctrl_c_in_plain_python(start):
+    launched = start(SLEEP)
+    launched.send(signal.SIGINT)
+    code, _, stderr = launched.wait()
+    assert code == 130
+    assert "failed first" not in stderr
+    launched.wait_until_all_gone(0)
+
+
+def test_a_second_ctrl_c_kills(start):
+    launched = start(IGNORE + SLEEP, "--grace", "60")
+    launched.send(signal.SIGINT)
+    time.sleep(0.7)
+    launched.send(signal.SIGINT)
+    code, _, stderr = launched.wait(5)
+    assert code == 130
+    assert "killed: ranks 0, 1" in stderr
+    launched.wait_until_all_gone(0)
+
+
+def test_a_killed_launcher_leaves_no_one(start):
+    launched = start(
+        """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("pid", child.pid)
+"""
+        + IGNORE
+        + SLEEP,
+        "--grace",
+        "0.3",
+        pids=4,
+    )
+    launched.process.kill()
+    launched.wait_until_all_gone(10)
+
+
+def test_nobody_reads_our_output(start):
+    launched = start("\nready()\nwhile True: print('x' * 1000)", "--grace", "0.5")
+    time.sleep(0.3)  # enough to fill every pipe on the way
+    launched.send(signal.SIGTERM)
+    assert launched.process.wait(5) == 143
+    launched.wait_until_all_gone(0)
+
+
+def test_the_reader_of_our_output_leaves(start):
+    launched = start("\nready()\nwhile True: print('x' * 1000); time.sleep(0.001)")
+    launched.process.stdout.close()
+    launched.process.stdout = None
+    assert launched.process.wait(10) == 128 + signal.SIGPIPE
+    launched.wait_until_all_gone(0)
+
+
+# -- output --------------------------------------------------------------------------------------
+
+
+def test_a_lot_of_output_on_both_streams(run):
+    done = run(
+        """
+for i in range(100):
+    sys.stdout.write(("o" * 99 + "\\n") * 500)
+    sys.stderr.write(("e" * 99 + "\\n") * 500)
+""",
+        "--no-prefix",
+        ranks=4,
+    )
+    assert done.returncode == 0
+    assert done.stdout == ("o" * 99 + "\n") * 200_000
+    assert done.stderr == ("e" * 99 + "\n") * 200_000
+
+
+def test_a_rank_that_closes_its_output(run):
+    done = run("os.close(1)\ntime.sleep(0.2)\nos.write(2, b'still here')\nos.close(2)")
+    assert done.returncode == 0
+    assert sorted(done.stderr.splitlines()) == ["[rank 0] still here", "[rank 1] still here"]
+
+
+def test_bytes_that_are_no_text(run):
+    done = run(r"os.write(1, b'\xff\xfe\x00 caf\xc3\xa9\n')", ranks=1)
+    assert done.stdout == "[rank 0] \ufffd\ufffd\x00 café\n"
+
+
+def test_logs(run, tmp_path):
+    logs = tmp_path / "a" / "logs"
+    done = run(
+        r"os.write(1, b'out\xff'); os.write(2, b'err\n' + b'%d' % rank)", "--log-dir", str(logs)
+    )
+    assert done.returncode == 0
+    for rank in range(2):
+        log = (logs / f"rank_{rank}.log").read_bytes()
+        assert log.replace(b"out\xff", b"") == b"err\n%d" % rank
+
+
+@pytest.mark.parametrize("has_color", [True, False])
+def test_color_on_a_terminal(script, has_color):
+    main, other = pty.openpty()
+    environ = {name: value for name, value in os.environ.items() if "COLOR" not in name}
+    environ |= {"TERM": "xterm-256color"} | ({} if has_color else {"NO_COLOR": "1"})
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script("print('x')")]
+    with subprocess.Popen(command, stdout=other, stderr=other, env=environ) as process:
+        os.close(other)
+        process.wait(20)
+        seen = b""
+        while select.select([main], [], [], 0.1)[0]:
+            try:
+                seen += os.read(main, 1000)
+            except OSError:  # Linux: the end of a terminal
+                break
+    os.close(main)
+    assert (b"\x1b[" in seen) == has_color
+    assert sorted(re.sub(rb"\x1b\[[0-9;]*m", b"", seen).split(b"\r\n")) == [
+        b"",
+        b"[rank 0] x",
+        b"[rank 1] x",
+    ]

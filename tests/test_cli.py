@@ -1,0 +1,62 @@
+"""The command line: what it says about itself, and what it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rankwire.version import __version__
+
+
+def rankwire(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rankwire", *args],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+def test_version():
+    done = rankwire("--version")
+    assert (done.returncode, done.stdout) == (0, f"rankwire {__version__}\n")
+
+
+def test_help_lists_the_commands():
+    done = rankwire("--help")
+    assert done.returncode == 0
+    assert "run" in done.stdout
+
+
+def test_help_of_run_tells_what_matters():
+    done = rankwire("run", "-h")
+    assert done.returncode == 0
+    told = ("-n", "-m", "--grace", "--no-prefix", "--log-dir", "SIGTERM", "Ctrl-C", "connect()")
+    for word in (*told, "RANKWIRE_RANK", "rankwire run -n 4 train.py"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "script.py"], "-n"),
+        (["run", "-n", "0", __file__], "Invalid value"),
+        (["run", "-n", "2", "missing.py"], "no script 'missing.py'"),
+        (["run", "-n", "2", "json.tool"], "write -m json.tool"),
+        (["run", "-n", "2", "--log-dir", __file__, __file__], "--log-dir"),
+    ],
+)
+def test_refusals(args, words):
+    done = rankwire(*args)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_library_alone_does_not_load_the_command_line():
+    code = "import sys, rankwire; print(*sys.modules.keys() & {'typer', 'click', 'rich'})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True
+    )
+    assert done.stdout.strip() == ""
