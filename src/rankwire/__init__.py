@@ -1,13 +1,17 @@
 """Rank-addressed RPC, messaging and collectives for the processes of a training job.
 
-The public names; everything else is internal. Importing this package loads numpy and msgspec, and
-nothing optional.
+These are the public names; everything else is internal. Importing this package loads numpy and
+msgspec, and nothing optional.
 """
 
 from rankwire.backends.base import Backend
+from rankwire.backends.faults import FaultPlan
+from rankwire.backends.simulated import SimulatedBackend
+from rankwire.backends.sub import SubBackend
 from rankwire.backends.tcp import TcpBackend
 from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
+from rankwire.launch.environment import connect
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.context import Call, current_call
 from rankwire.rpc.future import RpcFuture
@@ -18,10 +22,14 @@ __all__ = [
     "Backend",
     "Call",
     "Codec",
+    "FaultPlan",
     "RpcAgent",
     "RpcFuture",
+    "SimulatedBackend",
+    "SubBackend",
     "TcpBackend",
     "__version__",
+    "connect",
     "current_call",
     *_errors,
 ]

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from rankwire.errors import ConfigurationError
+from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.launch import environment
 from rankwire.launch.environment import connect
 
@@ -23,7 +23,7 @@ def told(monkeypatch):
     for name in list(os.environ):
         if name.startswith("RANKWIRE_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(environment, "_secrets", environment._SecretKeeper())
+    monkeypatch.setattr(environment, "_memory", environment._Memory())
     calls = []
     monkeypatch.setattr(environment, "TcpBackend", lambda **arguments: calls.append(arguments))
     return calls
@@ -126,6 +126,26 @@ def test_the_listener_is_closed_at_other_ranks_and_after_a_failure(launched, mon
         assert not is_open(fd)
 
 
+def test_a_first_refusal_is_final_and_so_are_missing_ranks(launched, monkeypatch):
+    errors = [RendezvousError("refused"), None, RendezvousError("late", missing=[1])]
+
+    def join(**arguments):
+        error = errors.pop(0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(environment, "TcpBackend", join)
+    with pytest.raises(RendezvousError, match="refused"):
+        connect()
+    connect()
+    with pytest.raises(RendezvousError, match="late"):
+        connect()
+    errors.extend([RendezvousError("refused")] * 9)
+    with pytest.raises(RendezvousError, match="refused"):
+        connect(join_timeout=0.2)
+    assert len(errors) > 3
+
+
 def test_by_hand(told, monkeypatch):
     for name, value in VARIABLES.items():
         if name != "RANKWIRE_JOB":
@@ -183,14 +203,16 @@ def test_a_pipe_that_someone_else_has_read_or_still_writes(launched, monkeypatch
         connect()
 
 
-def test_a_world_of_processes_twice(run):
+def test_one_world_of_processes_after_another(run):
     done = run(
         """
 from rankwire.launch.environment import connect
-for _ in range(2):
+for _ in range(3):
     with connect() as backend:
         backend.barrier()
         assert backend.rank == rank
+        if rank == 0:
+            time.sleep(0.1)  # the others are back before this world is closed
 print(backend.world_size)
 """,
         "--no-prefix",

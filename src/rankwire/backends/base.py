@@ -16,7 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
@@ -108,6 +108,10 @@ class Backend(ABC):
             SizeMismatchError: ``nbytes`` is given and the message has another size; it stays
                 receivable.
         """
+
+    @abstractmethod
+    def abandon(self, group: int, cause: RankwireError) -> None:
+        """End all receives of one group on this rank, because it has left the group."""
 
     @abstractmethod
     def open_calls(self, service: int) -> CallPort:
@@ -303,7 +307,7 @@ def flat_view(buffer: Buffer) -> memoryview:
 
 def _as_buffers(data: Sendable) -> tuple[list[Buffer], int]:
     """Return the pieces as flat bytes, uncopied, and their total size."""
-    pieces = data if isinstance(data, (list, tuple)) else [data]
+    pieces: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]
     try:
         views: list[Buffer] = [flat_view(piece) for piece in pieces]
     except TypeError as error:

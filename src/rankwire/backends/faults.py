@@ -1,13 +1,16 @@
 """Faults: which ones a simulated world has, and the thread that makes them happen in time.
 
-``FaultPlan`` is data and decisions: it draws the delay of each message and says after how many messages or seconds something breaks.
-Every decision depends on the seed and on the place (source, destination, kind of traffic) alone, never on how threads happen to
-run: the n-th message of a link is delayed alike in every run with the same seed.
+``FaultPlan`` is data and decisions: it draws the delay of each message and says after how many
+messages or seconds something breaks. Every decision depends on the seed and on the place (source,
+destination, kind of traffic) alone, never on how threads happen to run: the n-th message of a link
+is delayed alike in every run with the same seed.
 
-``Timetable`` does things at their time, in the one thread that a world with delays or timed faults has.
+``Timetable`` does things at their time, in the one thread that a world with delays or timed faults
+has.
 
-What a delay or a break means to the ranks is the business of ``simulated_network``; neither class knows ranks' state, lanes or messages.
-Lock: the timetable is guarded by its owner's, and has none of its own.
+What a delay or a break means to the ranks is the business of ``simulated_network``; neither class
+knows ranks' state, lanes or messages. Lock: the timetable is guarded by its owner's, and has none
+of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ __all__ = ["FaultPlan", "Link", "Timetable", "link_between"]
 
 Link = tuple[int, int]  # two ranks, the lower first: both directions
 
-# A callback of the user may still run in the thread; whoever closes the world does not wait for that for ever.
+# A user's callback may still run in the thread; closing the world does not wait for it for ever.
 _JOIN_LIMIT = 5.0
 _LONGEST_SLEEP = 86_400.0  # condition variables do not take any number of seconds
 
@@ -50,10 +53,9 @@ class _Delay:
 
 
 class FaultPlan:
-    """The faults of a simulated world. Each method adds one and returns the plan, so that calls can be chained.
+    """The faults of a simulated world. Each method adds one and returns the plan.
 
-    A plan may serve several worlds, one after the other or at once: they only read it. It is not safe to add faults in one thread
-    while another makes a world of the plan.
+    A world takes a copy, so a plan may serve several. It is for one thread at a time.
 
     Args:
         seed: Of all random decisions.
@@ -75,7 +77,7 @@ class FaultPlan:
         self._ranks: set[int] = set()
         self._count = 0
 
-    # -- what users call ----------------------------------------------------------------------------------------------
+    # -- what users call ---------------------------------------------------------------------------
 
     def delay(
         self,
@@ -103,7 +105,8 @@ class FaultPlan:
         Args:
             a: One end.
             b: The other end.
-            after: How many messages the link carries before, both ways together; 0 breaks it from the start.
+            after: How many messages the link carries before, both ways together; 0 breaks it from
+                the start.
         """
         self.break_after_messages[link_between(a, b)] = _messages(after)
         return self._added((a, b))
@@ -123,13 +126,16 @@ class FaultPlan:
                 self.break_after_seconds[link_between(a, b)] = _seconds(after)
         return self._added(ranks)
 
-    def kill(self, rank: int, *, after: int | None = None, after_seconds: float | None = None) -> Self:
+    def kill(
+        self, rank: int, *, after: int | None = None, after_seconds: float | None = None
+    ) -> Self:
         """Let a rank die. Without a time it is dead from the start.
 
         Args:
             rank: The rank.
             after: How many messages it sends before; calls, replies and barriers count too.
-            after_seconds: Seconds from the start of the world. Whichever comes first, if both are given.
+            after_seconds: Seconds from the start of the world. Whichever comes first, if both are
+                given.
         """
         if after is not None or after_seconds is None:
             self.kill_after_messages[rank] = _messages(after or 0)
@@ -138,11 +144,11 @@ class FaultPlan:
         return self._added((rank,))
 
     def slow_reader(self, rank: int, seconds_per_message: float) -> Self:
-        """Let a rank take one message at a time from the network, so that its senders feel the full queue."""
+        """Let a rank take one message at a time, so that its senders feel the full queue."""
         self.reader_seconds[rank] = _seconds(seconds_per_message)
         return self._added((rank,))
 
-    # -- what the simulated network asks ------------------------------------------------------------------------------
+    # -- what the simulated network asks -----------------------------------------------------------
 
     @property
     def takes_time(self) -> bool:
@@ -165,7 +171,7 @@ class FaultPlan:
             check_rank(rank, world_size)
 
     def delays(self, src: int, dst: int, kind: str = "") -> Iterator[float] | None:
-        """Return the seconds that each message of a link takes, one after the other; None if none takes any.
+        """Return the seconds that each message of a link takes in turn; None if none takes any.
 
         Args:
             src: Where they come from.
@@ -187,11 +193,14 @@ class FaultPlan:
 
 
 class Timetable:
-    """One thread that does things at their time. ``join`` is safe from any thread; the rest needs the owner's lock held.
+    """One thread that does things at their time.
+
+    ``start``, ``plan`` and ``end`` need the owner's lock held, the rest must not have it.
 
     Args:
         lock: The owner's.
-        holding: Holds that lock around every action, and does whatever the owner does when it lets go of it.
+        holding: Holds that lock around every action, and does whatever the owner does when it lets
+            go of it.
     """
 
     def __init__(
@@ -203,6 +212,7 @@ class Timetable:
         self._order = itertools.count()
         self._changed = threading.Condition(lock)
         self._thread = threading.Thread(target=self._run, name="rankwire-timetable", daemon=True)
+        self._helpers: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin, unless it has been ended already."""
@@ -210,7 +220,7 @@ class Timetable:
             self._thread.start()
 
     def plan(self, when: float, action: Callable[[], None]) -> None:
-        """Do something at a point in monotonic time; of two things at the same time, the one planned first comes first."""
+        """Do something at a point in monotonic time; at the same time, what was planned first."""
         heapq.heappush(self._agenda, (when, next(self._order), action))
         self._changed.notify()
 
@@ -220,10 +230,20 @@ class Timetable:
         self._agenda.clear()
         self._changed.notify()
 
+    def keep_free(self, action: Callable[[], None]) -> None:
+        """Do something that may take long: not in this thread, on which everything else waits."""
+        if threading.current_thread() is not self._thread:
+            action()
+            return
+        helper = threading.Thread(target=action, name="rankwire-callback", daemon=True)
+        self._helpers = [*(other for other in self._helpers if other.is_alive()), helper]
+        helper.start()
+
     def join(self) -> None:
-        """Wait for the end of the thread, unless it never began or is the one that asks."""
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_LIMIT)
+        """Wait for the end of its threads, save those that never began and the one that asks."""
+        for thread in (self._thread, *self._helpers):
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(_JOIN_LIMIT)
 
     def _run(self) -> None:
         while not self.ending:

@@ -1,13 +1,15 @@
 """SimulatedBackend: all ranks of a world in one process, with faults on demand.
 
-It keeps the contract of the TCP backend (bounded queues, deadlines, tags, orderly leave, sudden death, calls), so that a program can be tested
-without processes and sockets; each rank is an object, usually used by a thread of its own. Time is real.
+It keeps the contract of the TCP backend (bounded queues, deadlines, tags, orderly leave, sudden
+death, calls), so that a program can be tested without processes and sockets; each rank is an
+object, usually used by a thread of its own. Time is real.
 
-How messages travel and fail is in ``simulated_network``, calls are in ``simulated_calls``, fault plans in ``faults``. This module knows what a
-rank is: its inboxes, and what it means to it to leave, to die and to lose a peer. It knows no socket and no other backend.
+How messages travel and fail is in ``simulated_network``, calls are in ``simulated_calls``, fault
+plans in ``faults``. This module knows what a rank is: its inboxes, and what it means to it to
+leave, to die and to lose a peer. It knows no socket and no other backend.
 
-Lock: the network's; *lock held* means inside ``Network.changing()``. There is no other, save that ``Backend.barrier`` holds its own around
-several operations.
+Lock: the network's; *lock held* means inside ``Network.changing()``. There is no other, save that
+``Backend.barrier`` holds its own around several operations.
 """
 
 from __future__ import annotations
@@ -32,16 +34,22 @@ from rankwire.wire.mailbox import Mailbox
 
 __all__ = ["DEFAULT_QUEUE_NBYTES", "SimulatedBackend"]
 
-DEFAULT_QUEUE_NBYTES = 64 << 20  # what NATS lets a slow consumer keep pending; see faults.md, section 4
+DEFAULT_QUEUE_NBYTES = (
+    64 << 20
+)  # what NATS lets a slow consumer keep pending; see faults.md, section 4
 
 _MESSAGES = "messages"
 
 
 class SimulatedBackend(Backend):
-    """One rank of a world in this process. Made by ``create_group``. Every method is safe from any thread.
+    """One rank of a world in this process, made by ``create_group``.
+
+    Every method is safe from any thread. What is sent is copied, so the sender's buffers are free
+    on return; what is received belongs to the receiver.
 
     Attributes:
-        network: Shared by all ranks of the world; ``network.kill(rank)`` and ``network.break_link(a, b)`` make faults.
+        network: Shared by all ranks of the world; ``network.kill(rank)`` and
+            ``network.break_link(a, b)`` make faults.
     """
 
     def __init__(
@@ -79,13 +87,15 @@ class SimulatedBackend(Backend):
             world_size: How many, at least 1.
             timeout: Seconds for every operation without a limit of its own.
             max_message_nbytes: Largest message sent or accepted.
-            queue_nbytes: Bytes from one rank to another that nobody has received, above which the sender waits.
-                One message larger than that may be sent when there is no other. Calls have queues of their own.
-            faults: What goes wrong, and when; time begins now.
+            queue_nbytes: Bytes from one rank to another that nobody has received, above which the
+                sender waits. One message larger than that may be sent when there is no other. Calls
+                have queues of their own.
+            faults: What goes wrong, and when; time begins now. The world takes a copy.
 
         Raises:
             InvalidWorldSizeError: Less than one rank.
-            ConfigurationError: Another argument cannot work, such as a fault of a rank that is not there.
+            ConfigurationError: Another argument cannot work, such as a fault of a rank that is not
+                there.
         """
         check_world(0, world_size)
         if queue_nbytes < 1:
@@ -114,7 +124,7 @@ class SimulatedBackend(Backend):
         """Whether ``close`` was called."""
         return self._closed
 
-    # -- messages -----------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def transmit(
         self,
@@ -126,7 +136,7 @@ class SimulatedBackend(Backend):
         nbytes: int,
         deadline: Deadline,
     ) -> None:
-        """See ``Backend.transmit``. The bytes are copied; what was sent may be changed on return."""
+        """See ``Backend.transmit``. The bytes are copied."""
         self._check_peer(dst)
         if nbytes > self.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self.max_message_nbytes)
@@ -158,7 +168,13 @@ class SimulatedBackend(Backend):
             inbox.post(wanted)
             return inbox.wait(wanted, deadline)
 
-    # -- calls --------------------------------------------------------------------------------------------------------
+    def abandon(self, group: int, cause: RankwireError) -> None:
+        """See ``Backend.abandon``."""
+        with self.network.changing():
+            for inbox in self._inboxes.values():
+                inbox.abandon(group, cause)
+
+    # -- calls -------------------------------------------------------------------------------------
 
     def open_calls(self, service: int) -> SimulatedCallPort:
         """See ``Backend.open_calls``.
@@ -171,12 +187,13 @@ class SimulatedBackend(Backend):
             self._raise_if_gone()
             return self._switchboard.open(self.rank, service)
 
-    # -- ending -------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """See ``Backend.close``. Ports of this rank are closed too. What it has sent can still be received.
+        """See ``Backend.close``. Call ports of this rank are closed too.
 
-        The last rank to close also waits for the thread that some fault plans need.
+        What this rank has sent can still be received. The last rank to close also waits for the
+        thread that some fault plans need.
         """
         with self.network.changing():
             if not self._closed:
@@ -195,11 +212,11 @@ class SimulatedBackend(Backend):
         self._switchboard.leave(self.rank)
         for peer in self._world:
             inbox = peer._inboxes.get(self.rank)
-            loss = self.network.why_lost(peer.rank, self.rank)
-            if inbox is not None and loss is not None:
-                self.network.farewell(inbox.lane, partial(inbox.fail, loss))
+            if inbox is not None:
+                left = ChannelClosedError(f"rank {self.rank} has left").during(peer=self.rank)
+                self.network.farewell(inbox.lane, partial(inbox.fail, left))
 
-    # -- what the network tells and other ranks ask, lock held --------------------------------------------------------
+    # -- what the network tells and other ranks ask, lock held -------------------------------------
 
     def inbox_from(self, src: int) -> Inbox:
         """Return where the messages of a rank land, new if need be."""

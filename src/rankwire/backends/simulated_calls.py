@@ -1,11 +1,13 @@
 """Call ports of a simulated world: requests and replies between agents in one process.
 
-A request lands in the port of the same service at its destination, even before an agent has opened it there; the thread in ``poll`` takes
-it. A reply lands in an inbox of the port that called, one for each rank it called. Requests and replies travel in lanes of their own
-(``simulated_network``), so a full queue of messages does not hold up calls, and faults meet them as they meet messages.
+A request lands in the port of the same service at its destination, even before an agent has opened
+it there; the thread in ``poll`` takes it. A reply lands in an inbox of the port that called, one
+for each rank it called. Requests and replies travel in lanes of their own (``simulated_network``),
+so a full queue of messages does not hold up calls, and faults meet them as they meet messages.
 
-A port is made once and closed once; a service that is opened again gets a new port, so nothing of the old agent reaches the new one.
-The switchboard has all ports of the world. It does not know backends, functions or futures.
+A port is made once and closed once; a service that is opened again gets a new port, so nothing of
+the old agent reaches the new one. The switchboard has all ports of the world. It does not know
+backends, functions or futures.
 
 Lock: the network's; *lock held* means inside ``Network.changing()``. Callbacks run without it.
 """
@@ -99,7 +101,7 @@ class Switchboard:
         return [ports[rank] for ports in self._ports.values() if rank in ports]
 
     def _part(self, port: SimulatedCallPort, news: RankwireError) -> None:
-        """Let all peers of a port hear the news, after what it has sent; what is on its way to it is not wanted any more."""
+        """Let the peers of a port hear the news, after what it has sent; what they sent is lost."""
         network, rank, service = self.network, port.rank, port.service
         for other in self._ports[service].values():
             if other is port:
@@ -114,7 +116,7 @@ class Switchboard:
 
 
 class SimulatedCallPort(CallPort):
-    """See ``CallPort``. Every method is safe from any thread; payloads are copied, so buffers are free again on return.
+    """See ``CallPort``. Safe from any thread; payloads are copied, so buffers are free on return.
 
     Args:
         board: Knows the other ports.
@@ -149,7 +151,7 @@ class SimulatedCallPort(CallPort):
         with self._network.changing():
             return self._dropped_before + sum(inbox.dropped for inbox in self._inboxes())
 
-    # -- outgoing -----------------------------------------------------------------------------------------------------
+    # -- outgoing ----------------------------------------------------------------------------------
 
     def call(
         self,
@@ -221,7 +223,7 @@ class SimulatedCallPort(CallPort):
         with self._network.changing():
             return sum(inbox.in_flight for inbox in self._inboxes())
 
-    # -- incoming -----------------------------------------------------------------------------------------------------
+    # -- incoming ----------------------------------------------------------------------------------
 
     def poll(self, deadline: Deadline) -> list[PortEvent]:
         """See ``CallPort.poll``.
@@ -262,9 +264,7 @@ class SimulatedCallPort(CallPort):
         key = (WORLD_GROUP, Channel.REPLY, call.request_id)
         with self._network.changing():
             self._raise_failure()
-            self._network.wait_for_room(
-                replies.lane, nbytes, deadline, check=self._raise_failure
-            )
+            self._network.wait_for_room(replies.lane, nbytes, deadline, check=self._raise_failure)
             self._network.dispatch(replies.lane, nbytes, partial(replies.land, key, payload))
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class SimulatedCallPort(CallPort):
         with self._network.changing():
             self._board.close(self)
 
-    # -- for the switchboard and other ports, lock held ---------------------------------------------------------------
+    # -- for the switchboard and other ports, lock held --------------------------------------------
 
     def requests_from(self, src: int) -> Lane:
         """Return the lane of a rank's requests to this port."""
@@ -288,9 +288,7 @@ class SimulatedCallPort(CallPort):
         return src in self._requests
 
     def admit(self, event: IncomingCall | CallCancelled) -> None:
-        """Take what a caller sent; whoever calls a port that has closed since knows that already."""
-        if self.failure is not None:
-            return
+        """Take what a caller sent. Not after the end: that closed the lane."""
         if isinstance(event, IncomingCall):
             self._callers.add(event.src)
             self._requested_nbytes[event.src] += len(event.payload)
@@ -312,7 +310,7 @@ class SimulatedCallPort(CallPort):
         self.caller_gone(peer)
 
     def retire(self, dst: int) -> Inbox | None:
-        """Let later calls to a rank have a new inbox; return the one that still gets what is under way."""
+        """Let later calls have a new inbox; return the one that still gets what is under way."""
         inbox = self._replies.pop(dst, None)
         if inbox is not None:
             self._retired.add(inbox)
@@ -333,7 +331,7 @@ class SimulatedCallPort(CallPort):
         self._replies.clear()
         self._news.notify_all()
 
-    # -- helpers ------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _inboxes(self) -> list[Inbox]:
         return [*self._replies.values(), *self._retired]

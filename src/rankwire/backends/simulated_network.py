@@ -1,20 +1,26 @@
-"""The simulated network: how traffic gets from rank to rank inside one process, and how it fails to.
+"""The simulated network: how traffic gets from rank to rank in one process, and how it fails to.
 
-A *lane* is one FIFO way from one rank to another for one kind of traffic (messages, requests of a service, its replies). It is bounded:
-bytes that are under way, or have arrived and nobody has taken, are its load, and a sender waits its turn until there is room. What is sent
-is a *landing*, a function that hands the message over; without delays it runs in the sender's own thread, else in the timetable's. An
-*inbox* is where messages and replies land: a ``wire.mailbox`` and the threads that wait in it.
+A *lane* is one FIFO way from one rank to another for one kind of traffic (messages, requests of a
+service, its replies). It is bounded: bytes that are under way, or have arrived and nobody has
+taken, are its load, and a sender waits its turn until there is room. What is sent is a *landing*, a
+function that hands the message over; without delays it runs in the sender's own thread, else in the
+timetable's. An *inbox* is where messages and replies land: a ``wire.mailbox`` and the threads that
+wait in it.
 
-The network knows who has left, who was killed and which links are broken, and applies the fault plan. It does not know what travels, nor
-backends and ports: its members tell it who they are (``Member``) and hear from it whom they have lost.
+The network knows who has left, who was killed and which links are broken, and applies the fault
+plan. It does not know what travels, nor backends and ports: its members tell it who they are
+(``Member``) and hear from it whom they have lost.
 
-Locks: one for the whole world, ``Network.lock``; every condition variable here and in ``simulated_calls`` stands on it. It is never held
-while a callback runs: ``Network.changing`` runs those of the receives that ended once the lock is free. *Lock held* in a docstring means
-that the caller is inside ``changing()``.
+Locks: one for the whole world, ``Network.lock``; every condition variable here and in
+``simulated_calls`` stands on it. It is never held while a callback runs: ``Network.changing`` runs
+those of the receives that ended once the lock is free, and never in the timetable's thread, so a
+callback may wait for the network. *Lock held* in a docstring means that the caller is inside
+``changing()``.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +57,7 @@ class Member(Protocol):
 
 
 class Wanted(Receive):
-    """A receive that may take one size only, and that threads can wait for. Its ``home`` is the inbox where it was posted."""
+    """A receive that may take one size only. Its ``home`` is the inbox where it was posted."""
 
     __slots__ = ("ended", "nbytes")
 
@@ -67,7 +73,7 @@ class Wanted(Receive):
         self.ended: threading.Condition | None = None  # made by the first thread that sleeps
 
     def refuse_wrong_size(self) -> bool:
-        """End with ``SizeMismatchError`` instead, without the payload, if that has the wrong size."""
+        """End with ``SizeMismatchError`` and without the payload, if that has the wrong size."""
         if self.payload is None or self.nbytes is None or self.nbytes == len(self.payload):
             return False
         self.error = SizeMismatchError(self.nbytes, len(self.payload))
@@ -78,13 +84,23 @@ class Wanted(Receive):
 class Lane:
     """One FIFO way from ``src`` to ``dst``. Everything needs the lock held."""
 
-    __slots__ = ("_delays", "_turns", "dst", "failure", "kept_nbytes", "src", "under_way", "under_way_nbytes")
+    __slots__ = (
+        "_delays",
+        "_turns",
+        "dst",
+        "failure",
+        "kept_nbytes",
+        "src",
+        "under_way",
+        "under_way_nbytes",
+    )
 
     def __init__(self, src: int, dst: int, delays: Iterator[float] | None) -> None:
         self.src = src
         self.dst = dst
         self.failure: RankwireError | None = None
-        self.kept_nbytes: Callable[[], int] = int  # what has arrived and is not taken; set by who keeps it
+        # What has arrived and is not taken; set by whoever keeps it.
+        self.kept_nbytes: Callable[[], int] = int
         self.under_way: deque[tuple[float, int, Landing]] = deque()
         self.under_way_nbytes = 0
         self._delays = delays
@@ -101,9 +117,9 @@ class Lane:
         limit: int,
         lock: threading.Lock,
         deadline: Deadline,
-        check: Callable[[], None],
+        check: Callable[[], object],
     ) -> None:
-        """Return when ``nbytes`` may be sent, first come first served. An empty message always may."""
+        """Return when ``nbytes`` may be sent, in order of asking. An empty message always may."""
         self._raise_failure()
         if nbytes == 0 or (not self._turns and self._has_room(nbytes, limit)):
             return
@@ -142,7 +158,7 @@ class Lane:
         self.refuse(error)
 
     def refuse(self, error: RankwireError) -> None:
-        """Take nothing more: senders, now and later, get ``error``; what is under way still arrives."""
+        """Give senders, now and later, ``error``; what is under way still arrives."""
         if self.failure is None:
             self.failure = error
         self.wake_senders()
@@ -189,7 +205,7 @@ class Inbox:
         return self._mailbox.dropped
 
     def post(self, wanted: Wanted) -> None:
-        """Ask for a message; it may be done on return. One of a wrong size stays at the head of its queue."""
+        """Ask for a message; it may be done on return. One of a wrong size keeps its place."""
         wanted.home = self
         self._posted.add(wanted)
         self._mailbox.post(wanted)
@@ -201,7 +217,7 @@ class Inbox:
             self.lane.room_made()
 
     def land(self, key: Key, payload: bytearray) -> None:
-        """Take a message from the lane: the first receive of that key which it fits gets it, else it is kept."""
+        """Give a message to the first receive of that key which it fits, else keep it."""
         while (wanted := self._mailbox.deliver(key, payload)) is not None:
             assert isinstance(wanted, Wanted)
             refused = wanted.refuse_wrong_size()
@@ -228,7 +244,7 @@ class Inbox:
         return wanted.result()
 
     def drive(self, wanted: Wanted, deadline: Deadline) -> bool:
-        """Sleep until a posted receive is done; False if the deadline passes, and then it stays posted."""
+        """Sleep until a receive is done; False if the deadline passes, and then it stays posted."""
         while not wanted.done:
             if deadline.expired:
                 return False
@@ -244,7 +260,7 @@ class Inbox:
         return self._mailbox.withdraw(wanted)
 
     def wait_for_fewer(self, limit: int, deadline: Deadline) -> bool:
-        """Sleep until fewer than ``limit`` receives wait; False if the deadline passes. The lock is free meanwhile."""
+        """Sleep until fewer than ``limit`` receives wait; False if the deadline passes."""
         while len(self._posted) >= limit:
             if deadline.expired:
                 return False
@@ -257,8 +273,15 @@ class Inbox:
             assert isinstance(wanted, Wanted)
             self._end(wanted)
 
+    def abandon(self, group: int, error: RankwireError) -> None:
+        """End the receives of one group and forget what has arrived for it."""
+        for wanted in self._mailbox.fail_group(group, error):
+            assert isinstance(wanted, Wanted)
+            self._end(wanted)
+        self.lane.room_made()
+
     def _keep_first(self, key: Key, payload: bytearray) -> None:
-        """Return a message that was taken: to whoever waits for its key, else to the head of the queue."""
+        """Return a taken message: to whoever waits for its key, else to the head of the queue."""
         if any(other.key == key and not other.done for other in self._posted):
             self.land(key, payload)
         else:
@@ -279,7 +302,8 @@ class Network:
 
     Args:
         world_size: How many ranks.
-        queue_nbytes: Load of one lane above which senders wait. One larger message may be sent when there is no other.
+        queue_nbytes: Load of one lane above which senders wait. One larger message may be sent when
+            there is no other.
         faults: What goes wrong, and when.
     """
 
@@ -287,7 +311,7 @@ class Network:
         self.lock = threading.Lock()
         self.world_size = world_size
         self.queue_nbytes = queue_nbytes
-        self._faults = faults
+        self._faults = copy.deepcopy(faults)
         self._members: Sequence[Member] = ()
         self._left: set[int] = set()
         self._killed: set[int] = set()
@@ -316,22 +340,29 @@ class Network:
                     self._timetable.plan(monotonic() + seconds, partial(self._break, link))
                 self._timetable.start()
 
-    # -- faults on demand ---------------------------------------------------------------------------------------------
+    # -- faults on demand --------------------------------------------------------------------------
 
     def kill(self, rank: int) -> None:
-        """Let a rank die now: it and all its peers see that at once. What it sent and has arrived stays receivable."""
+        """Let a rank die now: it and all its peers see that at once.
+
+        What it sent and has arrived stays receivable, what is under way is lost. A rank that has
+        left cannot die.
+        """
         check_rank(rank, self.world_size)
         with self.changing():
             self._kill(rank)
 
     def break_link(self, a: int, b: int) -> None:
-        """Break the link between two ranks now: each sees the other as lost, and what is under way is lost."""
+        """Break the link between two ranks now: each sees the other as lost.
+
+        What is under way is lost, what has arrived stays receivable.
+        """
         for rank in (a, b):
             check_rank(rank, self.world_size)
         with self.changing():
             self._break(link_between(a, b))
 
-    # -- for members --------------------------------------------------------------------------------------------------
+    # -- for members -------------------------------------------------------------------------------
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -344,9 +375,10 @@ class Network:
                 finally:
                     ended, self._ended = self._ended, ended
         finally:
-            for receive in ended:
-                assert receive.on_done is not None
-                receive.on_done(receive)
+            if ended and self._timetable is not None:
+                self._timetable.keep_free(partial(_call_back, ended))
+            else:
+                _call_back(ended)
 
     def call_back(self, receive: Receive) -> None:
         """Have ``on_done`` of an ended receive called when the lock is free. Lock held."""
@@ -369,7 +401,7 @@ class Network:
             lane.abort(error)
 
     def wait_for_room(
-        self, lane: Lane, nbytes: int, deadline: Deadline, *, check: Callable[[], None] = int
+        self, lane: Lane, nbytes: int, deadline: Deadline, *, check: Callable[[], object] = int
     ) -> None:
         """Return when the lane takes ``nbytes``. Lock held on return, free while waiting.
 
@@ -386,7 +418,7 @@ class Network:
         lane.wait_for_room(nbytes, self.queue_nbytes, self.lock, deadline, check)
 
     def dispatch(self, lane: Lane, nbytes: int, landing: Landing) -> None:
-        """Send something for which there is room. ``landing`` runs with the lock held, now or later. Lock held."""
+        """Send something for which there is room. Lock held, and again when ``landing`` runs."""
         arrival = lane.next_arrival()
         if arrival is None:
             landing()
@@ -396,9 +428,10 @@ class Network:
             self._count(lane)
 
     def farewell(self, lane: Lane, landing: Landing) -> None:
-        """Send the last thing of an orderly end: it lands after all that is under way, at once if nothing is. Lock held.
+        """Send the last thing of an orderly end. Lock held.
 
-        Senders that wait for room look again whether they still may.
+        It lands after all that is under way, at once if nothing is. Senders that wait for room look
+        again whether they still may.
         """
         lane.wake_senders()
         if lane.under_way:
@@ -407,7 +440,7 @@ class Network:
             landing()
 
     def why_lost(self, rank: int, peer: int) -> RankwireError | None:
-        """Return why ``rank`` cannot reach ``peer`` (or do anything, if that is itself), or None. Lock held."""
+        """Return why ``rank`` cannot reach ``peer`` (which may be itself), or None. Lock held."""
         if rank in self._left:
             return ChannelClosedError("this backend is closed")
         if rank in self._killed:
@@ -421,7 +454,7 @@ class Network:
         return None
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has closed: nothing more goes to it or from it, what it sent still arrives. Lock held."""
+        """Let nothing more go to a rank or from it; what it sent still arrives. Lock held."""
         self._left.add(rank)
         for lane in self._lanes.values():
             if lane.dst == rank:
@@ -435,12 +468,12 @@ class Network:
         if self._timetable is not None and self._timetable.ending:
             self._timetable.join()
 
-    # -- how messages travel, lock held -------------------------------------------------------------------------------
+    # -- how messages travel, lock held ------------------------------------------------------------
 
     def _carry(self, lane: Lane, arrival: float, nbytes: int, landing: Landing) -> None:
         lane.under_way.append((arrival, nbytes, landing))
         lane.under_way_nbytes += nbytes
-        if len(lane.under_way) == 1:  # a lane is planned once, with its first message: so it stays FIFO
+        if len(lane.under_way) == 1:  # only the first one is planned, so the lane stays FIFO
             self._plan_hand_over(lane, arrival)
 
     def _plan_hand_over(self, lane: Lane, when: float) -> None:
@@ -473,7 +506,7 @@ class Network:
         if self._sent[lane.src] == self._faults.kill_after_messages.get(lane.src):
             self._kill(lane.src)
 
-    # -- what happens to ranks and links, lock held -------------------------------------------------------------------
+    # -- what happens to ranks and links, lock held ------------------------------------------------
 
     def _kill(self, rank: int) -> None:
         if rank in self._killed or rank in self._left:
@@ -511,3 +544,9 @@ class Network:
     def _end_if_empty(self) -> None:
         if self._timetable is not None and len(self._left | self._killed) == self.world_size:
             self._timetable.end()
+
+
+def _call_back(receives: list[Receive]) -> None:
+    for receive in receives:
+        assert receive.on_done is not None
+        receive.on_done(receive)

@@ -185,6 +185,11 @@ class TcpBackend(Backend):
             raise SizeMismatchError(nbytes, len(payload))
         return payload
 
+    def abandon(self, group: int, cause: RankwireError) -> None:
+        """See ``Backend.abandon``."""
+        for peer in self._peers.values():
+            peer.inbox.abandon(group, cause)
+
     def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
         if not peer.dial_lock.acquire(timeout=deadline.sleep_limit()):
             raise NoConnectionError("another thread is still connecting to it")
@@ -201,13 +206,15 @@ class TcpBackend(Backend):
     def open_calls(self, service: int) -> TcpCallPort:
         """See ``Backend.open_calls``."""
         port = TcpCallPort(self, service)
+        waiting: list[Connection] = []
         with self._lock:
             if self._closed:
-                taken, waiting = "this backend is closed", []
+                taken = "this backend is closed"
             elif service in self._ports:
-                taken, waiting = "there is an agent of this name already; close it, or name one", []
+                taken = "there is an agent of this name already; close it, or name one"
             else:
-                taken, waiting = "", self._callers_waiting.pop(service, [])
+                taken = ""
+                waiting = self._callers_waiting.pop(service, [])
                 self._ports[service] = port
                 self._services_closed.discard(service)
         if taken:

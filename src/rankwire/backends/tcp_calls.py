@@ -23,7 +23,7 @@ from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, Incomin
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, NoConnectionError, RankwireError
 from rankwire.links.connection import Connection
-from rankwire.links.inbox import Inbox
+from rankwire.links.inbox import Inbox, call_back
 from rankwire.links.spinning import Spin
 from rankwire.wire.frames import Buffer, Channel
 from rankwire.wire.handshake import Purpose
@@ -79,6 +79,8 @@ class TcpCallPort(CallPort):
             inbox = self._dial(dst, deadline)
         receive = Receive((self.service, Channel.REPLY, request_id), on_reply)
         inbox.post(receive)
+        # Replies that are read because the peer takes no more requests; called back after sending.
+        ended: list[Receive] = []
         try:
             inbox.connection.send(  # type: ignore[union-attr]
                 Channel.CALL,
@@ -87,11 +89,13 @@ class TcpCallPort(CallPort):
                 buffers,
                 nbytes,
                 deadline,
-                while_blocked=inbox.read_available,
+                while_blocked=lambda: ended.extend(inbox.collect_available()),
             )
         except BaseException:
             inbox.withdraw(receive)
             raise
+        finally:
+            call_back(ended)
         return receive
 
     def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:

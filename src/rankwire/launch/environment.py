@@ -16,12 +16,14 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankwire.backends.tcp import TcpBackend
-from rankwire.errors import ConfigurationError
+from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
+from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError, RendezvousError
 
 __all__ = ["Place", "connect"]
 
@@ -34,6 +36,8 @@ LISTEN_FD = "RANKWIRE_LISTEN_FD"
 
 # A launcher writes 32 bytes. Above this it is not a secret but some other pipe.
 _MAX_SECRET_NBYTES = 4096
+# Between two tries to join while the last world still stands.
+_PAUSE = 0.05
 
 Environment = MutableMapping[str, str]
 
@@ -87,11 +91,28 @@ def connect(**options: Any) -> TcpBackend:
         place.listener.close()
         arguments["listener"] = options.get("listener")
     try:
-        return TcpBackend(**arguments)
+        backend = _join(arguments)
     except BaseException:
         if place.listener is not None:
             place.listener.close()
         raise
+    _memory.has_connected = True
+    return backend
+
+
+def _join(arguments: dict[str, Any]) -> TcpBackend:
+    """Join; after an earlier world, also wait until rank 0 has left that one too."""
+    deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT))
+    while True:
+        try:
+            return TcpBackend(**arguments)
+        except RendezvousError as error:
+            # At the same address, a world that has formed refuses whoever comes later.
+            is_old_world = _memory.has_connected and not error.missing
+            if not is_old_world or deadline.remaining() <= _PAUSE:
+                raise
+        time.sleep(_PAUSE)
+        arguments["join_timeout"] = deadline.remaining()
 
 
 def _find_place(environ: Environment) -> Place:
@@ -125,7 +146,7 @@ def _read_rankwire_run(environ: Environment) -> Place | None:
         world_size=_read_integer(environ, WORLD_SIZE),
         address=environ[ADDRESS],
         job=environ.get(JOB, "default"),
-        secret=_secrets.take(environ),
+        secret=_memory.take_secret(environ),
         listener=listener,
     )
 
@@ -134,14 +155,15 @@ def _read_rankwire_run(environ: Environment) -> Place | None:
 _LAUNCHERS: tuple[Callable[[Environment], Place | None], ...] = (_read_rankwire_run,)
 
 
-class _SecretKeeper:
-    """The secret of this process: read from its pipe once, then remembered."""
+class _Memory:
+    """What this process keeps between two connects: the secret, as its pipe is read only once."""
 
     def __init__(self) -> None:
+        self.has_connected = False
         self._lock = threading.Lock()
         self._secret: bytes | None = None
 
-    def take(self, environ: Environment) -> bytes | None:
+    def take_secret(self, environ: Environment) -> bytes | None:
         with self._lock:
             if SECRET_FD in environ:
                 fd = _read_integer(environ, SECRET_FD)
@@ -150,7 +172,7 @@ class _SecretKeeper:
             return self._secret
 
 
-_secrets = _SecretKeeper()
+_memory = _Memory()
 
 
 def _read_secret(fd: int) -> bytes:

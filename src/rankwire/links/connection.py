@@ -102,7 +102,7 @@ class Connection:
         nbytes: int,
         deadline: Deadline,
         *,
-        while_blocked: Callable[[], None] | None = None,
+        while_blocked: Callable[[], object] | None = None,
     ) -> None:
         """Send one frame. Safe from any thread; the buffers are free again on return.
 
@@ -115,6 +115,7 @@ class Connection:
             deadline: For all of it, also for other threads' frames before it.
             while_blocked: Called when the peer does not take more for now and something can be
                 read; reads it, so that two ends which both send first do not wait for each other.
+                The send lock is held: it must not send, nor call anything that may.
 
         Raises:
             DeadlineExceededError: Nothing was sent in time.
@@ -131,11 +132,11 @@ class Connection:
             if self.failure is not None:
                 raise self.failure.copy()
             header = pack_header(channel, group, tag, nbytes, self._sequence)
-            self._sequence += 1
             if nbytes <= _JOIN_NBYTES:
                 self._write([b"".join((header, *buffers))], deadline, while_blocked)
             else:
                 self._write([header, *buffers], deadline, while_blocked)
+            self._sequence += 1
         finally:
             lock.release()
 
@@ -143,7 +144,7 @@ class Connection:
         self,
         pieces: list[Buffer],
         deadline: Deadline,
-        while_blocked: Callable[[], None] | None,
+        while_blocked: Callable[[], object] | None,
     ) -> None:
         started = False
         try:
@@ -157,12 +158,12 @@ class Connection:
                     self._wait_writable(deadline, while_blocked)
                     continue
                 started = True
+                if len(pieces) == 1 and count == len(pieces[0]):
+                    return
                 pieces = _after(pieces, count)
         except DeadlineExceededError:
             if started:
                 self.fail(PeerLostError(self.peer, "it took only a part of a message in time"))
-            else:
-                self._sequence -= 1  # nothing of the frame has left
             raise
         except OSError as error:
             left = self._farewell_is_waiting()
@@ -183,7 +184,7 @@ class Connection:
             return False
         return len(waiting) >= HEADER_NBYTES and waiting[-HEADER_NBYTES] == Channel.FAREWELL
 
-    def _wait_writable(self, deadline: Deadline, while_blocked: Callable[[], None] | None) -> None:
+    def _wait_writable(self, deadline: Deadline, while_blocked: Callable[[], object] | None) -> None:
         interest = select.POLLOUT if while_blocked is None else select.POLLOUT | select.POLLIN
         ready = wait_for(self._sock, interest, deadline.sleep_limit())
         if not ready:

@@ -82,6 +82,7 @@ class Doorkeeper:
 
     def listen(self, listener: socket.socket) -> None:
         """Accept on this socket too; owned from now on. Before ``start``."""
+        listener.setblocking(False)
         self._listeners.append(listener)
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 

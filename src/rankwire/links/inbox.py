@@ -23,7 +23,7 @@ from rankwire.links.connection import Connection
 from rankwire.wire.frames import Frame
 from rankwire.wire.mailbox import Mailbox, Receive
 
-__all__ = ["Inbox"]
+__all__ = ["Inbox", "call_back"]
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 
@@ -99,24 +99,24 @@ class Inbox:
         with self._mutex:
             return self._mailbox.withdraw(receive)
 
-    def read_available(self) -> int:
-        """Read what is there without waiting, unless another thread reads already.
+    def read_available(self) -> None:
+        """Read what is there without waiting, unless another thread reads already."""
+        call_back(self.collect_available())
 
-        Return the number of frames.
-        """
+    def collect_available(self) -> list[Receive]:
+        """Do the same, but leave it to the caller to call back those that are done by it."""
         if not self._take_role():
-            return 0
-        count = 0
+            return []
+        ended: list[Receive] = []
         try:
             assert self.connection is not None
             while frames := self.connection.read_ready():
-                count += len(frames)
-                self._deliver(frames)
+                ended += self._deliver(frames)
         except RankwireError as error:
-            self.fail(error)
+            ended += self._end_all(error)
         finally:
             self._leave_role()
-        return count
+        return ended
 
     def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Read until ``condition()`` holds; False if the deadline passes first.
@@ -141,15 +141,23 @@ class Inbox:
             self._mailbox.put_back(receive)
 
     def fail(self, cause: RankwireError) -> None:
-        """End all receives, now and later.
+        """End all receives, now and later; what has arrived can still be taken."""
+        call_back(self._end_all(cause))
 
-        A connection that is there is drained first by whoever reads next.
-        """
+    def _end_all(self, cause: RankwireError) -> list[Receive]:
         with self._mutex:
             ended = self._mailbox.fail(cause)
             for receive in ended:
                 self._wake(receive)
-        _call_back(ended)
+        return ended
+
+    def abandon(self, group: int, cause: RankwireError) -> None:
+        """End the receives of one group, because this rank has left it."""
+        with self._mutex:
+            ended = self._mailbox.fail_group(group, cause)
+            for receive in ended:
+                self._wake(receive)
+        call_back(ended)
 
     def close(self, cause: RankwireError) -> None:
         """End all receives and close the connection, once its reader has left it."""
@@ -210,40 +218,46 @@ class Inbox:
             self._wake_a_parked()
 
     def _read_until(self, receive: Receive, deadline: Deadline) -> None:
+        """Read, with the role, until one's own is done or somebody has to be called back."""
         assert self.connection is not None
+        ended: list[Receive] = []
         try:
-            while not receive.done:
+            while not (receive.done or ended or self._mailbox.full):
                 frames = self.connection.read(deadline)
                 if not frames:
-                    return
-                self._deliver(frames)
-                if self._mailbox.full:
-                    return
+                    break
+                ended = self._deliver(frames)
         except RankwireError as error:
-            self.fail(error)
+            ended = self._end_all(error)
         finally:
             self._leave_role()
+        # Without the role: a callback may make a call to this very peer and wait for its reply.
+        if ended:
+            call_back(ended)
 
     def _read_once(self, deadline: Deadline) -> None:
         assert self.connection is not None
+        ended: list[Receive] = []
         try:
-            self._deliver(self.connection.read(deadline))
+            ended = self._deliver(self.connection.read(deadline))
         except RankwireError as error:
-            self.fail(error)
+            ended = self._end_all(error)
         finally:
             self._leave_role()
+        call_back(ended)
 
-    def _deliver(self, frames: list[Frame]) -> None:
-        called_back = []
+    def _deliver(self, frames: list[Frame]) -> list[Receive]:
+        """Match frames to receives; return those to be called back."""
+        to_call_back = []
         with self._mutex:
             for channel, group, tag, payload in frames:
                 receive = self._mailbox.deliver((group, channel, tag), payload)
                 if receive is not None:
-                    self._wake(receive)
+                    if self._parked:
+                        self._wake(receive)
                     if receive.on_done is not None:
-                        called_back.append(receive)
-        if called_back:
-            _call_back(called_back)
+                        to_call_back.append(receive)
+        return to_call_back
 
     # -- parked threads
     # -----------------------------------------------------------------------------------------------
@@ -303,7 +317,8 @@ class Inbox:
         return DeadlineExceededError(deadline.limit, waiting_for=[self.peer], detail=detail)
 
 
-def _call_back(receives: list[Receive]) -> None:
+def call_back(receives: list[Receive]) -> None:
+    """Tell those who asked to be told that their receive is done. Without any lock held."""
     for receive in receives:
         if receive.on_done is not None:
             receive.on_done(receive)

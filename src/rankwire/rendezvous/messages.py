@@ -75,7 +75,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
 Message = Join | Waiting | World | Failed | Gone
 
 _encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def pack(message: Message) -> bytes:

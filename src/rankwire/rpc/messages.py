@@ -7,7 +7,6 @@ as text, never as a class to be looked up.
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Sequence
 from enum import IntEnum
@@ -42,6 +41,7 @@ Encoded = tuple[Sequence[Buffer], int]
 _MAX_TRACEBACK = 65536
 _REQUEST_PATHS = ("name", "timeout", "depth", "args", "kwargs")
 _REPLY_PATHS = ("outcome", "result")
+_TEXT = frozenset((str,))
 
 
 class Outcome(IntEnum):
@@ -91,14 +91,14 @@ def decode_request(codec: Codec, payload: bytearray) -> Request:
         if (
             type(name) is str
             and type(timeout) is float
-            and not math.isnan(timeout)
+            and timeout >= 0.0  # and not NaN
             and type(depth) is int
             and depth >= 0
             and type(args) is list
             and type(kwargs) is dict
-            and all(type(key) is str for key in kwargs)
+            and (not kwargs or _TEXT.issuperset(map(type, kwargs)))
         ):
-            return Request(name, max(timeout, 0.0), depth, args, kwargs)
+            return Request(name, timeout, depth, args, kwargs)
     raise InvalidMessageError("a call is not of the form [name, timeout, depth, args, kwargs]")
 
 
@@ -116,7 +116,12 @@ def encode_failure(codec: Codec, error: BaseException) -> Encoded:
     """Return the reply for a function that raised: type, message and traceback as text."""
     if isinstance(error, MessageTooLargeError):
         return encode_reply(codec, Outcome.TOO_LARGE, [error.nbytes, error.limit])
-    details = [_type_name(error), _printable(_text(error)), _printable(_traceback(error))]
+    # An error that was remote here too keeps its own type and text, however many ranks it passes.
+    if isinstance(error, RemoteError):
+        kind, text = error.remote_type, error.remote_message
+    else:
+        kind, text = _type_name(error), _text(error)
+    details = [kind, _printable(text), _printable(_traceback(error))]
     return encode_reply(codec, Outcome.RAISED, details)
 
 
@@ -163,7 +168,7 @@ def _type_name(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as second:  # a user's __str__ may do anything
+    except BaseException as second:  # a user's __str__ may raise anything, and is not ours to trust
         return f"<its text could not be made: {type(second).__name__}>"
 
 
@@ -172,7 +177,7 @@ def _traceback(error: BaseException) -> str:
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     try:
         text = "".join(traceback.format_exception(type(error), error, frames))
-    except Exception as second:
+    except BaseException as second:
         return f"<the traceback could not be made: {type(second).__name__}>"
     if len(text) <= _MAX_TRACEBACK:
         return text

@@ -35,7 +35,7 @@ from time import perf_counter
 from typing import Protocol
 
 from rankwire.deadline import Deadline
-from rankwire.errors import ChannelClosedError
+from rankwire.errors import RankwireError
 
 __all__ = ["Job", "Pool", "Worker"]
 
@@ -81,7 +81,7 @@ class Pool:
 
     Args:
         poll: Waits until the deadline for something to do and returns the jobs that came; called by
-            one thread at a time. Raises ``ChannelClosedError`` at the end.
+            one thread at a time. Raises a ``RankwireError`` at the end.
         wake: Makes ``poll`` return.
         on_look: Called by the standby at each look; returns whether something is outstanding that
             needs looks.
@@ -189,8 +189,8 @@ class Pool:
                     self._serve(worker)
                 elif self._standby is worker:
                     self._stand_by(worker)
-        except ChannelClosedError:
-            self._retire_all()  # the backend is closed: nothing will come any more
+        except RankwireError:
+            self._retire_all()  # the port has ended: nothing will come any more
         finally:
             with self._mutex:
                 self._threads.discard(threading.current_thread())

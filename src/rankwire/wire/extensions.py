@@ -310,6 +310,9 @@ def _key_text(key: Any) -> str:
 class Reader:
     """Lifts the extensions of one payload, and takes the buffers beside its head in their order.
 
+    Extensions nest as deep as the writer allows. Native lists and maps are msgspec's, which ends at
+    the interpreter's recursion limit: counting them here would take longer than decoding them.
+
     Args:
         classes: What was registered.
         pickling: The module to unpickle with, or None to refuse pickles.

@@ -83,6 +83,9 @@ class Frame(NamedTuple):
     payload: bytearray
 
 
+_new_frame = tuple.__new__  # half the time of Frame(...), and a frame is made for every message
+
+
 def pack_header(channel: int, group: int, tag: int, nbytes: int, sequence: int) -> bytes:
     """Return the header of a payload of ``nbytes``; the mirror of what ``FrameParser`` reads."""
     return _HEADER.pack(channel, 0, 0, sequence & _SEQUENCE_MASK, group, tag, nbytes)
@@ -142,7 +145,7 @@ class FrameParser:
         """Return where the next bytes of the stream belong; never empty."""
         if self._body is not None:
             return self._body_view[self._filled :]
-        return self._view[self._end :]
+        return self._view[self._end :] if self._end else self._view
 
     def bytes_received(self, count: int) -> list[Frame]:
         """Take note of ``count`` bytes written to ``receive_buffer()``; return the frames they
@@ -163,11 +166,11 @@ class FrameParser:
         return self._parse()
 
     def _parse(self) -> list[Frame]:
-        frames = []
-        start, end = self._start, self._end
+        frames: list[Frame] = []
+        buffer, start, end = self._buffer, self._start, self._end
         while end - start >= HEADER_NBYTES:
             channel, flags, reserved, sequence, group, tag, nbytes = _HEADER.unpack_from(
-                self._buffer, start
+                buffer, start
             )
             if channel not in _CHANNELS or flags or reserved or sequence != self._sequence:
                 raise self._violation(channel, flags, reserved, sequence)
@@ -178,7 +181,7 @@ class FrameParser:
             body = start + HEADER_NBYTES
             stop = body + nbytes
             if stop <= end:
-                frames.append(Frame(channel, group, tag, bytearray(self._view[body:stop])))
+                frames.append(_new_frame(Frame, (channel, group, tag, buffer[body:stop])))
                 start = stop
                 self._sequence = (sequence + 1) & _SEQUENCE_MASK
             elif stop - start > _BUFFER_NBYTES:
@@ -204,13 +207,13 @@ class FrameParser:
 
     def _keep(self, start: int, end: int) -> None:
         """Move the beginning of an incomplete frame to the front, so that the rest of it fits."""
-        if 0 < start < end:
-            rest = end - start
-            self._buffer[:rest] = self._buffer[start:end]
-            start, end = 0, rest
-        elif start == end:
-            start = end = 0
-        self._start, self._end = start, end
+        if start == end:
+            self._start = self._end = 0
+            return
+        if start > 0:
+            end -= start
+            self._buffer[:end] = self._buffer[start : start + end]
+        self._start, self._end = 0, end
 
     def _violation(self, channel: int, flags: int, reserved: int, sequence: int) -> ProtocolError:
         if channel not in _CHANNELS:

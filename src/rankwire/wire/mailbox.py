@@ -171,3 +171,14 @@ class Mailbox:
         for receive in ended:
             receive.fail(self.failure)
         return ended
+
+    def fail_group(self, group: int, error: RankwireError) -> list[Receive]:
+        """End the receives of one group, and forget what has arrived for it."""
+        ended = []
+        for key in [key for key in self._wanted if key[0] == group]:
+            ended += self._wanted.pop(key)
+        for key in [key for key in self._arrived if key[0] == group]:
+            self.unmatched_nbytes -= sum(map(len, self._arrived.pop(key)))
+        for receive in ended:
+            receive.fail(error)
+        return ended

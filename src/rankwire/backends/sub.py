@@ -1,0 +1,487 @@
+"""SubBackend: some of the ranks of a backend, as a backend of their own.
+
+A view, not a connection: every operation goes to the parent with the rank translated and the
+group's own id in the envelope, so that a group, its parent and other groups never take each other's
+messages. Any backend can be the parent, also another ``SubBackend``; "parent rank" below always
+means the parent's numbering.
+
+Construction is a collective of the members: each tells every other who it thinks the members are.
+So a disagreement is found at once, by name, and all members know the same group id. The module
+knows the ``Backend`` and ``CallPort`` interfaces and nothing of what is behind them.
+
+Locks: one for each parent, held while a group of it is made (by one thread at a time, in the order
+the program makes them); another, held for moments, guards the table of those. Under the first, the
+parent's own locks are taken. A third, held for moments, guards a group's call ports and counters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from time import sleep
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, IncomingCall, PortEvent
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    InvalidMessageError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    MembershipError,
+    RankwireError,
+)
+from rankwire.wire.frames import Buffer, Channel
+from rankwire.wire.mailbox import Receive
+
+__all__ = ["SubBackend"]
+
+_AGREEMENT_TAG = 0
+_CLOSE_PATIENCE = 1.0  # a receive that is abandoned ends within microseconds
+
+
+class SubBackend(Backend):
+    """Some of the ranks of a parent, numbered from 0 in the parent's order.
+
+    Every method is safe from any thread. Buffers pass to the parent untouched.
+
+    All members make it at about the same time, and several groups with common members in the same
+    order; the constructor returns when all have confirmed. After a ``DeadlineExceededError`` it may
+    be made again with the same members.
+
+    Errors name ranks of this group; a note on each says which rank of the parent that is, and texts
+    from below use the parent's numbers.
+
+    Args:
+        parent: The backend whose ranks these are. It is not closed with the group, and must stay
+            open.
+        members: Parent ranks, in any order; repeated ones count once.
+        timeout: Seconds for the agreement, and for every operation without a limit of its own; None
+            is the parent's.
+
+    Raises:
+        InvalidWorldSizeError: There are no members.
+        InvalidRankError: A member is not a rank of the parent, or the parent's own rank is not a
+            member.
+        MembershipError: Another member has a different list.
+        DeadlineExceededError: ``waiting_for`` has the parent ranks that did not confirm in time.
+    """
+
+    def __init__(
+        self, parent: Backend, members: Iterable[int], *, timeout: float | None = None
+    ) -> None:
+        chosen = _checked(parent, members)
+        super().__init__(
+            chosen.index(parent.rank),
+            len(chosen),
+            timeout=parent.timeout if timeout is None else timeout,
+            max_message_nbytes=parent.max_message_nbytes,
+        )
+        self._parent = parent
+        self._members = chosen
+        self._closed = False
+        self._lock = threading.Lock()
+        self._ports: set[_SubCallPort] = set()
+        self._waiting: Counter[int] = Counter()  # receives under way, by group
+        deadline = Deadline(self.timeout)
+        try:
+            ordinal = _Agreement.at(parent).reach(parent, chosen, deadline)
+        except RankwireError as error:
+            error.during(op="SubBackend", rank=parent.rank, waited=deadline.waited)
+            raise
+        self._group = _group_id(parent.group, chosen, ordinal)
+
+    @property
+    def parent(self) -> Backend:
+        """The backend whose ranks these are."""
+        return self._parent
+
+    @property
+    def members(self) -> list[int]:
+        """The parent ranks of this group, ascending; the index is the rank here."""
+        return list(self._members)
+
+    @property
+    def group(self) -> int:
+        """The id by which this group's traffic is told from others'; the same on all members."""
+        return self._group
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def to_global(self, local: int) -> int:
+        """Return the parent rank of a rank of this group; ``InvalidRankError`` if it is not one."""
+        check_rank(local, self.world_size)
+        return self._members[local]
+
+    def to_local(self, parent_rank: int) -> int | None:
+        """Return the rank in this group of a parent rank, or None if it is not a member."""
+        return self._members.index(parent_rank) if parent_rank in self._members else None
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def transmit(
+        self,
+        dst: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+    ) -> None:
+        """See ``Backend.transmit``."""
+        with self.translating(dst) as parent_rank:
+            self._parent.transmit(parent_rank, channel, group, tag, buffers, nbytes, deadline)
+
+    def receive(
+        self,
+        src: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        deadline: Deadline,
+        *,
+        nbytes: int | None = None,
+    ) -> bytearray:
+        """See ``Backend.receive``."""
+        with self._receiving(group), self.translating(src) as parent_rank:
+            return self._parent.receive(parent_rank, channel, group, tag, deadline, nbytes=nbytes)
+
+    def abandon(self, group: int, cause: RankwireError) -> None:
+        """See ``Backend.abandon``."""
+        self._parent.abandon(group, cause)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def open_calls(self, service: int) -> CallPort:
+        """See ``Backend.open_calls``. The same number in another group is another service."""
+        self._raise_if_closed()
+        port = _SubCallPort(self, self._parent.open_calls(_mixed(self._group, service)))
+        with self._lock:
+            self._ports.add(port)
+        if self._closed:  # meanwhile: then close() may have missed it
+            port.close()
+        return port
+
+    def forget_port(self, port: _SubCallPort) -> None:
+        """Called by a port that is closed."""
+        with self._lock:
+            self._ports.discard(port)
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the view and its call ports, not the parent. Idempotent.
+
+        Receives and barriers that wait, also those of groups made of this one, and all later
+        operations get ``ChannelClosedError``. A send that waits for room goes on.
+        """
+        with self._lock:
+            self._closed = True
+            ports = list(self._ports)
+        for port in ports:
+            port.close()
+        patience = Deadline(_CLOSE_PATIENCE)
+        self._abandon_waiting()
+        while self._waiting and not patience.expired:
+            sleep(0.001)  # one that had not reached the parent yet
+            self._abandon_waiting()
+
+    def _abandon_waiting(self) -> None:
+        with self._lock:
+            groups = {self._group, *self._waiting}
+        for group in groups:
+            self._parent.abandon(group, ChannelClosedError("this group is closed"))
+
+    @contextmanager
+    def _receiving(self, group: int) -> Iterator[None]:
+        with self._lock:
+            self._waiting[group] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting[group] -= 1
+                if not self._waiting[group]:
+                    del self._waiting[group]
+
+    # -- translation -------------------------------------------------------------------------------
+
+    @contextmanager
+    def translating(self, rank: int) -> Iterator[int]:
+        """Give the parent rank of a rank; errors that pass get this group's ranks and a note."""
+        self._raise_if_closed()
+        parent_rank = self.to_global(rank)
+        try:
+            yield parent_rank
+        except RankwireError as error:
+            self._adopt(error, rank)
+            raise
+
+    def _adopt(self, error: RankwireError, peer: int) -> None:
+        if error.rank == self._parent.rank:
+            error.rank = self.rank
+        if error.peer in self._members:
+            error.peer = self._members.index(error.peer)
+        if isinstance(error, DeadlineExceededError):
+            ranks = map(self.to_local, error.waiting_for)
+            error.waiting_for = [rank for rank in ranks if rank is not None]
+        self._note(error, [peer])
+
+    def _explained(
+        self,
+        error: RankwireError,
+        op: str,
+        peer: int | None,
+        tag: int | None,
+        deadline: Deadline,
+    ) -> RankwireError:
+        if isinstance(error, DeadlineExceededError):
+            self._note(error, error.waiting_for)  # a barrier finds out who is missing here
+        return super()._explained(error, op, peer, tag, deadline)
+
+    def _note(self, error: RankwireError, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            parent_rank = self._members[rank]
+            note = f"rank {rank} of the group {self._members} is rank {parent_rank} of its parent"
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise ChannelClosedError("this group is closed")
+
+
+class _SubCallPort(CallPort):
+    """A port of the parent, with ranks of the group. As safe from threads as the parent's is.
+
+    Args:
+        group: Translates.
+        port: The parent's port, for this group and service alone.
+    """
+
+    def __init__(self, group: SubBackend, port: CallPort) -> None:
+        self._group = group
+        self._port = port
+
+    def call(
+        self,
+        dst: int,
+        request_id: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        on_reply: Callable[[Receive], None] | None = None,
+    ) -> Receive:
+        """See ``CallPort.call``."""
+        with self._group.translating(dst) as rank:
+            return self._port.call(rank, request_id, buffers, nbytes, deadline, on_reply)
+
+    def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
+        """See ``CallPort.wait``."""
+        with self._group.translating(dst) as rank:
+            return self._port.wait(rank, receive, deadline)
+
+    def drive(self, dst: int, receive: Receive, deadline: Deadline) -> bool:
+        """See ``CallPort.drive``."""
+        with self._group.translating(dst) as rank:
+            return self._port.drive(rank, receive, deadline)
+
+    def forget(self, dst: int, receive: Receive) -> bool:
+        """See ``CallPort.forget``."""
+        return self._port.forget(self._group.to_global(dst), receive)
+
+    def cancel(self, dst: int, request_id: int) -> None:
+        """See ``CallPort.cancel``."""
+        self._port.cancel(self._group.to_global(dst), request_id)
+
+    def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
+        """See ``CallPort.wait_for_room``."""
+        with self._group.translating(dst) as rank:
+            return self._port.wait_for_room(rank, limit, deadline)
+
+    def attend(self) -> bool:
+        """See ``CallPort.attend``."""
+        return self._port.attend()
+
+    def poll(self, deadline: Deadline) -> list[PortEvent]:
+        """See ``CallPort.poll``."""
+        with self._group.translating(self._group.rank):
+            return [self._translated(event) for event in self._port.poll(deadline)]
+
+    def wake(self) -> None:
+        """See ``CallPort.wake``."""
+        self._port.wake()
+
+    def reply(
+        self, call: IncomingCall, buffers: Sequence[Buffer], nbytes: int, deadline: Deadline
+    ) -> None:
+        """See ``CallPort.reply``."""
+        with self._group.translating(call.src):
+            self._port.reply(call.origin, buffers, nbytes, deadline)
+
+    def in_flight(self) -> int:
+        """See ``CallPort.in_flight``."""
+        return self._port.in_flight()
+
+    def close(self) -> None:
+        """See ``CallPort.close``."""
+        self._port.close()
+        self._group.forget_port(self)
+
+    def _translated(self, event: PortEvent) -> PortEvent:
+        src = self._group.to_local(event.src)
+        assert src is not None  # the service number is known to members alone
+        match event:
+            case IncomingCall():
+                return IncomingCall(src, event.request_id, event.payload, event)
+            case CallCancelled():
+                return CallCancelled(src, event.request_id)
+            case CallerGone():
+                return CallerGone(src)
+
+
+class _Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a member tells the others: who it thinks they are, and how many such groups it has."""
+
+    members: list[int]
+    ordinal: int
+
+
+_DECODER = msgspec.msgpack.Decoder(_Announcement)
+
+
+class _Agreement:
+    """How the groups of one parent come to be, on this rank.
+
+    An announcement that was sent and not answered in time is not sent again by the next attempt for
+    the same group: the late member finds one, not two, and both are in step afterwards.
+    """
+
+    _of_parent: ClassVar[WeakKeyDictionary[Backend, _Agreement]] = WeakKeyDictionary()
+    _of_parent_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: Counter[tuple[int, ...]] = Counter()
+        self._unanswered: dict[int, bytes] = {}
+
+    @classmethod
+    def at(cls, parent: Backend) -> _Agreement:
+        """Return that of a parent, new if it has none. Safe from any thread."""
+        with cls._of_parent_lock:
+            return cls._of_parent.setdefault(parent, cls())
+
+    def reach(self, parent: Backend, members: list[int], deadline: Deadline) -> int:
+        """Return the ordinal of a new group, the same on all members. Safe from any thread."""
+        if not self._lock.acquire(timeout=deadline.sleep_limit()):
+            raise DeadlineExceededError(deadline.limit, detail="another thread is making a group")
+        try:
+            ours = _Announcement(members, self._made[tuple(members)])
+            others = [rank for rank in members if rank != parent.rank]
+            self._announce(parent, ours, others, deadline)
+            theirs = self._collect(parent, ours, others, deadline)
+            ordinal = max([ours.ordinal, *(announcement.ordinal for announcement in theirs)])
+            self._made[tuple(members)] = ordinal + 1
+            return ordinal
+        finally:
+            self._lock.release()
+
+    def _announce(
+        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
+    ) -> None:
+        payload = msgspec.msgpack.encode(ours)
+        for dst in others:
+            if self._unanswered.get(dst) != payload:
+                parent.transmit(
+                    dst,
+                    Channel.CONTROL,
+                    parent.group,
+                    _AGREEMENT_TAG,
+                    (payload,),
+                    len(payload),
+                    deadline,
+                )
+                self._unanswered[dst] = payload
+
+    def _collect(
+        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
+    ) -> list[_Announcement]:
+        """Return what the others announced; all are asked first, so that an error names all."""
+        theirs: dict[int, _Announcement] = {}
+        differing: dict[int, list[int]] = {}
+        missing = []
+        for src in others:
+            try:
+                # Once a disagreement is certain, nobody is waited for any more.
+                patience = Deadline(0.0) if differing else deadline
+                payload = parent.receive(
+                    src, Channel.CONTROL, parent.group, _AGREEMENT_TAG, patience
+                )
+            except DeadlineExceededError:
+                missing.append(src)
+                continue
+            self._unanswered.pop(src, None)
+            theirs[src] = _decoded(payload, src)
+            if theirs[src].members != ours.members:
+                differing[src] = theirs[src].members
+        if differing:
+            views = [f"rank {rank} says {members}" for rank, members in differing.items()]
+            raise MembershipError(
+                f"the members disagree: rank {parent.rank} says {ours.members}, {', '.join(views)}"
+            )
+        if missing:
+            raise DeadlineExceededError(
+                deadline.limit, waiting_for=missing, detail=f"to confirm the group {ours.members}"
+            )
+        return list(theirs.values())
+
+
+def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
+    """Return the members, ascending and once each."""
+    chosen = list(members)
+    if not chosen:
+        raise InvalidWorldSizeError(0)
+    for member in chosen:
+        check_rank(member, parent.world_size)
+    chosen = sorted({operator.index(member) for member in chosen})
+    if parent.rank not in chosen:
+        error = InvalidRankError(parent.rank, len(chosen))
+        error.message = f"rank {parent.rank} is not a member of the group {chosen}"
+        raise error
+    return chosen
+
+
+def _decoded(payload: bytearray, src: int) -> _Announcement:
+    try:
+        return _DECODER.decode(payload)
+    except msgspec.DecodeError as error:
+        raise InvalidMessageError(f"not an announcement of a group: {error}").during(
+            peer=src
+        ) from error
+
+
+def _group_id(parent_group: int, members: list[int], ordinal: int) -> int:
+    """Return an id that differs from the world's, which is 0, and from that of any other group."""
+    return _digest("group", (parent_group, members, ordinal)) or 1
+
+
+def _mixed(group: int, service: int) -> int:
+    """Return the number by which the parent knows a service of a group."""
+    return _digest("service", (group, service))
+
+
+def _digest(purpose: str, value: object) -> int:
+    return int.from_bytes(hashlib.sha256(msgspec.msgpack.encode((purpose, value))).digest()[:8])

@@ -1,0 +1,20 @@
+"""For tests, ours and users': worlds of ranks in one process, and the conformance suite of backends.
+
+``run_ranks`` runs a function as every rank of a world, in threads or in real processes. ``check_backend`` runs
+the conformance suite against any backend. Nothing here imports pytest.
+"""
+
+from rankwire.testing.conformance import CHECKS, check_backend
+from rankwire.testing.ranks import in_parallel, run_ranks
+from rankwire.testing.worlds import MakeWorld, simulated_world, sub_world, tcp_world
+
+__all__ = [
+    "CHECKS",
+    "MakeWorld",
+    "check_backend",
+    "in_parallel",
+    "run_ranks",
+    "simulated_world",
+    "sub_world",
+    "tcp_world",
+]

@@ -1,0 +1,77 @@
+"""Worlds in one process: every rank of it as an object, all closed at the end.
+
+A *world maker* is what ``check_backend`` and ``run_ranks`` take: called with a number of ranks and options of the
+backend, it returns a context manager that gives the list of backends in rank order.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from rankwire.backends.base import Backend
+from rankwire.backends.simulated import SimulatedBackend
+from rankwire.backends.sub import SubBackend
+from rankwire.backends.tcp import TcpBackend, Transport
+from rankwire.testing.ranks import in_parallel
+
+__all__ = ["MakeWorld", "simulated_world", "sub_world", "tcp_world"]
+
+MakeWorld = Callable[..., AbstractContextManager[list[Backend]]]
+
+
+@contextmanager
+def simulated_world(world_size: int, **options: Any) -> Iterator[list[Backend]]:
+    """Ranks of the simulated backend."""
+    world: list[Backend] = list(SimulatedBackend.create_group(world_size, **options))
+    try:
+        yield world
+    finally:
+        _close(world)
+
+
+@contextmanager
+def tcp_world(
+    world_size: int, *, transport: Transport = "auto", **options: Any
+) -> Iterator[list[Backend]]:
+    """Ranks of the TCP backend over loopback, each with its own sockets."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def join(rank: int) -> Backend:
+        mine = listener if rank == 0 else None
+        return TcpBackend(
+            rank, world_size, address, transport=transport, listener=mine, **options
+        )
+
+    world = in_parallel([partial(join, rank) for rank in range(world_size)])
+    try:
+        yield world
+    finally:
+        _close(world)
+
+
+def sub_world(make_parent: MakeWorld) -> MakeWorld:
+    """Return a maker of groups inside worlds of another kind: all ranks of a larger world but rank 0."""
+
+    @contextmanager
+    def make(world_size: int, **options: Any) -> Iterator[list[Backend]]:
+        with make_parent(world_size + 1, **options) as parents:
+            members = range(1, world_size + 1)
+            world: list[Backend] = in_parallel(
+                [partial(SubBackend, parents[rank], list(members)) for rank in members]
+            )
+            try:
+                yield world
+            finally:
+                _close(world)
+
+    return make
+
+
+def _close(world: list[Backend]) -> None:
+    for backend in world:
+        backend.close()

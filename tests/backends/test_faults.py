@@ -1,0 +1,434 @@
+import itertools
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic, sleep
+
+import pytest
+
+from rankwire.backends.faults import FaultPlan, Timetable, link_between
+from rankwire.backends.simulated import SimulatedBackend
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    InvalidRankError,
+    PeerLostError,
+)
+from rankwire.testing import in_parallel
+
+SOON = 10.0
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rankwire-")]
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+@pytest.fixture
+def make_world():
+    assert threads() == []
+    worlds = []
+
+    def make(world_size, faults, **options):
+        options = {"timeout": SOON, "faults": faults, **options}
+        worlds.append(SimulatedBackend.create_group(world_size, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        for backend in world:
+            backend.close()
+    assert threads() == []
+
+
+def first(count, delays):
+    return list(itertools.islice(delays, count))
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_decides_the_same():
+    def draws(seed):
+        plan = FaultPlan(seed).delay(0.001, jitter=0.01)
+        return {way: first(50, plan.delays(*way)) for way in itertools.permutations(range(3), 2)}
+
+    assert draws(5) == draws(5)
+    assert draws(5) != draws(6)
+
+
+def test_every_link_and_every_kind_of_traffic_has_delays_of_its_own():
+    plan = FaultPlan(seed=1).delay(0.0, jitter=1.0)
+    ways = [(0, 1), (1, 0), (0, 2), (0, 1, "replies 4")]
+    assert len({tuple(first(5, plan.delays(*way))) for way in ways}) == len(ways)
+
+
+def test_delays_stay_within_their_jitter_and_add_up():
+    plan = FaultPlan().delay(1.0, jitter=0.5).delay(10.0, src=0)
+    assert all(11.0 <= seconds <= 11.5 for seconds in first(100, plan.delays(0, 1)))
+    assert all(1.0 <= seconds <= 1.5 for seconds in first(100, plan.delays(1, 0)))
+
+
+def test_a_delay_concerns_only_the_ranks_it_names():
+    plan = FaultPlan().delay(1.0, src=0, dst=1)
+    assert first(2, plan.delays(0, 1)) == [1.0, 1.0]
+    assert [plan.delays(*way) for way in ((1, 0), (0, 2), (2, 1))] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda plan: plan.delay(-1.0),
+        lambda plan: plan.delay(0.0, jitter=math.inf),
+        lambda plan: plan.delay(math.nan),
+        lambda plan: plan.drop_link(1, 1),
+        lambda plan: plan.drop_link(0, 1, after=-1),
+        lambda plan: plan.drop_link(0, 1, after=0.5),
+        lambda plan: plan.kill(0, after=1.5),
+        lambda plan: plan.kill(0, after_seconds=-1),
+        lambda plan: plan.partition([[0, 1], [1, 2]]),
+        lambda plan: plan.slow_reader(0, -0.1),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused(add):
+    with pytest.raises(ConfigurationError):
+        add(FaultPlan())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        FaultPlan().kill(2),
+        FaultPlan().delay(0.1, dst=2),
+        FaultPlan().drop_link(0, 2),
+        FaultPlan().partition([[0], [2]]),
+        FaultPlan().slow_reader(2, 0.1),
+    ],
+)
+def test_a_fault_of_a_rank_that_is_not_there_is_refused(plan):
+    with pytest.raises(InvalidRankError):
+        SimulatedBackend.create_group(2, faults=plan)
+    assert threads() == []
+
+
+def test_a_link_is_the_same_from_both_ends():
+    assert link_between(3, 1) == link_between(1, 3) == (1, 3)
+
+
+def test_a_plan_tells_what_it_is():
+    assert repr(FaultPlan(seed=3).kill(0).delay(1)) == "FaultPlan(seed=3, 2 faults)"
+
+
+def test_a_plan_serves_several_worlds_and_may_grow_afterwards(make_world):
+    plan = FaultPlan().kill(0, after=1)
+    one, other = make_world(2, plan), make_world(2, plan)
+    plan.kill(1)
+    for world in (one, other):
+        world[0].send(b"x", 1)
+        assert world[1].recv(0) == b"x"
+
+
+# -- the timetable ---------------------------------------------------------------------------------
+
+
+def test_things_happen_in_the_order_of_their_times():
+    lock = threading.Lock()
+    table = Timetable(lock, lambda: lock)
+    done = []
+    with lock:
+        now = monotonic()
+        for name, when in (("c", now + 0.03), ("a", now), ("b", now + 0.01), ("b2", now + 0.01)):
+            table.plan(when, lambda name=name: done.append(name))
+        table.plan(now + 0.04, table.end)
+        table.plan(now + 0.05, lambda: done.append("never"))
+        table.start()
+    table.join()
+    assert done == ["a", "b", "b2", "c"]
+
+
+# -- delays ----------------------------------------------------------------------------------------
+
+
+def test_a_delayed_message_is_not_there_at_once(make_world):
+    one, other = make_world(2, FaultPlan().delay(0.3))
+    begin = monotonic()
+    one.send(b"slow", 1)
+    with pytest.raises(DeadlineExceededError):
+        other.recv(0, timeout=0)
+    assert other.recv(0) == b"slow"
+    assert monotonic() - begin >= 0.3
+
+
+def test_delays_keep_the_order_of_each_pair(make_world):
+    world = make_world(3, FaultPlan(seed=4).delay(0.0, jitter=0.02))
+    for number in range(40):
+        for src in (0, 1):
+            world[src].send(bytes([number]), 2, tag=src)
+    for src in (0, 1):
+        assert [world[2].recv(src, tag=src)[0] for _ in range(40)] == list(range(40))
+
+
+def test_a_slow_link_does_not_slow_another(make_world):
+    world = make_world(3, FaultPlan().delay(60.0, src=0))
+    world[0].send(b"slow", 2)
+    world[1].send(b"fast", 2)
+    assert world[2].recv(1, timeout=0) == b"fast"
+
+
+def test_barriers_work_on_a_slow_network(make_world):
+    world = make_world(4, FaultPlan(seed=1).delay(0.001, jitter=0.01))
+    in_parallel(
+        [lambda backend=backend: [backend.barrier() for _ in range(5)] for backend in world]
+    )
+
+
+def test_messages_under_way_fill_the_queue(make_world):
+    one, other = make_world(2, FaultPlan().delay(0.1), queue_nbytes=10)
+    one.send(bytes(10), 1)
+    with pytest.raises(DeadlineExceededError):
+        one.send(b"x", 1, timeout=0)
+    assert other.recv(0) == bytes(10)
+    one.send(b"x", 1, timeout=0)
+
+
+def test_what_is_under_way_arrives_before_the_news_that_its_sender_left(make_world):
+    one, other = make_world(2, FaultPlan().delay(0.05))
+    one.send(b"first", 1)
+    one.send(b"second", 1)
+    one.close()
+    assert [other.recv(0), other.recv(0)] == [b"first", b"second"]
+    with pytest.raises(ChannelClosedError, match="rank 0 has left"):
+        other.recv(0)
+
+
+def test_what_is_under_way_when_its_sender_dies_is_lost(make_world):
+    one, other = make_world(2, FaultPlan().delay(60.0))
+    one.send(b"too late", 1)
+    one.network.kill(0)
+    with pytest.raises(PeerLostError):
+        other.recv(0)
+
+
+# -- broken links ----------------------------------------------------------------------------------
+
+
+def test_a_link_breaks_after_its_last_message_both_ways(make_world, pool):
+    world = make_world(3, FaultPlan().drop_link(0, 1, after=3))
+    waiting = pool.submit(world[0].recv, 1, 9)
+    world[0].send(b"a", 1)
+    world[1].send(b"b", 0)
+    world[0].send(b"c", 1)
+    assert waiting.exception(SOON).peer == 1
+    assert [world[1].recv(0), world[1].recv(0), world[0].recv(1)] == [b"a", b"c", b"b"]
+    for rank in (0, 1):
+        for action in (world[rank].recv, lambda peer: world[rank].send(b"x", peer)):  # noqa: B023
+            with pytest.raises(PeerLostError) as caught:
+                action(1 - rank)
+            assert caught.value.peer == 1 - rank
+    world[0].send(b"by the way", 2)
+    assert world[2].recv(0) == b"by the way"
+
+
+def test_a_link_can_be_broken_from_the_start(make_world):
+    world = make_world(2, FaultPlan().drop_link(1, 0))
+    assert threads() == []
+    for rank in (0, 1):
+        with pytest.raises(PeerLostError):
+            world[rank].recv(1 - rank)
+
+
+def test_a_partition_cuts_the_links_across_and_no_others(make_world, pool):
+    world = make_world(5, FaultPlan().partition([[0, 1], [2, 3]], after=0.05))
+    waiting = [pool.submit(world[0].recv, 2), pool.submit(world[3].recv, 1)]
+    assert [future.exception(SOON).peer for future in waiting] == [2, 1]
+    for src, dst in ((0, 1), (3, 2), (4, 0), (4, 3)):
+        world[src].send(b"ok", dst)
+        assert world[dst].recv(src) == b"ok"
+    for a, b in itertools.product((0, 1), (2, 3)):
+        with pytest.raises(PeerLostError):
+            world[a].send(b"x", b)
+        with pytest.raises(PeerLostError):
+            world[b].recv(a)
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_dies_after_its_last_message(make_world):
+    world = make_world(3, FaultPlan().kill(0, after=2))
+    world[1].send(b"not its own", 0)
+    world[0].send(b"one", 1)
+    world[0].send(b"two", 2)
+    with pytest.raises(PeerLostError) as caught:
+        world[0].send(b"three", 1)
+    assert caught.value.peer == 0
+    assert (world[1].recv(0), world[2].recv(0)) == (b"one", b"two")
+    for survivor in world[1:]:
+        with pytest.raises(PeerLostError):
+            survivor.barrier()
+
+
+def test_a_rank_dies_in_the_middle_of_a_barrier(make_world):
+    world = make_world(4, FaultPlan().kill(2, after=1))
+
+    def meet(rank):
+        with pytest.raises(PeerLostError) as caught:
+            world[rank].barrier()
+        return caught.value.peer
+
+    assert meet(2) == 2
+    assert in_parallel([lambda rank=rank: meet(rank) for rank in (0, 1, 3)]) == [2, 2, 2]
+
+
+def test_a_rank_dies_in_time(make_world, pool):
+    world = make_world(3, FaultPlan().kill(1, after_seconds=0.05))
+    waiting = [pool.submit(world[0].recv, 1), pool.submit(world[1].recv, 0)]
+    assert [future.exception(SOON).peer for future in waiting] == [1, 1]
+    world[0].send(b"x", 2)
+    assert world[2].recv(0) == b"x"
+
+
+def test_a_rank_can_be_dead_from_the_start(make_world):
+    one, other = make_world(2, FaultPlan().kill(1))
+    for backend in (one, other):
+        with pytest.raises(PeerLostError) as caught:
+            backend.barrier()
+        assert caught.value.peer == 1
+
+
+def test_calls_count_as_messages(make_world):
+    one, other = make_world(2, FaultPlan().kill(0, after=1))
+    ports = [backend.open_calls(7) for backend in (one, other)]
+    receive = ports[0].call(1, 1, [b"x"], 1, Deadline(SOON))
+    with pytest.raises(PeerLostError) as caught:
+        ports[0].wait(1, receive, Deadline(SOON))
+    assert caught.value.peer == 0
+    events = ports[1].poll(Deadline(SOON))
+    assert [type(event).__name__ for event in events] == ["IncomingCall", "CallerGone"]
+
+
+# -- slow readers ----------------------------------------------------------------------------------
+
+
+def test_a_slow_reader_takes_one_message_at_a_time(make_world):
+    world = make_world(3, FaultPlan().slow_reader(2, 0.02))
+    begin = monotonic()
+    for src in (0, 1):
+        for _ in range(3):
+            world[src].send(b"x", 2)
+        world[src].send(b"fast", 1 - src)
+        assert world[1 - src].recv(src, timeout=0) == b"fast"
+    for src in (0, 1):
+        for _ in range(3):
+            world[2].recv(src)
+    assert monotonic() - begin >= 0.02 * 5
+
+
+def test_a_slow_reader_blocks_its_senders(make_world):
+    one, other = make_world(2, FaultPlan().slow_reader(1, 0.02), queue_nbytes=10)
+    for _ in range(2):
+        one.send(bytes(5), 1)
+    with pytest.raises(DeadlineExceededError):
+        one.send(bytes(5), 1, timeout=0)
+    other.recv(0)
+    one.send(bytes(5), 1)
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [None, FaultPlan(), FaultPlan().drop_link(0, 1).kill(2, after=9)])
+def test_no_thread_without_a_need(make_world, plan):
+    make_world(3, plan)
+    assert threads() == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        FaultPlan().delay(60.0),
+        FaultPlan().slow_reader(1, 60.0),
+        FaultPlan().kill(1, after_seconds=1e12),
+        FaultPlan().partition([[0], [1, 2]], after=60.0),
+    ],
+)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_the_thread_ends_with_the_last_rank(plan, order):
+    world = SimulatedBackend.create_group(3, faults=plan)
+    assert len(threads()) == 1
+    for _ in range(3):
+        world[0].send(b"never seen", 1)
+    for rank in order[:-1]:
+        world[rank].close()
+    assert len(threads()) == 1
+    world[order[-1]].close()
+    assert threads() == []
+
+
+def test_the_thread_ends_when_the_rest_was_killed():
+    world = SimulatedBackend.create_group(3, faults=FaultPlan().delay(60.0))
+    world[0].network.kill(0)
+    world[0].network.kill(2)
+    world[1].close()
+    assert threads() == []
+
+
+def test_no_thread_when_all_are_dead_from_the_start():
+    world = SimulatedBackend.create_group(2, faults=FaultPlan().delay(60.0).kill(0).kill(1))
+    assert threads() == []
+    world[0].close()
+
+
+def test_a_lost_message_does_not_hold_up_the_others(make_world):
+    world = make_world(3, FaultPlan().delay(0.02))
+    world[0].send(b"lost", 1)
+    world[0].network.kill(0)
+    sleep(0.03)
+    world[1].send(b"not lost", 2)
+    assert world[2].recv(1) == b"not lost"
+
+
+def test_a_callback_may_wait_for_the_network(make_world):
+    one, other = make_world(2, FaultPlan().delay(0.01))
+    ports = [backend.open_calls(1) for backend in (one, other)]
+    received = []
+    heard = threading.Event()
+
+    def on_reply(receive):
+        received.append(one.recv(1))
+        heard.set()
+
+    ports[0].call(1, 1, [b"x"], 1, Deadline(SOON), on_reply)
+    (call,) = ports[1].poll(Deadline(SOON))
+    ports[1].reply(call, [b"y"], 1, Deadline(SOON))
+    sleep(0.03)  # the callback waits by now
+    other.send(b"comes later", 0)
+    assert heard.wait(SOON)
+    assert received == [b"comes later"]
+
+
+def test_closing_from_a_callback_does_not_wait_for_itself():
+    world = SimulatedBackend.create_group(2, faults=FaultPlan().delay(0.01))
+    ports = [backend.open_calls(1) for backend in world]
+    closed = threading.Event()
+
+    def close_all(receive):
+        for backend in world:
+            backend.close()
+        closed.set()
+
+    ports[0].call(1, 1, [b"x"], 1, Deadline(SOON), close_all)
+    (call,) = ports[1].poll(Deadline(SOON))
+    ports[1].reply(call, [b"y"], 1, Deadline(SOON))
+    assert closed.wait(SOON)
+    limit = monotonic() + SOON
+    while threads() and monotonic() < limit:
+        sleep(0.001)
+    assert threads() == []

@@ -1,0 +1,682 @@
+import threading
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic, sleep
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rankwire.backends.simulated import SimulatedBackend
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    MessageTooLargeError,
+    PeerLostError,
+    RankwireError,
+    SelfSendError,
+    SizeMismatchError,
+)
+from rankwire.testing import in_parallel
+from rankwire.wire.frames import Channel
+
+SOON = 10.0  # generous: what must happen "at once" happens within it on the slowest machine
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+@pytest.fixture
+def make_world():
+    before = set(threading.enumerate())
+    worlds = []
+
+    def make(world_size, **options):
+        worlds.append(SimulatedBackend.create_group(world_size, **{"timeout": SOON, **options}))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        for backend in world:
+            backend.close()
+    left = [t for t in threading.enumerate() if t not in before and "rankwire" in t.name]
+    assert left == []
+
+
+def until(condition):
+    limit = monotonic() + SOON
+    while not condition():
+        assert monotonic() < limit
+        sleep(0.001)
+
+
+def let_it_wait(future):
+    """Give a thread the time to get into its wait; what follows must hold also if it did not."""
+    until(lambda: future.running() or future.done())
+    sleep(0.02)
+    return future
+
+
+# -- worlds ----------------------------------------------------------------------------------------
+
+
+def test_the_index_is_the_rank(make_world):
+    world = make_world(3)
+    assert [backend.rank for backend in world] == [0, 1, 2]
+    assert {backend.world_size for backend in world} == {3}
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 2.0, "2"])
+def test_a_world_needs_ranks(world_size):
+    with pytest.raises(InvalidWorldSizeError) as caught:
+        SimulatedBackend.create_group(world_size)
+    assert caught.value.world_size == world_size
+
+
+@pytest.mark.parametrize("options", [{"queue_nbytes": 0}, {"timeout": -1.0}])
+def test_options_that_cannot_work_are_refused(options):
+    with pytest.raises(ConfigurationError):
+        SimulatedBackend.create_group(2, **options)
+
+
+def test_a_world_of_one_works(make_world):
+    (alone,) = make_world(1)
+    alone.barrier(timeout=0)
+    with pytest.raises(SelfSendError):
+        alone.send(b"x", 0)
+
+
+def test_a_thousand_ranks_cost_what_they_use(make_world):
+    world = make_world(1000)
+    world[0].send(b"far", 999)
+    assert world[999].recv(0) == b"far"
+
+
+def test_two_worlds_never_meet(make_world):
+    one, other = make_world(2), make_world(2)
+    one[0].send(b"one", 1)
+    with pytest.raises(DeadlineExceededError):
+        other[1].recv(0, timeout=0)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def test_send_and_recv(make_world, pool):
+    first, second = make_world(2)
+    sent = pool.submit(first.send, bytes([1, 2, 3, 4]), 1)
+    assert second.recv(0) == bytes([1, 2, 3, 4])
+    sent.result(SOON)
+
+
+def test_a_waiting_receive_gets_the_message(make_world, pool):
+    first, second = make_world(2)
+    received = let_it_wait(pool.submit(second.recv, 0))
+    first.send(b"here", 1)
+    assert received.result(SOON) == b"here"
+
+
+def test_pieces_and_arrays_arrive_as_one(make_world):
+    first, second = make_world(2)
+    array = np.arange(3, dtype=np.int64)
+    first.send([b"head", array, b""], 1)
+    assert second.recv(0) == b"head" + array.tobytes()
+
+
+def test_an_empty_message_is_a_message(make_world):
+    first, second = make_world(2)
+    first.send(b"", 1)
+    assert second.recv(0, timeout=0) == b""
+
+
+def test_the_sender_may_reuse_its_buffer(make_world):
+    first, second = make_world(2)
+    buffer = bytearray(b"before")
+    first.send(buffer, 1)
+    buffer[:] = b"after."
+    assert second.recv(0) == b"before"
+
+
+def test_messages_of_a_tag_keep_their_order(make_world):
+    first, second = make_world(2)
+    for number in range(100):
+        first.send(bytes([number]), 1, tag=number % 2)
+    for tag in (1, 0):
+        got = [second.recv(0, tag=tag)[0] for _ in range(50)]
+        assert got == list(range(tag, 100, 2))
+
+
+def test_tags_channels_and_groups_are_isolated(make_world):
+    first, second = make_world(2)
+    first.send(b"user", 1, tag=3)
+    first.transmit(1, Channel.COLLECTIVE, 0, 3, [b"step"], 4, Deadline(0))
+    first.transmit(1, Channel.MESSAGE, 9, 3, [b"group"], 5, Deadline(0))
+    with pytest.raises(DeadlineExceededError):
+        second.recv(0, tag=4, timeout=0)
+    assert second.receive(0, Channel.MESSAGE, 9, 3, Deadline(0)) == b"group"
+    assert second.receive(0, Channel.COLLECTIVE, 0, 3, Deadline(0)) == b"step"
+    assert second.recv(0, tag=3, timeout=0) == b"user"
+
+
+def test_receivers_of_one_tag_each_get_one_message(make_world, pool):
+    first, second = make_world(2)
+    received = [let_it_wait(pool.submit(second.recv, 0)) for _ in range(4)]
+    for number in range(4):
+        first.send(bytes([number]), 1)
+    assert [future.result(SOON)[0] for future in received] == [0, 1, 2, 3]
+
+
+def test_both_sides_can_send_while_both_receive(make_world, pool):
+    first, second = make_world(2)
+    received = [let_it_wait(pool.submit(one.recv, peer)) for one, peer in ((first, 1), (second, 0))]
+    first.send(b"from 0", 1)
+    second.send(b"from 1", 0)
+    assert [future.result(SOON) for future in received] == [b"from 1", b"from 0"]
+
+
+def test_wrong_ranks_are_refused(make_world):
+    first, _ = make_world(2)
+    with pytest.raises(InvalidRankError) as caught:
+        first.send(b"x", 5)
+    assert (caught.value.invalid_rank, caught.value.world_size) == (5, 2)
+    with pytest.raises(SelfSendError):
+        first.recv(0)
+
+
+def test_too_large_a_message_is_refused_on_every_way(make_world):
+    first, second = make_world(2, max_message_nbytes=10)
+    with pytest.raises(MessageTooLargeError):
+        first.send(bytes(11), 1)
+    with pytest.raises(MessageTooLargeError):
+        first.transmit(1, Channel.COLLECTIVE, 0, 0, [bytes(11)], 11, Deadline(0))
+    first.send(bytes(10), 1)
+    assert second.recv(0) == bytes(10)
+
+
+# -- time limits -----------------------------------------------------------------------------------
+
+
+def test_zero_polls(make_world):
+    first, second = make_world(2)
+    with pytest.raises(DeadlineExceededError) as caught:
+        second.recv(0, timeout=0)
+    assert (caught.value.limit, caught.value.waiting_for) == (0, [0])
+    first.send(b"now", 1)
+    assert second.recv(0, timeout=0) == b"now"
+
+
+def test_an_error_says_what_was_done_and_for_how_long(make_world):
+    _, second = make_world(2)
+    with pytest.raises(DeadlineExceededError) as caught:
+        second.recv(0, tag=7, timeout=0.05)
+    error = caught.value
+    assert (error.op, error.rank, error.peer, error.tag, error.limit) == ("recv", 1, 0, 7, 0.05)
+    assert error.waited >= 0.05
+
+
+def test_a_message_that_comes_late_is_received_later(make_world):
+    first, second = make_world(2)
+    with pytest.raises(DeadlineExceededError):
+        second.recv(0, timeout=0.01)
+    first.send(b"late", 1)
+    assert second.recv(0) == b"late"
+
+
+def test_a_second_receiver_has_its_own_deadline(make_world, pool):
+    first, second = make_world(2)
+    other = let_it_wait(pool.submit(second.recv, 0))
+    begin = monotonic()
+    with pytest.raises(DeadlineExceededError):
+        second.recv(0, timeout=0.05)
+    assert monotonic() - begin < SOON / 2
+    first.send(b"for the first", 1)
+    assert other.result(SOON) == b"for the first"
+
+
+class InterruptedHereError(BaseException):
+    pass
+
+
+def test_an_interrupted_receive_leaves_nothing_behind(make_world, monkeypatch):
+    first, second = make_world(2)
+
+    def interrupt(number, frame):
+        raise InterruptedHereError
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(InterruptedHereError):
+            second.recv(0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    first.send(b"for the next", 1)
+    assert second.recv(0) == b"for the next"
+
+
+@pytest.mark.parametrize("somebody_waits", [False, True])
+def test_a_message_that_came_with_an_interrupt_is_not_lost(
+    make_world, pool, monkeypatch, somebody_waits
+):
+    first, second = make_world(2)
+    drive = Inbox.drive
+
+    def interrupted_drive(inbox, wanted, deadline):
+        if wanted.nbytes != 3:
+            return drive(inbox, wanted, deadline)
+        inbox.land(wanted.key, bytearray(b"one"))
+        raise InterruptedHereError
+
+    monkeypatch.setattr(Inbox, "drive", interrupted_drive)
+    waiting = []
+
+    def interrupted_receive():
+        with pytest.raises(InterruptedHereError):
+            second.receive(0, Channel.MESSAGE, 0, 0, Deadline(SOON), nbytes=3)
+
+    if somebody_waits:
+        waiting = [pool.submit(interrupted_receive)]
+        waiting[0].result(SOON)
+        with second.network.changing():  # the message went to the head; take it off again
+            pass
+    else:
+        interrupted_receive()
+    first.send(b"two", 1)
+    assert [second.recv(0), second.recv(0)] == [b"one", b"two"]
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def test_a_mismatch_loses_nothing(make_world):
+    first, second = make_world(2)
+    first.send(bytes(16), 1)
+    first.send(b"next", 1)
+    buffer = bytearray(b"\xff" * 4)
+    with pytest.raises(SizeMismatchError) as caught:
+        second.recv_into(buffer, 0)
+    assert (caught.value.expected, caught.value.got, buffer) == (4, 16, b"\xff" * 4)
+    assert second.recv(0, timeout=0) == bytes(16)
+    assert second.recv_into(buffer, 0, timeout=0) == 4
+    assert buffer == b"next"
+
+
+def test_a_message_that_does_not_fit_goes_to_the_next_who_waits(make_world, pool):
+    first, second = make_world(2)
+    fussy = let_it_wait(pool.submit(second.recv_into, bytearray(4), 0))
+    easy = let_it_wait(pool.submit(second.recv, 0))
+    first.send(bytes(16), 1)
+    assert easy.result(SOON) == bytes(16)
+    assert isinstance(fussy.exception(SOON), SizeMismatchError)
+
+
+# -- bounded queues --------------------------------------------------------------------------------
+
+
+def test_a_full_queue_blocks_the_sender_until_there_is_room(make_world, pool):
+    first, second = make_world(2, queue_nbytes=100)
+    first.send(bytes(60), 1)
+    blocked = let_it_wait(pool.submit(first.send, b"x" * 60, 1))
+    assert not blocked.done()
+    assert second.recv(0) == bytes(60)
+    blocked.result(SOON)
+    assert second.recv(0) == b"x" * 60
+
+
+def test_a_send_without_room_ends_in_time_and_names_the_reader(make_world):
+    first, second, third = make_world(3, queue_nbytes=100)
+    first.send(bytes(100), 1)
+    with pytest.raises(DeadlineExceededError) as caught:
+        first.send(b"x", 1, timeout=0.05)
+    assert (caught.value.waiting_for, caught.value.op, caught.value.peer) == ([1], "send", 1)
+    first.send(bytes(100), 2, timeout=0)  # other pairs are not affected
+    second.send(bytes(100), 0, timeout=0)
+    third.send(bytes(100), 1, timeout=0)
+    assert second.recv(0, timeout=0) == bytes(100)
+    with pytest.raises(DeadlineExceededError):
+        second.recv(0, timeout=0)  # what was not sent does not arrive
+
+
+def test_one_message_may_be_larger_than_the_queue(make_world):
+    first, second = make_world(2, queue_nbytes=10)
+    first.send(bytes(1000), 1, timeout=0)
+    with pytest.raises(DeadlineExceededError):
+        first.send(b"x", 1, timeout=0)
+    second.recv(0)
+    first.send(b"x", 1, timeout=0)
+
+
+def test_empty_messages_pass_a_full_queue(make_world):
+    world = make_world(2, queue_nbytes=10)
+    for backend in world:
+        backend.send(bytes(1000), 1 - backend.rank)
+    in_parallel([backend.barrier for backend in world])
+
+
+def test_blocked_senders_take_their_turn(make_world, pool):
+    first, second = make_world(2, queue_nbytes=100)
+    first.send(bytes(100), 1)
+    large = let_it_wait(pool.submit(first.send, b"L" * 100, 1))
+    small = let_it_wait(pool.submit(first.send, b"s", 1))
+    second.recv(0)
+    large.result(SOON)  # the small one, which would fit first, has not overtaken it
+    assert second.recv(0) == b"L" * 100
+    small.result(SOON)
+    assert second.recv(0) == b"s"
+
+
+def test_a_mismatch_does_not_make_room(make_world):
+    first, second = make_world(2, queue_nbytes=10)
+    first.send(bytes(10), 1)
+    with pytest.raises(SizeMismatchError):
+        second.recv_into(bytearray(3), 0)
+    with pytest.raises(DeadlineExceededError):
+        first.send(b"x", 1, timeout=0)
+
+
+# -- barriers --------------------------------------------------------------------------------------
+
+
+def test_nobody_leaves_a_barrier_before_all_have_entered(make_world):
+    world = make_world(4)
+    entered = []
+
+    def meet(backend):
+        for episode in range(1, 20):
+            entered.append(backend.rank)
+            backend.barrier()
+            assert len(entered) >= 4 * episode
+            backend.barrier()
+
+    in_parallel([lambda backend=backend: meet(backend) for backend in world])
+
+
+def test_a_barrier_names_the_missing(make_world, pool):
+    world = make_world(4)
+    waiting = [pool.submit(world[rank].barrier, 0.5) for rank in (0, 3)]
+    assert [future.exception(SOON).waiting_for for future in waiting] == [[1, 2], [1, 2]]
+    in_parallel([world[1].barrier, world[2].barrier])  # late, but all have entered
+    in_parallel([backend.barrier for backend in world])
+
+
+def test_user_messages_do_not_satisfy_a_barrier(make_world):
+    world = make_world(2)
+    for number in range(3):
+        world[0].send(b"\0", 1, tag=number)
+    in_parallel([backend.barrier for backend in world])
+    assert [world[1].recv(0, tag=number) for number in range(3)] == [b"\0"] * 3
+
+
+# -- leaving ---------------------------------------------------------------------------------------
+
+
+def test_close_wakes_whoever_waits(make_world, pool):
+    first, _ = make_world(2, queue_nbytes=10)
+    first.send(bytes(10), 1)
+    actions = [
+        lambda: first.recv(1),
+        lambda: first.recv(1, tag=1),
+        lambda: first.send(b"x", 1),
+        first.barrier,
+    ]
+    waiting = [let_it_wait(pool.submit(action)) for action in actions]
+    first.close()
+    first.close()
+    assert [type(future.exception(SOON)) for future in waiting] == [ChannelClosedError] * 4
+    assert first.closed
+    for action in (*actions, lambda: first.open_calls(1)):
+        with pytest.raises(ChannelClosedError):
+            action()
+
+
+def test_peers_take_what_a_rank_left_behind(make_world, pool):
+    first, second = make_world(2)
+    waiting = let_it_wait(pool.submit(second.recv, 0, 5))
+    first.send(b"one", 1)
+    first.send(b"two", 1)
+    first.close()
+    assert "rank 0 has left" in str(waiting.exception(SOON))
+    assert [second.recv(0), second.recv(0)] == [b"one", b"two"]
+    for action in (lambda: second.recv(0), lambda: second.send(b"x", 0), second.barrier):
+        with pytest.raises(ChannelClosedError, match="rank 0 has left") as caught:
+            action()
+        assert (caught.value.rank, caught.value.peer) == (1, 0)
+
+
+def test_a_sender_that_waits_for_room_hears_that_the_reader_left(make_world, pool):
+    first, second = make_world(2, queue_nbytes=10)
+    first.send(bytes(10), 1)
+    blocked = let_it_wait(pool.submit(first.send, b"x", 1))
+    second.close()
+    assert "rank 1 has left" in str(blocked.exception(SOON))
+
+
+def test_the_others_go_on_when_a_rank_leaves(make_world):
+    first, second, third = make_world(3)
+    first.close()
+    second.send(b"still here", 2)
+    assert third.recv(1) == b"still here"
+
+
+def test_a_backend_is_a_context_manager():
+    (alone,) = SimulatedBackend.create_group(1)
+    with alone as entered:
+        assert entered is alone
+    assert alone.closed
+
+
+# -- dying -----------------------------------------------------------------------------------------
+
+
+def test_a_kill_fails_all_that_is_pending_and_names_the_rank(make_world, pool):
+    first, second, third = make_world(3, queue_nbytes=10)
+    first.send(bytes(10), 2)
+    waiting = [
+        let_it_wait(pool.submit(action))
+        for action in (
+            lambda: first.recv(2),
+            lambda: first.recv(2, tag=1),
+            lambda: first.send(b"x", 2),
+            first.barrier,
+            second.barrier,
+        )
+    ]
+    until(lambda: [one._inboxes[2].in_flight for one in (first, second)] == [3, 1])
+    third.network.kill(2)
+    errors = [future.exception(SOON) for future in waiting]
+    assert [(type(error), error.peer) for error in errors] == [(PeerLostError, 2)] * 5
+    for action in (lambda: first.recv(2), lambda: first.send(b"x", 2)):
+        with pytest.raises(PeerLostError):
+            action()
+    first.send(b"we go on", 1)
+    assert second.recv(0) == b"we go on"
+
+
+def test_the_killed_rank_itself_sees_its_death(make_world, pool):
+    first, second = make_world(2)
+    waiting = let_it_wait(pool.submit(first.recv, 1))
+    first.network.kill(0)
+    errors = [waiting.exception(SOON)]
+    for action in (lambda: first.recv(1), lambda: first.send(b"x", 1), first.barrier):
+        with pytest.raises(PeerLostError) as caught:
+            action()
+        errors.append(caught.value)
+    assert [error.peer for error in errors] == [0] * 4
+    first.close()
+    with pytest.raises(ChannelClosedError):
+        first.recv(1)
+    with pytest.raises(PeerLostError):  # to the others it stays dead
+        second.recv(0)
+
+
+def test_what_arrived_before_a_death_stays_receivable(make_world):
+    first, second = make_world(2)
+    first.send(b"last words", 1)
+    first.network.kill(0)
+    first.network.kill(0)
+    assert second.recv(0) == b"last words"
+    with pytest.raises(PeerLostError, match="rank 0 is lost"):
+        second.recv(0)
+
+
+def test_a_rank_that_left_cannot_die(make_world):
+    first, second = make_world(2)
+    first.close()
+    first.network.kill(0)
+    with pytest.raises(ChannelClosedError):
+        second.recv(0)
+
+
+def test_a_broken_link_parts_two_ranks_and_no_others(make_world, pool):
+    first, second, third = make_world(3)
+    waiting = [let_it_wait(pool.submit(first.recv, 1)), let_it_wait(pool.submit(second.recv, 0))]
+    first.network.break_link(1, 0)
+    errors = [future.exception(SOON) for future in waiting]
+    assert [(type(error), error.peer) for error in errors] == [
+        (PeerLostError, 1),
+        (PeerLostError, 0),
+    ]
+    third.send(b"a", 0)
+    third.send(b"b", 1)
+    assert (first.recv(2), second.recv(2)) == (b"a", b"b")
+
+
+def test_faults_on_demand_check_their_ranks(make_world):
+    (first, _) = make_world(2)
+    with pytest.raises(InvalidRankError):
+        first.network.kill(2)
+    with pytest.raises(InvalidRankError):
+        first.network.break_link(0, 7)
+    with pytest.raises(ConfigurationError):
+        first.network.break_link(1, 1)
+
+
+# -- everything at once ----------------------------------------------------------------------------
+
+
+def test_many_threads_each_get_their_own(make_world):
+    world = make_world(3, queue_nbytes=200)
+
+    def send(src, dst, tag):
+        for number in range(30):
+            world[src].send(f"{src}/{dst}/{tag}/{number}".encode(), dst, tag=tag)
+
+    def receive(src, dst, tag):
+        for number in range(30):
+            assert world[dst].recv(src, tag=tag) == f"{src}/{dst}/{tag}/{number}".encode()
+
+    ways = [(src, dst, 0) for src in range(3) for dst in range(3) if src != dst]
+    in_parallel([lambda way=way, do=do: do(*way) for way in ways for do in (send, receive)])
+
+
+RANKS = st.integers(0, 2)
+TAGS = st.integers(0, 2)
+QUEUE_NBYTES = 20
+
+
+class WorldMachine(RuleBasedStateMachine):
+    """Random use of a world of three against a model: a deque for each (src, dst, tag)."""
+
+    def __init__(self):
+        super().__init__()
+        self.world = SimulatedBackend.create_group(3, queue_nbytes=QUEUE_NBYTES)
+        self.model = defaultdict(deque)
+        self.left = set()
+        self.killed = set()
+
+    def queued_nbytes(self, src, dst):
+        return sum(
+            len(message)
+            for (a, b, _), messages in self.model.items()
+            if (a, b) == (src, dst)
+            for message in messages
+        )
+
+    def expected_failure(self, rank, peer):
+        if rank in self.left:
+            return ChannelClosedError
+        if rank in self.killed or peer in self.killed:
+            return PeerLostError
+        return ChannelClosedError if peer in self.left else None
+
+    def outcome(self, action):
+        try:
+            return action()
+        except RankwireError as error:
+            return type(error)
+
+    @rule(src=RANKS, dst=RANKS, tag=TAGS, data=st.binary(max_size=30))
+    def send(self, src, dst, tag, data):
+        if src == dst:
+            return
+        load = self.queued_nbytes(src, dst)
+        expected = self.expected_failure(src, dst)
+        if expected is None and data and load and load + len(data) > QUEUE_NBYTES:
+            expected = DeadlineExceededError
+        assert self.outcome(lambda: self.world[src].send(data, dst, tag, timeout=0)) == expected
+        if expected is None:
+            self.model[src, dst, tag].append(data)
+
+    @rule(src=RANKS, dst=RANKS, tag=TAGS)
+    def recv(self, src, dst, tag):
+        if src == dst:
+            return
+        own_failure = self.expected_failure(dst, dst)
+        queue = self.model[src, dst, tag]
+        if own_failure is not None:
+            expected = own_failure
+        elif queue:
+            expected = queue.popleft()
+        else:
+            expected = self.expected_failure(dst, src) or DeadlineExceededError
+        assert self.outcome(lambda: self.world[dst].recv(src, tag, timeout=0)) == expected
+
+    @rule(src=RANKS, dst=RANKS, tag=TAGS)
+    def recv_into_a_buffer_of_the_wrong_size(self, src, dst, tag):
+        queue = self.model[src, dst, tag]
+        if src == dst or not queue or self.expected_failure(dst, dst) is not None:
+            return
+        buffer = bytearray(len(queue[0]) + 1)
+        outcome = self.outcome(lambda: self.world[dst].recv_into(buffer, src, tag, timeout=0))
+        assert outcome is SizeMismatchError
+
+    @rule(rank=RANKS)
+    def poll_a_barrier(self, rank):
+        others = [peer for peer in range(3) if peer != rank]
+        expected = {self.expected_failure(rank, peer) for peer in others} - {None}
+        outcome = self.outcome(lambda: self.world[rank].barrier(timeout=0))
+        assert outcome in (expected or {None, DeadlineExceededError})
+
+    @precondition(lambda self: len(self.left | self.killed) < 2)
+    @rule(rank=RANKS)
+    def close(self, rank):
+        self.world[rank].close()
+        self.left.add(rank)
+
+    @precondition(lambda self: len(self.left | self.killed) < 2)
+    @rule(rank=RANKS)
+    def kill(self, rank):
+        self.world[rank].network.kill(rank)
+        if rank not in self.left:
+            self.killed.add(rank)
+
+    @invariant()
+    def closed_is_what_was_closed(self):
+        assert {backend.rank for backend in self.world if backend.closed} == self.left
+
+    def teardown(self):
+        for backend in self.world:
+            backend.close()
+
+
+TestWorldMachine = WorldMachine.TestCase
+TestWorldMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

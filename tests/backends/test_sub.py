@@ -1,0 +1,532 @@
+import pickle
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from time import monotonic, sleep
+
+import msgspec
+import pytest
+
+from rankwire.backends.calls import CallCancelled, CallerGone, IncomingCall
+from rankwire.backends.simulated import SimulatedBackend
+from rankwire.backends.sub import SubBackend
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    InvalidMessageError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    MembershipError,
+    PeerLostError,
+    SelfSendError,
+)
+from rankwire.testing import in_parallel
+from rankwire.wire.frames import Channel
+
+SOON = 10.0
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+@pytest.fixture
+def make_world():
+    worlds = []
+
+    def make(world_size, **options):
+        worlds.append(SimulatedBackend.create_group(world_size, **{"timeout": SOON, **options}))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        for backend in world:
+            backend.close()
+
+
+def make_group(world, members, **options):
+    """Make a group on all its members; return the members' views by their rank in the group."""
+    ranks = sorted(set(members))
+    return in_parallel([partial(SubBackend, world[rank], members, **options) for rank in ranks])
+
+
+def notes(error):
+    return getattr(error, "__notes__", [])
+
+
+# -- who is in it ----------------------------------------------------------------------------------
+
+
+def test_ranks_count_within_the_group(make_world):
+    group = make_group(make_world(4), [1, 3])
+    assert [(view.rank, view.world_size) for view in group] == [(0, 2), (1, 2)]
+
+
+def test_members_are_sorted_and_counted_once(make_world):
+    group = make_group(make_world(4), [3, 2, 0, 2, 3])
+    assert [view.members for view in group] == [[0, 2, 3]] * 3
+    assert (group[1].rank, group[1].world_size) == (1, 3)
+
+
+def test_ranks_are_mapped_both_ways(make_world):
+    (first, _) = make_group(make_world(4), [0, 2])
+    assert [first.to_global(0), first.to_global(1)] == [0, 2]
+    assert [first.to_local(rank) for rank in range(4)] == [0, None, 1, None]
+    for wrong in (2, -1):
+        with pytest.raises(InvalidRankError) as caught:
+            first.to_global(wrong)
+        assert (caught.value.invalid_rank, caught.value.world_size) == (wrong, 2)
+
+
+def test_the_list_of_members_is_the_callers_own(make_world):
+    (first, _) = make_group(make_world(2), [0, 1])
+    first.members.append(7)
+    assert first.members == [0, 1]
+
+
+def test_a_group_inherits_the_settings_of_its_parent(make_world):
+    world = make_world(2, timeout=7.0, max_message_nbytes=100)
+    (first, _) = make_group(world, [0, 1])
+    assert (first.parent, first.timeout, first.max_message_nbytes) == (world[0], 7.0, 100)
+    (first, _) = make_group(world, [0, 1], timeout=3.0)
+    assert first.timeout == 3.0
+
+
+def test_a_rank_that_is_not_a_member_is_told_so(make_world):
+    world = make_world(4)
+    with pytest.raises(
+        InvalidRankError, match=r"rank 0 is not a member of the group \[1, 3\]"
+    ) as it:
+        SubBackend(world[0], [1, 3])
+    assert (it.value.invalid_rank, it.value.world_size) == (0, 2)
+    assert str(pickle.loads(pickle.dumps(it.value))) == str(it.value)
+
+
+def test_a_group_needs_members(make_world):
+    with pytest.raises(InvalidWorldSizeError) as caught:
+        SubBackend(make_world(2)[0], [])
+    assert caught.value.world_size == 0
+
+
+@pytest.mark.parametrize("wrong", [4, -1, "1", 1.0])
+def test_a_member_must_be_a_rank_of_the_parent(make_world, wrong):
+    with pytest.raises(InvalidRankError) as caught:
+        SubBackend(make_world(4)[0], [0, wrong])
+    assert (caught.value.invalid_rank, caught.value.world_size) == (wrong, 4)
+
+
+def test_a_group_of_one_needs_nobody(make_world):
+    world = make_world(2)
+    alone = SubBackend(world[1], [1], timeout=0)
+    alone.barrier(timeout=0)
+    assert (alone.rank, alone.world_size) == (0, 1)
+
+
+# -- agreement -------------------------------------------------------------------------------------
+
+
+def test_all_members_know_the_same_id_and_each_group_has_its_own(make_world):
+    world = make_world(4)
+    ids = []
+    for members in ([0, 1], [0, 1], [0, 1, 2], [0, 2]):
+        group = make_group(world, members)
+        assert len({view.group for view in group}) == 1
+        ids.append(group[0].group)
+    assert len(set(ids)) == 4
+    assert 0 not in ids
+
+
+def test_the_same_groups_made_again_elsewhere_have_the_same_ids(make_world):
+    first, second = (
+        [make_group(world, members)[0].group for members in ([0, 1], [0, 1], [1, 2])]
+        for world in (make_world(3), make_world(3))
+    )
+    assert first == second
+
+
+def test_a_disagreement_is_found_by_both(make_world, pool):
+    world = make_world(3, timeout=60.0)
+    begin = monotonic()
+    made = [pool.submit(SubBackend, world[0], [0, 1]), pool.submit(SubBackend, world[1], [0, 1, 2])]
+    errors = [future.exception(SOON) for future in made]
+    assert [type(error) for error in errors] == [MembershipError] * 2
+    for error in errors:
+        assert "rank 0 says [0, 1]" in str(error)
+        assert "rank 1 says [0, 1, 2]" in str(error)
+    assert [error.rank for error in errors] == [0, 1]
+    assert monotonic() - begin < SOON  # rank 2, which never came, was not waited for
+
+
+def test_a_missing_member_is_named(make_world, pool):
+    world = make_world(5)
+    made = [pool.submit(SubBackend, world[rank], [0, 1, 3, 4], timeout=0.5) for rank in (0, 3)]
+    errors = [future.exception(SOON) for future in made]
+    assert [type(error) for error in errors] == [DeadlineExceededError] * 2
+    assert [error.waiting_for for error in errors] == [[1, 4], [1, 4]]
+    assert (errors[1].op, errors[1].rank, errors[1].limit) == ("SubBackend", 3, 0.5)
+
+
+def test_a_member_that_was_late_is_in_step_at_the_next_attempt(make_world):
+    world = make_world(2)
+    with pytest.raises(DeadlineExceededError):
+        SubBackend(world[0], [0, 1], timeout=0)
+    late = SubBackend(world[1], [0, 1])  # finds the announcement of the first attempt
+    first = SubBackend(world[0], [0, 1])
+    assert first.group == late.group
+    group = make_group(world, [0, 1])
+    assert group[0].group == group[1].group != first.group
+    in_parallel([view.barrier for view in group])
+
+
+def test_a_lost_member_is_named(make_world):
+    world = make_world(3)
+    world[0].network.kill(2)
+    with pytest.raises(PeerLostError) as caught:
+        SubBackend(world[0], [0, 2])
+    assert (caught.value.peer, caught.value.op) == (2, "SubBackend")
+
+
+def test_an_announcement_that_does_not_decode_is_refused(make_world):
+    world = make_world(2)
+    garbage = msgspec.msgpack.encode(["no", "list"])
+    world[1].transmit(0, Channel.CONTROL, 0, 0, [garbage], len(garbage), Deadline(0))
+    with pytest.raises(InvalidMessageError) as caught:
+        SubBackend(world[0], [0, 1])
+    assert caught.value.peer == 1
+
+
+def test_one_thread_makes_a_group_at_a_time(make_world, pool):
+    world = make_world(2)
+    first = pool.submit(SubBackend, world[0], [0, 1], timeout=1.0)
+    sleep(0.05)
+    with pytest.raises(DeadlineExceededError):
+        SubBackend(world[0], [0, 1], timeout=0.05)
+    SubBackend(world[1], [0, 1])
+    assert first.result(SOON).members == [0, 1]
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def test_messages_go_through_the_parent(make_world):
+    first, second = make_group(make_world(4), [0, 2])
+    first.send(bytes([9, 8, 7]), 1)
+    assert second.recv(0) == bytes([9, 8, 7])
+    buffer = bytearray(2)
+    second.send(b"ab", 0, tag=3)
+    assert first.recv_into(buffer, 1, tag=3) == 2
+    assert buffer == b"ab"
+
+
+def test_a_barrier_is_among_the_members_alone(make_world):
+    group = make_group(make_world(6), [0, 2, 4])
+    entered = []
+
+    def meet(view):
+        for episode in range(1, 10):
+            entered.append(view.rank)
+            view.barrier()
+            assert len(entered) >= 3 * episode
+            view.barrier()
+
+    in_parallel([partial(meet, view) for view in group])
+
+
+def test_groups_and_parent_share_ranks_and_tags_without_mixing(make_world):
+    world = make_world(4)
+    left, middle = make_group(world, [0, 1, 2]), make_group(world, [1, 2, 3])
+    again = make_group(world, [1, 2, 3])
+    worlds = {"world": world, "left": left, "middle": middle, "again": again}
+
+    def talk(name, one, peer):
+        for number in range(10):
+            one.send(f"{name} {number}".encode(), peer, tag=5)
+            one.barrier()
+        for number in range(10):
+            assert one.recv((one.rank - 1) % one.world_size, tag=5) == f"{name} {number}".encode()
+            one.barrier()
+
+    in_parallel(
+        [
+            partial(talk, name, one, (one.rank + 1) % one.world_size)
+            for name, ranks in worlds.items()
+            for one in ranks
+        ]
+    )
+
+
+def test_a_group_of_a_group_speaks_of_ranks_of_its_parent(make_world):
+    world = make_world(6)
+    middle = make_group(world, [1, 3, 5])
+    inner = make_group(middle, [0, 2])
+    assert [view.members for view in inner] == [[0, 2], [0, 2]]
+    assert inner[1].parent is middle[2]
+    inner[0].send(b"deep", 1)
+    middle[0].send(b"middle", 2)
+    world[1].send(b"world", 5)
+    assert (world[5].recv(1), middle[2].recv(0), inner[1].recv(0)) == (b"world", b"middle", b"deep")
+    in_parallel([view.barrier for view in inner])
+
+
+def test_wrong_ranks_are_those_of_the_group(make_world):
+    (first, _) = make_group(make_world(4), [0, 2])
+    with pytest.raises(InvalidRankError) as caught:
+        first.send(b"x", 2)
+    assert (caught.value.invalid_rank, caught.value.world_size) == (2, 2)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_a_timeout_names_ranks_of_the_group_and_notes_the_parents(make_world):
+    (_, second) = make_group(make_world(5), [1, 4])
+    with pytest.raises(DeadlineExceededError) as caught:
+        second.recv(0, timeout=0)
+    error = caught.value
+    assert (error.rank, error.peer, error.waiting_for) == (1, 0, [0])
+    assert notes(error) == ["rank 0 of the group [1, 4] is rank 1 of its parent"]
+    assert "rank 1 of its parent" in "".join(traceback.format_exception(error))
+
+
+def test_a_barrier_names_the_missing_and_notes_the_parents(make_world):
+    group = make_group(make_world(6), [1, 3, 5])
+    with pytest.raises(DeadlineExceededError) as caught:
+        group[0].barrier(timeout=0)
+    assert caught.value.waiting_for == [1, 2]
+    assert notes(caught.value)[-2:] == [
+        "rank 1 of the group [1, 3, 5] is rank 3 of its parent",
+        "rank 2 of the group [1, 3, 5] is rank 5 of its parent",
+    ]
+
+
+def test_a_death_fails_all_that_is_pending_and_names_the_rank(make_world, pool):
+    world = make_world(6)
+    group = make_group(world, [1, 3, 5])
+    waiting = [pool.submit(group[0].recv, 2), pool.submit(group[0].recv, 2, 1)]
+    sleep(0.02)
+    world[0].network.kill(5)
+    for error in [future.exception(SOON) for future in waiting]:
+        assert (type(error), error.peer) == (PeerLostError, 2)
+        assert notes(error) == ["rank 2 of the group [1, 3, 5] is rank 5 of its parent"]
+    with pytest.raises(PeerLostError):
+        group[1].barrier()
+    group[0].send(b"we go on", 1)
+    assert group[1].recv(0) == b"we go on"
+
+
+def test_each_level_of_groups_adds_its_note(make_world):
+    world = make_world(6)
+    inner = make_group(make_group(world, [1, 3, 5]), [1, 2])
+    world[0].network.kill(5)
+    with pytest.raises(PeerLostError) as caught:
+        inner[0].send(b"x", 1)
+    assert caught.value.peer == 1
+    assert notes(caught.value) == [
+        "rank 2 of the group [1, 3, 5] is rank 5 of its parent",
+        "rank 1 of the group [1, 2] is rank 2 of its parent",
+    ]
+
+
+def test_an_envelope_to_oneself_is_refused_by_the_rank_in_the_group(make_world):
+    (_, second) = make_group(make_world(3), [0, 2])
+    with pytest.raises(SelfSendError) as caught:
+        second.transmit(1, Channel.MESSAGE, second.group, 0, [], 0, Deadline(0))
+    assert caught.value.rank == 1
+
+
+def test_a_member_whose_parent_left_is_gone(make_world):
+    world = make_world(3)
+    first, second = make_group(world, [0, 2])
+    first.send(b"last words", 1)
+    world[0].close()
+    assert second.recv(0) == b"last words"
+    with pytest.raises(ChannelClosedError, match="rank 0 has left"):
+        second.recv(0)
+
+
+# -- closing ---------------------------------------------------------------------------------------
+
+
+def test_closing_a_group_leaves_the_parent_usable(make_world):
+    world = make_world(3)
+    first, second = make_group(world, [0, 2])
+    for view in (first, second):
+        view.close()
+        view.close()
+        assert view.closed
+    for action in (
+        lambda: first.send(b"x", 1),
+        lambda: first.recv(1),
+        first.barrier,
+        lambda: first.open_calls(1),
+    ):
+        with pytest.raises(ChannelClosedError):
+            action()
+    world[0].send(b"still here", 2)
+    assert world[2].recv(0) == b"still here"
+    assert not world[0].closed
+    in_parallel([view.barrier for view in make_group(world, [0, 2])])
+
+
+def test_closing_a_group_wakes_whoever_waits_in_it(make_world, pool):
+    world = make_world(3)
+    first, _ = middle = make_group(world, [0, 2])
+    inner, _ = make_group(middle, [0, 1])
+    elsewhere = pool.submit(world[0].recv, 2)
+    waiting = [
+        pool.submit(action)
+        for action in (
+            lambda: first.recv(1),
+            lambda: first.recv(1, tag=4),
+            first.barrier,
+            lambda: inner.recv(1),
+        )
+    ]
+    first.close()
+    assert [type(future.exception(SOON)) for future in waiting] == [ChannelClosedError] * 4
+    world[2].send(b"for the parent", 0)
+    assert elsewhere.result(SOON) == b"for the parent"
+
+
+def test_closing_a_group_of_a_group_leaves_its_parent_usable(make_world, pool):
+    middle = make_group(make_world(3), [0, 2])
+    inner = make_group(middle, [0, 1])
+    waiting = [pool.submit(inner[0].recv, 1), pool.submit(middle[0].recv, 1)]
+    inner[0].close()
+    assert isinstance(waiting[0].exception(SOON), ChannelClosedError)
+    middle[1].send(b"x", 0)
+    assert waiting[1].result(SOON) == b"x"
+
+
+def test_a_port_that_is_opened_while_the_group_closes_is_closed(make_world, monkeypatch):
+    world = make_world(1)
+    group = SubBackend(world[0], [0])
+    open_calls = world[0].open_calls
+
+    def close_meanwhile(service):
+        port = open_calls(service)
+        group.close()
+        return port
+
+    monkeypatch.setattr(world[0], "open_calls", close_meanwhile)
+    port = group.open_calls(1)
+    with pytest.raises(ChannelClosedError):
+        poll(port)
+
+
+def test_a_group_is_a_context_manager(make_world):
+    with SubBackend(make_world(1)[0], [0]) as group:
+        pass
+    assert group.closed
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def call(port, dst, request_id, payload=b"?"):
+    return port.call(dst, request_id, [payload], len(payload), Deadline(SOON))
+
+
+def reply(port, request, payload):
+    port.reply(request, [payload], len(payload), Deadline(SOON))
+
+
+def poll(port, timeout=SOON):
+    return port.poll(Deadline(timeout))
+
+
+def test_calls_speak_of_ranks_of_the_group(make_world):
+    caller, callee = (view.open_calls(1) for view in make_group(make_world(6), [3, 5]))
+    receive = call(caller, 1, 8, b"question")
+    (request,) = poll(callee)
+    assert isinstance(request, IncomingCall)
+    assert (request.src, request.request_id, request.payload) == (0, 8, b"question")
+    assert caller.in_flight() == 1
+    assert not caller.wait_for_room(1, 1, Deadline(0))
+    assert not caller.drive(1, receive, Deadline(0))
+    reply(callee, request, b"answer")
+    assert caller.drive(1, receive, Deadline(SOON))
+    assert caller.wait(1, receive, Deadline(SOON)) == b"answer"
+    assert not caller.attend()
+
+
+def test_calls_of_a_group_of_a_group_are_translated_twice(make_world):
+    inner = make_group(make_group(make_world(6), [1, 3, 5]), [1, 2])
+    caller, callee = (view.open_calls(1) for view in inner)
+    receive = call(caller, 1, 1)
+    (request,) = poll(callee)
+    assert request.src == 0
+    reply(callee, request, b"deep")
+    assert caller.wait(1, receive, Deadline(SOON)) == b"deep"
+
+
+def test_one_service_number_is_another_service_in_each_group(make_world):
+    world = make_world(4)
+    one, other = make_group(world, [1, 3]), make_group(world, [1, 3])
+    pairs = [(world[3], world[1]), (one[1], one[0]), (other[1], other[0])]
+    ports = [(caller.open_calls(9), callee.open_calls(9)) for caller, callee in pairs]
+    for number, (caller, _) in enumerate(ports):
+        call(caller, pairs[number][1].rank, 1, bytes([number]))
+    for number, (_, callee) in enumerate(ports):
+        assert [event.payload for event in poll(callee)] == [bytes([number])]
+        assert poll(callee, 0) == []
+
+
+def test_cancels_and_ends_are_translated(make_world):
+    world = make_world(6)
+    group = make_group(world, [3, 4, 5])
+    ports = [view.open_calls(1) for view in group]
+    call(ports[1], 2, 1)
+    call(ports[0], 2, 1)
+    ports[1].cancel(2, 1)
+    ports[1].close()
+    world[0].network.kill(3)
+    events = poll(ports[2])
+    assert [(type(event), event.src) for event in events] == [
+        (IncomingCall, 1),
+        (IncomingCall, 0),
+        (CallCancelled, 1),
+        (CallerGone, 1),
+        (CallerGone, 0),
+    ]
+
+
+def test_errors_of_calls_name_ranks_of_the_group(make_world):
+    world = make_world(6)
+    first, second = make_group(world, [3, 5])
+    caller, callee = first.open_calls(1), second.open_calls(1)
+    receive = call(caller, 1, 1)
+    with pytest.raises(DeadlineExceededError) as caught:
+        caller.wait(1, receive, Deadline(0))
+    assert caught.value.waiting_for == [1]
+    receive = call(caller, 1, 2)
+    assert caller.forget(1, receive)
+    world[0].network.kill(5)
+    with pytest.raises(PeerLostError) as caught:
+        call(caller, 1, 3)
+    assert caught.value.peer == 1
+    assert notes(caught.value) == ["rank 1 of the group [3, 5] is rank 5 of its parent"]
+    with pytest.raises(PeerLostError) as caught:
+        poll(callee)
+    assert caught.value.peer == 1
+    with pytest.raises(InvalidRankError):
+        call(caller, 2, 4)
+
+
+def test_closing_a_group_closes_its_ports(make_world, pool):
+    group = make_group(make_world(3), [0, 2])
+    caller, callee = (view.open_calls(1) for view in group)
+    receive = call(caller, 1, 1)
+    waiting = [
+        pool.submit(caller.wait, 1, receive, Deadline(SOON)),
+        pool.submit(caller.poll, Deadline(SOON)),
+    ]
+    sleep(0.02)
+    group[0].close()
+    assert [type(future.exception(SOON)) for future in waiting] == [ChannelClosedError] * 2
+    assert [type(event) for event in poll(callee)] == [IncomingCall, CallerGone]
+    callee.wake()
+    assert poll(callee) == []

@@ -1,0 +1,22 @@
+"""Every backend passes the one conformance suite: the behaviour of the seeds, rules R1-R30."""
+
+from functools import partial
+
+import pytest
+
+from rankwire.testing import CHECKS, simulated_world, sub_world, tcp_world
+
+WORLDS = {
+    "simulated": simulated_world,
+    "tcp": partial(tcp_world, transport="tcp"),
+    "unix": partial(tcp_world, transport="unix"),
+    "sub of simulated": sub_world(simulated_world),
+    "sub of tcp": sub_world(partial(tcp_world, transport="tcp")),
+    "sub of unix": sub_world(partial(tcp_world, transport="unix")),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+@pytest.mark.parametrize("make_world", WORLDS.values(), ids=WORLDS.keys())
+def test_backend(make_world, check):
+    check(make_world)

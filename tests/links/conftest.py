@@ -1,0 +1,91 @@
+"""Ends of connections: two sockets, or a connection and a raw socket, over both transports."""
+
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from rankwire.links.connection import Connection
+from rankwire.links.sockets import tune
+from rankwire.links.spinning import Spin
+from worlds import PATIENCE
+
+
+def socket_pair(transport):
+    """Return two connected sockets as the package has them: tuned and non-blocking."""
+    if transport == "unix":
+        ends = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname())
+            far, _ = listener.accept()
+        ends = (near, far)
+    for end in ends:
+        tune(end)
+    return ends
+
+
+@dataclass
+class Link:
+    """A connection to rank 1, and the raw socket at rank 1's end, which blocks.
+
+    ``lost`` has the causes that the connection reported.
+    """
+
+    connection: Connection
+    raw: socket.socket
+    lost: list = field(default_factory=list)
+
+    def receive(self, nbytes):
+        """Return exactly so many bytes that the connection has sent."""
+        data = bytearray()
+        while len(data) < nbytes:
+            piece = self.raw.recv(nbytes - len(data))
+            assert piece, f"the stream ended after {len(data)} of {nbytes} bytes"
+            data += piece
+        return bytes(data)
+
+
+@pytest.fixture
+def cleanup():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def transport(request):
+    return request.param
+
+
+@pytest.fixture
+def make_link(transport, cleanup):
+    def make(*, max_nbytes=1 << 30, spin=0.0):
+        near, far = socket_pair(transport)
+        lost = []
+        connection = Connection(
+            near, peer=1, max_nbytes=max_nbytes, spin=Spin(spin), on_lost=lost.append
+        )
+        far.settimeout(PATIENCE)
+        cleanup.callback(far.close)
+        cleanup.callback(connection.close)
+        return Link(connection, far, lost)
+
+    return make
+
+
+@pytest.fixture
+def link(make_link):
+    return make_link()
+
+
+@pytest.fixture
+def connections(transport, cleanup):
+    """Two connections to each other: of rank 0 to rank 1, and back."""
+    ends = socket_pair(transport)
+    pair = [
+        Connection(end, peer=1 - rank, max_nbytes=1 << 30) for rank, end in enumerate(ends)
+    ]
+    for connection in pair:
+        cleanup.callback(connection.close)
+    return pair

@@ -1,0 +1,383 @@
+"""The coordinator: who is let in, who is told what, and when."""
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rankwire.deadline import Deadline
+from rankwire.errors import ChannelClosedError, PeerLostError, RendezvousError
+from rankwire.links.connection import Connection
+from rankwire.links.doorkeeper import Doorkeeper
+from rankwire.links.sockets import wait_for
+from rankwire.rendezvous import coordinator as coordinator_module
+from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.messages import Failed, Gone, Join, Member, Waiting, World, pack, unpack
+from rankwire.wire.frames import Channel
+from rankwire.wire.handshake import Hello, Purpose, Status, job_id
+from worlds import PATIENCE, Running, eventually
+
+
+def member(rank: int, pid: int | None = None) -> Member:
+    return Member(rank, 1000 + rank if pid is None else pid, "127.0.0.1", 4000 + rank, "", "host")
+
+
+def hello(rank: int, world_size: int) -> Hello:
+    return Hello(Purpose.JOIN, job_id("test"), 0, world_size, rank, 0)
+
+
+class Meeting:
+    """A coordinator with a real doorkeeper, and the far ends of its control connections."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.worlds: list[World] = []
+        self.gone: list[Gone] = []
+        self.told_before_formed: list[int] = []
+        self._members: list[tuple[int, Connection]] = []
+        self._backlog: dict[Connection, list[Any]] = {}
+        self.doorkeeper = Doorkeeper(None, key=b"")  # nobody dials here
+        self.coordinator = Coordinator(
+            member(0),
+            world_size,
+            self.doorkeeper,
+            on_formed=self._formed,
+            on_gone=self.gone.append,
+        )
+        self.doorkeeper.start()
+
+    def _formed(self, world: World) -> None:
+        self.told_before_formed = [
+            rank
+            for rank, member in self._members
+            if member.fileno() >= 0 and wait_for(member._sock, select.POLLIN, 0.0)
+        ]
+        self.worlds.append(world)
+
+    def on_thread(self, action: Callable[..., Any], *args: Any) -> Any:
+        """Call where the doorkeeper would."""
+        done = threading.Event()
+        result: list[Any] = []
+
+        def act() -> None:
+            result.append(action(*args))
+            done.set()
+
+        self.doorkeeper.call_soon(act)
+        assert done.wait(PATIENCE), "the doorkeeper's thread has died or hangs"
+        return result[0]
+
+    def admit(self, rank: int, world_size: int | None = None) -> tuple[Status, int]:
+        return self.on_thread(self.coordinator.admit, hello(rank, world_size or self.world_size))
+
+    def enter(self, rank: int) -> Connection:
+        """Connect as ``rank`` without a word."""
+        ours, theirs = socket.socketpair()
+        for sock in (ours, theirs):
+            sock.setblocking(False)
+        far = Connection(theirs, peer=0, max_nbytes=1 << 20)
+        self._members.append((rank, far))
+        near = Connection(ours, peer=rank, max_nbytes=1 << 20)
+        self.on_thread(self.coordinator.enter, rank, near)
+        return far
+
+    def join(self, rank: int) -> Connection:
+        """Connect as ``rank`` and say so."""
+        connection = self.enter(rank)
+        say(connection, Join(member(rank)))
+        return connection
+
+    def hear(self, connection: Connection) -> Any:
+        """Return the next message to a member."""
+        heard = self._backlog.setdefault(connection, [])
+        deadline = Deadline(PATIENCE)
+        while not heard:
+            heard += [unpack(frame.payload) for frame in connection.read(deadline)]
+            assert not deadline.expired, "it was told nothing"
+        return heard.pop(0)
+
+    def hear_until(self, connection: Connection, kind: type) -> Any:
+        """Return the next message of a kind."""
+        while not isinstance(message := self.hear(connection), kind):
+            pass
+        return message
+
+    def close(self) -> None:
+        self.doorkeeper.close()
+        self.coordinator.close()
+        for _, connection in self._members:
+            connection.close()
+
+
+def say(connection: Connection, message: Any) -> None:
+    payload = message if isinstance(message, bytes) else pack(message)
+    connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(PATIENCE))
+
+
+@pytest.fixture
+def meet():
+    with contextlib.ExitStack() as stack:
+
+        def make(world_size: int) -> Meeting:
+            meeting = Meeting(world_size)
+            stack.callback(meeting.close)
+            return meeting
+
+        yield make
+
+
+# -- who is let in
+
+
+def test_every_rank_but_0_is_welcome_once(meet):
+    meeting = meet(3)
+    assert meeting.admit(1) == meeting.admit(2) == (Status.WELCOME, 0)
+
+
+def test_another_world_size_is_refused_with_the_right_one(meet):
+    meeting = meet(3)
+    assert meeting.admit(1, 4) == (Status.WRONG_WORLD_SIZE, 3)
+    assert meeting.admit(1, 2) == (Status.WRONG_WORLD_SIZE, 3)
+
+
+def test_a_second_rank_0_is_refused_with_the_process_of_the_first(meet):
+    assert meet(3).admit(0) == (Status.DUPLICATE_RANK, 1000)
+
+
+@pytest.mark.parametrize("rank", [3, 4, 2**32 - 1])
+def test_a_rank_outside_the_world_is_refused(meet, rank):
+    assert meet(3).admit(rank) == (Status.INVALID_RANK, 3)
+
+
+def test_a_duplicate_is_refused_with_the_process_of_the_holder(meet):
+    meeting = meet(3)
+    first = meeting.join(1)
+    assert meeting.hear(first) == Waiting([2])
+    assert meeting.admit(1) == (Status.DUPLICATE_RANK, 1001)
+
+
+def test_a_place_is_taken_even_before_its_holder_has_said_where_it_listens(meet):
+    meeting = meet(3)
+    meeting.enter(1)
+    assert meeting.admit(1) == (Status.DUPLICATE_RANK, 0)
+
+
+def test_nobody_is_welcome_once_the_world_has_formed(meet):
+    meeting = meet(3)
+    one, two = meeting.join(1), meeting.join(2)
+    for connection in (one, two):
+        meeting.hear_until(connection, World)
+    two.close()
+    eventually(lambda: meeting.gone)
+    assert meeting.admit(2) == (Status.NOT_EXPECTED, 0)
+    assert meeting.admit(1) == (Status.DUPLICATE_RANK, 1001)
+
+
+# -- forming
+
+
+def test_everybody_present_is_told_who_is_missing(meet):
+    meeting = meet(4)
+    two = meeting.join(2)
+    assert meeting.hear(two) == Waiting([1, 3])
+    three = meeting.join(3)
+    assert meeting.hear(two) == meeting.hear(three) == Waiting([1])
+
+
+def test_all_get_the_same_world_in_rank_order_whatever_the_order_of_joining(meet):
+    meeting = meet(4)
+    connections = [meeting.join(rank) for rank in (3, 1, 2)]
+    worlds = [meeting.hear_until(connection, World) for connection in connections]
+    assert worlds == meeting.worlds * 3
+    assert worlds[0].members == [member(rank) for rank in range(4)]
+    assert 0 < worlds[0].epoch < 2**32
+
+
+def test_two_worlds_have_different_epochs(meet):
+    epochs = set()
+    for _ in range(2):
+        meeting = meet(2)
+        meeting.join(1)
+        meeting.coordinator.wait_formed(Deadline(PATIENCE))
+        epochs.add(meeting.worlds[0].epoch)
+    assert len(epochs) == 2
+
+
+def test_rank_0_knows_its_peers_before_any_other_rank_can_dial_it(meet):
+    meeting = meet(2)
+    one = meeting.join(1)
+    meeting.hear_until(one, World)
+    assert len(meeting.worlds) == 1
+    assert meeting.told_before_formed == []
+
+
+def test_rank_0_goes_on_when_all_have_joined(meet):
+    meeting = meet(2)
+    waiting = Running(meeting.coordinator.wait_formed, Deadline(PATIENCE))
+    one = meeting.enter(1)
+    assert not waiting.done
+    say(one, Join(member(1)))
+    waiting.result()
+    assert isinstance(meeting.hear(one), World), "told before rank 0 goes on"
+
+
+def test_a_rank_that_hangs_up_frees_its_place_and_can_come_back(meet):
+    meeting = meet(3)
+    first = meeting.join(1)
+    assert meeting.hear(first) == Waiting([2])
+    first.close()
+    eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
+    again, two = meeting.join(1), meeting.join(2)
+    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+    assert meeting.gone == []
+
+
+def test_the_others_are_told_when_a_rank_hangs_up_while_forming(meet):
+    """Otherwise their own timeout names the wrong ranks."""
+    meeting = meet(4)
+    one, two = meeting.join(1), meeting.join(2)
+    while meeting.hear(one) != Waiting([3]):
+        pass
+    two.close()
+    eventually(lambda: meeting.admit(2) == (Status.WELCOME, 0))
+    # Whatever is still to be told has been said before an answer to this.
+    meeting.on_thread(lambda: None)
+    deadline = Deadline(2.0)
+    told = [unpack(frame.payload) for frame in one.read(deadline)]
+    assert told == [Waiting([2, 3])]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        Waiting([]),
+        Gone(2, "", orderly=True),
+        Join(member(2)),
+        b"no message at all",
+        b"",
+    ],
+    ids=["not its part", "denunciation", "another rank", "garbage", "nothing"],
+)
+def test_a_rank_that_says_anything_but_its_name_loses_its_place(meet, words):
+    meeting = meet(3)
+    one = meeting.enter(1)
+    say(one, words)
+    eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
+    with pytest.raises((PeerLostError, ChannelClosedError)):
+        one.read(Deadline(PATIENCE))
+    again, two = meeting.join(1), meeting.join(2)
+    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+
+
+def test_a_broken_frame_costs_only_the_rank_that_sent_it(meet):
+    meeting = meet(3)
+    one = meeting.enter(1)
+    one._sock.send(b"\xff" * 64)
+    eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
+    again, two = meeting.join(1), meeting.join(2)
+    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+
+
+# -- failing to form
+
+
+def test_a_missing_rank_is_named_to_rank_0_and_to_all_others(meet):
+    meeting = meet(4)
+    one = meeting.join(1)
+    with pytest.raises(RendezvousError) as caught:
+        meeting.coordinator.wait_formed(Deadline(0.05))
+    assert caught.value.missing == [2, 3]
+    assert "0.05 s" in str(caught.value)
+    failed = meeting.hear_until(one, Failed)
+    assert failed.missing == [2, 3]
+    assert "0.05 s" in failed.reason
+
+
+def test_a_rank_that_connected_but_never_said_who_it_is_counts_as_missing(meet):
+    meeting = meet(3)
+    meeting.enter(1)
+    with pytest.raises(RendezvousError) as caught:
+        meeting.coordinator.wait_formed(Deadline(0.05))
+    assert caught.value.missing == [1, 2]
+
+
+def test_nobody_joins_a_world_that_has_failed(meet):
+    meeting = meet(3)
+    with pytest.raises(RendezvousError):
+        meeting.coordinator.wait_formed(Deadline(0.0))
+    assert meeting.admit(1)[0] is not Status.WELCOME
+    late = meeting.enter(1)
+    say(late, Join(member(1)))
+    meeting.on_thread(lambda: None)
+    assert meeting.worlds == []
+
+
+def test_the_missing_are_logged_now_and_then(meet, caplog, monkeypatch):
+    monkeypatch.setattr(coordinator_module, "_REPORT_EVERY", 0.02)
+    meeting = meet(3)
+    meeting.join(2)
+    with pytest.raises(RendezvousError):
+        meeting.coordinator.wait_formed(Deadline(0.2))
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("[1]" in line for line in lines)
+    assert len(lines) <= 11
+
+
+# -- afterwards
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_who_has_gone_and_how_is_reported_to_rank_0_and_to_all_others(meet, orderly):
+    meeting = meet(4)
+    connections = {rank: meeting.join(rank) for rank in (1, 2, 3)}
+    for connection in connections.values():
+        meeting.hear_until(connection, World)
+    if orderly:
+        connections[2].farewell(Deadline(PATIENCE))
+    connections[2].close()
+    told = [meeting.hear(connections[rank]) for rank in (1, 3)]
+    assert told == meeting.gone * 2
+    assert (told[0].rank, told[0].orderly) == (2, orderly)
+    assert told[0].reason
+
+
+def test_every_death_is_reported_once(meet):
+    meeting = meet(4)
+    connections = {rank: meeting.join(rank) for rank in (1, 2, 3)}
+    for connection in connections.values():
+        meeting.hear_until(connection, World)
+    connections[1].close()
+    connections[2].close()
+    assert {meeting.hear(connections[3]).rank for _ in range(2)} == {1, 2}
+    eventually(lambda: len(meeting.gone) == 2)
+    meeting.on_thread(lambda: None)
+    assert sorted(gone.rank for gone in meeting.gone) == [1, 2]
+
+
+def test_a_member_that_takes_nothing_does_not_keep_the_others_from_being_told(meet):
+    meeting = meet(4)
+    connections = {rank: meeting.join(rank) for rank in (1, 2, 3)}
+    for connection in connections.values():
+        meeting.hear_until(connection, World)
+    stuffed = meeting.coordinator._controls[1]
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            stuffed._sock.send(b"\0" * 4096)
+    connections[2].close()
+    assert meeting.hear(connections[3]).rank == 2
+    # As good as gone itself, and said so.
+    assert meeting.hear(connections[3]).rank == 1
+
+
+def test_closing_says_farewell(meet):
+    meeting = meet(2)
+    one = meeting.join(1)
+    meeting.hear_until(one, World)
+    meeting.doorkeeper.close()
+    meeting.coordinator.close()
+    with pytest.raises(ChannelClosedError, match="rank 0 has left"):
+        one.read(Deadline(PATIENCE))

@@ -1,0 +1,165 @@
+"""Which host this is, and the folder for socket files and agreed secrets."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankwire.errors import ConfigurationError
+from rankwire.rendezvous import host
+from worlds import runtime_folder_of_its_own
+
+ASK_HOST_ID = "from rankwire.rendezvous.host import host_id; print(host_id())"
+
+
+@pytest.fixture(autouse=True)
+def folder():
+    """Where the runtime folder will be; it does not exist yet."""
+    with runtime_folder_of_its_own() as path:
+        yield path
+
+
+def dead_pid() -> int:
+    """Return the id of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+# -- the host
+
+
+def test_two_processes_of_a_host_have_the_same_host_id():
+    other = subprocess.run(
+        [sys.executable, "-c", ASK_HOST_ID], capture_output=True, text=True, check=True
+    )
+    assert other.stdout.strip() == host.host_id() == host.host_id()
+
+
+def test_another_network_namespace_is_another_host():
+    """A socket file may be seen there, but an address of this namespace reaches nobody."""
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    command = ["unshare", "--net", sys.executable, "-c", ASK_HOST_ID]
+    other = subprocess.run(command, capture_output=True, text=True, check=False)
+    if other.returncode:
+        pytest.skip("this process may not make namespaces")
+    assert other.stdout.strip() != host.host_id()
+
+
+def test_without_proc_the_host_is_named_after_the_node(monkeypatch):
+    def refuse(self):
+        raise FileNotFoundError(str(self))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert os.uname().nodename in host.host_id()
+
+
+# -- the runtime folder
+
+
+def test_the_folder_is_closed_to_others_whatever_the_umask(folder):
+    before = os.umask(0)
+    try:
+        assert host.runtime_folder() == folder
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_the_folder_is_found_again(folder):
+    (host.runtime_folder() / "something").touch()
+    assert [path.name for path in host.runtime_folder().iterdir()] == ["something"]
+
+
+def test_without_a_runtime_directory_the_folder_is_under_tmp_and_named_after_the_user(monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(os, "geteuid", lambda: 987654)
+    try:
+        # It is made by this process, so it belongs to somebody else, and is refused for that.
+        with pytest.raises(ConfigurationError, match=r"^/tmp/rankwire-987654 "):
+            host.runtime_folder()
+    finally:
+        os.rmdir("/tmp/rankwire-987654")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
+def test_a_folder_that_others_can_enter_is_refused(folder, mode):
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ConfigurationError, match="0700"):
+        host.runtime_folder()
+
+
+def test_a_link_to_a_folder_is_refused(folder):
+    """Whoever can make the link decides what is in the folder."""
+    elsewhere = folder.with_name("elsewhere")
+    elsewhere.mkdir(mode=0o700)
+    folder.symlink_to(elsewhere)
+    with pytest.raises(ConfigurationError):
+        host.runtime_folder()
+
+
+def test_a_file_in_its_place_is_refused(folder):
+    folder.touch(mode=0o600)
+    with pytest.raises(ConfigurationError):
+        host.runtime_folder()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(folder):
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(ConfigurationError, match="this user"):
+        host.runtime_folder()
+
+
+# -- socket files
+
+
+def test_socket_paths_are_unique_and_name_their_process(folder):
+    paths = {host.new_socket_path() for _ in range(100)}
+    assert len(paths) == 100
+    for path in paths:
+        assert Path(path).parent == folder
+        assert Path(path).name.startswith(f"{pid_namespace()}-{os.getpid()}-")
+        assert path.endswith(".sock")
+
+
+def test_socket_paths_fit_into_a_socket_address_with_the_usual_runtime_directory(monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/4294967295")
+    monkeypatch.setattr(host, "runtime_folder", lambda: Path("/run/user/4294967295/rankwire"))
+    monkeypatch.setattr(os, "getpid", lambda: 2**22)
+    assert len(host.new_socket_path()) < 108
+
+
+def test_socket_files_of_dead_processes_are_swept_and_no_others(folder):
+    ours, dead = pid_namespace(), dead_pid()
+    host.runtime_folder()
+    kept = [
+        f"{ours}-{os.getpid()}-aaaaaaaa.sock",
+        f"{ours}-{os.getppid()}-aaaaaaaa.sock",
+        f"{ours + 1}-{dead}-aaaaaaaa.sock",  # of another container: its processes are not seen
+        f"{ours}-{dead}-aaaaaaaa.sock.txt",
+        f"{ours}-dead-aaaaaaaa.sock",
+        f"secret-{ours}-{dead}",
+    ]
+    swept = [f"{ours}-{dead}-aaaaaaaa.sock", f"{ours}-{dead}-bbbbbbbb.sock"]
+    for name in kept + swept:
+        (folder / name).touch()
+    host.sweep_socket_files()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
+
+
+def test_a_file_that_another_sweep_removed_first_is_no_error(folder, monkeypatch):
+    path = host.runtime_folder() / f"{pid_namespace()}-{dead_pid()}-aaaaaaaa.sock"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [path])
+    host.sweep_socket_files()

@@ -1,0 +1,260 @@
+"""The job's secret: where it is looked for, what is refused, and that it stays one."""
+
+import os
+import stat
+import warnings
+
+import pytest
+
+from rankwire.errors import ConfigurationError
+from rankwire.rendezvous import secret as secret_module
+from rankwire.rendezvous.host import runtime_folder
+from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, AgreedSecret, given_secret
+from worlds import SECRET, runtime_folder_of_its_own
+
+IN_FILE = b"the secret that is in the file"
+IN_ENVIRONMENT = "the secret that is in the environment"
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch):
+    monkeypatch.delenv("RANKWIRE_SECRET", raising=False)
+    monkeypatch.delenv("RANKWIRE_SECRET_FILE", raising=False)
+    monkeypatch.setattr(secret_module, "_from_environment", None)
+    with runtime_folder_of_its_own() as path:
+        yield path
+
+
+@pytest.fixture
+def secret_file(tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    path.write_bytes(IN_FILE + b"\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("RANKWIRE_SECRET_FILE", str(path))
+    return path
+
+
+def find(secret=None, *, loopback=False, insecure=False):
+    return given_secret(secret, loopback=loopback, insecure=insecure)
+
+
+# -- the order in which it is looked for
+
+
+def test_text_and_bytes_are_the_same_secret():
+    assert find("0123456789abcdef") == find(b"0123456789abcdef") == b"0123456789abcdef"
+    assert find("ü" * 8) == ("ü" * 8).encode()
+    assert find(bytearray(SECRET)) == SECRET
+
+
+def test_the_argument_wins_over_the_file_and_the_file_over_the_environment(
+    secret_file, monkeypatch
+):
+    monkeypatch.setenv("RANKWIRE_SECRET", IN_ENVIRONMENT)
+    assert find(SECRET) == SECRET
+    assert find() == IN_FILE
+    monkeypatch.delenv("RANKWIRE_SECRET_FILE")
+    assert find() == IN_ENVIRONMENT.encode()
+
+
+def test_on_loopback_none_is_needed():
+    assert find(loopback=True) is None
+
+
+def test_a_secret_is_used_on_loopback_too():
+    assert find(SECRET, loopback=True) == SECRET
+
+
+def test_off_loopback_a_missing_secret_is_an_error_that_says_what_to_do():
+    with pytest.raises(ConfigurationError) as caught:
+        find()
+    for way_out in ("secret=", "RANKWIRE_SECRET_FILE", "insecure=True"):
+        assert way_out in str(caught.value)
+
+
+def test_running_without_a_secret_must_be_spelled_out_and_warns():
+    with pytest.warns(UserWarning, match="without a secret"):
+        first = find(insecure=True)
+    with pytest.warns(UserWarning, match="without a secret"):
+        assert find(insecure=True) == first, "the ranks must still find each other"
+
+
+def test_a_secret_is_used_even_where_none_is_needed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(SECRET, insecure=True) == SECRET
+
+
+# -- what is no secret
+
+
+@pytest.mark.parametrize("length", [0, 1, MIN_SECRET_NBYTES - 1])
+@pytest.mark.parametrize("loopback", [False, True])
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_short_secret_is_refused_everywhere(length, loopback, insecure):
+    with pytest.raises(ConfigurationError, match=f"{length} bytes"):
+        find(b"x" * length, loopback=loopback, insecure=insecure)
+
+
+def test_the_shortest_secret_is_taken():
+    assert MIN_SECRET_NBYTES == 16
+    assert find(b"x" * MIN_SECRET_NBYTES) == b"x" * MIN_SECRET_NBYTES
+
+
+def test_the_text_of_a_refusal_does_not_show_the_secret():
+    with pytest.raises(ConfigurationError) as caught:
+        find("almost-secret")
+    assert "almost-secret" not in str(caught.value) + repr(caught.value)
+
+
+@pytest.mark.parametrize("value", [32, True])
+def test_a_secret_that_is_neither_text_nor_bytes_is_refused(value):
+    """``bytes(32)`` is 32 zeros, which everybody can guess."""
+    with pytest.raises((ConfigurationError, TypeError)):
+        find(value)
+
+
+# -- the file
+
+
+def test_the_line_end_of_the_file_is_not_part_of_the_secret(secret_file):
+    assert find() == IN_FILE
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660, 0o644, 0o601])
+def test_a_file_that_others_can_reach_is_refused(secret_file, mode):
+    secret_file.chmod(mode)
+    with pytest.raises(ConfigurationError, match="0600") as caught:
+        find(loopback=True)
+    assert str(secret_file) in str(caught.value)
+    assert IN_FILE.decode() not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o700])
+def test_a_file_that_only_the_user_can_reach_is_taken(secret_file, mode):
+    secret_file.chmod(mode)
+    assert find() == IN_FILE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_refused(secret_file):
+    os.chown(secret_file, 12345, 12345)
+    with pytest.raises(ConfigurationError, match="this user"):
+        find(loopback=True)
+
+
+def test_a_file_that_is_not_there_is_an_error_that_names_it(secret_file):
+    """Falling back to another secret would hide a mistake."""
+    secret_file.unlink()
+    with pytest.raises(ConfigurationError) as caught:
+        find(loopback=True, insecure=True)
+    assert str(secret_file) in str(caught.value)
+    assert "No such file" in str(caught.value)
+
+
+def test_a_folder_instead_of_a_file_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANKWIRE_SECRET_FILE", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="directory"):
+        find(loopback=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"short\n"])
+def test_a_file_without_a_whole_secret_is_refused(secret_file, content):
+    """An empty file is a mistake too; it must not mean "no secret"."""
+    secret_file.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=f"{len(content.strip())} bytes"):
+        find(loopback=True)
+
+
+# -- the environment
+
+
+def test_the_variable_is_removed_so_that_children_do_not_inherit_it(monkeypatch):
+    monkeypatch.setenv("RANKWIRE_SECRET", IN_ENVIRONMENT)
+    find()
+    assert "RANKWIRE_SECRET" not in os.environ
+
+
+def test_the_variable_serves_every_backend_of_the_process(monkeypatch):
+    monkeypatch.setenv("RANKWIRE_SECRET", IN_ENVIRONMENT)
+    assert find() == find() == IN_ENVIRONMENT.encode()
+
+
+@pytest.mark.parametrize("value", ["", "short"])
+def test_a_variable_without_a_whole_secret_is_refused(monkeypatch, value):
+    monkeypatch.setenv("RANKWIRE_SECRET", value)
+    with pytest.raises(ConfigurationError, match=f"{len(value)} bytes"):
+        find(loopback=True)
+
+
+# -- the agreed secret
+
+
+def mode_of(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_agreed_secret_is_in_a_file_that_only_the_user_can_read(folder):
+    before = os.umask(0)
+    try:
+        AgreedSecret(29500).publish()
+    finally:
+        os.umask(before)
+    (path,) = folder.iterdir()
+    assert mode_of(path) == 0o600
+    assert mode_of(folder) == 0o700
+
+
+def test_what_is_published_is_read():
+    published = AgreedSecret(29500).publish()
+    assert len(published) == 32
+    assert AgreedSecret(29500).read() == published
+
+
+def test_without_a_rank_0_there_is_none():
+    assert AgreedSecret(29500).read() is None
+
+
+def test_every_job_has_its_own():
+    one, other = AgreedSecret(29500).publish(), AgreedSecret(29501).publish()
+    assert one != other
+    assert AgreedSecret(29500).read() == one
+    assert AgreedSecret(29501).read() == other
+
+
+def test_a_later_job_on_the_port_replaces_it_and_keeps_the_file_closed(folder):
+    stale = AgreedSecret(29500).publish()
+    (path,) = folder.iterdir()
+    path.chmod(0o644)
+    fresh = AgreedSecret(29500).publish()
+    assert fresh != stale
+    assert AgreedSecret(29500).read() == fresh
+    assert mode_of(path) == 0o600
+
+
+def test_it_is_removed_with_its_job(folder):
+    agreed = AgreedSecret(29500)
+    agreed.remove(agreed.publish())
+    assert list(folder.iterdir()) == []
+    agreed.remove(b"removed already")
+
+
+def test_the_end_of_an_earlier_job_does_not_remove_a_later_jobs_secret():
+    earlier = AgreedSecret(29500)
+    first = earlier.publish()
+    second = AgreedSecret(29500).publish()
+    earlier.remove(first)
+    assert AgreedSecret(29500).read() == second
+
+
+def test_a_folder_open_to_others_is_not_used(folder):
+    runtime_folder().chmod(0o755)
+    with pytest.raises(ConfigurationError, match="0700"):
+        AgreedSecret(29500)
+
+
+def test_it_is_not_in_a_repr():
+    agreed = AgreedSecret(29500)
+    secret = agreed.publish()
+    assert repr(secret)[2:-1] not in repr(agreed)
+    assert secret.hex() not in repr(agreed)

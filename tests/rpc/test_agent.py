@@ -1,0 +1,251 @@
+"""RpcAgent: what goes beyond the conformance suite."""
+
+import dataclasses
+import enum
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rankwire import (
+    ChannelClosedError,
+    Codec,
+    ConfigurationError,
+    DeadlineExceededError,
+    OverloadedError,
+    RpcAgent,
+    SimulatedBackend,
+    SubBackend,
+    UnsupportedTypeError,
+)
+from rankwire.testing import in_parallel, tcp_world
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Channel
+
+
+@pytest.fixture
+def agents():
+    with tcp_world(2) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        yield agents
+        for agent in agents:
+            agent.close(grace=2.0)
+
+
+def test_the_default_message_limit_is_one_gibibyte(agents):
+    assert DEFAULT_MAX_MESSAGE_NBYTES == 2**30
+    assert agents[0].backend.max_message_nbytes == 2**30
+
+
+def test_the_readme_forms_of_register(agents):
+    def add(a, b):
+        return a + b
+
+    agents[1].register("add", add)
+
+    @agents[1].register
+    def subtract(a, b):
+        return a - b
+
+    @agents[1].register("times")
+    def multiply(a, b):
+        return a * b
+
+    assert agents[1].functions() == ["add", "subtract", "times"]
+    assert agents[0].rpc_sync(1, "times", 3, b=4) == 12
+    assert agents[1].lookup("add") is add
+
+
+def test_a_function_registered_at_both_ends_stands_for_its_name(agents):
+    def double(x):
+        return 2 * x
+
+    for agent in agents:
+        agent.register(double)
+    assert agents[0].rpc_sync(1, double, 4) == 8
+    with pytest.raises(ConfigurationError, match="not registered on this rank"):
+        agents[0].rpc_sync(1, print)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Config:
+    name: str
+    weights: np.ndarray
+    colour: Colour = Colour.RED
+
+
+def test_registered_classes_travel(agents):
+    for agent in agents:
+        agent.codec.register(Colour)
+        agent.codec.register(Config)
+    agents[1].register("same", lambda config: config)
+    got = agents[0].rpc_sync(1, "same", Config("a", np.arange(3.0)))
+    assert (got.name, got.colour) == ("a", Colour.RED)
+    assert np.array_equal(got.weights, [0, 1, 2])
+
+
+def test_a_class_that_is_not_registered_is_named_with_its_place(agents):
+    with pytest.raises(UnsupportedTypeError) as info:
+        agents[0].rpc_sync(1, "same", 1, {"opt": Colour.RED})
+    assert info.value.path == 'args[1]["opt"]'
+    assert "rpc_sync 'same'" in str(info.value)
+
+
+def test_arguments_are_sent_before_rpc_async_returns(agents):
+    agents[1].register("total", lambda x: float(x.sum()))
+    array = np.ones(500_000)
+    future = agents[0].rpc_async(1, "total", array)
+    array[:] = 5
+    assert future.result(10) == 500_000
+
+
+def test_a_codec_may_be_shared():
+    codec = Codec(types=[Colour])
+    with tcp_world(2) as world:
+        agents = [RpcAgent(backend, codec=codec) for backend in world]
+        agents[1].register("same", lambda x: x)
+        assert agents[0].rpc_sync(1, "same", Colour.RED) is Colour.RED
+        for agent in agents:
+            agent.close()
+
+
+def test_calls_wait_for_an_agent_that_starts_later():
+    with tcp_world(2) as (first, second):
+        caller = RpcAgent(first)
+        future = caller.rpc_async(1, "late")
+        time.sleep(0.1)
+        callee = RpcAgent(second)
+        # The request was waiting: it is served as soon as there is an agent, before anything is registered.
+        assert "FunctionNotFoundError" in repr(future.exception(10))
+        callee.close()
+        caller.close()
+
+
+def test_a_spoofed_reply_from_another_peer_is_ignored():
+    with tcp_world(3) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        go_on = threading.Event()
+        agents[1].register("wait", lambda: go_on.wait(10) and "genuine")
+        agents[2].register("hello", lambda: "from 2")
+        assert agents[0].rpc_sync(2, "hello") == "from 2"
+        future = agents[0].rpc_async(1, "wait")
+        # Rank 2 answers with the id of the call that rank 1 is working on.
+        (connection,) = agents[2]._port._incoming.values()
+        buffers, nbytes = agents[2]._server.encode_value("spoofed")
+        from rankwire.deadline import Deadline
+
+        connection.send(
+            Channel.REPLY, agents[2]._port.service, future.request_id, buffers, nbytes, Deadline(1)
+        )
+        assert agents[0].rpc_sync(2, "hello") == "from 2"
+        assert not future.done()
+        go_on.set()
+        assert future.result(10) == "genuine"
+        for agent in agents:
+            agent.close()
+
+
+def test_too_many_calls_in_flight_wait_and_then_fail():
+    with tcp_world(2) as world:
+        caller, callee = RpcAgent(world[0], max_in_flight=3), RpcAgent(world[1])
+        go_on = threading.Event()
+        callee.register("wait", lambda: go_on.wait(10))
+        futures = [caller.rpc_async(1, "wait") for _ in range(3)]
+        with pytest.raises(OverloadedError, match="3 calls to rank 1 are in flight"):
+            caller.rpc_sync(1, "wait", timeout=0.1)
+        threading.Timer(0.1, go_on.set).start()
+        assert caller.rpc_sync(1, "wait", timeout=10) is True  # there was room in time
+        assert all(future.result(10) for future in futures)
+        caller.close()
+        callee.close()
+
+
+def test_large_calls_in_both_directions_at_once_do_not_block_each_other(agents):
+    """Both ends send more than the sockets hold before either reads."""
+    for agent in agents:
+        agent.register("echo", lambda x: x)
+    big = np.ones(1_500_000)
+
+    def call(rank):
+        futures = [agents[rank].rpc_async(1 - rank, "echo", big) for _ in range(6)]
+        return [float(future.result(30).sum()) for future in futures]
+
+    assert in_parallel([lambda rank=rank: call(rank) for rank in (0, 1)]) == [[1.5e6] * 6] * 2
+
+
+def test_an_agent_on_a_subgroup_uses_the_groups_ranks():
+    with tcp_world(4) as world:
+        subs = in_parallel([lambda r=r: SubBackend(world[r], [1, 3]) for r in (1, 3)])
+        inner = [RpcAgent(sub) for sub in subs]
+        outer = [RpcAgent(world[r]) for r in (1, 3)]
+        for agent in (*inner, *outer):
+            agent.register("who", lambda agent=agent: [agent.rank, agent.world_size])
+        assert inner[0].rpc_sync(1, "who") == [1, 2]
+        assert outer[0].rpc_sync(3, "who") == [3, 4]
+        for agent in (*inner, *outer):
+            agent.close()
+
+
+def test_closing_the_backend_ends_its_agents():
+    with tcp_world(2) as world:
+        caller, callee = [RpcAgent(backend) for backend in world]
+        callee.register("wait", lambda: time.sleep(0.2))
+        future = caller.rpc_async(1, "wait")
+        world[0].close()
+        assert isinstance(future.exception(5), ChannelClosedError)
+        with pytest.raises(ChannelClosedError):
+            caller.rpc_sync(1, "wait", timeout=5)
+        caller.close()
+        callee.close()
+
+
+def test_a_peer_that_has_left_is_told_from_one_that_died():
+    with tcp_world(2) as world:
+        caller, callee = [RpcAgent(backend) for backend in world]
+        callee.register("hello", lambda: 1)
+        assert caller.rpc_sync(1, "hello") == 1
+        callee.close()
+        world[1].close()
+        for _ in range(3):
+            with pytest.raises(ChannelClosedError):
+                caller.rpc_sync(1, "hello", timeout=5)
+        caller.close()
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"max_in_flight": 0}, {"timeout": -1}])
+def test_wrong_settings_are_refused(options):
+    (backend,) = SimulatedBackend.create_group(1)
+    with pytest.raises(ConfigurationError):
+        RpcAgent(backend, **options)
+    backend.close()
+
+
+def test_the_default_timeout_is_the_backends():
+    (backend,) = SimulatedBackend.create_group(1, timeout=0.2)
+    with RpcAgent(backend) as agent:
+        agent.register("nap", lambda: time.sleep(0.5))
+        with pytest.raises(DeadlineExceededError) as info:
+            agent.rpc_sync(0, "nap")
+        assert info.value.limit == 0.2
+    backend.close()
+
+
+def test_repr_tells(agents):
+    assert repr(agents[0]) == "<RpcAgent 'rpc' on rank 0 of 2, 0 functions, 0 calls in flight>"
+    agents[0].close()
+    assert "closed" in repr(agents[0])
+
+
+def test_small_calls_have_no_delayed_steps(agents):
+    """A missing no-delay option or a slow hand-over shows as steps of tens of milliseconds."""
+    agents[1].register("noop", lambda: None)
+    times = []
+    for _ in range(300):
+        begin = time.perf_counter()
+        agents[0].rpc_sync(1, "noop")
+        times.append(time.perf_counter() - begin)
+    assert sorted(times)[150] < 0.02

@@ -1,0 +1,125 @@
+"""Futures of calls: the verbs of ``concurrent.futures``, ``await``, and a ``cancel`` that reaches the callee."""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+
+import pytest
+
+from rankwire import DeadlineExceededError, RemoteError, RpcAgent
+from rankwire.testing import simulated_world, tcp_world
+
+
+@pytest.fixture(params=[simulated_world, tcp_world], ids=["simulated", "tcp"])
+def agents(request):
+    with request.param(2) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        agents[1].register("add", lambda a, b: a + b)
+        agents[1].register("nap", lambda seconds: time.sleep(seconds))
+        agents[1].register("fail", lambda: 1 / 0)
+        yield agents
+        for agent in agents:
+            agent.close(grace=2.0)
+
+
+def test_as_completed_works_although_nobody_waits_for_a_result(agents):
+    futures = [agents[0].rpc_async(1, "add", n, n) for n in range(50)]
+    done = {future.result() for future in concurrent.futures.as_completed(futures, timeout=10)}
+    assert done == {2 * n for n in range(50)}
+
+
+def test_exception_gives_the_remote_error(agents):
+    error = agents[0].rpc_async(1, "fail").exception(10)
+    assert isinstance(error, RemoteError)
+    assert error.remote_type == "ZeroDivisionError"
+    assert "rpc_async 'fail'" in str(error)
+
+
+def test_the_calls_own_deadline_ends_it_although_nobody_waits(agents):
+    future = agents[0].rpc_async(1, "nap", 1.0, timeout=0.1)
+    finished = threading.Event()
+    future.add_done_callback(lambda _: finished.set())
+    assert finished.wait(5)
+    error = future.exception()
+    assert isinstance(error, DeadlineExceededError)
+    assert (error.limit, error.may_have_run) == (0.1, True)
+
+
+def test_waiting_in_vain_does_not_end_the_call(agents):
+    future = agents[0].rpc_async(1, "nap", 0.3)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        future.result(0.05)
+    assert time.monotonic() - begin < 0.25
+    assert not future.done()
+    assert future.result(10) is None
+
+
+def test_a_cancelled_future_is_settled_at_once(agents):
+    future = agents[0].rpc_async(1, "nap", 0.5)
+    begin = time.monotonic()
+    assert future.cancel()
+    assert future.cancelled()
+    assert time.monotonic() - begin < 0.2
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    assert not agents[0]._futures
+    done = agents[0].rpc_async(1, "add", 1, 2)
+    assert done.result(10) == 3
+    assert not done.cancel()
+
+
+def test_many_cancelled_calls_leave_nothing(agents):
+    agents[1].register("never", lambda: time.sleep(0.01))
+    for _ in range(300):
+        agents[0].rpc_async(1, "never").cancel()
+    assert not agents[0]._futures
+    assert agents[0]._port.in_flight() == 0
+    assert agents[0].rpc_sync(1, "add", 1, 1) == 2
+
+
+def test_cancelling_the_awaiting_task_cancels_the_call(agents):
+    async def main():
+        future = agents[0].rpc_async(1, "nap", 1.0)
+
+        async def wait():
+            return await future
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return future
+
+    assert asyncio.run(main()).cancelled()
+
+
+def test_awaiting_raises_the_remote_error(agents):
+    async def main():
+        await agents[0].rpc_async(1, "fail")
+
+    with pytest.raises(RemoteError):
+        asyncio.run(main())
+
+
+def test_a_callback_may_make_calls(agents):
+    results = []
+    finished = threading.Event()
+
+    def call_again(future):
+        results.append(future.result())
+        results.append(agents[0].rpc_sync(1, "add", 10, 20, timeout=10))
+        finished.set()
+
+    agents[0].rpc_async(1, "add", 1, 2).add_done_callback(call_again)
+    assert finished.wait(10)
+    assert results == [3, 30]
+
+
+def test_repr_tells(agents):
+    future = agents[0].rpc_async(1, "nap", 0.1)
+    assert "'nap' on rank 1" in repr(future)
+    future.result(10)
+    assert "done" in repr(future)

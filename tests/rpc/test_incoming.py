@@ -1,0 +1,150 @@
+"""Serving: every request gets exactly one reply, whatever it is and whatever the function does."""
+
+import threading
+import time
+
+import pytest
+
+from rankwire import RpcAgent, SimulatedBackend
+from rankwire.backends.calls import IncomingCall
+from rankwire.deadline import Deadline
+from rankwire.errors import FunctionNotFoundError, InvalidMessageError, RemoteError
+from rankwire.rpc.messages import decode_reply, encode_request
+
+
+@pytest.fixture
+def world():
+    backends = SimulatedBackend.create_group(2)
+    yield backends
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture
+def agents(world):
+    agents = [RpcAgent(backend) for backend in world]
+    yield agents
+    for agent in agents:
+        agent.close(grace=1.0)
+
+
+def send_raw(agent, payload):
+    """Send any bytes as a request and return the reply's bytes."""
+    receive = agent._port.call(1, next(agent._ids), [payload], len(payload), Deadline(5))
+    return agent._port.wait(1, receive, Deadline(5))
+
+
+def test_a_malformed_request_is_answered(agents):
+    for garbage in (b"", b"\0", b"garbage" * 50, bytes(100)):
+        with pytest.raises(InvalidMessageError):
+            decode_reply(agents[0].codec, send_raw(agents[0], garbage))
+    agents[1].register("fine", lambda: 1)
+    assert agents[0].rpc_sync(1, "fine") == 1
+
+
+def test_a_reply_of_an_unknown_id_is_dropped(agents):
+    call = IncomingCall(0, 123456, bytearray(), None)
+    agents[1]._server.answer(call, agents[1]._server.encode_value(1))
+    assert agents[0]._port.in_flight() == 0
+
+
+class Unprintable(BaseException):
+    def __init__(self, one, two):
+        super().__init__()
+
+    def __str__(self):
+        raise SystemExit(3)
+
+
+def test_any_exception_becomes_a_reply_and_the_server_survives(agents):
+    def fail():
+        raise Unprintable(1, 2)
+
+    agents[1].register("fail", fail)
+    threads = agents[1]._server._pool.threads
+    for _ in range(20):
+        with pytest.raises(RemoteError) as info:
+            agents[0].rpc_sync(1, "fail")
+        assert "Unprintable" in info.value.remote_type
+    assert agents[1]._server._pool.threads == threads
+
+
+def test_an_unsendable_result_is_told_to_the_caller(agents):
+    agents[1].register("object", object)
+    with pytest.raises(RemoteError, match="result: type object"):
+        agents[0].rpc_sync(1, "object")
+
+
+def test_wrong_arguments_are_the_functions_error(agents):
+    agents[1].register("one", lambda x: x)
+    with pytest.raises(RemoteError, match="TypeError"):
+        agents[0].rpc_sync(1, "one", 1, 2)
+
+
+def test_handle_request_serves_on_the_calling_thread(agents):
+    served_by = []
+    agents[1].register("who", lambda: served_by.append(threading.current_thread()))
+    encoded, _ = encode_request(agents[1].codec, "who", 5.0, 0, (), {})
+    agents[1].handle_request(IncomingCall(0, 1, bytearray().join(encoded), None))
+    assert served_by == [threading.current_thread()]
+
+
+def test_a_call_that_is_late_is_not_run(agents):
+    ran = []
+    go_on = threading.Event()
+    agent = RpcAgent(agents[1].backend, name="one worker", workers=1)
+    caller = RpcAgent(agents[0].backend, name="one worker")
+    agent.register("block", lambda: go_on.wait(10))
+    agent.register("run", lambda: ran.append(1))
+    blocking = caller.rpc_async(1, "block")
+    late = caller.rpc_async(1, "run", timeout=0.1)
+    assert isinstance(late.exception(5), TimeoutError)
+    go_on.set()
+    blocking.result(5)
+    deadline = Deadline(5)
+    while agent._server._active and not deadline.expired:
+        time.sleep(0.001)
+    assert not ran
+    caller.close()
+    agent.close()
+
+
+def test_the_calls_of_a_rank_that_died_are_cancelled(world):
+    callee = RpcAgent(world[1])
+    caller = RpcAgent(world[0])
+    seen = threading.Event()
+    started = threading.Event()
+
+    def work():
+        from rankwire import current_call
+
+        started.set()
+        deadline = Deadline(10)
+        while not deadline.expired:
+            if current_call().cancelled:
+                seen.set()
+                return
+            time.sleep(0.002)
+
+    callee.register("work", work)
+    caller.rpc_async(1, "work")
+    assert started.wait(5)
+    world[0].network.kill(0)
+    assert seen.wait(5)
+    caller.close(grace=0)
+    callee.close()
+
+
+def test_nothing_is_left_in_any_table(agents):
+    agents[1].register("echo", lambda x: x)
+    for future in [agents[0].rpc_async(1, "echo", n) for n in range(200)]:
+        future.result(10)
+    with pytest.raises(FunctionNotFoundError):
+        agents[0].rpc_sync(1, "none")
+    deadline = Deadline(5)
+    while agents[1]._server._active and not deadline.expired:
+        time.sleep(0.001)
+    assert not agents[1]._server._active
+    assert not agents[0]._futures
+    assert agents[0]._port.in_flight() == 0
+    assert agents[1]._server._pool.busy == 0

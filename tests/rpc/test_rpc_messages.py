@@ -1,0 +1,162 @@
+"""Requests and replies as bytes: the codec tests of the seeds, and strictness."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwire.errors import (
+    ChannelClosedError,
+    FunctionNotFoundError,
+    InvalidMessageError,
+    MessageTooLargeError,
+    OverloadedError,
+    RankwireError,
+    RemoteError,
+)
+from rankwire.rpc.messages import (
+    Outcome,
+    decode_reply,
+    decode_request,
+    encode_failure,
+    encode_reply,
+    encode_request,
+    encode_result,
+)
+from rankwire.wire.codec import Codec
+
+CODEC = Codec()
+
+
+def joined(encoded):
+    buffers, nbytes = encoded
+    payload = bytearray().join(buffers)
+    assert len(payload) == nbytes
+    return payload
+
+
+def raised(encoded):
+    with pytest.raises(RankwireError) as info:
+        decode_reply(CODEC, joined(encoded))
+    return info.value
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs"),
+    [
+        ("add", (1, 2, 3), {}),
+        ("empty", (), {}),
+        ("n" * 1000, (b"x" * 10_000,), {"key": [None]}),
+    ],
+)
+def test_a_request_round_trips(name, args, kwargs):
+    request = decode_request(CODEC, joined(encode_request(CODEC, name, 1.5, 3, args, kwargs)))
+    assert request == (name, 1.5, 3, list(args), kwargs)
+
+
+def test_a_result_round_trips():
+    assert decode_reply(CODEC, joined(encode_result(CODEC, (4, 5, 6)))) == (4, 5, 6)
+    assert decode_reply(CODEC, joined(encode_result(CODEC, None))) is None
+
+
+def failure(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return encode_failure(CODEC, caught)
+
+
+def test_a_failure_round_trips_with_type_text_and_traceback():
+    error = raised(failure(ZeroDivisionError("something went wrong")))
+    assert isinstance(error, RemoteError)
+    assert (error.remote_type, error.remote_message) == ("ZeroDivisionError", "something went wrong")
+    assert "something went wrong" in error.remote_traceback
+
+
+def test_a_failure_that_was_remote_already_keeps_its_type():
+    error = raised(failure(RemoteError("KeyError", "'x'", "far away")))
+    assert (error.remote_type, error.remote_message) == ("KeyError", "'x'")
+    assert "far away" in error.remote_traceback
+
+
+class Nasty(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_exception_whose_text_fails_is_still_reported():
+    error = raised(failure(Nasty()))
+    assert error.remote_type.endswith("Nasty")
+
+
+def test_huge_and_unprintable_texts_are_bounded():
+    error = raised(failure(ValueError("x" * 1_000_000 + "\udc80")))
+    assert len(error.remote_message) <= 70_000
+    assert len(error.remote_traceback) <= 70_000
+
+
+@pytest.mark.parametrize(
+    ("outcome", "details", "kind"),
+    [
+        (Outcome.NOT_FOUND, ["f", ["g"]], FunctionNotFoundError),
+        (Outcome.BAD_REQUEST, "why", InvalidMessageError),
+        (Outcome.OVERLOADED, "why", OverloadedError),
+        (Outcome.TOO_LARGE, [2, 1], MessageTooLargeError),
+        (Outcome.CLOSED, "why", ChannelClosedError),
+        (Outcome.CANCELLED, None, RemoteError),
+    ],
+)
+def test_every_outcome_has_its_error(outcome, details, kind):
+    assert type(raised(encode_reply(CODEC, outcome, details))) is kind
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [],
+        ["name", 1.0, 0, []],
+        ["name", 1.0, 0, [], {}, 1],
+        [1, 1.0, 0, [], {}],
+        ["name", 1, 0, [], {}],
+        ["name", float("nan"), 0, [], {}],
+        ["name", -1.0, 0, [], {}],
+        ["name", 1.0, -1, [], {}],
+        ["name", 1.0, True, [], {}],
+        ["name", 1.0, 0, (), {}],
+        ["name", 1.0, 0, [], {1: 2}],
+        "name",
+        None,
+    ],
+)
+def test_a_request_of_another_form_is_refused(record):
+    with pytest.raises(InvalidMessageError):
+        decode_request(CODEC, joined(CODEC.encode(record)))
+
+
+@pytest.mark.parametrize("record", [[], [0], [0, 1, 2], [99, None], ["x", 1], [1, "text"], None])
+def test_a_reply_of_another_form_is_refused(record):
+    with pytest.raises(InvalidMessageError):
+        decode_reply(CODEC, joined(CODEC.encode(record)))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_only_ever_a_protocol_error(data):
+    for decode in (decode_request, decode_reply):
+        try:
+            decode(CODEC, bytearray(data))
+        except RankwireError:
+            pass
+
+
+def test_mutated_messages_are_only_ever_protocol_errors():
+    source = random.Random(4)
+    good = joined(encode_request(CODEC, "add", 1.5, 3, (1, (2,), b"x" * 5000), {"key": [None]}))
+    for _ in range(20_000):
+        bad = bytearray(good)
+        for _ in range(source.randint(1, 4)):
+            bad[source.randrange(len(bad))] = source.randrange(256)
+        try:
+            decode_request(CODEC, bad)
+        except RankwireError:
+            pass

@@ -1,0 +1,139 @@
+"""The layers of the design, as a table, and nothing imports upwards."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import rankwire
+
+SOURCE = Path(rankwire.__file__).parent
+
+# What each layer may import of ours (its own modules apart).
+MAY_IMPORT = {
+    "errors": set(),
+    "version": set(),
+    "deadline": {"errors"},
+    "wire": {"errors"},
+    "links": {"errors", "deadline", "wire"},
+    "rendezvous": {"errors", "deadline", "wire", "links"},
+    "backends": {"errors", "deadline", "wire", "links", "rendezvous"},
+    "rpc": {"errors", "deadline", "wire", "backends"},
+    "testing": {"errors", "deadline", "wire", "backends", "rpc"},
+    "launch": {"errors", "deadline", "backends", "rendezvous"},
+    "cli": {"errors", "version", "launch"},
+    "__main__": {"cli"},
+    "__init__": {"errors", "version", "wire", "backends", "rpc", "launch"},
+}
+BACKENDS = {"tcp", "simulated", "sub"}  # these do not know each other
+BACKEND_INTERFACE = {"base", "calls"}  # all that the layers above know of backends
+PURE = {"wire"}
+IMPURE_MODULES = {
+    "socket", "ssl", "select", "selectors", "threading", "asyncio", "time", "os", "subprocess",
+    "logging", "multiprocessing", "signal", "pathlib", "tempfile", "io",
+}  # fmt: skip
+OPTIONAL = {"torch", "mpi4py", "ray", "rich", "typer", "pytest"}
+
+
+def modules():
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def imports(path):
+    """Yield (module, is_at_import_time) for every import in a file, TYPE_CHECKING blocks apart."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    top_level = {node for statement in tree.body for node in _outside_functions(statement)}
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node in top_level
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module, node in top_level
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node in top_level
+
+
+def _outside_functions(node):
+    yield node
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        for child in ast.iter_child_nodes(node):
+            yield from _outside_functions(child)
+
+
+def layer_of(path):
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_down_only(path):
+    layer = layer_of(path)
+    for module, _ in imports(path):
+        if module.startswith("rankwire."):
+            target = module.split(".")[1]
+            if (SOURCE / target).is_dir() or (SOURCE / f"{target}.py").exists():
+                assert target == layer or target in MAY_IMPORT[layer], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_backends_do_not_know_each_other(path):
+    if layer_of(path) != "backends":
+        return
+    own = path.stem.split("_")[0]
+    for module, _ in imports(path):
+        parts = module.split(".")
+        if parts[:2] == ["rankwire", "backends"] and len(parts) > 2:
+            other = parts[2].split("_")[0]
+            assert other == own or other not in BACKENDS, f"{path} imports {module}"
+
+
+def test_calls_and_collectives_know_no_concrete_backend():
+    for path in modules():
+        if layer_of(path) in ("rpc", "collectives"):
+            for module, _ in imports(path):
+                parts = module.split(".")
+                if parts[:2] == ["rankwire", "backends"] and len(parts) > 2:
+                    assert parts[2] in BACKEND_INTERFACE, f"{path} imports {module}"
+
+
+def test_the_wire_is_pure():
+    for path in modules():
+        if layer_of(path) in PURE:
+            for module, _ in imports(path):
+                assert module.split(".")[0] not in IMPURE_MODULES, f"{path} imports {module}"
+
+
+def test_pickle_is_only_behind_its_option():
+    for path in modules():
+        for module, _ in imports(path):
+            if module.split(".")[0] in ("pickle", "cloudpickle", "marshal", "dill"):
+                assert path.name == "pickling.py", f"{path} imports {module}"
+            if module == "rankwire.wire.pickling" and path.name != "pickling.py":
+                assert not _, f"{path} loads pickling for everyone"
+
+
+def test_importing_rankwire_loads_nothing_optional():
+    import subprocess
+
+    code = f"import rankwire, sys; print(sorted(set(sys.modules) & {OPTIONAL!r}))"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == "[]"
+
+
+def test_only_monotonic_time_is_used():
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == "time":
+                assert getattr(node.value, "id", "") != "time", f"{path}:{node.lineno}"

@@ -1,0 +1,83 @@
+"""The examples run as their docstrings say, and do what they promise; shortened where possible."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def launch(ranks: int, name: str, *args: str) -> str:
+    command = [sys.executable, "-m", "rankwire", "run", "-n", str(ranks), "--no-prefix"]
+    return run(*command, str(EXAMPLES / name), *args)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parameter_server(ranks):
+    output = launch(ranks, "parameter_server.py", "--steps", "1200")
+    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 70  # of ten digits: guessing gives 10
+    assert "calls per second" in output
+    assert "generated" in output
+    assert {"ping", "pull", "push"} < set(re.findall(r"│ (\w+) +│", output))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_actor_learner(ranks):
+    output = launch(ranks, "actor_learner.py", "--updates", "150")
+    rewards = re.search(r"mean reward (\S+) -> (\S+)", output)
+    assert rewards is not None
+    assert float(rewards[1]) < -1 < float(rewards[2])
+
+
+PEER = [
+    "hello rank {me}, this is rank {other}",
+    "halves: [0.0, 0.5, 1.0, 1.5, 2.0]",
+    "the way of a nested call: [{me}, {other}, {me}, {other}, {me}, {other}, {me}, {other}]",
+    "ZeroDivisionError at rank {other}; its traceback:",
+    "    return a / b",
+    "DeadlineExceededError after 0.3 s",
+    "1 / 4 = 0.25",
+]
+
+
+def test_two_peers_in_two_processes():
+    check_talk(launch(2, "two_peers.py"), prefix="")
+
+
+def test_two_peers_in_one_process(monkeypatch):
+    monkeypatch.delenv("RANKWIRE_RANK", raising=False)
+    check_talk(run(sys.executable, str(EXAMPLES / "two_peers.py")), prefix="[rank {me}] ")
+
+
+def check_talk(output: str, *, prefix: str) -> None:
+    lines = output.splitlines()
+    for me in range(2):
+        for line in PEER:
+            assert (prefix + line).format(me=me, other=1 - me) in lines
+
+
+def test_wrong_number_of_ranks_is_said():
+    for name in ("parameter_server.py", "actor_learner.py", "two_peers.py"):
+        done = subprocess.run(
+            [sys.executable, "-m", "rankwire", "run", "-n", "1", str(EXAMPLES / name)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+            env=os.environ,
+        )
+        assert done.returncode == 1
+        assert "run with -n 2" in done.stderr

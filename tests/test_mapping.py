@@ -1,0 +1,31 @@
+"""Tests mirror the source: every module has its test module."""
+
+from pathlib import Path
+
+import rankwire
+
+SOURCE = Path(rankwire.__file__).parent
+TESTS = Path(__file__).parent
+
+# Vocabulary without behaviour of its own; shown by the tests of those who use it.
+WITHOUT_OWN_TEST = {"version", "__main__", "rpc/outgoing", "backends/calls", "testing/expecting"}
+# Tested under another name, because pytest wants unique names or one file shows two modules.
+SHOWN_IN = {
+    "backends/tcp": "backends/test_tcp_backend.py",
+    "backends/tcp_calls": "conformance/test_conformance.py",
+    "testing/conformance": "conformance/test_conformance.py",
+    "testing/conformance_rpc": "conformance/test_conformance.py",
+    "rpc/messages": "rpc/test_rpc_messages.py",
+}
+
+
+def test_every_module_has_its_tests():
+    missing = []
+    for path in SOURCE.rglob("*.py"):
+        module = path.relative_to(SOURCE).with_suffix("")
+        if path.name == "__init__.py" or str(module) in WITHOUT_OWN_TEST:
+            continue
+        usual = f"{module.parent}/test_{module.name}.py"
+        if not (TESTS / SHOWN_IN.get(str(module), usual)).exists():
+            missing.append(str(module))
+    assert not missing

@@ -1,0 +1,119 @@
+"""Keys of one hash are refused in linear time, and honest messages are not."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.msgpack import Ext
+
+from rankwire.errors import InvalidMessageError
+from rankwire.wire.collisions import check_hashes, may_hold_wide_maps, refuse_wide_maps
+
+PRIME = sys.hash_info.modulus  # ints that differ by a multiple of it have the same hash
+
+
+def packed(value: Any) -> memoryview:
+    return memoryview(msgspec.msgpack.encode(value))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [],
+        list(range(100_000)),
+        [float(i) / 7 for i in range(10_000)],
+        [2.0**i for i in range(-1000, 1000)] + [2**i for i in range(1000)],
+        [str(i) for i in range(10_000)],
+        [(i, -1, -2) for i in range(10_000)],
+        [(x, y, z) for x in range(-9, 9) for y in range(-9, 9) for z in range(-9, 9)],
+        [complex(x, y) for x in range(100) for y in range(100)],
+        [i * PRIME for i in range(1, 129)],
+    ],
+    ids=lambda keys: repr(keys[:2]),
+)
+def test_honest_keys_pass(keys):
+    check_hashes(keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [i * PRIME for i in range(1, 130)],
+        [*"abc", *[i * PRIME for i in range(1, 130)]],
+        [tuple(-1 - (i >> bit & 1) for bit in range(9)) for i in range(400)],
+        [complex(-1000003 * i, i) for i in range(400)],
+    ],
+    ids=lambda keys: repr(keys[:2]),
+)
+def test_many_keys_of_one_hash_are_refused(keys):
+    with pytest.raises(InvalidMessageError, match="same hash"):
+        check_hashes(keys)
+
+
+@pytest.mark.parametrize(
+    "padding", [0.5, 7, -1, 300, 70_000, 2**40, "s" * 31, "t" * 32, "u" * 300, b"v" * 99]
+)
+@pytest.mark.parametrize("header", [b"\xde\x00\x10", b"\xde\x01\x00", b"\xdf\x00\x00\x00\x01"])
+def test_a_wide_map_is_found_wherever_it_is(header, padding):
+    before = msgspec.msgpack.encode([padding] * 1100)[3:]
+    for body in (header + before, before + header, before + b"\x91\x81\x01" + header):
+        with pytest.raises(InvalidMessageError, match="native map"):
+            refuse_wide_maps(memoryview(body))
+
+
+def test_a_wide_map_inside_an_extension_is_left_to_its_own_scan():
+    for nbytes in (1, 2, 4, 8, 16, 17, 300, 70_000):
+        refuse_wide_maps(packed([Ext(10, b"\xde" * nbytes)] * 1000))
+
+
+def test_a_short_body_is_not_scanned():
+    refuse_wide_maps(memoryview(b"\xde" * 1024))
+    with pytest.raises(InvalidMessageError):
+        refuse_wide_maps(memoryview(b"\xde" * 1025))
+
+
+def test_a_payload_without_the_two_bytes_holds_no_wide_map():
+    payload = bytearray(b"\x00" * 10 + b"\xde" + b"\xdf")
+    assert not may_hold_wide_maps(payload, 10)
+    assert may_hold_wide_maps(payload, 11)
+    assert may_hold_wide_maps(payload[11:], 1)
+
+
+# Bytes that look like the headers of wide maps in every place where that is harmless.
+LOOKALIKES = (
+    st.floats(width=64)
+    | st.sampled_from([struct.unpack(">d", bytes([b] * 8))[0] for b in (0xDE, 0xDF, 0xC1)])
+    | st.sampled_from([0xDE, 0xDF, 0xDEDF, 0xDEDFDEDF, 0xDEDFDEDFDEDFDEDF, -0x22, -0x2122])
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.text("a\u0781\u07ff", max_size=300)
+    | st.binary(max_size=300)
+    | st.sampled_from([b"\xde" * n for n in (0, 255, 256, 65_536)])
+    | st.binary(max_size=40).map(lambda body: Ext(10, body))
+    | st.sampled_from([None, True, False])
+)
+TREES = st.recursive(
+    LOOKALIKES,
+    lambda tree: st.lists(tree, max_size=40) | st.dictionaries(st.text(), tree, max_size=15),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TREES)
+def test_honest_msgpack_passes_the_scan(tree):
+    refuse_wide_maps(packed([tree, b" " * 1024]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(min_size=1025, max_size=2000))
+def test_the_scan_of_anything_ends(body):
+    try:
+        refuse_wide_maps(memoryview(body))
+    except InvalidMessageError:
+        pass

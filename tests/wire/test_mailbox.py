@@ -1,0 +1,348 @@
+"""The mailbox: every message goes to exactly one receive of its key, in order."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rankwire.errors import ChannelClosedError, PeerLostError
+from rankwire.wire.frames import Channel
+from rankwire.wire.mailbox import Mailbox, Receive
+
+KEY = (0, Channel.MESSAGE, 7)
+# Each differs from KEY in one part only.
+OTHERS = [(1, Channel.MESSAGE, 7), (0, Channel.COLLECTIVE, 7), (0, Channel.MESSAGE, 8)]
+
+
+def posted(mailbox, key=KEY):
+    receive = Receive(key)
+    mailbox.post(receive)
+    return receive
+
+
+def taken(mailbox, key=KEY):
+    receive = posted(mailbox, key)
+    assert receive.done
+    return receive.result()
+
+
+def test_messages_of_one_key_are_taken_in_the_order_in_which_they_came():
+    mailbox = Mailbox()
+    for number in range(5):
+        assert mailbox.deliver(KEY, bytearray([number])) is None
+    assert [taken(mailbox) for _ in range(5)] == [b"\0", b"\1", b"\2", b"\3", b"\4"]
+
+
+def test_receives_of_one_key_are_served_in_the_order_in_which_they_were_posted():
+    mailbox = Mailbox()
+    receives = [posted(mailbox) for _ in range(3)]
+    for number, receive in enumerate(receives):
+        assert not receive.done
+        assert mailbox.deliver(KEY, bytearray([number])) is receive
+        assert receive.done
+        assert receive.result() == bytes([number])
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_group_channel_and_tag_each_keep_messages_apart(other):
+    mailbox = Mailbox()
+    receive = posted(mailbox)
+    assert mailbox.deliver(other, bytearray(b"not yours")) is None
+    assert not receive.done
+    assert mailbox.deliver(KEY, bytearray(b"yours")) is receive
+    assert receive.result() == b"yours"
+    assert taken(mailbox, other) == b"not yours"
+
+
+def test_an_empty_message_is_a_message():
+    mailbox = Mailbox()
+    mailbox.deliver(KEY, bytearray())
+    assert taken(mailbox) == b""
+    receive = posted(mailbox)
+    assert mailbox.deliver(KEY, bytearray()) is receive
+    assert receive.done
+    assert receive.result() == b""
+
+
+def test_a_message_is_given_without_a_copy():
+    mailbox = Mailbox()
+    payload = bytearray(b"payload")
+    mailbox.deliver(KEY, payload)
+    assert taken(mailbox) is payload
+
+
+def test_a_withdrawn_receive_gets_nothing_and_the_message_waits_for_the_next():
+    mailbox = Mailbox()
+    receive = posted(mailbox)
+    assert mailbox.withdraw(receive)
+    assert not mailbox.withdraw(receive)
+    assert mailbox.deliver(KEY, bytearray(b"late")) is None
+    assert not receive.done
+    assert taken(mailbox) == b"late"
+
+
+def test_withdrawing_one_of_several_leaves_the_others_in_order():
+    mailbox = Mailbox()
+    first, second, third = (posted(mailbox) for _ in range(3))
+    assert mailbox.withdraw(second)
+    assert mailbox.wanted == 2
+    mailbox.deliver(KEY, bytearray(b"1"))
+    mailbox.deliver(KEY, bytearray(b"2"))
+    assert (first.result(), third.result(), second.done) == (b"1", b"2", False)
+
+
+def test_a_receive_that_is_done_cannot_be_withdrawn():
+    mailbox = Mailbox()
+    receive = posted(mailbox)
+    mailbox.deliver(KEY, bytearray(b"x"))
+    assert not mailbox.withdraw(receive)
+    mailbox.fail(PeerLostError(1, "gone"))
+    assert not mailbox.withdraw(receive)
+
+
+def test_a_message_that_is_put_back_is_the_next_to_be_taken():
+    mailbox = Mailbox()
+    for content in (b"first", b"second"):
+        mailbox.deliver(KEY, bytearray(content))
+    receive = posted(mailbox)
+    mailbox.put_back(receive)
+    assert taken(mailbox) == b"first"
+    assert taken(mailbox) == b"second"
+
+
+def test_a_message_that_is_put_back_goes_to_a_receive_that_waits_for_it():
+    # Two threads in recv_into on one tag: the first has a buffer of the wrong size.
+    mailbox = Mailbox()
+    first, second = posted(mailbox), posted(mailbox)
+    mailbox.deliver(KEY, bytearray(b"message 1"))
+    mailbox.put_back(first)
+    mailbox.deliver(KEY, bytearray(b"message 2"))
+    assert second.done
+    assert second.result() == b"message 1", "messages of one key are taken in order"
+    assert taken(mailbox) == b"message 2"
+
+
+def test_failure_ends_every_receive_now_and_later():
+    mailbox = Mailbox()
+    receives = [posted(mailbox, key) for key in (KEY, KEY, *OTHERS)]
+    ended = mailbox.fail(PeerLostError(1, "killed"))
+    assert set(ended) == set(receives)
+    assert mailbox.wanted == mailbox.keys_wanted == 0
+    for receive in (*receives, posted(mailbox)):
+        assert receive.done
+        with pytest.raises(PeerLostError, match="killed"):
+            receive.result()
+
+
+def test_each_receive_raises_an_error_of_its_own():
+    mailbox = Mailbox()
+    first, second = posted(mailbox), posted(mailbox)
+    mailbox.fail(PeerLostError(1, "killed"))
+    raised = []
+    for receive in (first, second):
+        with pytest.raises(PeerLostError) as caught:
+            receive.result()
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]
+
+
+def test_the_first_cause_of_a_failure_is_kept():
+    mailbox = Mailbox()
+    mailbox.fail(PeerLostError(1, "killed"))
+    assert mailbox.fail(ChannelClosedError("closed")) == []
+    with pytest.raises(PeerLostError, match="killed"):
+        posted(mailbox).result()
+
+
+def test_messages_that_came_before_the_failure_are_still_received_and_then_the_failure():
+    mailbox = Mailbox()
+    for content in (b"1", b"2"):
+        mailbox.deliver(KEY, bytearray(content))
+    mailbox.fail(PeerLostError(1, "killed"))
+    assert taken(mailbox) == b"1"
+    assert taken(mailbox) == b"2"
+    with pytest.raises(PeerLostError):
+        posted(mailbox).result()
+
+
+def test_full_turns_with_the_bytes_that_nobody_has_asked_for():
+    mailbox = Mailbox(unmatched_limit=10)
+    posted(mailbox)
+    mailbox.deliver(KEY, bytearray(100))
+    assert not mailbox.full, "what is taken at once does not count"
+    mailbox.deliver(KEY, bytearray(9))
+    assert (mailbox.unmatched_nbytes, mailbox.full) == (9, False)
+    mailbox.deliver(OTHERS[0], bytearray(1))
+    assert (mailbox.unmatched_nbytes, mailbox.full) == (10, True)
+    receive = posted(mailbox, OTHERS[0])
+    assert (mailbox.unmatched_nbytes, mailbox.full) == (9, False)
+    mailbox.put_back(receive)
+    assert (mailbox.unmatched_nbytes, mailbox.full) == (10, True)
+
+
+def test_dropping_counts_what_nobody_waits_for():
+    mailbox = Mailbox(keep_unmatched=False)
+    assert mailbox.deliver(KEY, bytearray(b"a reply to nobody")) is None
+    assert (mailbox.dropped, mailbox.unmatched_nbytes, mailbox.full) == (1, 0, False)
+    receive = posted(mailbox)
+    assert not receive.done
+    assert mailbox.deliver(KEY, bytearray(b"a reply")) is receive
+    assert mailbox.dropped == 1
+    mailbox.put_back(receive)
+    assert mailbox.dropped == 2
+    assert not posted(mailbox).done
+
+
+def test_wanted_counts_receives_and_keys_wanted_counts_calls_in_flight():
+    mailbox = Mailbox()
+    for key in (KEY, KEY, OTHERS[0]):
+        posted(mailbox, key)
+    assert (mailbox.wanted, mailbox.keys_wanted) == (3, 2)
+
+
+def test_a_group_that_was_left_is_ended_and_its_messages_forgotten():
+    mailbox = Mailbox(unmatched_limit=10)
+    left, stays = posted(mailbox, (5, 1, 0)), posted(mailbox, (6, 1, 0))
+    mailbox.deliver((5, 1, 1), bytearray(9))
+    mailbox.deliver((6, 1, 1), bytearray(1))
+    assert mailbox.full
+    assert mailbox.fail_group(5, ChannelClosedError("left the group")) == [left]
+    with pytest.raises(ChannelClosedError, match="left the group"):
+        left.result()
+    assert not stays.done
+    assert (mailbox.unmatched_nbytes, mailbox.full) == (1, False)
+    assert taken(mailbox, (6, 1, 1)) == bytes(1)
+
+
+# -- against a model
+
+
+KEYS = [KEY, *OTHERS]
+
+
+class MailboxMachine(RuleBasedStateMachine):
+    """Any sequence of operations, compared with lists that are simple enough to be right."""
+
+    keep_unmatched = True
+
+    def __init__(self):
+        super().__init__()
+        self.mailbox = Mailbox(keep_unmatched=self.keep_unmatched, unmatched_limit=20)
+        self.arrived = {key: [] for key in KEYS}
+        self.wanted = {key: [] for key in KEYS}
+        self.expected = {}  # receive -> its payload, or the error it must have
+        self.failed = None
+        self.dropped = 0
+        self.count = 0
+
+    def new_payload(self, nbytes):
+        self.count += 1
+        return bytearray(self.count.to_bytes(4, "little") + bytes(nbytes))
+
+    @rule(key=st.sampled_from(KEYS))
+    def post(self, key):
+        receive = posted(self.mailbox, key)
+        if self.arrived[key]:
+            self.expected[receive] = self.arrived[key].pop(0)
+        elif self.failed is not None:
+            self.expected[receive] = self.failed
+        else:
+            self.wanted[key].append(receive)
+
+    @rule(key=st.sampled_from(KEYS), nbytes=st.integers(0, 8))
+    def deliver(self, key, nbytes):
+        payload = self.new_payload(nbytes)
+        ended = self.mailbox.deliver(key, payload)
+        if self.wanted[key]:
+            receive = self.wanted[key].pop(0)
+            assert ended is receive
+            self.expected[receive] = payload
+        else:
+            assert ended is None
+            self.keep(key, payload, at=len(self.arrived[key]))
+
+    def keep(self, key, payload, *, at):
+        if self.keep_unmatched:
+            self.arrived[key].insert(at, payload)
+        else:
+            self.dropped += 1
+
+    @precondition(lambda self: any(self.wanted.values()))
+    @rule(data=st.data())
+    def withdraw(self, data):
+        waiting = [receive for receives in self.wanted.values() for receive in receives]
+        receive = data.draw(st.sampled_from(waiting))
+        assert self.mailbox.withdraw(receive)
+        self.wanted[receive.key].remove(receive)
+        assert not receive.done
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def withdraw_too_late(self, data):
+        receive = data.draw(st.sampled_from(list(self.expected)))
+        assert not self.mailbox.withdraw(receive)
+
+    @precondition(lambda self: any(isinstance(r, bytearray) for r in self.expected.values()))
+    @rule(data=st.data())
+    def put_back(self, data):
+        ended = [r for r, result in self.expected.items() if isinstance(result, bytearray)]
+        receive = data.draw(st.sampled_from(ended))
+        payload, key = self.expected.pop(receive), receive.key
+        self.mailbox.put_back(receive)
+        if self.wanted[key] and self.keep_unmatched:
+            self.expected[self.wanted[key].pop(0)] = payload
+        else:
+            self.keep(key, payload, at=0)
+
+    @rule(group=st.sampled_from([0, 1]))
+    def fail_group(self, group):
+        error = ChannelClosedError(f"left group {group}")
+        ended = self.mailbox.fail_group(group, error)
+        for key in KEYS:
+            if key[0] == group:
+                self.arrived[key].clear()
+                for receive in self.wanted[key]:
+                    assert receive in ended
+                    self.expected[receive] = error
+                self.wanted[key].clear()
+
+    @precondition(lambda self: self.count > 5)
+    @rule()
+    def fail(self):
+        error = PeerLostError(1, "killed")
+        ended = self.mailbox.fail(error)
+        self.failed = self.failed or error
+        waiting = [receive for receives in self.wanted.values() for receive in receives]
+        assert set(ended) == set(waiting)
+        for receive in waiting:
+            self.expected[receive] = self.failed
+            self.wanted[receive.key].clear()
+
+    @invariant()
+    def agrees_with_the_model(self):
+        for receive, result in self.expected.items():
+            assert receive.done
+            assert receive.payload is result or receive.error is result
+        for receives in self.wanted.values():
+            assert not any(receive.done for receive in receives)
+        kept = sum(len(payload) for payloads in self.arrived.values() for payload in payloads)
+        assert self.mailbox.unmatched_nbytes == kept
+        assert self.mailbox.full is (kept >= 20)
+        assert self.mailbox.wanted == sum(map(len, self.wanted.values()))
+        assert self.mailbox.keys_wanted == sum(map(bool, self.wanted.values()))
+        assert self.mailbox.dropped == self.dropped
+        assert self.mailbox.failure is self.failed
+
+    def teardown(self):
+        for key, payloads in self.arrived.items():
+            assert [posted(self.mailbox, key).payload for _ in payloads] == payloads
+
+
+class DroppingMailboxMachine(MailboxMachine):
+    keep_unmatched = False
+
+
+TestAnyUse = MailboxMachine.TestCase
+TestAnyUseWhenDropping = DroppingMailboxMachine.TestCase
+TestAnyUse.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAnyUseWhenDropping.settings = TestAnyUse.settings

@@ -1,0 +1,371 @@
+"""Worlds for tests: ranks in threads of this process, ranks in processes of their own, raw peers.
+
+Nothing here outlives its ``with`` block: threads are joined, backends closed, processes reaped.
+Run as a script, this module is the nursery of the rank processes.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rankwire.backends.tcp import TcpBackend
+from rankwire.deadline import Deadline
+from rankwire.links.dialing import authenticate
+from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
+from rankwire.wire.handshake import Purpose
+
+SECRET = b"a secret that only these tests know"
+PATIENCE = 20.0  # seconds until a test gives up on what should take milliseconds
+
+
+class Running:
+    """A function that runs in a thread of its own.
+
+    ``started`` and ``ended`` are points in monotonic time.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.started = self.ended = 0.0
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            self.started = time.monotonic()
+            try:
+                self._value = function(*args, **kwargs)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self.ended = time.monotonic()
+
+        self._thread = threading.Thread(target=run, name="test", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+    def result(self, timeout: float = PATIENCE) -> Any:
+        """Return the function's value, or raise its error."""
+        self._join(timeout)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def error(self, timeout: float = PATIENCE) -> BaseException:
+        """Return the error that the function must have raised."""
+        self._join(timeout)
+        assert self._error is not None, f"no error but the value {self._value!r}"
+        return self._error
+
+    def _join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), f"still blocked after {timeout} s"
+
+
+def eventually(condition: Callable[[], Any], timeout: float = PATIENCE) -> Any:
+    """Return ``condition()`` as soon as it is true."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {timeout} s"
+        time.sleep(0.001)
+    return value
+
+
+@contextlib.contextmanager
+def runtime_folder_of_its_own() -> Iterator[Path]:
+    """Give this process, and those it starts, an empty runtime folder.
+
+    A short path: socket files have at most 107 characters.
+    """
+    base = tempfile.mkdtemp(prefix="rw", dir="/tmp")
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = base
+    try:
+        yield Path(base, "rankwire")
+    finally:
+        if before is None:
+            del os.environ["XDG_RUNTIME_DIR"]
+        else:
+            os.environ["XDG_RUNTIME_DIR"] = before
+        shutil.rmtree(base)
+
+
+def bound_socket(host: str = "127.0.0.1") -> socket.socket:
+    """Return a socket for rank 0: its port is known, and nobody else can take it.
+
+    It does not listen yet, so that ranks which start first are refused, as with a port of rank 0's
+    own choice.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.bind((host, 0))
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# -- ranks in threads
+
+
+@contextlib.contextmanager
+def tcp_world(world_size: int, *, host: str = "127.0.0.1", **options: Any) -> Iterator[list]:
+    """All ranks of a world in this process."""
+    listener = bound_socket(host)
+    address = address_of(listener)
+    joining = [
+        Running(
+            TcpBackend,
+            rank,
+            world_size,
+            address,
+            listener=listener if rank == 0 else None,
+            **{"join_timeout": PATIENCE, "timeout": PATIENCE, **options},
+        )
+        for rank in range(world_size)
+    ]
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(rank.result(2 * PATIENCE)) for rank in joining]
+
+
+def raw_peer(
+    impostor: TcpBackend, victim: TcpBackend, *, unix: bool = False, purpose: Any = Purpose.MESSAGES
+) -> socket.socket:
+    """Return an authenticated connection from one rank to another, to send anything on.
+
+    The impostor must not have sent a message to the victim. The socket is blocking.
+    """
+    member = impostor._peers[victim.rank].member
+    deadline = Deadline(PATIENCE)
+    if unix:
+        sock = connect_unix(member.unix_path, deadline)
+    else:
+        sock = connect_tcp(TcpAddress(member.host, member.port), deadline)
+    try:
+        hello = impostor._formation.hello(purpose, victim.rank)
+        authenticate(sock, hello, key=impostor._formation.key, deadline=deadline)
+    except BaseException:
+        sock.close()
+        raise
+    sock.setblocking(True)
+    sock.settimeout(PATIENCE)
+    return sock
+
+
+# -- ranks in processes
+
+
+class Nursery:
+    """A process that has imported everything and forks rank processes: 10 ms each, not 400."""
+
+    _current: "Nursery | None" = None
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+
+    def fork(self, pipe: multiprocessing.connection.Connection) -> int:
+        """Start a rank process that obeys the pipe; return its process id."""
+        folder = os.environ.get("XDG_RUNTIME_DIR", "").encode()
+        socket.send_fds(self._socket, [b"fork " + folder], [pipe.fileno()])
+        return int(self._socket.recv(64))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def nursery() -> Iterator[Nursery]:
+    """Share one nursery among all worlds of processes in this block."""
+    if Nursery._current is not None:
+        yield Nursery._current
+        return
+    Nursery._current = mine = Nursery()
+    try:
+        yield mine
+    finally:
+        Nursery._current = None
+        mine.close()
+
+
+class RankProcess:
+    """A process that does what it is told: each command in a thread of its own.
+
+    A command is a method of its backend, or ``"form"`` (construct the backend), or ``"eval"``
+    (with ``backend`` and this module's names).
+    """
+
+    def __init__(self, rank: int, nursery: Nursery) -> None:
+        self.rank = rank
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._commands = 0
+        self._answers: dict[int, tuple[Any, BaseException | None, float]] = {}
+        with theirs:
+            self.pid = nursery.fork(theirs)
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> "Command":
+        """Begin a command; it may block there."""
+        self._commands += 1
+        self._pipe.send((self._commands, method, args, kwargs))
+        return Command(self, self._commands)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a command to its end."""
+        return self.start(method, *args, **kwargs).result()
+
+    def form(self, world_size: int, address: str, **options: Any) -> "Command":
+        options = {"join_timeout": PATIENCE, "timeout": PATIENCE, **options}
+        return self.start("form", self.rank, world_size, address, **options)
+
+    def signal(self, number: int) -> float:
+        """Send a signal; return when that was."""
+        signal.pidfd_send_signal(self._pidfd, number)
+        return time.monotonic()
+
+    def kill(self) -> float:
+        """Kill it, and return when that was, once it is dead."""
+        now = self.signal(signal.SIGKILL)
+        self._wait()
+        return now
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        assert poller.poll(PATIENCE * 1000), f"process {self.pid} does not end"
+
+    def answer(self, number: int, timeout: float) -> tuple[Any, BaseException | None, float]:
+        end = time.monotonic() + timeout
+        while number not in self._answers:
+            left = max(0.0, end - time.monotonic())
+            assert self._pipe.poll(left), f"rank {self.rank} is still busy after {timeout} s"
+            answered, *answer = self._pipe.recv()
+            self._answers[answered] = tuple(answer)
+        return self._answers[number]
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self._wait()
+        os.close(self._pidfd)
+        self._pipe.close()
+
+
+class Command:
+    """A command that a rank process was given."""
+
+    def __init__(self, process: RankProcess, number: int) -> None:
+        self._process = process
+        self._number = number
+
+    def result(self, timeout: float = PATIENCE) -> Any:
+        value, error, _ = self._process.answer(self._number, timeout)
+        if error is not None:
+            raise error
+        return value
+
+    def error(self, timeout: float = PATIENCE) -> BaseException:
+        value, error, _ = self._process.answer(self._number, timeout)
+        assert error is not None, f"no error but the value {value!r}"
+        return error
+
+    @property
+    def ended(self) -> float:
+        """When it ended, in the monotonic time that all processes of a host share."""
+        return self._process.answer(self._number, PATIENCE)[2]
+
+
+@contextlib.contextmanager
+def spawn_ranks(world_size: int) -> Iterator[list[RankProcess]]:
+    """Processes that have not formed a world yet."""
+    with nursery() as shared, contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(contextlib.closing(RankProcess(rank, shared)))
+            for rank in range(world_size)
+        ]
+
+
+def free_port() -> int:
+    with bound_socket() as sock:
+        return sock.getsockname()[1]
+
+
+@contextlib.contextmanager
+def process_world(world_size: int, **options: Any) -> Iterator[list[RankProcess]]:
+    """A world of processes."""
+    with spawn_ranks(world_size) as ranks:
+        address = f"127.0.0.1:{free_port()}"
+        forming = [rank.form(world_size, address, **options) for rank in ranks]
+        for rank in forming:
+            rank.result()
+        yield ranks
+
+
+def _serve(pipe: multiprocessing.connection.Connection) -> None:
+    """Do what the pipe says until its other end is closed."""
+    names: dict[str, Any] = {**globals(), "backend": None}
+    lock = threading.Lock()
+
+    def run(number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        value, error = None, None
+        try:
+            if method == "form":
+                names["backend"] = TcpBackend(*args, **kwargs)
+            elif method == "eval":
+                value = eval(args[0], names, kwargs)
+            else:
+                value = getattr(names["backend"], method)(*args, **kwargs)
+        except BaseException as raised:
+            error = raised
+        ended = time.monotonic()
+        with lock:
+            pipe.send((number, value, error, ended))
+
+    with contextlib.suppress(EOFError):
+        while True:
+            threading.Thread(target=run, args=pipe.recv(), daemon=True).start()
+    os._exit(0)
+
+
+def _fork_on_request(requests: socket.socket) -> None:
+    """Be a nursery until the other end is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead children are reaped at once
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, 4096, 1)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.environ["XDG_RUNTIME_DIR"] = request.removeprefix(b"fork ").decode()
+            _serve(multiprocessing.connection.Connection(descriptors[0]))
+        os.close(descriptors[0])
+        requests.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    _fork_on_request(socket.socket(fileno=int(sys.argv[1])))
