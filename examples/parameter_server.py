@@ -3,8 +3,7 @@
     rankwire run -n 4 examples/parameter_server.py
 
 Rank 0 holds the parameters. Every other rank trains on a shard of its own: it pulls the parameters,
-computes a gradient and pushes it, without waiting for the others. Any number of ranks from 2 on will
-do; `--steps` sets how long it takes.
+computes a gradient and pushes it, without waiting for the others. Any number of ranks from 2 on.
 
 The model is a real one, a network with one hidden layer that learns to read digits. The data set is
 generated, from fixed seeds: seven-segment digits at random places, with random contrast, in noise.
@@ -134,9 +133,8 @@ def serve(backend: rankwire.Backend, agent: rankwire.RpcAgent, steps: int) -> No
         p50, p99 = np.percentile(taken, [50, 99]) * 1e6
         table.add_row(name, f"{size:,} bytes", f"{p50:.0f} µs", f"{p99:.0f} µs")
     console.print(table)
-    calls = 2 * server.step / seconds  # a pull and a push each
     console.print(f"{result} after {server.step} steps in {seconds:.1f} s")
-    console.print(f"{calls:,.0f} calls per second")
+    console.print(f"{2 * server.step / seconds:,.0f} calls per second")
 
 
 def work(backend: rankwire.Backend, agent: rankwire.RpcAgent) -> None:

@@ -50,7 +50,7 @@ def talk(backend: rankwire.Backend) -> None:
         backend.barrier()  # both have registered what the other will call
 
         # Both ranks wait for each other here, and both are served.
-        say(agent.rpc_sync(other, "greet", f"rank {other}"))
+        say(agent.rpc_sync(other, "greet", f"rank {me}"))
 
         # Several calls under way at once; their results in any order.
         futures = [agent.rpc_async(other, "divide", n, 2) for n in range(5)]

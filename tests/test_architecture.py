@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "rendezvous": {"errors", "deadline", "wire", "links"},
     "backends": {"errors", "deadline", "wire", "links", "rendezvous"},
     "rpc": {"errors", "deadline", "wire", "backends"},
-    "testing": {"errors", "deadline", "wire", "backends", "rpc"},
+    "testing": {"errors", "deadline", "wire", "rendezvous", "backends", "rpc"},
     "launch": {"errors", "deadline", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "__main__": {"cli"},

@@ -4,37 +4,34 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from rankwire.cli import app
 from rankwire.version import __version__
 
 
-def rankwire(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rankwire", *args],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
+def rankwire(*args: str) -> Result:
+    return CliRunner().invoke(app, args)
 
 
-def test_version():
-    done = rankwire("--version")
-    assert (done.returncode, done.stdout) == (0, f"rankwire {__version__}\n")
+def test_python_m_rankwire_version():
+    command = [sys.executable, "-m", "rankwire", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout == f"rankwire {__version__}\n"
 
 
 def test_help_lists_the_commands():
     done = rankwire("--help")
-    assert done.returncode == 0
-    assert "run" in done.stdout
+    assert done.exit_code == 0
+    assert "run" in done.output
 
 
 def test_help_of_run_tells_what_matters():
     done = rankwire("run", "-h")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     told = ("-n", "-m", "--grace", "--no-prefix", "--log-dir", "SIGTERM", "Ctrl-C", "connect()")
     for word in (*told, "RANKWIRE_RANK", "rankwire run -n 4 train.py"):
-        assert word in done.stdout
+        assert word in done.output
 
 
 @pytest.mark.parametrize(
@@ -49,9 +46,9 @@ def test_help_of_run_tells_what_matters():
 )
 def test_refusals(args, words):
     done = rankwire(*args)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.exit_code == 2
+    assert words in done.output
+    assert "Traceback" not in done.output
 
 
 def test_the_library_alone_does_not_load_the_command_line():

@@ -1,6 +1,5 @@
 """The examples run as their docstrings say, and do what they promise; shortened where possible."""
 
-import os
 import re
 import subprocess
 import sys
@@ -23,20 +22,18 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_parameter_server(ranks):
-    output = launch(ranks, "parameter_server.py", "--steps", "1200")
+def test_parameter_server():
+    output = launch(4, "parameter_server.py", "--steps", "1200")
     accuracy = re.search(r"test accuracy ([\d.]+)%", output)
     assert accuracy is not None
     assert float(accuracy[1]) > 70  # of ten digits: guessing gives 10
     assert "calls per second" in output
     assert "generated" in output
-    assert {"ping", "pull", "push"} < set(re.findall(r"│ (\w+) +│", output))
+    assert {"ping", "pull", "push"} == set(re.findall(r"│ (\w+) +│", output))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_actor_learner(ranks):
-    output = launch(ranks, "actor_learner.py", "--updates", "150")
+def test_actor_learner():
+    output = launch(3, "actor_learner.py", "--updates", "150")
     rewards = re.search(r"mean reward (\S+) -> (\S+)", output)
     assert rewards is not None
     assert float(rewards[1]) < -1 < float(rewards[2])
@@ -69,15 +66,9 @@ def check_talk(output: str, *, prefix: str) -> None:
             assert (prefix + line).format(me=me, other=1 - me) in lines
 
 
-def test_wrong_number_of_ranks_is_said():
-    for name in ("parameter_server.py", "actor_learner.py", "two_peers.py"):
-        done = subprocess.run(
-            [sys.executable, "-m", "rankwire", "run", "-n", "1", str(EXAMPLES / name)],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-            env=os.environ,
-        )
-        assert done.returncode == 1
-        assert "run with -n 2" in done.stderr
+@pytest.mark.parametrize("name", ["parameter_server.py", "actor_learner.py", "two_peers.py"])
+def test_what_to_do_with_one_rank(name):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "1", str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert "run with -n 2" in done.stderr

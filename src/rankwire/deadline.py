@@ -68,15 +68,5 @@ class Deadline:
         """Return this deadline, or one ``limit`` seconds from now if that comes first."""
         return self if self.remaining() <= limit else Deadline(limit)
 
-    @property
-    def end(self) -> float:
-        """The point in time itself, for ordering deadlines."""
-        return self._end
-
-    @staticmethod
-    def passed(end: float) -> bool:
-        """Whether the point in time of some deadline is over."""
-        return monotonic() >= end
-
     def __repr__(self) -> str:
         return f"<Deadline {self.remaining():.3f} s of {self.limit:g} s left>"

@@ -414,6 +414,17 @@ def test_a_callback_may_wait_for_the_network(make_world):
     assert received == [b"comes later"]
 
 
+def test_a_callback_that_a_close_causes_runs_in_the_closing_thread(make_world):
+    one, other = make_world(2, FaultPlan().delay(60.0))
+    ports = [backend.open_calls(1) for backend in (one, other)]
+    seen = []
+    ports[0].call(
+        1, 1, [b"x"], 1, Deadline(SOON), lambda receive: seen.append(threading.current_thread())
+    )
+    ports[0].close()
+    assert seen == [threading.current_thread()]
+
+
 def test_closing_from_a_callback_does_not_wait_for_itself():
     world = SimulatedBackend.create_group(2, faults=FaultPlan().delay(0.01))
     ports = [backend.open_calls(1) for backend in world]

@@ -33,15 +33,10 @@ def test_each_line_begins_with_its_rank(run):
     ]
 
 
-def test_no_prefix(run):
-    assert run("print('x')", "--no-prefix").stdout == "x\nx\n"
-
-
 def test_all_after_the_script_is_its_own(run):
-    done = run(
-        "print(sys.argv[1:])", "--", ranks=1, args=("-n", "7", "--help", "--", "--no-prefix")
-    )
-    assert done.stdout == "[rank 0] ['-n', '7', '--help', '--', '--no-prefix']\n"
+    options = ("-n", "7", "--help", "--", "--prefix")
+    done = run("print(sys.argv[1:])", "--no-prefix", "--", ranks=1, args=options)
+    assert done.stdout == f"{list(options)}\n"
 
 
 def test_a_module(tmp_path):
@@ -150,7 +145,6 @@ def test_the_exit_code_is_the_failing_ranks(run):
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
         ("import ctypes; ctypes.string_at(0)", 139, "killed by SIGSEGV"),
-        ("os.kill(os.getpid(), 40)", 168, "killed by signal 40"),
     ],
 )
 def test_death_by_a_signal_is_named(run, body, code, words):
@@ -206,7 +200,7 @@ ready()
 # -- being stopped -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_rank_once(start, number):
     launched = start(
         f"""
@@ -218,7 +212,7 @@ signal.signal({int(number)}, handle)
 ready()
 while not count:
     time.sleep(0.01)
-time.sleep(0.2)
+time.sleep(0.1)
 print("times", count)
 """
     )
@@ -230,11 +224,11 @@ print("times", count)
     launched.wait_until_all_gone(0)
 
 
-def test_ctrl_c_in_plain_python(start):
+def test_a_hangup_in_plain_python(start):
     launched = start(SLEEP)
-    launched.send(signal.SIGINT)
+    launched.send(signal.SIGHUP)
     code, _, stderr = launched.wait()
-    assert code == 130
+    assert code == 129
     assert "failed first" not in stderr
     launched.wait_until_all_gone(0)
 
@@ -301,14 +295,12 @@ for i in range(100):
 
 
 def test_a_rank_that_closes_its_output(run):
-    done = run("os.close(1)\ntime.sleep(0.2)\nos.write(2, b'still here')\nos.close(2)")
+    done = run("os.close(1)\ntime.sleep(0.1)\nos.write(2, b'still here \\xff')\nos.close(2)")
     assert done.returncode == 0
-    assert sorted(done.stderr.splitlines()) == ["[rank 0] still here", "[rank 1] still here"]
-
-
-def test_bytes_that_are_no_text(run):
-    done = run(r"os.write(1, b'\xff\xfe\x00 caf\xc3\xa9\n')", ranks=1)
-    assert done.stdout == "[rank 0] \ufffd\ufffd\x00 café\n"
+    assert sorted(done.stderr.splitlines()) == [
+        "[rank 0] still here \ufffd",
+        "[rank 1] still here \ufffd",
+    ]
 
 
 def test_logs(run, tmp_path):

@@ -45,6 +45,7 @@ def test_the_lines_worth_showing():
         (Ending(code=0), "exit code 0", 0),
         (Ending(code=3), "exit code 3", 3),
         (Ending(signal=signal.SIGTERM), "killed by SIGTERM", 143),
+        (Ending(signal=40), "killed by signal 40", 168),
         (Ending(signal=signal.SIGSEGV), "killed by SIGSEGV (a crash in native code)", 139),
     ],
 )

@@ -167,9 +167,19 @@ def test_a_port_can_be_taken_again_at_once(cleanup):
     client.close()
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 64, "a..b", "nul\0byte"])
+def test_a_name_that_does_not_resolve_is_no_connection(monkeypatch):
+    def fail(*args, **kwargs):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    for use in (listen_tcp, lambda address: connect_tcp(address, Deadline(PATIENCE))):
+        with pytest.raises(NoConnectionError, match=r"'no\.such\.host'.*not known"):
+            use(TcpAddress("no.such.host", 29500))
+
+
+@pytest.mark.parametrize("host", ["x" * 64, "a..b"])
 @pytest.mark.parametrize("use", [listen_tcp, lambda a: connect_tcp(a, Deadline(PATIENCE))])
-def test_a_name_that_does_not_resolve_is_no_connection(host, use):
+def test_a_name_that_cannot_be_one_is_an_error_of_this_package(host, use):
     with pytest.raises((NoConnectionError, ConfigurationError)):
         use(TcpAddress(host, 29500))
 

@@ -58,9 +58,9 @@ class Inbox:
         """Ask for a message; it may be done on return."""
         receive.home = self
         with self._mutex:
-            was_full = self._mailbox.full
             self._mailbox.post(receive)
-            if was_full and not self._mailbox.full and not self._being_read:
+            # Taking a message may have made room for reading on, for which parked threads wait.
+            if self._parked and not self._being_read:
                 self._wake_a_parked()
 
     def wait(self, receive: Receive, deadline: Deadline) -> bytearray:
@@ -215,7 +215,8 @@ class Inbox:
     def _leave_role(self) -> None:
         with self._mutex:
             self._being_read = False
-            self._wake_a_parked()
+            if self._parked:
+                self._wake_a_parked()
 
     def _read_until(self, receive: Receive, deadline: Deadline) -> None:
         """Read, with the role, until one's own is done or somebody has to be called back."""

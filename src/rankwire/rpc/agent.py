@@ -8,9 +8,7 @@ and ``CallPort``, and no concrete one.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
-import math
 import secrets
 import threading
 from collections.abc import Callable
@@ -42,6 +40,7 @@ from rankwire.wire.mailbox import Receive
 __all__ = ["MAX_DEPTH", "RpcAgent"]
 
 MAX_DEPTH = 32
+_EXPIRY_CHECK_EVERY = 0.05  # seconds; a thread that waits in result() is exact
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,8 +90,7 @@ class RpcAgent:
         # place before.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture] = {}
-        self._expiries: list[tuple[float, int]] = []
-        self._expiry_lock = threading.Lock()
+        self._next_expiry_check = Deadline(0.0)
         self._port = backend.open_calls(_service_number(name))
         self._server = Server(
             backend,
@@ -308,9 +306,6 @@ class RpcAgent:
 
     def _track(self, future: RpcFuture) -> None:
         self._futures[future.request_id] = future
-        if not math.isinf(future.deadline.limit):
-            with self._expiry_lock:
-                heapq.heappush(self._expiries, (future.deadline.end, future.request_id))
         self._server.expect_work()
 
     def _replied(self, future: RpcFuture, receive: Receive) -> None:
@@ -346,18 +341,12 @@ class RpcAgent:
         Look after replies that nobody waits for.
         """
         if not self._futures:
-            if self._expiries:
-                with self._expiry_lock:
-                    self._expiries.clear()
             return False
-        with self._expiry_lock:
-            late = []
-            while self._expiries and Deadline.passed(self._expiries[0][0]):
-                late.append(heapq.heappop(self._expiries)[1])
-        for request_id in late:
-            future = self._futures.get(request_id)
-            if future is not None:
-                future.expire()
+        if self._next_expiry_check.expired:
+            self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY)
+            for future in list(self._futures.values()):
+                if future.deadline.expired:
+                    future.expire()
         self._port.attend()
         return True
 

@@ -8,12 +8,12 @@ connection itself, and ``cancel()`` reaches the callee.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Generator
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from rankwire.deadline import Deadline
-from rankwire.errors import RankwireError
 from rankwire.wire.mailbox import Receive
 
 if TYPE_CHECKING:
@@ -43,13 +43,11 @@ class RpcFuture(Future[Any]):
 
         And the call goes on.
         """
-        self._drive(timeout)
-        return super().result(0 if timeout is not None else None)
+        return super().result(self._drive(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the call's error or None; waits as ``result`` does."""
-        self._drive(timeout)
-        return super().exception(0 if timeout is not None else None)
+        return super().exception(self._drive(timeout))
 
     def cancel(self) -> bool:
         """Give up the call and tell the callee; False if it is done."""
@@ -96,18 +94,19 @@ class RpcFuture(Future[Any]):
             self._lane.cancel(self.dst, self.request_id)
             self.fail(self._agent.too_late(self))
 
-    def _drive(self, timeout: float | None) -> None:
-        """Wait until it is done or ``timeout`` has passed, reading the connection."""
+    def _drive(self, timeout: float | None) -> float | None:
+        """Read the connection until the reply is there; return what is left of ``timeout``.
+
+        The reply may have been read by another thread, which is about to end the future with it.
+        """
         if self.done() or self._receive is None:
-            return
-        deadline = self.deadline if timeout is None else self.deadline.sooner(timeout)
+            return timeout
+        limit = Deadline(math.inf if timeout is None else timeout)
         self._agent.before_waiting()
-        try:
-            self._lane.drive(self.dst, self._receive, deadline)
-        except (RankwireError, CancelledError):
-            return  # the receive has ended, and the future with it
-        if self.deadline.expired and not self.done():
+        self._lane.drive(self.dst, self._receive, self.deadline.sooner(limit.remaining()))
+        if self.deadline.expired and not self._receive.done:
             self.expire()
+        return None if timeout is None else limit.remaining()
 
     def __repr__(self) -> str:
         if self.done():

@@ -164,9 +164,9 @@ class Server:
                 assert self._loopback is not None
                 self._loopback.reply(call.request_id, buffers)
             else:
-                patience = deadline.remaining() if deadline is not None else 0.0
-                limit = min(max(patience, _REPLY_PATIENCE), self._backend.timeout)
-                self._port.reply(call, buffers, nbytes, Deadline(limit))
+                if deadline is None or deadline.remaining() < _REPLY_PATIENCE:
+                    deadline = Deadline(_REPLY_PATIENCE)
+                self._port.reply(call, buffers, nbytes, deadline)
         except RankwireError as error:
             _log.debug("a reply to rank %d was not sent: %s", call.src, error)
 

@@ -43,6 +43,7 @@ _LOOK_EVERY = 0.001
 _SLOW = 0.001  # a function that runs longer than this keeps others waiting
 _LOOKS_UNTIL_ASLEEP = 50
 _LAZY_LOOK = 0.05
+_NEVER = Deadline.never()
 _LINGER = 2.0  # seconds an idle worker stays
 
 
@@ -244,7 +245,7 @@ class Pool:
         if queued is not None:
             return queued
         if not self._arrived:
-            self._arrived.extend(self._poll(Deadline.never()))
+            self._arrived.extend(self._poll(_NEVER))
             if not self._arrived:
                 return None
         job = self._arrived.popleft()

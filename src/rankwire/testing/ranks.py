@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from rankwire.backends.tcp import TcpBackend, Transport
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.rendezvous.host import sweep_socket_files
 
 __all__ = ["RankFailedError", "in_parallel", "run_ranks"]
 
@@ -127,8 +128,12 @@ def _run_processes(
         writing.close()
         processes.append(process)
         pipes[reading] = rank
+    deadline = Deadline(timeout)
     try:
-        return _collect(pipes, Deadline(timeout))
+        results = _collect(pipes, deadline)
+        for process in processes:
+            process.join(deadline.sleep_limit())  # they close their backends
+        return results
     finally:
         for process in processes:
             process.kill()
@@ -136,6 +141,7 @@ def _run_processes(
             process.close()
         for reading in pipes:
             reading.close()
+        sweep_socket_files()  # those that were killed
 
 
 def _collect(pipes: dict[Any, int], deadline: Deadline) -> list[Any]:

@@ -174,7 +174,7 @@ class Mailbox:
 
     def fail_group(self, group: int, error: RankwireError) -> list[Receive]:
         """End the receives of one group, and forget what has arrived for it."""
-        ended = []
+        ended: list[Receive] = []
         for key in [key for key in self._wanted if key[0] == group]:
             ended += self._wanted.pop(key)
         for key in [key for key in self._arrived if key[0] == group]:

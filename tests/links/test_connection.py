@@ -1,0 +1,732 @@
+"""One connection: whole frames out, whole frames in, and one sticky end."""
+
+import array
+import hashlib
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+    RankwireError,
+)
+from rankwire.links import connection as connection_module
+from rankwire.links.connection import Connection
+from rankwire.wire.frames import HEADER_NBYTES, Channel, pack_header
+from worlds import PATIENCE, Running, eventually
+
+MIB = 1 << 20
+SOON = 5.0  # seconds for what takes milliseconds, on a machine that is busy with other things
+
+
+def send(connection, payload, *, tag=0, timeout=PATIENCE, **options):
+    buffers = payload if isinstance(payload, list) else [payload]
+    nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
+    deadline = Deadline(timeout)
+    connection.send(Channel.MESSAGE, 0, tag, buffers, nbytes, deadline, **options)
+
+
+def frames_of(connection):
+    """Yield the frames that come, for some time."""
+    deadline = Deadline(PATIENCE)
+    while True:
+        yield from connection.read(deadline)
+        assert not deadline.expired, f"no more frames within {PATIENCE} s"
+
+
+def read(connection, count=1):
+    """Return the next ``count`` frames."""
+    return list(islice(frames_of(connection), count))
+
+
+def frame_bytes(payload=b"", *, channel=Channel.MESSAGE, tag=0, sequence=0):
+    return pack_header(channel, 0, tag, len(payload), sequence) + payload
+
+
+def fill(sock):
+    """Send until the connection takes not one byte more; return how many it took."""
+    count, stuck = 0, 0
+    while stuck < 20:
+        for piece in (bytes(MIB), b"\0"):
+            with suppress(BlockingIOError):
+                while True:
+                    count += sock.send(piece)
+                    stuck = 0
+        stuck += 1
+        time.sleep(0.005)
+    return count
+
+
+class Proxied:
+    """A socket of which a test replaces some methods."""
+
+    def __init__(self, sock, **methods):
+        self._sock = sock
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+# -- whole frames
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 16384, 16385, 65504, 65505, 200 * 1024, 8 * MIB])
+def test_a_message_of_any_size_arrives(connections, nbytes):
+    near, far = connections
+    payload = random.Random(nbytes).randbytes(nbytes)
+    sending = Running(send, near, payload, tag=nbytes)
+    [frame] = read(far)
+    sending.result()
+    assert (frame.channel, frame.group, frame.tag) == (Channel.MESSAGE, 0, nbytes)
+    assert frame.payload == payload
+
+
+def test_frames_go_both_ways_at_once(connections):
+    near, far = connections
+    sending = [
+        Running(lambda c=c: [send(c, bytes([n]) * (n * 1000)) for n in range(200)])
+        for c in connections
+    ]
+    reading = Running(read, near, 200)
+    frames = read(far, 200)
+    for running in sending:
+        running.result()
+    expected = [bytes([n]) * (n * 1000) for n in range(200)]
+    assert [frame.payload for frame in frames] == expected
+    assert [frame.payload for frame in reading.result()] == expected
+
+
+@pytest.mark.parametrize("piece", [b"", b"x", b"y" * 100, b"z" * 4096])
+def test_a_message_in_2000_pieces_arrives_as_one(connections, piece):
+    near, far = connections  # the kernel takes 1024 pieces at once at most
+    sending = Running(send, near, [piece] * 2000)
+    [frame] = read(far)
+    sending.result()
+    assert frame.payload == piece * 2000
+
+
+def test_pieces_of_all_sizes_and_kinds_arrive_in_order(connections):
+    near, far = connections
+    chance = random.Random(7)
+    pieces = []
+    for _ in range(700):
+        data = chance.randbytes(8 * chance.choice((0, 0, 1, 2, 100, 5000)))
+        pieces.append(
+            chance.choice(
+                (data, bytearray(data), memoryview(data), memoryview(array.array("d", data)))
+            )
+        )
+    sending = Running(send, near, pieces)
+    [frame] = read(far)
+    sending.result()
+    assert frame.payload == b"".join(pieces)
+
+
+def test_numbers_of_eight_bytes_arrive_whole_when_the_peer_takes_them_in_parts(connections):
+    near, far = connections
+    numbers = array.array("d", range(MIB))
+    sending = Running(send, near, [memoryview(numbers), b"", memoryview(numbers)])
+    time.sleep(0.05)
+    [frame] = read(far)
+    sending.result()
+    assert frame.payload == numbers.tobytes() * 2
+
+
+def test_header_and_payload_leave_in_one_system_call(make_link):
+    for nbytes in (0, 100, 16384, 100_000):
+        link = make_link()
+        calls = []
+        sock = link.connection._sock
+        link.connection._sock = Proxied(
+            sock,
+            send=lambda data, sock=sock: calls.append(n := sock.send(data)) or n,
+            sendmsg=lambda data, sock=sock: calls.append(n := sock.sendmsg(data)) or n,
+        )
+        send(link.connection, bytes(nbytes))
+        assert calls == [HEADER_NBYTES + nbytes]
+
+
+def test_what_is_on_the_wire_is_these_bytes(link):
+    send(link.connection, [b"first ", b"half"], tag=3)
+    link.connection.send(Channel.COLLECTIVE, 7, 2**64 - 1, (), 0, Deadline(PATIENCE))
+    expected = frame_bytes(b"first half", tag=3) + pack_header(2, 7, 2**64 - 1, 0, 1)
+    assert link.receive(len(expected)) == expected
+
+
+def test_threads_never_interleave_their_frames(connections):
+    near, far = connections
+    threads, messages = 8, 300
+
+    def message(thread, number):
+        chance = random.Random(f"{thread} {number}")
+        body = chance.randbytes(chance.choice((0, 10, 1000, 17_000, 70_000)))
+        head = struct.pack("<II", thread, number) + hashlib.sha256(body).digest()
+        return [head, body[: len(body) // 2], body[len(body) // 2 :]]
+
+    def work(thread):
+        for number in range(messages):
+            send(near, message(thread, number), tag=thread)
+
+    running = [Running(work, thread) for thread in range(threads)]
+    expected = [0] * threads
+    for frame in islice(frames_of(far), threads * messages):
+        thread, number = struct.unpack_from("<II", frame.payload)
+        assert frame.tag == thread
+        assert frame.payload[8:40] == hashlib.sha256(frame.payload[40:]).digest()
+        assert number == expected[thread], "each thread's frames come in its order"
+        expected[thread] += 1
+    for thread in running:
+        thread.result()
+    assert expected == [messages] * threads
+
+
+def test_a_read_without_patience_polls(link):
+    before = time.monotonic()
+    assert link.connection.read(Deadline(0.0)) == []
+    assert link.connection.read_ready() == []
+    assert time.monotonic() - before < SOON
+    link.raw.sendall(frame_bytes(b"now"))
+    eventually(lambda: link.connection.read(Deadline(0.0)))
+
+
+@pytest.mark.parametrize("spin", [0.0, 100e-6, 0.05])
+def test_spinning_changes_nothing_but_time(make_link, spin):
+    link = make_link(spin=spin)
+    assert link.connection.read(Deadline(0.02)) == []
+    for number in range(50):
+        link.raw.sendall(frame_bytes(bytes([number]), sequence=number))
+        assert [frame.payload for frame in read(link.connection)] == [bytes([number])]
+
+
+# -- deadlines
+
+
+def test_a_send_of_which_nothing_has_left_leaves_the_connection_usable(link):
+    filler = fill(link.connection._sock)
+    deadline = Deadline(0.1)
+    for payload in (b"small", bytes(100_000)):
+        deadline = Deadline(0.1)
+        with pytest.raises(DeadlineExceededError) as caught:
+            link.connection.send(Channel.MESSAGE, 0, 0, [payload], len(payload), deadline)
+        assert 0.09 <= deadline.waited < SOON
+        assert (caught.value.limit, caught.value.waiting_for) == (0.1, [1])
+    assert link.connection.failure is None
+    assert not link.lost
+    link.receive(filler)
+    send(link.connection, b"after all", tag=9)
+    expected = frame_bytes(b"after all", tag=9)
+    assert link.receive(len(expected)) == expected
+
+
+def test_a_send_without_patience_is_refused_at_once(link):
+    fill(link.connection._sock)
+    before = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        send(link.connection, b"x", timeout=0.0)
+    assert time.monotonic() - before < SOON
+    assert link.connection.failure is None
+
+
+def test_a_send_of_which_a_part_has_left_ends_the_connection_for_good(link):
+    with pytest.raises(DeadlineExceededError):
+        send(link.connection, bytes(64 * MIB), timeout=0.1)
+    assert isinstance(link.connection.failure, PeerLostError)
+    assert "part of a message" in str(link.connection.failure)
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="part of a message"):
+            send(link.connection, b"later", timeout=0.0)
+    assert len(link.lost) == 1
+    assert link.lost[0].peer == 1
+
+
+def test_the_deadline_covers_the_frames_of_other_threads(link):
+    blocked = Running(send, link.connection, bytes(64 * MIB), timeout=PATIENCE)
+    eventually(link.connection._send_lock.locked)
+    deadline = Deadline(0.1)
+    with pytest.raises(DeadlineExceededError, match="other threads"):
+        link.connection.send(Channel.MESSAGE, 0, 0, [b"x"], 1, deadline)
+    assert 0.09 <= deadline.waited < SOON
+    assert link.connection.failure is None
+    link.receive(HEADER_NBYTES + 64 * MIB)
+    blocked.result()
+    send(link.connection, b"next")
+    assert link.receive(HEADER_NBYTES + 4) == frame_bytes(b"next", sequence=1)
+
+
+def test_a_blocked_receive_does_not_delay_a_send(link):
+    reading = Running(read, link.connection)
+    time.sleep(0.05)
+    for number in range(10):
+        send(link.connection, b"x")
+        assert link.receive(HEADER_NBYTES + 1) == frame_bytes(b"x", sequence=number)
+    assert not reading.done
+    link.raw.sendall(frame_bytes(b"y"))
+    assert reading.result()[0].payload == b"y"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "cut"),
+    [
+        *((5, 1), (5, 16), (5, 31), (5, 32), (5, 33), (5, 36)),
+        *((200_000, 31), (200_000, 32), (200_000, 33), (200_000, 100_000), (200_000, 200_031)),
+    ],
+)
+def test_a_deadline_in_the_middle_of_a_frame_loses_nothing(link, nbytes, cut):
+    payload = random.Random(cut).randbytes(nbytes)
+    stream = frame_bytes(payload, tag=4) + frame_bytes(b"next", tag=5, sequence=1)
+    sending = Running(link.raw.sendall, stream[:cut])
+    deadline = Deadline(0.05)
+    assert link.connection.read(deadline) == []
+    assert 0.04 <= deadline.waited < SOON
+    sending.result()
+    assert link.connection.read(Deadline(0.0)) == []
+    sending = Running(link.raw.sendall, stream[cut:])
+    first, second = read(link.connection, 2)
+    sending.result()
+    assert (first.tag, first.payload) == (4, payload)
+    assert (second.tag, second.payload) == (5, b"next")
+
+
+def test_input_that_trickles_in_does_not_prolong_the_deadline(link):
+    stream = frame_bytes(bytes(1000))
+    enough = threading.Event()
+
+    def trickle():
+        sent = 0
+        while not enough.wait(0.01):
+            sent += link.raw.send(stream[sent : sent + 1])
+        link.raw.sendall(stream[sent:])
+
+    trickling = Running(trickle)
+    deadline = Deadline(0.2)
+    assert link.connection.read(deadline) == []
+    assert 0.19 <= deadline.waited < SOON, "it would take 10 s to the end of the frame"
+    enough.set()
+    assert read(link.connection)[0].payload == bytes(1000)
+    trickling.result()
+
+
+def test_reading_what_comes_while_a_send_is_blocked_lets_both_ends_send_first(connections):
+    frames = {0: [], 1: []}
+    payloads = [bytes([rank]) * (32 * MIB) for rank in (0, 1)]
+
+    def exchange(rank):
+        connection = connections[rank]
+        send(
+            connection,
+            payloads[rank],
+            while_blocked=lambda: frames[rank].extend(connection.read_ready()),
+        )
+        frames[rank] += read(connection) if not frames[rank] else []
+
+    running = [Running(exchange, rank) for rank in (0, 1)]
+    for thread in running:
+        thread.result()
+    assert frames[0][0].payload == payloads[1]
+    assert frames[1][0].payload == payloads[0]
+
+
+def test_input_that_waits_to_be_read_does_not_prolong_the_deadline_of_a_send(link):
+    # Another thread has the reading role, or the peer sends faster than this one reads.
+    link.raw.sendall(frame_bytes(b"unread"))
+    fill(link.connection._sock)
+    give_up = time.monotonic() + 1.5
+
+    def nothing_can_be_read():
+        if time.monotonic() > give_up:
+            raise AssertionError("called again and again, long after the deadline")
+
+    deadline = Deadline(0.2)
+    with pytest.raises(DeadlineExceededError):
+        link.connection.send(
+            Channel.MESSAGE, 0, 0, [b"x"], 1, deadline, while_blocked=nothing_can_be_read
+        )
+    assert link.connection.failure is None
+
+
+# -- the end
+
+
+def test_the_end_of_the_stream_is_a_lost_peer(link):
+    link.raw.sendall(frame_bytes(b"last words"))
+    link.raw.close()
+    assert read(link.connection)[0].payload == b"last words"
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="connection ended") as caught:
+            link.connection.read(Deadline(PATIENCE))
+        assert caught.value.peer == 1
+        assert "middle" not in caught.value.reason
+    with pytest.raises(PeerLostError, match="connection ended"):
+        send(link.connection, b"x")
+    assert len(link.lost) == 1
+
+
+@pytest.mark.parametrize("nbytes", [100, 100_000])
+def test_the_end_in_the_middle_of_a_message_says_so_and_gives_nothing_of_it(make_link, nbytes):
+    stream = frame_bytes(bytes(nbytes))
+    cuts = [*range(1, HEADER_NBYTES + 1), *range(HEADER_NBYTES + 1, len(stream), nbytes // 20)]
+    for cut in cuts:
+        link = make_link()
+        Running(link.raw.sendall, stream[:cut]).result()
+        link.raw.close()
+        with pytest.raises(PeerLostError, match="middle of a message"):
+            link.connection.read(Deadline(PATIENCE))
+        link.connection.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+def test_a_reset_is_a_lost_peer(link):
+    link.raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.raw.close()
+    with pytest.raises(PeerLostError, match="reset"):
+        link.connection.read(Deadline(PATIENCE))
+    with pytest.raises(PeerLostError, match="reset"):
+        send(link.connection, b"x")
+    assert len(link.lost) == 1
+
+
+def test_a_writer_notices_that_the_peer_is_gone(link):
+    link.raw.close()
+    deadline = Deadline(PATIENCE)
+    with pytest.raises(PeerLostError) as caught:
+        while not deadline.expired:
+            send(link.connection, b"x")
+    assert caught.value.peer == 1
+    assert isinstance(caught.value.__cause__, OSError)
+    assert len(link.lost) == 1
+
+
+def test_a_blocked_writer_notices_that_the_peer_is_gone(link):
+    sending = Running(send, link.connection, bytes(64 * MIB))
+    time.sleep(0.05)
+    link.raw.close()
+    assert isinstance(sending.error(SOON), PeerLostError)
+
+
+def test_a_farewell_is_an_end_in_good_order_after_all_that_was_sent(connections):
+    near, far = connections
+    send(near, b"one")
+    send(near, bytes(100_000))
+    near.farewell(Deadline(PATIENCE))
+    near.close()
+    assert [len(frame.payload) for frame in read(far, 2)] == [3, 100_000]
+    for _ in range(2):
+        with pytest.raises(ChannelClosedError, match="rank 0 has left") as caught:
+            far.read(Deadline(PATIENCE))
+        assert caught.value.peer == 0
+    with pytest.raises(ChannelClosedError, match="rank 0 has left"):
+        send(far, b"x")
+
+
+def test_a_farewell_is_not_reported_as_a_loss(link):
+    link.raw.sendall(frame_bytes(channel=Channel.FAREWELL))
+    link.raw.close()
+    with pytest.raises(ChannelClosedError):
+        link.connection.read(Deadline(PATIENCE))
+    assert not link.lost
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["all read", "some unread"])
+@pytest.mark.parametrize("before", [b"", b"a reply that nobody has read"], ids=["bare", "reply"])
+def test_a_connection_that_is_only_written_hears_the_farewell_too(link, unread, before):
+    send(link.connection, b"first")
+    if not unread:
+        link.receive(HEADER_NBYTES + 5)
+    stream = frame_bytes(before) if before else b""
+    stream += frame_bytes(channel=Channel.FAREWELL, sequence=1 if before else 0)
+    link.raw.sendall(stream)
+    link.raw.close()
+    deadline = Deadline(PATIENCE)
+    with pytest.raises(ChannelClosedError, match="rank 1 has left"):
+        while not deadline.expired:
+            send(link.connection, b"more")
+    assert not link.lost
+
+
+def test_a_message_whose_bytes_look_like_a_farewell_is_none(link):
+    payload = bytes([Channel.FAREWELL]) * 100
+    link.raw.sendall(frame_bytes(payload))
+    link.raw.close()
+    deadline = Deadline(PATIENCE)
+    with pytest.raises(PeerLostError):
+        while not deadline.expired:
+            send(link.connection, b"x")
+
+
+def test_a_farewell_to_a_peer_that_takes_nothing_gives_up_in_time(link):
+    fill(link.connection._sock)
+    before = time.monotonic()
+    link.connection.farewell(Deadline(0.1))
+    assert time.monotonic() - before < SOON
+
+
+def test_a_farewell_to_a_peer_that_is_gone_is_no_error(link):
+    link.raw.close()
+    for _ in range(3):
+        link.connection.farewell(Deadline(0.1))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\n\r\n",
+        frame_bytes(sequence=1),
+        frame_bytes(channel=9),
+        pack_header(1, 0, 0, 1001, 0),
+        pack_header(1, 0, 0, 2**64 - 1, 0),
+    ],
+    ids=["http", "sequence", "channel", "limit+1", "2**64-1"],
+)
+def test_garbage_is_a_protocol_error_that_names_the_peer_and_is_reported_once(make_link, garbage):
+    link = make_link(max_nbytes=1000)
+    link.raw.sendall(garbage)
+    for _ in range(3):
+        with pytest.raises(ProtocolError) as caught:
+            link.connection.read(Deadline(PATIENCE))
+        assert caught.value.peer == 1
+    with pytest.raises(ProtocolError):
+        send(link.connection, b"x")
+    assert [type(cause) for cause in link.lost] == [ProtocolError]
+    assert link.raw.recv(1) == b"", "the peer sees the end of its connection"
+
+
+def test_frames_before_garbage_in_one_read_are_given(link):
+    link.raw.sendall(frame_bytes(b"good") + frame_bytes(channel=9, sequence=1))
+    frames = []
+    deadline = Deadline(PATIENCE)
+    with pytest.raises(ProtocolError):
+        while not deadline.expired:
+            frames += link.connection.read(Deadline(0.1))
+    assert [frame.payload for frame in frames] == [b"good"]
+
+
+def test_the_first_cause_is_kept(link):
+    first = link.connection.fail(PeerLostError(1, "the coordinator says so"))
+    second = link.connection.fail(ProtocolError("noticed later"))
+    for error in (first, second, link.connection.failure):
+        assert isinstance(error, PeerLostError)
+        assert error.reason == "the coordinator says so"
+    assert len({id(error) for error in (first, second, link.connection.failure)}) == 3
+    assert len(link.lost) == 1
+
+
+@pytest.mark.parametrize("end", ["fail", "close"])
+def test_a_blocked_reader_is_woken_by(link, end):
+    reading = Running(link.connection.read, Deadline(PATIENCE))
+    time.sleep(0.05)
+    assert not reading.done
+    if end == "fail":
+        link.connection.fail(ChannelClosedError("this backend is closed"))
+    else:
+        link.connection.close()
+    assert isinstance(reading.error(SOON), ChannelClosedError)
+    assert not link.lost
+
+
+@pytest.mark.parametrize("end", ["fail", "close"])
+def test_a_blocked_sender_is_woken_by(link, end):
+    sending = Running(send, link.connection, bytes(64 * MIB))
+    time.sleep(0.05)
+    waiting = Running(send, link.connection, b"behind it")
+    time.sleep(0.02)
+    assert not sending.done
+    assert not waiting.done
+    if end == "fail":
+        link.connection.fail(ChannelClosedError("this backend is closed"))
+    else:
+        link.connection.close()
+    assert isinstance(sending.error(SOON), ChannelClosedError)
+    assert isinstance(waiting.error(SOON), ChannelClosedError)
+    assert not link.lost
+
+
+def test_a_closed_connection_refuses_everything_and_closes_again(link):
+    link.connection.close()
+    link.connection.close()
+    for use in (
+        lambda: send(link.connection, b"x"),
+        lambda: link.connection.read(Deadline(PATIENCE)),
+        link.connection.read_ready,
+    ):
+        with pytest.raises(ChannelClosedError, match="closed"):
+            use()
+    assert link.connection.fileno() == -1
+    assert not link.lost
+
+
+def test_what_had_arrived_before_a_failure_can_still_be_read(link):
+    link.raw.sendall(frame_bytes(b"one") + frame_bytes(b"two", sequence=1))
+    time.sleep(0.05)
+    link.connection.fail(PeerLostError(1, "the coordinator says so"))
+    assert [frame.payload for frame in read(link.connection, 2)] == [b"one", b"two"]
+    with pytest.raises(PeerLostError, match="coordinator"):
+        link.connection.read(Deadline(PATIENCE))
+
+
+def test_a_send_that_fails_before_a_byte_has_left_changes_nothing(link):
+    for bad in ["text", None, memoryview(b"abcdef")[::2]]:
+        with pytest.raises((TypeError, BufferError)):
+            link.connection.send(Channel.MESSAGE, 0, 0, [bad], 3, Deadline(PATIENCE))
+    with pytest.raises(struct.error):
+        link.connection.send(Channel.MESSAGE, 0, -1, [b"x"], 1, Deadline(PATIENCE))
+    send(link.connection, b"good")
+    assert link.receive(HEADER_NBYTES + 4) == frame_bytes(b"good")
+
+
+def test_repr_tells_the_peer_the_transport_and_the_state(link, transport):
+    assert link.connection.transport == transport
+    assert repr(link.connection) == f"<Connection to rank 1 over {transport}, open>"
+    link.connection.fail(PeerLostError(1, "killed"))
+    assert "failed: rank 1 is lost: killed" in repr(link.connection)
+
+
+# -- interrupts
+
+
+def test_an_interrupted_send_of_which_a_part_has_left_ends_the_connection(link):
+    sock = link.connection._sock
+
+    def interrupt(pieces):
+        sock.send(bytes(pieces[0])[:10])
+        raise KeyboardInterrupt
+
+    link.connection._sock = Proxied(sock, sendmsg=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        send(link.connection, bytes(100_000))
+    with pytest.raises(PeerLostError, match="interrupted"):
+        send(link.connection, b"x")
+
+
+@pytest.mark.parametrize("nbytes", [500, 100_000])
+def test_an_interrupt_between_the_system_call_and_the_parser_damages_no_message(link, nbytes):
+    # Python runs a signal handler when the call has returned: the bytes have left the kernel.
+    sock, calls = link.connection._sock, []
+
+    def recv_into(buffer):
+        count = sock.recv_into(buffer, min(len(buffer), 1000))
+        calls.append(count)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return count
+
+    link.connection._sock = Proxied(sock, recv_into=recv_into)
+    payloads = [bytes([number]) * nbytes for number in range(5)]
+    stream = b"".join(frame_bytes(body, sequence=number) for number, body in enumerate(payloads))
+    sending = Running(link.raw.sendall, stream)
+    received = []
+    with suppress(RankwireError):
+        while len(received) < len(payloads):
+            try:
+                frames = link.connection.read(Deadline(0.5))
+            except KeyboardInterrupt:
+                continue
+            received += [frame.payload for frame in frames]
+            if not frames:
+                break
+    sending.result()
+    assert received == payloads[: len(received)]
+    if len(received) < len(payloads):
+        assert isinstance(link.connection.failure, PeerLostError), "it is not the peer's fault"
+
+
+class Interrupt(BaseException):
+    """What a signal raises, as KeyboardInterrupt does."""
+
+
+LIBRARY = str(Path(connection_module.__file__).parent.parent)
+
+
+@pytest.mark.parametrize("transport", ["unix"], indirect=True)
+def test_signals_at_random_times_never_put_the_stream_out_of_step(make_link):
+    """After an interrupt, the next message is the right one, or the connection has ended."""
+    interrupted = 0
+    armed = False
+
+    def on_signal(_, frame):
+        nonlocal interrupted, armed
+        if armed and frame is not None and frame.f_code.co_filename.startswith(LIBRARY):
+            armed = False
+            interrupted += 1
+            raise Interrupt
+
+    main, stopping, chance = threading.get_ident(), threading.Event(), random.Random(5)
+
+    def annoy():
+        while not stopping.wait(chance.uniform(0.0, 0.001)):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    def chatter(sock):
+        with suppress(OSError):
+            for number in range(1 << 30):
+                body = number.to_bytes(8, "little") * chance.choice((1, 2, 20, 10_000))
+                sock.sendall(frame_bytes(body, sequence=number))
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    annoying = Running(annoy)
+    try:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            link, expected = make_link(), 0
+            chattering = Running(chatter, link.raw)
+            try:
+                while time.monotonic() < end:
+                    frames = []
+                    armed = True
+                    try:
+                        frames = link.connection.read(Deadline(SOON))
+                    except Interrupt:
+                        pass
+                    finally:
+                        armed = False
+                    for frame in frames:
+                        number = int.from_bytes(frame.payload[:8], "little")
+                        assert number == expected, "a message was lost, doubled or damaged"
+                        assert frame.payload == frame.payload[:8] * (len(frame.payload) // 8)
+                        expected += 1
+            except PeerLostError:
+                pass  # the connection was given up, which is safe
+            finally:
+                link.raw.shutdown(socket.SHUT_RDWR)
+                link.connection.close()
+                chattering.result()
+    finally:
+        stopping.set()
+        annoying.result()
+        signal.signal(signal.SIGUSR1, before)
+    assert interrupted > 20
+
+
+def test_a_connection_says_goodbye_once_and_for_all(connections):
+    # Another thread may still be sending while the backend closes.
+    near, far = connections
+    near.farewell(Deadline(PATIENCE))
+    with suppress(RankwireError):
+        send(near, b"too late")
+    near.close()
+    with pytest.raises(ChannelClosedError):
+        while True:
+            frames = far.read(Deadline(PATIENCE))
+            assert all(frame.channel != Channel.FAREWELL for frame in frames)
+
+
+def test_a_connection_needs_neither_spin_nor_a_listener_for_its_loss():
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    connection = Connection(near, peer=3, max_nbytes=10)
+    far.close()
+    with pytest.raises(PeerLostError, match="rank 3"):
+        connection.read(Deadline(PATIENCE))
+    connection.close()

@@ -1,0 +1,790 @@
+"""The inbox: the thread that waits is the thread that reads, and no message or wake-up is lost."""
+
+import math
+import random
+import struct
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+)
+from rankwire.links.inbox import Inbox
+from rankwire.wire.frames import Channel
+from rankwire.wire.mailbox import Mailbox, Receive
+from worlds import PATIENCE, Running, eventually
+
+SOON = 3.0  # seconds for what takes milliseconds, on a machine that is busy with other things
+KIB = 1 << 10
+
+
+class Post:
+    """An inbox for what rank 1 sends, and rank 1's end of its connection."""
+
+    def __init__(self, connections, mailbox=None, *, attached=True):
+        self.connection, self.sender = connections
+        self.inbox = Inbox(1, mailbox or Mailbox(), self.connection if attached else None)
+
+    def send(self, tag, payload=b""):
+        deadline = Deadline(PATIENCE)
+        self.sender.send(Channel.MESSAGE, 0, tag, [payload], len(payload), deadline)
+
+    def want(self, tag, on_done=None, *, group=0):
+        receive = Receive((group, Channel.MESSAGE, tag), on_done)
+        self.inbox.post(receive)
+        return receive
+
+    def recv(self, tag, timeout=PATIENCE):
+        deadline = timeout if not isinstance(timeout, (int, float)) else Deadline(timeout)
+        return self.inbox.wait(self.want(tag), deadline)
+
+    def start(self, tag, timeout=PATIENCE):
+        """Receive in a thread of its own; return once it reads or sleeps."""
+        parked, reading = len(self.inbox._parked), self.inbox.is_read
+        running = Running(self.recv, tag, timeout)
+        eventually(
+            lambda: running.done
+            or len(self.inbox._parked) > parked
+            or (self.inbox.is_read and not reading)
+        )
+        return running
+
+
+@pytest.fixture
+def transport(request):
+    """Who reads does not depend on the transport: both are tried where the socket matters."""
+    return getattr(request, "param", "unix")
+
+
+on_both_transports = pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
+
+
+@pytest.fixture
+def post(connections):
+    return Post(connections)
+
+
+class LateDeadline:
+    """A deadline that passes at the very moment at which its owner wakes up."""
+
+    limit = 0.5
+    expired = True
+    waited = 0.5
+
+    def sleep_limit(self):
+        return PATIENCE
+
+    def remaining(self):
+        return PATIENCE
+
+
+# -- receiving
+
+
+@on_both_transports
+def test_a_message_is_received_before_and_after_it_is_asked_for(post):
+    post.send(1, b"early")
+    assert post.recv(1) == b"early"
+    waiting = post.start(2)
+    post.send(2, b"late")
+    assert waiting.result() == b"late"
+
+
+@on_both_transports
+def test_messages_of_one_tag_come_in_order_whatever_is_between_them(post):
+    for number in range(100):
+        post.send(number % 3, bytes([number]))
+    for tag in (2, 0, 1):
+        assert [post.recv(tag) for _ in range(tag, 100, 3)] == [
+            bytes([number]) for number in range(tag, 100, 3)
+        ]
+
+
+def test_a_receive_may_come_before_the_connection(connections):
+    post = Post(connections, attached=False)
+    waiting = [post.start(tag) for tag in range(4)]
+    assert not post.inbox.is_read
+    assert post.inbox.attach(post.connection)
+    for tag in (3, 1, 0, 2):
+        post.send(tag, bytes([tag]))
+    assert [running.result() for running in waiting] == [b"\0", b"\1", b"\2", b"\3"]
+
+
+def test_there_is_one_connection(connections):
+    post = Post(connections, attached=False)
+    near, far = connections
+    assert post.inbox.attach(near)
+    assert not post.inbox.attach(far)
+    assert not post.inbox.attach(near)
+    assert post.inbox.connection is near
+
+
+@on_both_transports
+def test_threads_that_wait_for_different_tags_each_get_exactly_theirs(post):
+    threads, messages = 32, 3000
+    chance = random.Random(32)
+    tags = [number % threads for number in range(messages)]
+    chance.shuffle(tags)
+
+    def work(tag):
+        return [post.recv(tag) for _ in range(tags.count(tag))]
+
+    waiting = [Running(work, tag) for tag in range(threads)]
+    for number, tag in enumerate(tags):
+        post.send(tag, struct.pack("<II", tag, number))
+    for tag, running in enumerate(waiting):
+        expected = [struct.pack("<II", tag, n) for n, each in enumerate(tags) if each == tag]
+        assert running.result() == expected
+    assert post.inbox.unmatched_nbytes == 0
+    assert not post.inbox.is_read
+
+
+def test_threads_that_wait_for_one_tag_share_its_messages(post):
+    waiting = [Running(lambda: [post.recv(7) for _ in range(50)]) for _ in range(8)]
+    for number in range(400):
+        post.send(7, struct.pack("<I", number))
+    received = [running.result() for running in waiting]
+    for own in received:
+        assert own == sorted(own, key=lambda payload: struct.unpack("<I", payload))
+    numbers = sorted(struct.unpack("<I", payload)[0] for own in received for payload in own)
+    assert numbers == list(range(400))
+
+
+# -- deadlines
+
+
+def test_no_patience_polls(post):
+    with pytest.raises(DeadlineExceededError) as caught:
+        post.recv(1, 0.0)
+    assert (caught.value.limit, caught.value.waiting_for) == (0.0, [1])
+    post.send(2, b"other")
+    post.send(1, b"here")
+    assert eventually(lambda: poll(post, 1)) == b"here"
+    assert post.recv(2, 0.0) == b"other"
+
+
+def poll(post, tag):
+    with suppress(DeadlineExceededError):
+        return post.recv(tag, 0.0)
+
+
+def test_a_deadline_takes_the_receive_back_and_the_message_stays_receivable(post):
+    deadline = Deadline(0.05)
+    with pytest.raises(DeadlineExceededError) as caught:
+        post.recv(1, deadline)
+    assert 0.04 <= deadline.waited < SOON
+    assert (caught.value.limit, caught.value.waiting_for) == (0.05, [1])
+    assert post.inbox.in_flight == 0
+    post.send(1, b"late")
+    assert post.recv(1) == b"late"
+
+
+def test_a_deadline_without_a_connection_says_that_nothing_was_sent(connections):
+    post = Post(connections, attached=False)
+    with pytest.raises(DeadlineExceededError, match="not sent anything yet"):
+        post.recv(1, 0.02)
+
+
+def test_a_second_receiver_keeps_its_own_deadline_while_another_reads(post):
+    reader = post.start(1)
+    for limit in (0.0, 0.05, 0.2):
+        deadline = Deadline(limit)
+        with pytest.raises(DeadlineExceededError) as caught:
+            post.recv(2, deadline)
+        assert limit <= deadline.waited < SOON
+        assert caught.value.limit == limit
+    assert not reader.done
+    post.send(1, b"x")
+    assert reader.result() == b"x"
+
+
+def test_driving_leaves_the_receive_posted_when_the_deadline_passes(post):
+    receive = post.want(1)
+    assert not post.inbox.drive(receive, Deadline(0.02))
+    assert post.inbox.in_flight == 1
+    post.send(1, b"x")
+    assert post.inbox.drive(receive, Deadline(PATIENCE))
+    assert receive.result() == b"x"
+    assert not post.inbox.withdraw(receive)
+
+
+# -- who reads
+
+
+def test_the_role_is_handed_on_when_the_readers_own_message_has_come(post):
+    waiting = [post.start(tag) for tag in range(5)]
+    for tag in range(5):  # the reader's own is always the next to come
+        post.send(tag, b"x")
+        assert waiting[tag].result(SOON) == b"x"
+    assert not post.inbox.is_read
+
+
+def test_the_role_is_handed_on_when_the_readers_deadline_passes(post):
+    reader, other = post.start(1, 0.05), post.start(2)
+    assert isinstance(reader.error(), DeadlineExceededError)
+    eventually(lambda: post.inbox.is_read)
+    post.send(2, b"x")
+    assert other.result(SOON) == b"x"
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_the_role_is_handed_on_when_the_reader_is_interrupted(post, interruption):
+    read, go, calls = post.connection.read, threading.Event(), []
+
+    def interrupted_once(deadline):
+        calls.append(deadline)
+        if len(calls) > 1:
+            return read(deadline)
+        go.wait(PATIENCE)
+        raise interruption
+
+    post.connection.read = interrupted_once
+    reader, other = post.start(1), post.start(2)
+    go.set()
+    assert isinstance(reader.error(SOON), interruption)
+    post.send(1, b"of the one that was interrupted")
+    post.send(2, b"x")
+    assert other.result(SOON) == b"x"
+    assert post.inbox.in_flight == 0
+    assert post.recv(1) == b"of the one that was interrupted"
+
+
+def test_a_thread_that_is_interrupted_while_it_sleeps_leaves_nothing_behind(post):
+    reader = post.start(1)
+    interrupted = threading.Event()
+
+    class Interrupted(LateDeadline):
+        expired = False
+
+        def sleep_limit(self):
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    sleeper = Running(post.recv, 2, Interrupted())
+    assert isinstance(sleeper.error(SOON), KeyboardInterrupt)
+    assert interrupted.is_set()
+    assert not post.inbox._parked
+    post.send(2, b"kept")
+    post.send(1, b"x")
+    assert reader.result(SOON) == b"x"
+    assert post.recv(2) == b"kept"
+
+
+def test_a_message_for_a_thread_that_is_interrupted_goes_back(post):
+    deliver = post.inbox._deliver
+
+    def interrupted_after_delivery(frames):
+        deliver(frames)
+        post.inbox._deliver = deliver
+        raise KeyboardInterrupt
+
+    post.inbox._deliver = interrupted_after_delivery
+    post.send(1, b"first")
+    with pytest.raises(KeyboardInterrupt):
+        post.recv(1)
+    post.send(1, b"second")
+    assert [post.recv(1), post.recv(1)] == [b"first", b"second"]
+
+
+def test_no_wake_up_is_lost_with_a_thread_whose_deadline_passes_as_it_wakes(post):
+    reader = post.start(1)
+    late = post.start(2, LateDeadline())
+    patient = post.start(3)
+    post.send(1, b"the reader's own")  # it leaves the role to the late one, which leaves too
+    assert reader.result(SOON) == b"the reader's own"
+    assert isinstance(late.error(SOON), DeadlineExceededError)
+    post.send(3, b"x")
+    assert patient.result(SOON) == b"x"
+
+
+def test_no_wake_up_is_lost_with_a_driver_whose_deadline_passes_as_it_wakes(post):
+    reader = post.start(1)
+    late = Running(post.inbox.drive, post.want(2), LateDeadline())
+    eventually(lambda: len(post.inbox._parked) == 1)
+    patient = post.start(3)
+    post.send(1, b"the reader's own")
+    assert reader.result(SOON) == b"the reader's own"
+    assert late.result(SOON) is False
+    post.send(3, b"x")
+    assert patient.result(SOON) == b"x"
+
+
+def test_several_threads_may_wait_for_one_receive(post):
+    # RpcFuture.result() is safe from any thread.
+    reader = post.start(1)
+    receive = post.want(2)
+    drivers = []
+    for _ in range(3):
+        drivers.append(Running(post.inbox.drive, receive, Deadline(PATIENCE)))
+        time.sleep(0.05)
+    post.send(2, b"x")
+    assert [driver.result(SOON) for driver in drivers] == [True] * 3
+    post.send(1, b"y")
+    assert reader.result() == b"y"
+
+
+# -- failure
+
+
+@on_both_transports
+def test_the_failure_of_the_connection_ends_all_waiting_each_with_an_error_of_its_own(post):
+    waiting = [post.start(tag) for tag in range(8)]
+    post.sender.close()
+    errors = [running.error(SOON) for running in waiting]
+    assert {type(error) for error in errors} == {PeerLostError}
+    assert {error.peer for error in errors} == {1}
+    assert len({id(error) for error in errors}) == 8
+    with pytest.raises(PeerLostError):
+        post.recv(9)
+
+
+def test_garbage_ends_all_waiting(post):
+    waiting = [post.start(tag) for tag in range(3)]
+    post.sender._sock.send(b"\xff" * 100)
+    assert {type(running.error(SOON)) for running in waiting} == {ProtocolError}
+
+
+def test_failing_the_inbox_ends_all_waiting(connections):
+    for attached in (False, True):
+        post = Post(connections, attached=attached)
+        called = []
+        posted = post.want(5, called.append)
+        waiting = [post.start(tag) for tag in range(3)]
+        post.inbox.fail(PeerLostError(1, "the coordinator says so"))
+        parked = waiting if not attached else waiting[1:]
+        assert {type(running.error(SOON)) for running in parked} == {PeerLostError}
+        assert called == [posted]
+        if attached:
+            post.send(0, b"the reader leaves with the next frame")
+            waiting[0].error(SOON)
+        assert not post.inbox.attach(post.sender)
+
+
+@on_both_transports
+def test_messages_that_came_before_the_failure_are_still_received(post):
+    for number in range(3):
+        post.send(1, bytes([number]))
+    post.send(2, bytes(100 * KIB))
+    post.sender.close()
+    assert post.recv(1) == b"\0"
+    with pytest.raises(PeerLostError):
+        post.recv(3)
+    assert [post.recv(1), post.recv(1), len(post.recv(2))] == [b"\1", b"\2", 100 * KIB]
+    for tag in (1, 2, 3):
+        with pytest.raises(PeerLostError):
+            post.recv(tag)
+
+
+@on_both_transports
+def test_messages_in_the_socket_are_received_after_the_connection_was_given_up(post):
+    for number in range(3):
+        post.send(1, bytes([number]))
+    time.sleep(0.05)
+    post.connection.fail(PeerLostError(1, "the coordinator says so"))
+    assert [post.recv(1) for _ in range(3)] == [b"\0", b"\1", b"\2"]
+    with pytest.raises(PeerLostError, match="coordinator"):
+        post.recv(1)
+
+
+@on_both_transports
+def test_a_farewell_ends_receives_as_closed(post):
+    post.send(1, b"x")
+    post.sender.farewell(Deadline(PATIENCE))
+    post.sender.close()
+    assert post.recv(1) == b"x"
+    with pytest.raises(ChannelClosedError, match="rank 1 has left"):
+        post.recv(1)
+
+
+@on_both_transports
+def test_half_a_message_at_the_end_is_not_delivered(post):
+    post.send(1, b"whole")
+    sock = post.sender._sock
+    sock.send(b"\1\0\0\0\1\0\0\0" + bytes(8) + b"\1" + bytes(7) + b"\x0a" + bytes(7) + b"half")
+    post.sender.close()
+    assert post.recv(1) == b"whole"
+    with pytest.raises(PeerLostError, match="middle of a message"):
+        post.recv(1)
+
+
+# -- closing
+
+
+@pytest.mark.parametrize("readers", [0, 1, 5])
+@on_both_transports
+def test_closing_wakes_everyone_and_closes_the_connection(post, readers):
+    waiting = [post.start(tag, math.inf) for tag in range(readers)]
+    before = time.monotonic()
+    post.inbox.close(ChannelClosedError("this backend is closed"))
+    assert time.monotonic() - before < SOON
+    for running in waiting:
+        error = running.error(SOON)
+        assert isinstance(error, ChannelClosedError)
+        assert "this backend is closed" in str(error)
+    assert post.connection.fileno() == -1
+    with pytest.raises(ChannelClosedError):
+        post.recv(1)
+    post.inbox.close(ChannelClosedError("again"))
+
+
+def test_closing_before_the_connection_has_come_refuses_it_later(connections):
+    post = Post(connections, attached=False)
+    waiting = [post.start(tag, math.inf) for tag in range(3)]
+    post.inbox.close(ChannelClosedError("this backend is closed"))
+    assert {type(running.error(SOON)) for running in waiting} == {ChannelClosedError}
+    assert not post.inbox.attach(post.connection)
+
+
+def test_a_group_that_is_left_ends_its_own_receives_only(post):
+    mine, other = post.want(1, group=5), post.want(1, group=6)
+    waiting = Running(post.inbox.wait, mine, Deadline(PATIENCE))
+    eventually(lambda: post.inbox.is_read)
+    parked = post.want(2, group=5)
+    sleeping = Running(post.inbox.wait, parked, Deadline(PATIENCE))
+    eventually(lambda: post.inbox._parked)
+    post.inbox.abandon(5, ChannelClosedError("left the group"))
+    assert isinstance(sleeping.error(SOON), ChannelClosedError)
+    assert not other.done
+    post.send(9, b"the reader leaves with the next frame")
+    assert isinstance(waiting.error(SOON), ChannelClosedError)
+
+
+# -- the limit on what is kept for later
+
+
+def full_post(connections):
+    """Nothing is read beyond the second of five large messages with tag 1, before one with tag 2."""
+    post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
+    sending = Running(lambda: [post.send(1, bytes([n]) * 100 * KIB) for n in range(5)])
+    eventually(lambda: poll(post, 9) or post.inbox.unmatched_nbytes >= 200 * KIB)
+    return post, sending
+
+
+def test_what_nobody_asks_for_stops_the_reading_and_the_error_says_so(connections):
+    post, sending = full_post(connections)
+    sending.result()
+    post.send(2, b"behind them")
+    with pytest.raises(DeadlineExceededError, match="204800 bytes of other messages"):
+        post.recv(2, 0.1)
+    assert post.inbox.unmatched_nbytes == 200 * KIB
+
+
+def test_taking_what_is_kept_lets_the_reading_go_on(connections):
+    post, sending = full_post(connections)
+    sending.result()
+    post.send(2, b"behind them")
+    waiting = [post.start(2), post.start(3), post.start(4)]
+    time.sleep(0.05)
+    assert not any(running.done for running in waiting)
+    assert not post.inbox.is_read
+    for number in range(5):
+        assert post.recv(1) == bytes([number]) * 100 * KIB
+    assert waiting[0].result(SOON) == b"behind them"
+    post.send(4, b"4")
+    post.send(3, b"3")
+    assert (waiting[1].result(SOON), waiting[2].result(SOON)) == (b"3", b"4")
+
+
+def test_leaving_a_group_makes_room_and_lets_the_reading_go_on(connections):
+    post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
+    payload = bytes(200 * KIB)
+    sending = Running(
+        post.sender.send, Channel.MESSAGE, 5, 1, [payload], len(payload), Deadline(PATIENCE)
+    )
+    eventually(lambda: poll(post, 9) or post.inbox.unmatched_nbytes)
+    sending.result()
+    waiting = post.start(2)
+    assert not post.inbox.is_read
+    post.inbox.abandon(5, ChannelClosedError("left the group"))
+    assert post.inbox.unmatched_nbytes == 0
+    post.send(2, b"x")
+    assert waiting.result(SOON) == b"x"
+
+
+def test_a_message_that_does_not_fit_is_put_back_for_the_next(post):
+    post.send(1, b"first")
+    post.send(1, b"second")
+    receive = post.want(1)
+    assert post.inbox.wait(receive, Deadline(PATIENCE)) == b"first"
+    post.inbox.put_back(receive)
+    assert [post.recv(1), post.recv(1)] == [b"first", b"second"]
+
+
+def test_a_message_that_is_put_back_reaches_a_thread_that_waits_for_it(post):
+    # Two threads in recv_into on one tag: the first has a buffer of the wrong size.
+    receive = post.want(1)
+    waiting = post.start(1)
+    post.send(1, b"first")
+    assert post.inbox.wait(receive, Deadline(PATIENCE)) == b"first"
+    post.inbox.put_back(receive)
+    assert waiting.result(SOON) == b"first"
+
+
+# -- reading without waiting for a message of one's own
+
+
+def test_reading_what_is_available_delivers_without_waiting(post):
+    called = []
+    receives = [post.want(tag, called.append) for tag in range(3)]
+    post.inbox.read_available()
+    assert not called
+    for tag in range(3):
+        post.send(tag, bytes([tag]))
+    eventually(lambda: post.inbox.read_available() or len(called) == 3)
+    assert called == receives
+    assert [receive.result() for receive in receives] == [b"\0", b"\1", b"\2"]
+
+
+def test_reading_what_is_available_leaves_it_to_a_thread_that_reads_already(post):
+    reader = post.start(1)
+    post.inbox.read_available()
+    assert post.inbox.is_read
+    post.send(1, b"x")
+    assert reader.result() == b"x"
+
+
+def test_reading_what_is_available_lets_a_parked_thread_read_on(post):
+    reader = post.start(1, 0.05)
+    parked = post.start(2)
+    reader.error()
+    post.inbox.read_available()
+    post.send(2, b"x")
+    assert parked.result(SOON) == b"x"
+
+
+def test_reading_what_is_available_ends_receives_when_the_connection_has_failed(post):
+    called = []
+    receive = post.want(1, called.append)
+    post.sender.close()
+    eventually(lambda: post.inbox.read_available() or called)
+    assert called == [receive]
+    with pytest.raises(PeerLostError):
+        receive.result()
+
+
+def test_reading_what_is_available_without_a_connection_does_nothing(connections):
+    Post(connections, attached=False).inbox.read_available()
+
+
+def test_collecting_leaves_the_callbacks_to_the_caller(post):
+    called = []
+    receive = post.want(1, called.append)
+    post.send(1, b"x")
+    collected = eventually(post.inbox.collect_available)
+    assert (collected, called) == ([receive], [])
+    assert receive.done
+
+
+def test_a_callback_is_called_once_without_locks_and_may_receive(post):
+    called = []
+
+    def on_done(receive):
+        called.append(receive.result())
+        if len(called) == 1:
+            called.append(post.recv(2))
+
+    post.want(1, on_done)
+    waiting = post.start(3)
+    for tag in (1, 2, 3):
+        post.send(tag, bytes([tag]))
+    assert waiting.result() == b"\3"
+    eventually(lambda: len(called) == 2)
+    assert called == [b"\1", b"\2"]
+
+
+def test_replies_that_nobody_waits_for_are_dropped_and_counted(connections):
+    post = Post(connections, Mailbox(keep_unmatched=False))
+    receive = post.want(1)
+    assert post.inbox.in_flight == 1
+    assert post.inbox.withdraw(receive)
+    assert not post.inbox.withdraw(receive)
+    post.send(1, b"too late")
+    waiting = post.start(2)
+    post.send(2, b"x")
+    assert waiting.result() == b"x"
+    assert (post.inbox.dropped, post.inbox.in_flight, receive.done) == (1, 0, False)
+
+
+@on_both_transports
+def test_both_ends_may_send_first_when_a_blocked_send_reads(connections):
+    posts = [Post(connections), Post(connections[::-1])]
+    payloads = [bytes([rank]) * (16 << 20) for rank in (0, 1)]
+
+    def exchange(rank):
+        post = posts[rank]
+        post.connection.send(
+            Channel.MESSAGE,
+            0,
+            1,
+            [payloads[rank]],
+            len(payloads[rank]),
+            Deadline(PATIENCE),
+            while_blocked=post.inbox.read_available,
+        )
+        return post.recv(1)
+
+    running = [Running(exchange, rank) for rank in (0, 1)]
+    assert [each.result() for each in running] == [payloads[1], payloads[0]]
+
+
+# -- waiting for a condition
+
+
+def test_waiting_until_reads_until_the_condition_holds(post):
+    receives = [post.want(tag) for tag in range(3)]
+    for tag in range(3):
+        post.send(tag, b"x")
+    assert post.inbox.wait_until(lambda: post.inbox.in_flight == 0, Deadline(PATIENCE))
+    assert all(receive.done for receive in receives)
+
+
+def test_waiting_until_what_holds_already_does_not_read(post):
+    post.send(1, b"x")
+    assert post.inbox.wait_until(lambda: True, Deadline(0.0))
+    assert post.inbox.unmatched_nbytes == 0
+
+
+def test_waiting_until_gives_up_at_the_deadline(post):
+    for limit in (0.0, 0.05):
+        deadline = Deadline(limit)
+        assert not post.inbox.wait_until(lambda: False, deadline)
+        assert limit <= deadline.waited < SOON
+
+
+def test_waiting_until_gives_up_at_the_deadline_while_another_reads(post):
+    reader = post.start(1)
+    assert not post.inbox.wait_until(lambda: False, Deadline(0.05))
+    receive = post.want(2)
+    waiting = Running(post.inbox.wait_until, lambda: receive.done, Deadline(PATIENCE))
+    post.send(2, b"x")
+    assert waiting.result(SOON)
+    post.send(1, b"y")
+    assert reader.result() == b"y"
+
+
+def test_waiting_until_raises_when_the_peer_has_failed(post):
+    waiting = Running(post.inbox.wait_until, lambda: False, Deadline(PATIENCE))
+    time.sleep(0.02)
+    post.sender.close()
+    assert isinstance(waiting.error(SOON), PeerLostError)
+    with pytest.raises(PeerLostError):
+        post.inbox.wait_until(lambda: False, Deadline(PATIENCE))
+
+
+def test_waiting_until_serves_the_others_while_it_reads(post):
+    enough = threading.Event()
+    waiting = Running(post.inbox.wait_until, enough.is_set, Deadline(PATIENCE))
+    eventually(lambda: post.inbox.is_read)
+    parked = [post.start(tag) for tag in range(3)]
+    for tag in range(3):
+        post.send(tag, b"x")
+    assert [running.result(SOON) for running in parked] == [b"x"] * 3
+    enough.set()
+    post.send(9, b"wake")
+    assert waiting.result(SOON)
+
+
+def test_waiting_until_notices_room_that_a_caller_made_by_giving_up(post):
+    # The limit of calls in flight: another call's deadline passes, and no reply comes at all.
+    receives = [post.want(tag) for tag in range(2)]
+    waiting = Running(
+        post.inbox.wait_until, lambda: post.inbox.in_flight < 2, Deadline(PATIENCE)
+    )
+    eventually(lambda: post.inbox.is_read)
+    assert post.inbox.withdraw(receives[0])
+    assert waiting.result(SOON) is True
+
+
+# -- everything at once
+
+
+def test_random_timeouts_lose_nothing_double_nothing_and_keep_the_order(post):
+    tags, seconds = 6, 3.0
+    stop = threading.Event()
+    sent = [0] * tags
+
+    def write():
+        chance = random.Random(1)
+        while not stop.is_set():
+            tag = chance.randrange(tags)
+            body = bytes(chance.choice((0, 0, 0, 50, 2000, 70_000)))
+            post.send(tag, struct.pack("<I", sent[tag]) + body)
+            sent[tag] += 1
+            if sum(sent) - sum(map(len, received)) > 2000:
+                time.sleep(0.001)
+            elif chance.random() < 0.02:
+                time.sleep(chance.choice((0.0, 0.0005, 0.003)))
+
+    def take(tag, seed):
+        """Receive in all the ways there are, with all kinds of patience."""
+        chance = random.Random(seed)
+        while not (stop.is_set() and drained[tag].is_set()):
+            limit = chance.choice((0.0, 0.0, 0.0001, 0.0005, 0.002, 0.02))
+            receive = post.want(tag)
+            try:
+                payload = post.inbox.wait(receive, Deadline(limit))
+            except DeadlineExceededError:
+                continue
+            if chance.random() < 0.1:
+                post.inbox.put_back(receive)
+                continue
+            received[tag].append(struct.unpack_from("<I", payload)[0])
+            if writer.done and len(received[tag]) == sent[tag]:
+                drained[tag].set()
+
+    received = [[] for _ in range(tags)]
+    drained = [threading.Event() for _ in range(tags)]
+    writer = Running(write)
+    takers = [Running(take, tag, tag) for tag in range(tags)]
+    helper_stop = threading.Event()
+
+    def help_reading():
+        while not helper_stop.wait(0.0007):
+            post.inbox.read_available()
+
+    helper = Running(help_reading)
+    time.sleep(seconds)
+    stop.set()
+    writer.result()
+    for tag in range(tags):
+        eventually(lambda tag=tag: len(received[tag]) >= sent[tag])
+        drained[tag].set()
+    helper_stop.set()
+    helper.result()
+    for taker in takers:
+        taker.result()
+    assert received == [list(range(count)) for count in sent]
+    assert sum(sent) > 500
+    assert post.inbox.unmatched_nbytes == 0
+    assert not post.inbox.is_read
+    assert not post.inbox._parked
+
+
+def test_one_that_waits_for_ever_is_served_however_many_others_give_up(post):
+    """A wake-up lost with one that gives up would leave the one that waits asleep."""
+    slowest = 0.0
+    for turn in range(300):
+        patient = Running(post.recv, 1, math.inf)
+        others = [Running(give_up, post, tag) for tag in (2, 3, 4)]
+        for other in others:
+            other.result()
+        if turn % 3 == 0:
+            post.send(2, b"for nobody yet")
+            post.recv(2)
+        before = time.monotonic()
+        post.send(1, b"x")
+        assert patient.result(SOON) == b"x"
+        slowest = max(slowest, time.monotonic() - before)
+    assert slowest < SOON
+
+
+def give_up(post, tag):
+    with suppress(DeadlineExceededError):
+        post.recv(tag, 0.0005)
