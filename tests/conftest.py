@@ -36,11 +36,11 @@ class Belongings(NamedTuple):
 
     def beyond(self, before: "Belongings") -> dict[str, list[str]]:
         """Return what is here and was not there before."""
-        kinds = zip(self._fields, self, before, strict=True)
-        new = {
-            kind: [name for key, name in now.items() if key not in then] for kind, now, then in kinds
-        }
-        return {kind: names for kind, names in new.items() if names}
+        new = {}
+        for kind, now, then in zip(self._fields, self, before, strict=True):
+            if names := [name for key, name in now.items() if key not in then]:
+                new[kind] = names
+        return new
 
 
 def belongings(folder: str) -> Belongings:
@@ -118,9 +118,7 @@ def own_runtime_folder() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(
-    request: pytest.FixtureRequest, own_runtime_folder: str
-) -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest, own_runtime_folder: str) -> Iterator[None]:
     before = belongings(own_runtime_folder)
     yield
     end = time.monotonic() + _GRACE

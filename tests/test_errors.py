@@ -95,7 +95,9 @@ EXAMPLES = [
 CONTEXT = {"op": "rpc_sync add", "rank": 1, "peer": 3, "tag": 42, "waited": 1.25}
 
 each_error = pytest.mark.parametrize(
-    ("make", "stdlib_type", "data"), EXAMPLES, ids=[type(make()).__name__ for make, _, _ in EXAMPLES]
+    ("make", "stdlib_type", "data"),
+    EXAMPLES,
+    ids=[type(make()).__name__ for make, _, _ in EXAMPLES],
 )
 
 
@@ -189,13 +191,12 @@ def test_a_copy_is_equal(make, stdlib_type, data):
 
 def test_a_copy_keeps_the_cause_but_not_the_traceback():
     cause = OSError(104, "Connection reset by peer")
-    try:
+    with pytest.raises(PeerLostError) as caught:
         raise PeerLostError(1, "reset") from cause
-    except PeerLostError as error:
-        twin = error.copy()
-        assert twin.__cause__ is cause
-        assert error.__traceback__ is not None
-        assert twin.__traceback__ is None
+    twin = caught.value.copy()
+    assert twin.__cause__ is cause
+    assert caught.value.__traceback__ is not None
+    assert twin.__traceback__ is None
 
 
 def test_context_added_to_a_copy_is_not_added_to_the_original():

@@ -5,6 +5,7 @@ Run as a script, this module is the nursery of the rank processes.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -25,6 +26,7 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.links.dialing import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
+from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.wire.handshake import Purpose
 
 SECRET = b"a secret that only these tests know"
@@ -171,6 +173,32 @@ def raw_peer(
     return sock
 
 
+@contextlib.contextmanager
+def deaf(backend: TcpBackend) -> Iterator[None]:
+    """Keep a rank from answering the door."""
+    awake = threading.Event()
+    asleep = threading.Event()
+    backend._formation._doorkeeper.call_soon(lambda: (asleep.set(), awake.wait(PATIENCE)))
+    assert asleep.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        awake.set()
+
+
+def joined_ranks() -> set[int]:
+    """Return the ranks that have joined the world that is forming around this process's rank 0.
+
+    Its constructor has not returned, so there is no other way to its coordinator.
+    """
+    return {
+        rank
+        for thing in gc.get_objects()
+        if type(thing) is Coordinator and thing._state.name == "FORMING"
+        for rank in thing._members
+    }
+
+
 # -- ranks in processes
 
 
@@ -238,6 +266,7 @@ class RankProcess:
         return self.start(method, *args, **kwargs).result()
 
     def form(self, world_size: int, address: str, **options: Any) -> "Command":
+        """Begin to construct its backend."""
         options = {"join_timeout": PATIENCE, "timeout": PATIENCE, **options}
         return self.start("form", self.rank, world_size, address, **options)
 

@@ -83,9 +83,7 @@ def link(make_link):
 def connections(transport, cleanup):
     """Two connections to each other: of rank 0 to rank 1, and back."""
     ends = socket_pair(transport)
-    pair = [
-        Connection(end, peer=1 - rank, max_nbytes=1 << 30) for rank, end in enumerate(ends)
-    ]
+    pair = [Connection(end, peer=1 - rank, max_nbytes=1 << 30) for rank, end in enumerate(ends)]
     for connection in pair:
         cleanup.callback(connection.close)
     return pair

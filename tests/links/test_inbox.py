@@ -50,9 +50,11 @@ class Post:
         parked, reading = len(self.inbox._parked), self.inbox.is_read
         running = Running(self.recv, tag, timeout)
         eventually(
-            lambda: running.done
-            or len(self.inbox._parked) > parked
-            or (self.inbox.is_read and not reading)
+            lambda: (
+                running.done
+                or len(self.inbox._parked) > parked
+                or (self.inbox.is_read and not reading)
+            )
         )
         return running
 
@@ -351,20 +353,24 @@ def test_garbage_ends_all_waiting(post):
     assert {type(running.error(SOON)) for running in waiting} == {ProtocolError}
 
 
-def test_failing_the_inbox_ends_all_waiting(connections):
-    for attached in (False, True):
-        post = Post(connections, attached=attached)
-        called = []
-        posted = post.want(5, called.append)
-        waiting = [post.start(tag) for tag in range(3)]
-        post.inbox.fail(PeerLostError(1, "the coordinator says so"))
-        parked = waiting if not attached else waiting[1:]
-        assert {type(running.error(SOON)) for running in parked} == {PeerLostError}
-        assert called == [posted]
-        if attached:
-            post.send(0, b"the reader leaves with the next frame")
-            waiting[0].error(SOON)
-        assert not post.inbox.attach(post.sender)
+@pytest.mark.parametrize("attached", [False, True])
+def test_failing_the_inbox_ends_all_that_sleep_and_calls_back(connections, attached):
+    post = Post(connections, attached=attached)
+    called = []
+    posted = post.want(5, called.append)
+    waiting = [post.start(tag) for tag in range(3)]
+    post.inbox.fail(PeerLostError(1, "the coordinator says so"))
+    for running in waiting[1:]:
+        assert isinstance(running.error(SOON), PeerLostError)
+    assert called == [posted]
+    assert not post.inbox.attach(post.sender)
+    post.connection.fail(PeerLostError(1, "the coordinator says so"))  # ends the reader
+
+
+def test_failing_the_inbox_ends_the_one_that_reads(post):
+    reader = post.start(1)
+    post.inbox.fail(PeerLostError(1, "the coordinator says so"))
+    assert isinstance(reader.error(SOON), PeerLostError)
 
 
 @on_both_transports
@@ -443,24 +449,42 @@ def test_closing_before_the_connection_has_come_refuses_it_later(connections):
 
 
 def test_a_group_that_is_left_ends_its_own_receives_only(post):
-    mine, other = post.want(1, group=5), post.want(1, group=6)
-    waiting = Running(post.inbox.wait, mine, Deadline(PATIENCE))
-    eventually(lambda: post.inbox.is_read)
-    parked = post.want(2, group=5)
-    sleeping = Running(post.inbox.wait, parked, Deadline(PATIENCE))
+    reader = post.start(1)
+    left, stays = post.want(1, group=5), post.want(1, group=6)
+    sleeping = Running(post.inbox.wait, left, Deadline(PATIENCE))
     eventually(lambda: post.inbox._parked)
     post.inbox.abandon(5, ChannelClosedError("left the group"))
     assert isinstance(sleeping.error(SOON), ChannelClosedError)
-    assert not other.done
-    post.send(9, b"the reader leaves with the next frame")
-    assert isinstance(waiting.error(SOON), ChannelClosedError)
+    assert not stays.done
+    post.send(1, b"x")
+    assert reader.result(SOON) == b"x"
+
+
+def test_a_group_that_is_left_ends_its_receive_of_the_thread_that_reads(post):
+    reader = Running(post.inbox.wait, post.want(1, group=5), Deadline(PATIENCE))
+    eventually(lambda: post.inbox.is_read)
+    post.inbox.abandon(5, ChannelClosedError("left the group"))
+    assert isinstance(reader.error(SOON), ChannelClosedError)
+
+
+@pytest.mark.parametrize("other_reads", [False, True])
+def test_a_receive_that_another_thread_takes_back_is_not_waited_for(post, other_reads):
+    # RpcFuture.cancel() in one thread, result() in another.
+    other = post.start(1) if other_reads else None
+    receive = post.want(2)
+    driving = Running(post.inbox.drive, receive, Deadline(PATIENCE))
+    eventually(lambda: post.inbox._parked if other_reads else post.inbox.is_read)
+    assert post.inbox.withdraw(receive)
+    driving.result(SOON)
+    post.send(1, b"x")
+    assert other is None or other.result(SOON) == b"x"
 
 
 # -- the limit on what is kept for later
 
 
 def full_post(connections):
-    """Nothing is read beyond the second of five large messages with tag 1, before one with tag 2."""
+    """Nothing is read beyond the second of five large messages with tag 1."""
     post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
     sending = Running(lambda: [post.send(1, bytes([n]) * 100 * KIB) for n in range(5)])
     eventually(lambda: poll(post, 9) or post.inbox.unmatched_nbytes >= 200 * KIB)
@@ -694,9 +718,7 @@ def test_waiting_until_serves_the_others_while_it_reads(post):
 def test_waiting_until_notices_room_that_a_caller_made_by_giving_up(post):
     # The limit of calls in flight: another call's deadline passes, and no reply comes at all.
     receives = [post.want(tag) for tag in range(2)]
-    waiting = Running(
-        post.inbox.wait_until, lambda: post.inbox.in_flight < 2, Deadline(PATIENCE)
-    )
+    waiting = Running(post.inbox.wait_until, lambda: post.inbox.in_flight < 2, Deadline(PATIENCE))
     eventually(lambda: post.inbox.is_read)
     assert post.inbox.withdraw(receives[0])
     assert waiting.result(SOON) is True

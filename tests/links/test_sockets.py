@@ -151,7 +151,7 @@ def test_a_port_that_is_taken_is_a_configuration_error_that_names_it(cleanup):
 
 
 def test_an_address_of_another_host_cannot_be_listened_on():
-    with pytest.raises(ConfigurationError, match="192.0.2.1:0"):
+    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1:0"):
         listen_tcp(TcpAddress("192.0.2.1", 0))
 
 
@@ -194,7 +194,7 @@ def test_a_listener_that_does_not_answer_is_given_up_at_the_deadline(cleanup):
         waiting.setblocking(False)
         waiting.connect_ex(listener.getsockname())
     deadline = Deadline(0.2)
-    with pytest.raises(DeadlineExceededError, match="no answer from 127.0.0.1") as caught:
+    with pytest.raises(DeadlineExceededError, match=r"no answer from 127\.0\.0\.1") as caught:
         connect_tcp(address_of(listener), deadline)
     assert caught.value.limit == 0.2
     assert 0.19 <= deadline.waited < 5.0

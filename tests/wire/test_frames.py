@@ -158,7 +158,7 @@ def test_any_split_gives_the_same_frames(frames, sizes):
 @given(
     frames=large_frames,
     sizes=st.lists(
-        st.sampled_from([31, 32, 33, 1000, BUFFER - 33, BUFFER - 32, BUFFER - 1, BUFFER, WHOLE_READ])
+        st.sampled_from([31, 32, 33, 1000, BUFFER - 33, BUFFER - 32, BUFFER, WHOLE_READ])
         | st.integers(500, 2 * BUFFER),
         min_size=1,
         max_size=6,
@@ -256,7 +256,7 @@ def test_an_unknown_channel_is_refused(channel):
 @pytest.mark.parametrize("offset", [1, 2, 3])
 @pytest.mark.parametrize("value", [1, 128, 255])
 def test_flags_and_reserved_bits_are_refused(offset, value):
-    with pytest.raises(ProtocolError, match="flags|reserved"):
+    with pytest.raises(ProtocolError, match=r"flags|reserved"):
         feed(FrameParser(), tampered(offset, value))
 
 

@@ -401,12 +401,16 @@ def test_the_listener_meets_garbage_with_a_protocol_or_authentication_error_only
     assert min(outcomes.values()) > 1000
 
 
+def answer(challenge, verdict):
+    initiator = Initiator(HELLO, key=KEY, nonce=NONCE_I)
+    initiator.proof(challenge)
+    initiator.finish(verdict)
+
+
 def test_the_dialler_meets_garbage_with_a_protocol_or_authentication_error_only():
     chance = random.Random("rankwire initiator")
     good = Responder(key=KEY, nonce=NONCE_R).challenge(HELLO.pack(NONCE_I))
     for turn in range(5_000):
         challenge = damaged(good, chance) if turn % 2 else chance.randbytes(CHALLENGE_NBYTES)
-        initiator = Initiator(HELLO, key=KEY, nonce=NONCE_I)
         with pytest.raises((ProtocolError, AuthenticationError)):
-            initiator.proof(challenge)
-            initiator.finish(chance.randbytes(VERDICT_NBYTES))
+            answer(challenge, chance.randbytes(VERDICT_NBYTES))

@@ -71,6 +71,8 @@ class CallPort(ABC):
         nbytes: int,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
+        *,
+        hold: bool = False,
     ) -> Receive:
         """Send a request; return what its reply will end.
 
@@ -80,6 +82,8 @@ class CallPort(ABC):
             buffers: The payload; free again on return.
             nbytes: Its size.
             deadline: For connecting and sending.
+            hold: Whether it may be sent a moment later, together with others; ``wait``, ``drive``,
+                ``attend``, or the next call to that rank sends it.
             on_reply: Called once the reply, or the peer's failure, is known; in any thread, without
                 locks held.
         """
@@ -111,10 +115,15 @@ class CallPort(ABC):
         """
 
     @abstractmethod
-    def attend(self) -> bool:
+    def attend(self, *, patiently: bool = False) -> bool:
         """Have replies that no thread waits for looked after by whoever is in ``poll``.
 
-        Return whether any is outstanding.
+        Args:
+            patiently: Leave those of a rank alone whose replies were read by somebody since the
+                last look.
+
+        Returns:
+            Whether any call is in flight.
         """
 
     @abstractmethod
@@ -132,9 +141,28 @@ class CallPort(ABC):
 
     @abstractmethod
     def reply(
-        self, call: IncomingCall, buffers: Sequence[Buffer], nbytes: int, deadline: Deadline
+        self,
+        call: IncomingCall,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        *,
+        hold: bool = False,
     ) -> None:
-        """Answer a request."""
+        """Answer a request.
+
+        Args:
+            call: The request.
+            buffers: The payload; free again on return.
+            nbytes: Its size.
+            deadline: For sending.
+            hold: Whether it may be sent a moment later, together with others; ``flush`` or the next
+                ``poll`` sends it.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send the replies that were held back."""
 
     @abstractmethod
     def in_flight(self) -> int:

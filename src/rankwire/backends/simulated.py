@@ -202,19 +202,14 @@ class SimulatedBackend(Backend):
         self.network.settle()
 
     def _leave(self) -> None:
-        killed = self.network.why_lost(self.rank, self.rank) is not None
         self.network.leave(self.rank)
-        if not killed:
-            self._say_farewell()
-        self.end(ChannelClosedError("this backend is closed"))
-
-    def _say_farewell(self) -> None:
         self._switchboard.leave(self.rank)
         for peer in self._world:
             inbox = peer._inboxes.get(self.rank)
             if inbox is not None:
                 left = ChannelClosedError(f"rank {self.rank} has left").during(peer=self.rank)
                 self.network.farewell(inbox.lane, partial(inbox.fail, left))
+        self.end(ChannelClosedError("this backend is closed"))
 
     # -- what the network tells and other ranks ask, lock held -------------------------------------
 

@@ -161,8 +161,10 @@ class SimulatedCallPort(CallPort):
         nbytes: int,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
+        *,
+        hold: bool = False,
     ) -> Receive:
-        """See ``CallPort.call``. When it raises, ``on_reply`` is not called.
+        """See ``CallPort.call``. Nothing is held back. When it raises, ``on_reply`` is not called.
 
         Raises:
             DeadlineExceededError: The callee's queue of requests was full all the time.
@@ -214,9 +216,9 @@ class SimulatedCallPort(CallPort):
             inbox = self._replies.get(dst)
             return inbox is None or inbox.wait_for_fewer(limit, deadline)
 
-    def attend(self) -> bool:
-        """See ``CallPort.attend``: replies arrive by themselves, nobody has to look after them."""
-        return False
+    def attend(self, *, patiently: bool = False) -> bool:
+        """See ``CallPort.attend``. Replies arrive by themselves, nobody has to look after them."""
+        return self.in_flight() > 0
 
     def in_flight(self) -> int:
         """See ``CallPort.in_flight``."""
@@ -251,9 +253,15 @@ class SimulatedCallPort(CallPort):
             self._news.notify_all()
 
     def reply(
-        self, call: IncomingCall, buffers: Sequence[Buffer], nbytes: int, deadline: Deadline
+        self,
+        call: IncomingCall,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        *,
+        hold: bool = False,
     ) -> None:
-        """See ``CallPort.reply``.
+        """See ``CallPort.reply``. Nothing is held back.
 
         Raises:
             PeerLostError: The caller is dead.
@@ -266,6 +274,9 @@ class SimulatedCallPort(CallPort):
             self._raise_failure()
             self._network.wait_for_room(replies.lane, nbytes, deadline, check=self._raise_failure)
             self._network.dispatch(replies.lane, nbytes, partial(replies.land, key, payload))
+
+    def flush(self) -> None:
+        """See ``CallPort.flush``. Nothing is held back."""
 
     def close(self) -> None:
         """See ``CallPort.close``. A thread in ``poll`` gets ``ChannelClosedError``."""

@@ -145,11 +145,8 @@ class Lane:
             self._turns[0].notify()
 
     def next_arrival(self) -> float | None:
-        """Return when a message sent now arrives, never before the last one; None if at once."""
-        if self._delays is None:
-            return None
-        arrival = monotonic() + next(self._delays)
-        return max(arrival, self.under_way[-1][0]) if self.under_way else arrival
+        """Return when a message sent now may arrive, after those before it; None if at once."""
+        return None if self._delays is None else monotonic() + next(self._delays)
 
     def abort(self, error: RankwireError) -> None:
         """Lose what is under way; senders, now and later, get ``error``."""
@@ -435,7 +432,7 @@ class Network:
         """
         lane.wake_senders()
         if lane.under_way:
-            self._carry(lane, lane.under_way[-1][0], 0, landing)
+            self._carry(lane, monotonic(), 0, landing)
         else:
             landing()
 
@@ -473,7 +470,7 @@ class Network:
     def _carry(self, lane: Lane, arrival: float, nbytes: int, landing: Landing) -> None:
         lane.under_way.append((arrival, nbytes, landing))
         lane.under_way_nbytes += nbytes
-        if len(lane.under_way) == 1:  # only the first one is planned, so the lane stays FIFO
+        if len(lane.under_way) == 1:  # the others are planned in their turn: the lane stays FIFO
             self._plan_hand_over(lane, arrival)
 
     def _plan_hand_over(self, lane: Lane, when: float) -> None:

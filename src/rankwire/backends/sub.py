@@ -46,7 +46,10 @@ from rankwire.wire.mailbox import Receive
 __all__ = ["SubBackend"]
 
 _AGREEMENT_TAG = 0
-_CLOSE_PATIENCE = 1.0  # a receive that is abandoned ends within microseconds
+# A parent need not wake a thread that reads a connection for others too; that one looks up this
+# often. A receive that is taken back and posted again loses nothing.
+_LOOK_UP_EVERY = 0.25
+_CLOSE_PATIENCE = 4 * _LOOK_UP_EVERY
 
 
 class SubBackend(Backend):
@@ -157,7 +160,16 @@ class SubBackend(Backend):
     ) -> bytearray:
         """See ``Backend.receive``."""
         with self._receiving(group), self.translating(src) as parent_rank:
-            return self._parent.receive(parent_rank, channel, group, tag, deadline, nbytes=nbytes)
+            while True:
+                patience = deadline.sooner(_LOOK_UP_EVERY)
+                try:
+                    return self._parent.receive(
+                        parent_rank, channel, group, tag, patience, nbytes=nbytes
+                    )
+                except DeadlineExceededError:
+                    if patience is deadline:
+                        raise
+                    self._raise_if_closed()
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
@@ -196,7 +208,7 @@ class SubBackend(Backend):
         patience = Deadline(_CLOSE_PATIENCE)
         self._abandon_waiting()
         while self._waiting and not patience.expired:
-            sleep(0.001)  # one that had not reached the parent yet
+            sleep(0.001)  # one had not reached the parent yet, or sleeps
             self._abandon_waiting()
 
     def _abandon_waiting(self) -> None:
@@ -284,10 +296,12 @@ class _SubCallPort(CallPort):
         nbytes: int,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
+        *,
+        hold: bool = False,
     ) -> Receive:
         """See ``CallPort.call``."""
         with self._group.translating(dst) as rank:
-            return self._port.call(rank, request_id, buffers, nbytes, deadline, on_reply)
+            return self._port.call(rank, request_id, buffers, nbytes, deadline, on_reply, hold=hold)
 
     def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
         """See ``CallPort.wait``."""
@@ -312,9 +326,9 @@ class _SubCallPort(CallPort):
         with self._group.translating(dst) as rank:
             return self._port.wait_for_room(rank, limit, deadline)
 
-    def attend(self) -> bool:
+    def attend(self, *, patiently: bool = False) -> bool:
         """See ``CallPort.attend``."""
-        return self._port.attend()
+        return self._port.attend(patiently=patiently)
 
     def poll(self, deadline: Deadline) -> list[PortEvent]:
         """See ``CallPort.poll``."""
@@ -326,11 +340,21 @@ class _SubCallPort(CallPort):
         self._port.wake()
 
     def reply(
-        self, call: IncomingCall, buffers: Sequence[Buffer], nbytes: int, deadline: Deadline
+        self,
+        call: IncomingCall,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        *,
+        hold: bool = False,
     ) -> None:
         """See ``CallPort.reply``."""
         with self._group.translating(call.src):
-            self._port.reply(call.origin, buffers, nbytes, deadline)
+            self._port.reply(call.origin, buffers, nbytes, deadline, hold=hold)
+
+    def flush(self) -> None:
+        """See ``CallPort.flush``."""
+        self._port.flush()
 
     def in_flight(self) -> int:
         """See ``CallPort.in_flight``."""

@@ -12,6 +12,7 @@ Lock: ``_lock`` guards the two tables of connections; nothing else is taken unde
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -23,7 +24,7 @@ from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, Incomin
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, NoConnectionError, RankwireError
 from rankwire.links.connection import Connection
-from rankwire.links.inbox import Inbox, call_back
+from rankwire.links.inbox import Inbox
 from rankwire.links.spinning import Spin
 from rankwire.wire.frames import Buffer, Channel
 from rankwire.wire.handshake import Purpose
@@ -34,8 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpCallPort"]
 
+_log = logging.getLogger("rankwire")
+
 _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 _FAREWELL_PATIENCE = 0.2
+_FLUSH_PATIENCE = 1.0
+# With more calls in flight than this, one more that nobody waits for yet is sent together with the next ones: 64 in flight
+# from one thread make a third more calls a second that way.
+_HOLD_FROM = 8
 
 
 class TcpCallPort(CallPort):
@@ -56,6 +63,8 @@ class TcpCallPort(CallPort):
         self._attended: dict[int, Inbox] = {}
         self._incoming: dict[int, Connection] = {}
         self._dial_locks: dict[int, threading.Lock] = {}
+        self._holding: set[Connection] = set()
+        self._turns: dict[int, int] = {}
         self._spin = Spin(backend.spin)
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
@@ -72,6 +81,8 @@ class TcpCallPort(CallPort):
         nbytes: int,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
+        *,
+        hold: bool = False,
     ) -> Receive:
         """See ``CallPort.call``."""
         inbox = self._outgoing.get(dst)
@@ -79,8 +90,6 @@ class TcpCallPort(CallPort):
             inbox = self._dial(dst, deadline)
         receive = Receive((self.service, Channel.REPLY, request_id), on_reply)
         inbox.post(receive)
-        # Replies that are read because the peer takes no more requests; called back after sending.
-        ended: list[Receive] = []
         try:
             inbox.connection.send(  # type: ignore[union-attr]
                 Channel.CALL,
@@ -89,24 +98,41 @@ class TcpCallPort(CallPort):
                 buffers,
                 nbytes,
                 deadline,
-                while_blocked=lambda: ended.extend(inbox.collect_available()),
+                hold=hold and inbox.in_flight > _HOLD_FROM,
+                while_blocked=inbox.read_quietly,
             )
         except BaseException:
             inbox.withdraw(receive)
             raise
         finally:
-            call_back(ended)
+            if inbox.due:
+                inbox.call_back_due()
         return receive
 
     def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
         """See ``CallPort.wait``."""
         inbox: Inbox = receive.home
-        return inbox.wait(receive, deadline)
+        return inbox.wait(receive, deadline)  # a call that is waited for was not held back
 
     def drive(self, dst: int, receive: Receive, deadline: Deadline) -> bool:
         """See ``CallPort.drive``."""
+        if receive.done:
+            return True
         inbox: Inbox = receive.home
+        self._send_held(inbox, deadline)
         return inbox.drive(receive, deadline)
+
+    def _send_held(self, inbox: Inbox, deadline: Deadline) -> None:
+        """Send requests that were held back. If that fails, so does the connection and the calls."""
+        try:
+            inbox.connection.flush(  # type: ignore[union-attr]
+                deadline, while_blocked=inbox.read_quietly
+            )
+        except RankwireError as error:
+            _log.debug("requests to rank %d were not sent: %s", inbox.peer, error)
+        finally:
+            if inbox.due:
+                inbox.call_back_due()
 
     def forget(self, dst: int, receive: Receive) -> bool:
         """See ``CallPort.forget``."""
@@ -128,6 +154,7 @@ class TcpCallPort(CallPort):
         inbox = self._outgoing.get(dst)
         if inbox is None or inbox.in_flight < limit:
             return True
+        self._send_held(inbox, deadline)
         return inbox.wait_until(lambda: inbox.in_flight < limit, deadline)
 
     def in_flight(self) -> int:
@@ -186,6 +213,8 @@ class TcpCallPort(CallPort):
 
     def poll(self, deadline: Deadline) -> list[PortEvent]:
         """See ``CallPort.poll``."""
+        if self._holding:
+            self.flush()
         if self._ended is not None:
             raise self._ended.copy()
         for descriptor, _ in self._wait(deadline):
@@ -242,23 +271,47 @@ class TcpCallPort(CallPort):
         self._backend.release(connection)
 
     def reply(
-        self, call: IncomingCall, buffers: Sequence[Buffer], nbytes: int, deadline: Deadline
+        self,
+        call: IncomingCall,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        *,
+        hold: bool = False,
     ) -> None:
         """See ``CallPort.reply``."""
         connection: Connection = call.origin
-        connection.send(Channel.REPLY, self.service, call.request_id, buffers, nbytes, deadline)
+        if hold:
+            self._holding.add(connection)
+        connection.send(
+            Channel.REPLY, self.service, call.request_id, buffers, nbytes, deadline, hold=hold
+        )
+
+    def flush(self) -> None:
+        """See ``CallPort.flush``."""
+        while self._holding:
+            connection = self._holding.pop()
+            try:
+                connection.flush(Deadline(_FLUSH_PATIENCE))
+            except RankwireError as error:
+                _log.debug("replies to rank %d were not sent: %s", connection.peer, error)
 
     # -- replies that no thread waits for
     # -----------------------------------------------------------------------------
 
-    def attend(self) -> bool:
+    def attend(self, *, patiently: bool = False) -> bool:
         """See ``CallPort.attend``."""
         outstanding = False
-        for inbox in list(self._outgoing.values()):
-            if inbox.in_flight:
-                outstanding = True
-                if not inbox.is_read:
-                    self._arm(inbox)
+        for dst, inbox in list(self._outgoing.items()):
+            if not inbox.in_flight:
+                continue
+            outstanding = True
+            seen, self._turns[dst] = self._turns.get(dst), inbox.turns
+            if patiently and seen != inbox.turns:
+                continue
+            self._send_held(inbox, Deadline(_FLUSH_PATIENCE))
+            if not inbox.is_read:
+                self._arm(inbox)
         return outstanding
 
     def _arm(self, inbox: Inbox) -> None:

@@ -49,6 +49,8 @@ _JOIN_NBYTES = 16384
 # POSIX promises only 16 vectors a call, Linux has 1024.
 _MAX_VECTORS = 512
 _PEEK_NBYTES = 1 << 16
+_HOLD_NBYTES = 16384
+_LONGEST_SLEEP = 0.1
 
 
 class Connection:
@@ -80,6 +82,8 @@ class Connection:
         self._spin = spin or Spin(0.0)
         self._send_lock = threading.Lock()
         self._sequence = 0
+        self._held: list[bytes] = []
+        self._held_nbytes = 0
 
     @property
     def transport(self) -> str:
@@ -102,6 +106,7 @@ class Connection:
         nbytes: int,
         deadline: Deadline,
         *,
+        hold: bool = False,
         while_blocked: Callable[[], object] | None = None,
     ) -> None:
         """Send one frame. Safe from any thread; the buffers are free again on return.
@@ -113,6 +118,8 @@ class Connection:
             buffers: The payload in pieces.
             nbytes: Their total size.
             deadline: For all of it, also for other threads' frames before it.
+            hold: Whether a small frame may stay here until the next one leaves, or ``flush``. Whoever
+                holds frames back sees to it that they are flushed soon.
             while_blocked: Called when the peer does not take more for now and something can be
                 read; reads it, so that two ends which both send first do not wait for each other.
                 The send lock is held: it must not send, nor call anything that may.
@@ -121,6 +128,36 @@ class Connection:
             DeadlineExceededError: Nothing was sent in time.
             RankwireError: The connection has failed.
         """
+        self._begin_sending(deadline)
+        try:
+            if self.failure is not None:
+                raise self.failure.copy()
+            header = pack_header(channel, group, tag, nbytes, self._sequence)
+            if nbytes > _JOIN_NBYTES:
+                self._write([*self._held, header, *buffers], deadline, while_blocked)
+            elif hold and self._held_nbytes < _HOLD_NBYTES:
+                self._held.append(b"".join((header, *buffers)))
+                self._held_nbytes += HEADER_NBYTES + nbytes
+            else:
+                self._write([b"".join((*self._held, header, *buffers))], deadline, while_blocked)
+            self._sequence += 1
+        finally:
+            self._send_lock.release()
+
+    def flush(
+        self, deadline: Deadline, *, while_blocked: Callable[[], object] | None = None
+    ) -> None:
+        """Send the frames that were held back; raises as ``send`` does."""
+        if not self._held:
+            return
+        self._begin_sending(deadline)
+        try:
+            if self._held and self.failure is None:
+                self._write([b"".join(self._held)], deadline, while_blocked)
+        finally:
+            self._send_lock.release()
+
+    def _begin_sending(self, deadline: Deadline) -> None:
         lock = self._send_lock
         if not lock.acquire(blocking=False) and not lock.acquire(timeout=deadline.sleep_limit()):
             raise DeadlineExceededError(
@@ -128,17 +165,6 @@ class Connection:
                 waiting_for=[self.peer],
                 detail="other threads are still sending to it",
             )
-        try:
-            if self.failure is not None:
-                raise self.failure.copy()
-            header = pack_header(channel, group, tag, nbytes, self._sequence)
-            if nbytes <= _JOIN_NBYTES:
-                self._write([b"".join((header, *buffers))], deadline, while_blocked)
-            else:
-                self._write([header, *buffers], deadline, while_blocked)
-            self._sequence += 1
-        finally:
-            lock.release()
 
     def _write(
         self,
@@ -146,6 +172,7 @@ class Connection:
         deadline: Deadline,
         while_blocked: Callable[[], object] | None,
     ) -> None:
+        """Write all of it, held frames included, or nothing; or fail the connection."""
         started = False
         try:
             while pieces:
@@ -158,9 +185,10 @@ class Connection:
                     self._wait_writable(deadline, while_blocked)
                     continue
                 started = True
-                if len(pieces) == 1 and count == len(pieces[0]):
-                    return
                 pieces = _after(pieces, count)
+            if self._held:
+                self._held.clear()
+                self._held_nbytes = 0
         except DeadlineExceededError:
             if started:
                 self.fail(PeerLostError(self.peer, "it took only a part of a message in time"))
@@ -222,7 +250,7 @@ class Connection:
         return frames
 
     def read(self, deadline: Deadline) -> list[Frame]:
-        """Return the next frames, or none if the deadline passes.
+        """Return the next frames; none at the deadline, or when it has been silent for a while.
 
         One reader at a time; raises as ``read_ready`` does.
         """
@@ -243,7 +271,11 @@ class Connection:
             frames = self.read_ready()
             if frames or deadline.expired:
                 return frames
-            wait_for(self._sock, select.POLLIN, deadline.sleep_limit())
+            # Now and then the reader looks up: what it waits for may have ended in another way.
+            if not wait_for(
+                self._sock, select.POLLIN, min(deadline.sleep_limit(), _LONGEST_SLEEP)
+            ):
+                return []
 
     def _end_of_stream(self) -> RankwireError:
         if self._parser.in_frame:
@@ -292,6 +324,8 @@ class Connection:
 
 def _after(pieces: list[Buffer], count: int) -> list[Buffer]:
     """Return what is left to send after ``count`` bytes have left."""
+    if len(pieces) == 1 and count == len(pieces[0]):
+        return []
     for index, piece in enumerate(pieces):
         size = memoryview(piece).nbytes
         if count < size:

@@ -44,8 +44,7 @@ __all__ = ["Doorkeeper", "House"]
 _log = logging.getLogger("rankwire")
 
 _MAX_STRANGERS = 256
-_ACCEPT_PAUSE = 0.05  # when the process is out of file descriptors
-_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_ACCEPT_PAUSE = 0.05  # seconds, when the process is out of file descriptors or memory
 
 
 class House(Protocol):
@@ -174,10 +173,10 @@ class Doorkeeper:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _OUT_OF_RESOURCES:
-                    self._pause_accepting(error)
-                    return
-                continue  # that one hung up before it was accepted
+                if error.errno == errno.ECONNABORTED:
+                    continue  # that one hung up before it was accepted
+                self._pause_accepting(error)
+                return
             self._receive_stranger(sock)
 
     def _pause_accepting(self, error: OSError) -> None:

@@ -14,6 +14,7 @@ back. The connection may come later than the first receive (the peer dials when 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from time import sleep
 
@@ -23,7 +24,7 @@ from rankwire.links.connection import Connection
 from rankwire.wire.frames import Frame
 from rankwire.wire.mailbox import Mailbox, Receive
 
-__all__ = ["Inbox", "call_back"]
+__all__ = ["Inbox"]
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 
@@ -43,6 +44,8 @@ class Inbox:
         self._mailbox = mailbox
         self._mutex = threading.Lock()
         self._being_read = False
+        self.due: deque[Receive] = deque()
+        self.turns = 0  # how often the reading role was taken: does not change while nobody reads
         self._parked: dict[Receive, threading.Lock] = {}
 
     def attach(self, connection: Connection) -> bool:
@@ -101,22 +104,31 @@ class Inbox:
 
     def read_available(self) -> None:
         """Read what is there without waiting, unless another thread reads already."""
-        call_back(self.collect_available())
+        self.read_quietly()
+        if self.due:
+            self.call_back_due()
 
-    def collect_available(self) -> list[Receive]:
-        """Do the same, but leave it to the caller to call back those that are done by it."""
+    def read_quietly(self) -> None:
+        """Do the same, but leave those that are done by it in ``due``: nobody is called back yet."""
         if not self._take_role():
-            return []
-        ended: list[Receive] = []
+            return
         try:
             assert self.connection is not None
             while frames := self.connection.read_ready():
-                ended += self._deliver(frames)
+                self.due += self._deliver(frames)
         except RankwireError as error:
-            ended += self._end_all(error)
+            self.due += self._end_all(error)
         finally:
             self._leave_role()
-        return ended
+
+    def call_back_due(self) -> None:
+        """Call back those that ``read_quietly`` left; each once, whoever comes first."""
+        while self.due:
+            try:
+                receive = self.due.popleft()
+            except IndexError:
+                return  # another thread was faster
+            _call_back([receive])
 
     def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Read until ``condition()`` holds; False if the deadline passes first.
@@ -142,7 +154,7 @@ class Inbox:
 
     def fail(self, cause: RankwireError) -> None:
         """End all receives, now and later; what has arrived can still be taken."""
-        call_back(self._end_all(cause))
+        _call_back(self._end_all(cause))
 
     def _end_all(self, cause: RankwireError) -> list[Receive]:
         with self._mutex:
@@ -157,7 +169,7 @@ class Inbox:
             ended = self._mailbox.fail_group(group, cause)
             for receive in ended:
                 self._wake(receive)
-        call_back(ended)
+        _call_back(ended)
 
     def close(self, cause: RankwireError) -> None:
         """End all receives and close the connection, once its reader has left it."""
@@ -198,6 +210,7 @@ class Inbox:
             if self._being_read or self.connection is None or self._mailbox.failure is not None:
                 return False
             self._being_read = True
+            self.turns += 1
             return True
 
     def _take_role_or_park(self, receive: Receive) -> bool:
@@ -205,6 +218,7 @@ class Inbox:
         with self._mutex:
             if not self._being_read and self.connection is not None and not self._mailbox.full:
                 self._being_read = True
+                self.turns += 1
                 return True
             if not receive.done:
                 lock = threading.Lock()
@@ -234,7 +248,7 @@ class Inbox:
             self._leave_role()
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if ended:
-            call_back(ended)
+            _call_back(ended)
 
     def _read_once(self, deadline: Deadline) -> None:
         assert self.connection is not None
@@ -245,7 +259,7 @@ class Inbox:
             ended = self._end_all(error)
         finally:
             self._leave_role()
-        call_back(ended)
+        _call_back(ended)
 
     def _deliver(self, frames: list[Frame]) -> list[Receive]:
         """Match frames to receives; return those to be called back."""
@@ -318,7 +332,7 @@ class Inbox:
         return DeadlineExceededError(deadline.limit, waiting_for=[self.peer], detail=detail)
 
 
-def call_back(receives: list[Receive]) -> None:
+def _call_back(receives: list[Receive]) -> None:
     """Tell those who asked to be told that their receive is done. Without any lock held."""
     for receive in receives:
         if receive.on_done is not None:

@@ -240,6 +240,7 @@ class RpcAgent:
                 nbytes,
                 deadline,
                 lambda r: self._replied(future, r),
+                hold=True,
             )
             future.sent(receive)
             if receive.done:
@@ -276,7 +277,7 @@ class RpcAgent:
         kwargs: dict[str, Any],
     ) -> Encoded:
         buffers, nbytes = encode_request(
-            self.codec, name, float(deadline.remaining()), depth, args, kwargs
+            self.codec, name, float(deadline.limit), depth, args, kwargs
         )
         if nbytes > self.backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self.backend.max_message_nbytes)
@@ -347,7 +348,7 @@ class RpcAgent:
             for future in list(self._futures.values()):
                 if future.deadline.expired:
                     future.expire()
-        self._port.attend()
+        self._port.attend(patiently=True)
         return True
 
     # -- serving by hand

@@ -22,6 +22,9 @@ class _HasTask(Protocol):
 class EventLoop:
     """Runs coroutines. Every method is safe from any thread."""
 
+    cancelled = asyncio.CancelledError
+    """What a cancelled coroutine sees."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -38,6 +41,10 @@ class EventLoop:
             holder.task = loop.create_task(make())
 
         loop.call_soon_threadsafe(start)
+
+    async def in_thread(self, function: Callable[..., None], *args: Any) -> None:
+        """Run something that may block, while the loop goes on. From a coroutine."""
+        await asyncio.to_thread(function, *args)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop | None:
         with self._lock:

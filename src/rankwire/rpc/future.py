@@ -7,7 +7,6 @@ connection itself, and ``cancel()`` reaches the callee.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
@@ -66,6 +65,8 @@ class RpcFuture(Future[Any]):
             self._agent.look_after_replies()
 
     def __await__(self) -> Generator[Any, None, Any]:
+        import asyncio  # here, because it takes as long to load as all of this package
+
         return asyncio.wrap_future(self).__await__()
 
     def sent(self, receive: Receive) -> None:

@@ -7,13 +7,12 @@ malformed request, overloaded, cancelled, closed. Nothing that a function does (
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import (
@@ -25,7 +24,6 @@ from rankwire.backends.calls import (
 from rankwire.deadline import Deadline
 from rankwire.errors import InvalidMessageError, MessageTooLargeError, RankwireError
 from rankwire.rpc.context import Call, serving
-from rankwire.rpc.event_loop import EventLoop
 from rankwire.rpc.loopback import Loopback
 from rankwire.rpc.messages import (
     Encoded,
@@ -39,6 +37,11 @@ from rankwire.rpc.messages import (
 from rankwire.rpc.registry import Function, Registry
 from rankwire.rpc.serving import Job, Pool, Worker
 from rankwire.wire.codec import Codec
+
+if TYPE_CHECKING:
+    from asyncio import Task
+
+    from rankwire.rpc.event_loop import EventLoop
 
 __all__ = ["Limits", "Server"]
 
@@ -83,7 +86,8 @@ class Server:
         self._draining = False
         self._loopback: Loopback | None = None
         self._active: dict[tuple[int, int], _Serving] = {}
-        self._event_loop = EventLoop()
+        self._event_loop: EventLoop | None = None
+        self._event_loop_lock = threading.Lock()
         self._pool = Pool(
             poll=self._poll,
             wake=port.wake,
@@ -155,9 +159,18 @@ class Server:
     # ------------------------------------------------------------------------------------------------------
 
     def answer(
-        self, call: IncomingCall, encoded: Encoded, deadline: Deadline | None = None
+        self,
+        call: IncomingCall,
+        encoded: Encoded,
+        deadline: Deadline | None = None,
+        worker: Worker | None = None,
     ) -> None:
-        """Send the reply. A caller that is gone gets none, and needs none."""
+        """Send the reply. A caller that is gone gets none, and needs none.
+
+        A worker that has further short requests at hand sends their replies together: it polls right after them, and
+        polling sends what was held back. If it loses the polling role meanwhile it does so itself.
+        """
+        hold = worker is not None and self._pool.has_more(worker)
         buffers, nbytes = encoded
         try:
             if call.origin is None:
@@ -166,7 +179,9 @@ class Server:
             else:
                 if deadline is None or deadline.remaining() < _REPLY_PATIENCE:
                     deadline = Deadline(_REPLY_PATIENCE)
-                self._port.reply(call, buffers, nbytes, deadline)
+                self._port.reply(call, buffers, nbytes, deadline, hold=hold)
+                if hold and worker is not None and not self._pool.is_poller(worker):
+                    self._port.flush()
         except RankwireError as error:
             _log.debug("a reply to rank %d was not sent: %s", call.src, error)
 
@@ -212,9 +227,16 @@ class Server:
     # -- threads
     # ------------------------------------------------------------------------------------------------------
 
-    def run_coroutine(self, job: _Serving) -> None:
-        """Run an ``async def`` on the event loop's thread."""
-        self._event_loop.run(job.run_async, job)
+    @property
+    def event_loop(self) -> EventLoop:
+        """The event loop for ``async def`` functions, started by the first of them."""
+        with self._event_loop_lock:
+            if self._event_loop is None:
+                # Here, because asyncio takes as long to load as all of this package.
+                from rankwire.rpc.event_loop import EventLoop
+
+                self._event_loop = EventLoop()
+            return self._event_loop
 
     def about_to_block(self, worker: Worker) -> None:
         """See ``Pool.about_to_block``."""
@@ -234,7 +256,8 @@ class Server:
         """Stop all threads; one that is inside a user's function ends when that does."""
         for job in list(self._active.values()):
             job.cancel()
-        self._event_loop.close()
+        if self._event_loop is not None:
+            self._event_loop.close()
         if not self._pool.close(Deadline(_STOP_PATIENCE)):
             _log.warning("a function still runs while its agent is closed")
 
@@ -253,7 +276,7 @@ class _Serving:
         self.incoming = incoming
         self.depth = request.depth
         self.call = Call(incoming.src, request.name, Deadline(request.timeout), request.depth)
-        self.task: asyncio.Task[None] | None = None
+        self.task: Task[None] | None = None
 
     @property
     def is_slow(self) -> bool:
@@ -265,7 +288,7 @@ class _Serving:
         if self.call.cancelled or self.call.deadline.expired:
             self._reply(self._server.encode_refusal(Outcome.CANCELLED, "not wanted any more"))
         elif self._function.is_async:
-            self._server.run_coroutine(self)
+            self._server.event_loop.run(self.run_async, self)
         else:
             self.call.worker = worker
             token = serving.set(self.call)
@@ -285,18 +308,23 @@ class _Serving:
     async def run_async(self) -> None:
         """Run on the event loop."""
         serving.set(self.call)
-        try:
-            value = await self._function.target(*self._request.args, **self._request.kwargs)
-        except asyncio.CancelledError:
-            encoded = self._server.encode_refusal(Outcome.CANCELLED, "cancelled")
-        except BaseException as error:  # as in _run_function
-            encoded = self._server.encode_error(error)
-        else:
-            encoded = self._server.encode_value(value)
+        encoded = await self._run_coroutine()
         if encoded[1] <= _SMALL_REPLY:
             self._reply(encoded)
         else:  # sending may wait for the caller, and the event loop must not
-            await asyncio.to_thread(self._reply, encoded)
+            await self._server.event_loop.in_thread(self._reply, encoded)
+
+    async def _run_coroutine(self) -> Encoded:
+        cancelled = self._server.event_loop.cancelled
+        try:
+            if self.call.cancelled:  # before there was a task to cancel
+                raise cancelled
+            value = await self._function.target(*self._request.args, **self._request.kwargs)
+        except cancelled:
+            return self._server.encode_refusal(Outcome.CANCELLED, "cancelled")
+        except BaseException as error:  # as in _run_function
+            return self._server.encode_error(error)
+        return self._server.encode_value(value)
 
     def refuse(self, reason: str) -> None:
         """See ``Job``."""
@@ -316,7 +344,7 @@ class _Serving:
             self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
     def _reply(self, encoded: Encoded) -> None:
-        self._server.answer(self.incoming, encoded, self.call.deadline)
+        self._server.answer(self.incoming, encoded, self.call.deadline, self.call.worker)
         self._server.finished(self)
 
 

@@ -43,6 +43,8 @@ class Loopback:
         nbytes: int,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
+        *,
+        hold: bool = False,
     ) -> Receive:
         """See ``CallPort.call``."""
         receive = Receive((0, Channel.REPLY, request_id), on_reply)

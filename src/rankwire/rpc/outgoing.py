@@ -26,6 +26,8 @@ class Lane(Protocol):
         nbytes: int,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
+        *,
+        hold: bool = False,
     ) -> Receive:
         """Send a request."""
 

@@ -146,6 +146,15 @@ class Pool:
                 if self._poller is worker:
                     self._hand_over()
 
+    def has_more(self, worker: Worker) -> bool:
+        """Whether this worker, as the poller, has further short jobs at hand and polls after them."""
+        arrived = self._arrived
+        return bool(arrived) and self._poller is worker and not arrived[0].is_slow
+
+    def is_poller(self, worker: Worker) -> bool:
+        """Whether this worker has the polling role."""
+        return self._poller is worker
+
     @property
     def busy(self) -> int:
         """How many jobs run or wait."""
@@ -315,7 +324,8 @@ class Pool:
         seen: Job | None = None
         quiet = 0
         while True:
-            self._sleep_between_looks(worker, quiet)
+            if self._sleep_between_looks(worker, quiet):
+                quiet = 0
             with self._mutex:
                 if self._closing or self._standby is not worker:
                     return
@@ -329,21 +339,22 @@ class Pool:
             outstanding = self._on_look()
             quiet = 0 if running is not None else quiet + 1
             if quiet > _LOOKS_UNTIL_ASLEEP and outstanding:
-                quiet = _LOOKS_UNTIL_ASLEEP  # look lazily
+                quiet = _LOOKS_UNTIL_ASLEEP
 
-    def _sleep_between_looks(self, worker: Worker, quiet: int) -> None:
+    def _sleep_between_looks(self, worker: Worker, quiet: int) -> bool:
+        """Sleep shortly, or longer the longer it has been quiet; return whether somebody woke us."""
         if quiet < _LOOKS_UNTIL_ASLEEP:
-            worker.wakeup.acquire(timeout=_LOOK_EVERY)
-        elif quiet == _LOOKS_UNTIL_ASLEEP:
-            worker.wakeup.acquire(timeout=_LAZY_LOOK)
-        else:
-            with self._mutex:
-                self._standby_sleeps = True
-                if self._closing or self._poller is None or self._poller.job is not None:
-                    self._standby_sleeps = False
-                    return
-            worker.wakeup.acquire()
-            self._standby_sleeps = False
+            return worker.wakeup.acquire(timeout=_LOOK_EVERY)
+        with self._mutex:
+            self._standby_sleeps = True
+            if self._closing or self._poller is None or self._poller.job is not None:
+                self._standby_sleeps = False
+                return True
+        # At this very count something is outstanding that must be looked after now and then.
+        lazily = quiet == _LOOKS_UNTIL_ASLEEP
+        woken = worker.wakeup.acquire(timeout=_LAZY_LOOK if lazily else -1)
+        self._standby_sleeps = False
+        return woken
 
     def _rouse_standby(self) -> None:
         if self._standby is not None and self._standby_sleeps:

@@ -15,11 +15,13 @@ from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
     InvalidRankError,
+    InvalidWorldSizeError,
     MessageTooLargeError,
     RankwireError,
     SelfSendError,
     SizeMismatchError,
 )
+from rankwire.testing.conformance_groups import GROUP_CHECKS
 from rankwire.testing.conformance_rpc import RPC_CHECKS
 from rankwire.testing.expecting import expect
 from rankwire.testing.ranks import in_parallel
@@ -61,6 +63,11 @@ def _a_world_of_one_works(make_world: MakeWorld) -> None:
     with make_world(1) as (alone,):
         assert (alone.rank, alone.world_size) == (0, 1)
         alone.barrier()
+
+
+def _a_world_of_none_is_refused(make_world: MakeWorld) -> None:
+    error = expect(InvalidWorldSizeError, lambda: make_world(0).__enter__())
+    assert error.world_size == 0
 
 
 def _wrong_ranks_are_refused(make_world: MakeWorld) -> None:
@@ -327,6 +334,7 @@ CHECKS: dict[str, Check] = {
     for check in (
         _ranks_count_from_zero,
         _a_world_of_one_works,
+        _a_world_of_none_is_refused,
         _wrong_ranks_are_refused,
         _sending_to_oneself_is_refused,
         _a_message_arrives_whole,
@@ -349,6 +357,7 @@ CHECKS: dict[str, Check] = {
         _barriers_and_messages_never_mix,
         _many_threads_each_get_their_own,
         _close_wakes_whoever_waits,
+        *GROUP_CHECKS,
         *RPC_CHECKS,
     )
 }

@@ -16,6 +16,7 @@ from rankwire.backends.base import Backend
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
 from rankwire.backends.tcp import TcpBackend, Transport
+from rankwire.errors import InvalidWorldSizeError
 from rankwire.testing.ranks import in_parallel
 
 __all__ = ["MakeWorld", "simulated_world", "sub_world", "tcp_world"]
@@ -38,6 +39,8 @@ def tcp_world(
     world_size: int, *, transport: Transport = "auto", **options: Any
 ) -> Iterator[list[Backend]]:
     """Ranks of the TCP backend over loopback, each with its own sockets."""
+    if world_size < 1:
+        raise InvalidWorldSizeError(world_size)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -60,6 +63,8 @@ def sub_world(make_parent: MakeWorld) -> MakeWorld:
     @contextmanager
     def make(world_size: int, **options: Any) -> Iterator[list[Backend]]:
         with make_parent(world_size + 1, **options) as parents:
+            if world_size < 1:
+                SubBackend(parents[0], [])
             members = range(1, world_size + 1)
             world: list[Backend] = in_parallel(
                 [partial(SubBackend, parents[rank], list(members)) for rank in members]
