@@ -53,6 +53,8 @@ class Child:
             stderr=self._stderr,
             bufsize=0,
             start_new_session=True,
+            # An installed package has its bytecode, whatever this shell says.
+            env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
         )
         self._unread = b""
 

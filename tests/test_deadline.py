@@ -98,18 +98,6 @@ def test_sooner_bounds_one_that_never_expires(clock):
     assert never.sooner(math.inf) is never
 
 
-def test_deadlines_are_ordered_by_their_end(clock):
-    first = Deadline(5.0)
-    clock.now += 4.0
-    second = Deadline(2.0)
-    assert first.end < second.end < Deadline.never().end
-    assert not Deadline.passed(first.end)
-    clock.now += 1.0
-    assert Deadline.passed(first.end)
-    assert not Deadline.passed(second.end)
-    assert not Deadline.passed(math.inf)
-
-
 def test_a_change_of_the_wall_clock_moves_nothing(monkeypatch):
     deadline = Deadline(1000.0)
     for jump in (1e9, -1e9, 0.0):

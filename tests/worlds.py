@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import select
 import shutil
 import signal
@@ -351,6 +352,24 @@ def process_world(world_size: int, **options: Any) -> Iterator[list[RankProcess]
         for rank in forming:
             rank.result()
         yield ranks
+
+
+def limit_descriptors(spare: int) -> None:
+    """Leave this process so many more descriptors to open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 0  # the system limits the number of a new descriptor, and those in use have gaps
+    while spare or _is_open(limit):
+        spare -= not _is_open(limit)
+        limit += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _serve(pipe: multiprocessing.connection.Connection) -> None:

@@ -96,9 +96,7 @@ def test_registering_from_many_threads_loses_nothing():
     registry = Registry()
     threads = [
         threading.Thread(
-            target=lambda i=i: [
-                registry.add(f"{i}/{j}", echo, replace=False) for j in range(50)
-            ]
+            target=lambda i=i: [registry.add(f"{i}/{j}", echo, replace=False) for j in range(50)]
         )
         for i in range(8)
     ]

@@ -70,7 +70,10 @@ def failure(error):
 def test_a_failure_round_trips_with_type_text_and_traceback():
     error = raised(failure(ZeroDivisionError("something went wrong")))
     assert isinstance(error, RemoteError)
-    assert (error.remote_type, error.remote_message) == ("ZeroDivisionError", "something went wrong")
+    assert (error.remote_type, error.remote_message) == (
+        "ZeroDivisionError",
+        "something went wrong",
+    )
     assert "something went wrong" in error.remote_traceback
 
 

@@ -34,9 +34,7 @@ from rankwire.wire.mailbox import Mailbox
 
 __all__ = ["DEFAULT_QUEUE_NBYTES", "SimulatedBackend"]
 
-DEFAULT_QUEUE_NBYTES = (
-    64 << 20
-)  # what NATS lets a slow consumer keep pending; see faults.md, section 4
+DEFAULT_QUEUE_NBYTES = 64 << 20  # NATS lets a slow consumer keep as much pending
 
 _MESSAGES = "messages"
 

@@ -212,7 +212,9 @@ class Connection:
             return False
         return len(waiting) >= HEADER_NBYTES and waiting[-HEADER_NBYTES] == Channel.FAREWELL
 
-    def _wait_writable(self, deadline: Deadline, while_blocked: Callable[[], object] | None) -> None:
+    def _wait_writable(
+        self, deadline: Deadline, while_blocked: Callable[[], object] | None
+    ) -> None:
         interest = select.POLLOUT if while_blocked is None else select.POLLOUT | select.POLLIN
         ready = wait_for(self._sock, interest, deadline.sleep_limit())
         if not ready:
@@ -272,9 +274,7 @@ class Connection:
             if frames or deadline.expired:
                 return frames
             # Now and then the reader looks up: what it waits for may have ended in another way.
-            if not wait_for(
-                self._sock, select.POLLIN, min(deadline.sleep_limit(), _LONGEST_SLEEP)
-            ):
+            if not wait_for(self._sock, select.POLLIN, min(deadline.sleep_limit(), _LONGEST_SLEEP)):
                 return []
 
     def _end_of_stream(self) -> RankwireError:

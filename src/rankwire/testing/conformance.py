@@ -301,9 +301,7 @@ def _many_threads_each_get_their_own(make_world: MakeWorld) -> None:
             for number in range(50):
                 assert second.recv(0, tag=tag) == f"{tag}/{number}".encode()
 
-        in_parallel(
-            [partial(do, tag) for tag in range(12) for do in (receive, send)]
-        )
+        in_parallel([partial(do, tag) for tag in range(12) for do in (receive, send)])
 
 
 def _close_wakes_whoever_waits(make_world: MakeWorld) -> None:

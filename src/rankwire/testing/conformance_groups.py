@@ -114,9 +114,7 @@ def _members_that_disagree_are_told(make_world: MakeWorld) -> None:
 
 def _a_member_that_does_not_come_is_named(make_world: MakeWorld) -> None:
     with make_world(3) as world:
-        late = expect(
-            DeadlineExceededError, partial(SubBackend, world[0], [0, 1, 2], timeout=0.2)
-        )
+        late = expect(DeadlineExceededError, partial(SubBackend, world[0], [0, 1, 2], timeout=0.2))
         assert late.waiting_for == [1, 2]
 
 

@@ -55,9 +55,7 @@ def run_ranks(
             raise ConfigurationError(f"processes need one of {_BACKENDS[1:]}, not {backend!r}")
         return _run_processes(world_size, function, args, str(backend), timeout, options)
     with _world_maker(backend)(world_size, **options) as world:
-        return in_parallel(
-            [partial(function, mine, *args) for mine in world], timeout=timeout
-        )
+        return in_parallel([partial(function, mine, *args) for mine in world], timeout=timeout)
 
 
 def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) -> list[T]:

@@ -46,9 +46,7 @@ def tcp_world(
 
     def join(rank: int) -> Backend:
         mine = listener if rank == 0 else None
-        return TcpBackend(
-            rank, world_size, address, transport=transport, listener=mine, **options
-        )
+        return TcpBackend(rank, world_size, address, transport=transport, listener=mine, **options)
 
     world = in_parallel([partial(join, rank) for rank in range(world_size)])
     try:

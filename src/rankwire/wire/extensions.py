@@ -74,9 +74,7 @@ def is_flat(value: Any) -> bool:
     """Tell whether msgspec carries a value that is not plain exactly: plain ones in a container."""
     kind = type(value)
     if kind is list:
-        return not value or (
-            len(value) < _MIN_LONG_LIST and PLAIN.issuperset(map(type, value))
-        )
+        return not value or (len(value) < _MIN_LONG_LIST and PLAIN.issuperset(map(type, value)))
     if kind is dict:
         return not value or (
             len(value) <= collisions.MAX_NATIVE_MAP
