@@ -30,8 +30,8 @@ def test_every_module_says_what_it_is_for(name):
 
 def test_the_package_exports_the_public_names():
     public = {
-        "TcpBackend", "SimulatedBackend", "SubBackend", "Backend", "FaultPlan", "connect", "RpcAgent",
-        "RpcFuture", "Codec", "current_call", "Call", "__version__",
+        "TcpBackend", "SimulatedBackend", "SubBackend", "Backend", "FaultPlan", "connect",
+        "RpcAgent", "RpcFuture", "Codec", "current_call", "Call", "__version__",
     }  # fmt: skip
     assert public | set(errors.__all__) == set(rankwire.__all__)
     for name in rankwire.__all__:

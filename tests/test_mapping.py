@@ -14,6 +14,7 @@ SHOWN_IN = {
     "backends/tcp": "backends/test_tcp_backend.py",
     "backends/tcp_calls": "conformance/test_conformance.py",
     "testing/conformance": "conformance/test_conformance.py",
+    "backends/simulated_network": "backends/test_simulated.py",
     "testing/conformance_groups": "conformance/test_conformance.py",
     "testing/conformance_rpc": "conformance/test_conformance.py",
     "rpc/messages": "rpc/test_rpc_messages.py",

@@ -9,8 +9,8 @@ Tree::
         SelfSendError                         a message addressed to oneself
       UnsupportedTypeError(TypeError)         .path .type_name: the codec does not carry this value
       MessageTooLargeError(ValueError)        .nbytes .limit
-      SizeMismatchError(ValueError)           .expected .got: the message does not fit recv_into's
-      buffer ProtocolError(ConnectionError)          the peer sent what the protocol forbids
+      SizeMismatchError(ValueError)           .expected .got: does not fit recv_into's buffer
+      ProtocolError(ConnectionError)          the peer sent what the protocol forbids
         InvalidMessageError(ValueError)       a payload that does not decode
         VersionMismatchError                  .ours .theirs
       AuthenticationError(ConnectionError)    the secrets differ, or a stranger answered
@@ -27,9 +27,9 @@ Tree::
       MembershipError(RuntimeError)           the members of a group disagree on its members
 
 Contract: an error carries its data as attributes and survives pickling. The context that every
-    operation knows (``op``,
-``rank``, ``peer``, ``tag``, ``waited``) is in the base class and printed after the message. Nothing
-here imports the rest of the package, and nobody classifies an error by its text.
+operation knows (``op``, ``rank``, ``peer``, ``tag``, ``waited``) is in the base class and printed
+after the message. Nothing here imports the rest of the package, and nobody classifies an error by
+its text.
 """
 
 from __future__ import annotations
@@ -105,9 +105,11 @@ class RankwireError(Exception):
     def copy(self) -> Self:
         """Return an equal error.
 
-        One that is raised in several threads must not share a traceback.
+        For an error that is raised in several threads, which must not share a traceback.
         """
         twin = _restore(type(self), self.args, self.__dict__)
+        if hasattr(self, "__notes__"):
+            twin.__notes__ = list(self.__notes__)
         twin.__cause__ = self.__cause__
         return twin  # type: ignore[return-value]
 
@@ -195,7 +197,7 @@ class MessageTooLargeError(RankwireError, ValueError):
 class SizeMismatchError(RankwireError, ValueError):
     """The message at the head of the queue has another size than the buffer.
 
-    It stays receivable.
+    The message stays receivable.
     """
 
     def __init__(self, expected: int, got: int) -> None:
@@ -219,7 +221,8 @@ class VersionMismatchError(ProtocolError):
 
     def __init__(self, ours: int, theirs: int) -> None:
         super().__init__(
-            f"protocol versions differ: {ours} here, {theirs} at the other end; install the same rankwire on all ranks"
+            f"protocol versions differ: {ours} here, {theirs} at the other end; "
+            "install the same rankwire on all ranks"
         )
         self.ours = ours
         self.theirs = theirs
@@ -274,24 +277,30 @@ class ChannelClosedError(RankwireError, ConnectionError):
 
 
 class DeadlineExceededError(RankwireError, TimeoutError):
-    """The time limit passed. Connections stay usable; a message that arrives later can still be
-    received.
+    """The time limit passed.
+
+    Connections stay usable; a message that arrives later can still be received.
 
     Attributes:
         limit: The limit in seconds.
         waiting_for: The ranks that were waited for.
+        detail: What else is known, as text.
         may_have_run: For a call: whether the function may have run.
     """
 
     may_have_run: bool = False
 
     def __init__(self, limit: float, *, waiting_for: Sequence[int] = (), detail: str = "") -> None:
-        ranks = f" waiting for rank{'s' if len(waiting_for) > 1 else ''} {', '.join(map(str, waiting_for))}"
-        super().__init__(
-            f"no result within {limit:.6g} s{ranks if waiting_for else ''}{'; ' + detail if detail else ''}"
-        )
+        text = f"no result within {limit:.6g} s"
+        if waiting_for:
+            noun = "ranks" if len(waiting_for) > 1 else "rank"
+            text += f" waiting for {noun} {', '.join(map(str, waiting_for))}"
+        if detail:
+            text += f"; {detail}"
+        super().__init__(text)
         self.limit = limit
         self.waiting_for = list(waiting_for)
+        self.detail = detail
 
 
 class OverloadedError(RankwireError, RuntimeError):

@@ -432,7 +432,8 @@ def test_the_deadline_of_a_barrier_also_counts_while_another_thread_is_in_one():
 
     class Slow(Paper):
         def receive(self, src, channel, group, tag, deadline, *, nbytes=None):
-            release.wait(min(deadline.remaining(), 3.0))
+            if not release.wait(deadline.remaining()):
+                raise DeadlineExceededError(deadline.limit, waiting_for=[src])
             return bytearray()
 
     backend = Slow(0, 2)

@@ -103,7 +103,7 @@ def test_a_killed_rank_ends_everything_that_needs_it_and_nothing_else(transport)
             pending.append(rank.start("barrier"))
         for rank in others:
             until_waiting(rank, 3, 3)
-        pending.append(others[1].start("send", bytes(64 << 20), 3))
+        pending.append(others[1].start("eval", "backend.send(bytes(64 << 20), 3)"))
         until_sending(others[1], 3)
         unharmed = ranks[0].start("recv", 1, 8)
         killed = victim.kill()
@@ -321,7 +321,7 @@ def test_operations_with_a_rank_that_is_stopped_end_at_their_own_deadlines(trans
         commands = [
             ranks[0].start("recv", 1, timeout=0.2),
             ranks[0].start("barrier", timeout=0.2),
-            ranks[0].start("send", bytes(64 << 20), 1, timeout=0.2),
+            ranks[0].start("eval", "backend.send(bytes(64 << 20), 1, timeout=0.2)"),
         ]
         for command in commands:
             error = command.error()

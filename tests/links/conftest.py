@@ -59,6 +59,15 @@ def transport(request):
 
 
 @pytest.fixture
+def sockets(transport, cleanup):
+    """Two connected sockets, which do not block."""
+    pair = socket_pair(transport)
+    for sock in pair:
+        cleanup.callback(sock.close)
+    return pair
+
+
+@pytest.fixture
 def make_link(transport, cleanup):
     def make(*, max_nbytes=1 << 30, spin=0.0):
         near, far = socket_pair(transport)

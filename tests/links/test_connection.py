@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import pytest
@@ -215,7 +215,7 @@ def test_threads_never_interleave_their_frames(connections):
 def test_a_read_without_patience_polls(link):
     before = time.monotonic()
     assert link.connection.read(Deadline(0.0)) == []
-    assert link.connection.read_ready() == []
+    assert link.connection.read_ready() is None
     assert time.monotonic() - before < SOON
     link.raw.sendall(frame_bytes(b"now"))
     eventually(lambda: link.connection.read(Deadline(0.0)))
@@ -438,6 +438,31 @@ def test_input_that_trickles_in_does_not_prolong_the_deadline(link):
     trickling.result()
 
 
+def test_input_that_never_stops_does_not_prolong_the_deadline(link):
+    # Byte by byte, but always another one there: a whole frame may take hours.
+    header = frame_bytes(bytes(1 << 29))[:HEADER_NBYTES]
+    give_up = time.monotonic() + 2.0
+    stream = chain([header], repeat(b"\0"))
+
+    def recv_into(buffer):
+        if time.monotonic() > give_up:
+            raise AssertionError("still reading, long after the deadline")
+        piece = next(stream)
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    link.connection._sock = Proxied(link.connection._sock, recv_into=recv_into)
+    assert link.connection.read(Deadline(0.1)) == []
+
+
+def test_a_poll_reads_all_that_is_there_of_a_large_message(link):
+    stream = frame_bytes(bytes(150_000))
+    link.raw.sendall(stream)
+    time.sleep(0.05)
+    frames = link.connection.read(Deadline(0.0))
+    assert [frame.payload for frame in frames] == [bytes(150_000)]
+
+
 def test_reading_what_comes_while_a_send_is_blocked_lets_both_ends_send_first(connections):
     frames = {0: [], 1: []}
     payloads = [bytes([rank]) * (32 * MIB) for rank in (0, 1)]
@@ -447,7 +472,7 @@ def test_reading_what_comes_while_a_send_is_blocked_lets_both_ends_send_first(co
         send(
             connection,
             payloads[rank],
-            while_blocked=lambda: frames[rank].extend(connection.read_ready()),
+            while_blocked=lambda: frames[rank].extend(connection.read_ready() or []),
         )
         frames[rank] += read(connection) if not frames[rank] else []
 
@@ -491,6 +516,31 @@ def test_the_end_of_the_stream_is_a_lost_peer(link):
     with pytest.raises(PeerLostError, match="connection ended"):
         send(link.connection, b"x")
     assert len(link.lost) == 1
+
+
+def test_a_connection_that_the_peer_dialled_and_gave_up_is_no_loss(sockets):
+    near, far = sockets
+    lost = []
+    connection = Connection(near, peer=1, max_nbytes=10, on_lost=lost.append, incoming=True)
+    assert not connection.was_given_up
+    far.close()
+    eventually(lambda: connection.was_given_up)
+    with pytest.raises(ChannelClosedError, match="never used"):
+        connection.read(Deadline(PATIENCE))
+    assert not lost
+
+
+def test_a_connection_that_the_peer_dialled_and_used_is_lost_like_any_other(sockets):
+    near, far = sockets
+    lost = []
+    connection = Connection(near, peer=1, max_nbytes=10, on_lost=lost.append, incoming=True)
+    far.send(frame_bytes(b"x"))
+    far.close()
+    assert read(connection)[0].payload == b"x"
+    assert not connection.was_given_up
+    with pytest.raises(PeerLostError):
+        connection.read(Deadline(PATIENCE))
+    assert len(lost) == 1
 
 
 @pytest.mark.parametrize("nbytes", [100, 100_000])
@@ -747,7 +797,8 @@ def test_an_interrupt_between_the_system_call_and_the_parser_damages_no_message(
             received += [frame.payload for frame in frames]
             if not frames:
                 break
-    sending.result()
+    with suppress(ConnectionError):  # the connection may have been given up meanwhile
+        sending.result()
     assert received == payloads[: len(received)]
     if len(received) < len(payloads):
         assert isinstance(link.connection.failure, PeerLostError), "it is not the peer's fault"

@@ -12,12 +12,12 @@ from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
     NoConnectionError,
+    PeerLostError,
     RankwireError,
     RendezvousError,
     VersionMismatchError,
 )
-from rankwire.links import dialing
-from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
+from rankwire.links.dialing import authenticate
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     HELLO_NBYTES,
@@ -231,14 +231,18 @@ def test_an_answer_that_trickles_in_does_not_prolong_the_deadline(ends):
     assert dialling.seconds < SOON, "it would take 6 s to the end of the challenge"
 
 
-def test_a_handshake_has_its_own_limit_however_patient_the_caller_is(ends, monkeypatch):
-    assert HANDSHAKE_LIMIT == 5.0
-    monkeypatch.setattr(dialing, "HANDSHAKE_LIMIT", 0.1)
+def test_a_check_that_raises_ends_the_wait(ends):
+    # The peer has gone, as the coordinator has said meanwhile.
     near, _ = ends
-    dialling = dial(near, timeout=PATIENCE)
-    error = dialling.error()
-    assert isinstance(error, DeadlineExceededError)
-    assert 0.09 <= dialling.seconds < SOON
+    checks = []
+
+    def check():
+        checks.append(1)
+        if len(checks) == 2:
+            raise PeerLostError(1, "the coordinator says so")
+
+    dialling = Running(authenticate, near, HELLO, key=KEY, deadline=Deadline(PATIENCE), check=check)
+    assert isinstance(dialling.error(SOON), PeerLostError)
 
 
 def test_only_errors_of_this_package_come_out(make_link):

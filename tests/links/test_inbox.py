@@ -15,7 +15,9 @@ from rankwire.errors import (
     DeadlineExceededError,
     PeerLostError,
     ProtocolError,
+    SizeMismatchError,
 )
+from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Mailbox, Receive
@@ -36,19 +38,19 @@ class Post:
         deadline = Deadline(PATIENCE)
         self.sender.send(Channel.MESSAGE, 0, tag, [payload], len(payload), deadline)
 
-    def want(self, tag, on_done=None, *, group=0):
-        receive = Receive((group, Channel.MESSAGE, tag), on_done)
+    def want(self, tag, on_done=None, *, group=0, nbytes=None):
+        receive = Receive((group, Channel.MESSAGE, tag), on_done, nbytes=nbytes)
         self.inbox.post(receive)
         return receive
 
-    def recv(self, tag, timeout=PATIENCE):
+    def recv(self, tag, timeout=PATIENCE, *, nbytes=None):
         deadline = timeout if not isinstance(timeout, (int, float)) else Deadline(timeout)
-        return self.inbox.wait(self.want(tag), deadline)
+        return self.inbox.wait(self.want(tag, nbytes=nbytes), deadline)
 
-    def start(self, tag, timeout=PATIENCE):
+    def start(self, tag, timeout=PATIENCE, **options):
         """Receive in a thread of its own; return once it reads or sleeps."""
         parked, reading = len(self.inbox._parked), self.inbox.is_read
-        running = Running(self.recv, tag, timeout)
+        running = Running(self.recv, tag, timeout, **options)
         eventually(
             lambda: (
                 running.done
@@ -409,6 +411,50 @@ def test_a_farewell_ends_receives_as_closed(post):
         post.recv(1)
 
 
+def incoming(sockets):
+    """An inbox whose connection was dialled by the peer, and the peer's socket."""
+    near, far = sockets
+    connection = Connection(near, peer=1, max_nbytes=1 << 20, incoming=True)
+    return Post((connection, Connection(far, peer=0, max_nbytes=1 << 20)))
+
+
+@on_both_transports
+def test_a_connection_that_the_peer_gave_up_makes_room_for_the_next(sockets, connections):
+    post = incoming(sockets)
+    waiting = [post.start(tag) for tag in range(3)]
+    post.sender.close()
+    eventually(lambda: post.inbox.connection is None)
+    post.connection, post.sender = connections
+    assert post.inbox.attach(post.connection)
+    for tag in range(3):
+        post.send(tag, bytes([tag]))
+    assert [running.result(SOON) for running in waiting] == [b"\0", b"\1", b"\2"]
+
+
+def test_a_connection_that_the_peer_gave_up_is_dropped_on_request(sockets, connections):
+    post = incoming(sockets)
+    post.inbox.drop_given_up()
+    assert post.inbox.connection is post.connection
+    post.sender.close()
+    eventually(lambda: post.connection.was_given_up)
+    post.inbox.drop_given_up()
+    assert post.inbox.connection is None
+    assert post.connection.fileno() == -1
+    assert post.inbox.attach(connections[0])
+
+
+def test_a_peer_that_fails_before_it_has_sent_anything_ends_all_waiting(sockets):
+    # Peer.fail: the coordinator says that the rank is dead; its connection was just dialled.
+    post = incoming(sockets)
+    waiting = [post.start(tag) for tag in range(3)]
+    cause = PeerLostError(1, "the coordinator says so")
+    post.connection.fail(cause)
+    if post.inbox.connection is None:
+        post.inbox.fail(cause)
+    errors = [running.error(SOON) for running in waiting]
+    assert {type(error) for error in errors} == {PeerLostError}
+
+
 @on_both_transports
 def test_half_a_message_at_the_end_is_not_delivered(post):
     post.send(1, b"whole")
@@ -532,23 +578,50 @@ def test_leaving_a_group_makes_room_and_lets_the_reading_go_on(connections):
     assert waiting.result(SOON) == b"x"
 
 
-def test_a_message_that_does_not_fit_is_put_back_for_the_next(post):
+# -- messages of a fixed size
+
+
+def test_a_message_of_another_size_is_an_error_and_stays_for_the_next(post):
     post.send(1, b"first")
     post.send(1, b"second")
-    receive = post.want(1)
-    assert post.inbox.wait(receive, Deadline(PATIENCE)) == b"first"
-    post.inbox.put_back(receive)
-    assert [post.recv(1), post.recv(1)] == [b"first", b"second"]
+    for _ in range(2):
+        with pytest.raises(SizeMismatchError) as caught:
+            post.recv(1, nbytes=3)
+        assert (caught.value.expected, caught.value.got) == (3, 5)
+    assert [post.recv(1, nbytes=5), post.recv(1, nbytes=6)] == [b"first", b"second"]
 
 
-def test_a_message_that_is_put_back_reaches_a_thread_that_waits_for_it(post):
-    # Two threads in recv_into on one tag: the first has a buffer of the wrong size.
-    receive = post.want(1)
-    waiting = post.start(1)
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_message_of_another_size_goes_to_a_thread_that_waits_for_it(post, reads):
+    reader = post.start(9) if not reads else None
+    misfit = post.start(1, nbytes=3)
+    waiting = post.start(1, nbytes=5)
     post.send(1, b"first")
-    assert post.inbox.wait(receive, Deadline(PATIENCE)) == b"first"
-    post.inbox.put_back(receive)
+    assert isinstance(misfit.error(SOON), SizeMismatchError)
     assert waiting.result(SOON) == b"first"
+    post.send(9, b"x")
+    assert reader is None or reader.result(SOON) == b"x"
+
+
+def test_a_message_that_goes_back_ends_one_that_wanted_another_size(post):
+    deliver = post.inbox._deliver
+    interrupt = threading.Event()
+
+    def interrupted_after_delivery(frames):
+        ended = deliver(frames)
+        if interrupt.is_set():
+            raise KeyboardInterrupt
+        return ended
+
+    post.inbox._deliver = interrupted_after_delivery
+    reader = post.start(1)
+    misfit = post.start(1, nbytes=3)
+    interrupt.set()
+    post.send(1, b"first")
+    assert isinstance(reader.error(SOON), KeyboardInterrupt)
+    interrupt.clear()
+    assert isinstance(misfit.error(SOON), SizeMismatchError)
+    assert post.recv(1) == b"first"
 
 
 # -- reading without waiting for a message of one's own
@@ -763,13 +836,10 @@ def test_random_timeouts_lose_nothing_double_nothing_and_keep_the_order(post):
         chance = random.Random(seed)
         while not (stop.is_set() and drained[tag].is_set()):
             limit = chance.choice((0.0, 0.0, 0.0001, 0.0005, 0.002, 0.02))
-            receive = post.want(tag)
+            nbytes = 3 if chance.random() < 0.1 else None
             try:
-                payload = post.inbox.wait(receive, Deadline(limit))
-            except DeadlineExceededError:
-                continue
-            if chance.random() < 0.1:
-                post.inbox.put_back(receive)
+                payload = post.recv(tag, limit, nbytes=nbytes)
+            except (DeadlineExceededError, SizeMismatchError):
                 continue
             received[tag].append(struct.unpack_from("<I", payload)[0])
             if writer.done and len(received[tag]) == sent[tag]:

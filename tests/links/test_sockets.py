@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwire.deadline import Deadline
-from rankwire.errors import ConfigurationError, DeadlineExceededError, NoConnectionError
+from rankwire.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    NoConnectionError,
+    PeerLostError,
+)
 from rankwire.links import sockets
 from rankwire.links.sockets import (
     TcpAddress,
@@ -23,6 +28,7 @@ from rankwire.links.sockets import (
     tune,
     unix_peer_uid,
     wait_for,
+    wait_patiently,
 )
 from worlds import PATIENCE
 
@@ -200,11 +206,29 @@ def test_a_listener_that_does_not_answer_is_given_up_at_the_deadline(cleanup):
     assert 0.19 <= deadline.waited < 5.0
 
 
+def test_a_check_that_raises_ends_the_wait_for_an_answer(cleanup):
+    listener = cleanup.enter_context(socket.socket())
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(0)
+    for _ in range(4):
+        waiting = cleanup.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(listener.getsockname())
+
+    def check():
+        raise PeerLostError(1, "the coordinator says so")
+
+    deadline = Deadline(PATIENCE)
+    with pytest.raises(PeerLostError):
+        connect_tcp(address_of(listener), deadline, check=check)
+    assert deadline.waited < 5.0
+
+
 def test_a_socket_that_has_connected_to_itself_has_reached_nobody():
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     with pytest.raises(NoConnectionError, match="nobody listens"):
-        sockets._connect(sock, sock.getsockname(), "itself", Deadline(PATIENCE))
+        sockets._connect(sock, sock.getsockname(), "itself", Deadline(PATIENCE), lambda: None)
     assert sock.fileno() == -1, "and it is closed"
 
 
@@ -286,3 +310,16 @@ def test_waiting_is_not_shorter_than_asked_for_and_ends(cleanup, seconds):
     before = time.monotonic()
     assert wait_for(near, select.POLLIN, seconds) == 0
     assert seconds <= time.monotonic() - before < 5.0
+
+
+def test_waiting_patiently_looks_up_now_and_then_and_keeps_the_deadline(cleanup):
+    near, far = socket.socketpair()
+    cleanup.enter_context(near)
+    cleanup.enter_context(far)
+    checks = []
+    deadline = Deadline(0.25)
+    assert not wait_patiently(near, select.POLLIN, deadline, lambda: checks.append(1))
+    assert 0.24 <= deadline.waited < 5.0
+    assert len(checks) >= 2
+    far.send(b"x")
+    assert wait_patiently(near, select.POLLIN, Deadline(0.0), lambda: None)

@@ -119,7 +119,8 @@ def test_calls_wait_for_an_agent_that_starts_later():
         future = caller.rpc_async(1, "late")
         time.sleep(0.1)
         callee = RpcAgent(second)
-        # The request was waiting: it is served as soon as there is an agent, before anything is registered.
+        # The request was waiting: it is served as soon as there is an agent, before anything is
+        # registered.
         assert "FunctionNotFoundError" in repr(future.exception(10))
         callee.close()
         caller.close()

@@ -1,4 +1,4 @@
-"""Futures of calls: the verbs of ``concurrent.futures``, ``await``, and a ``cancel`` that reaches the callee."""
+"""Futures of calls: their verbs, ``await``, and a ``cancel`` that reaches the callee."""
 
 import asyncio
 import concurrent.futures

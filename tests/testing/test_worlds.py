@@ -31,6 +31,6 @@ def test_check_backend_names_the_check_that_fails():
             for backend in world:
                 backend.close()
 
-    with pytest.raises(BaseException) as info:  # noqa: PT011, B017
+    with pytest.raises(BaseException) as info:
         check_backend(make)
     assert "messages_have_any_length" in info.value.__notes__[-1]

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rankwire.errors import ChannelClosedError, PeerLostError
+from rankwire.errors import ChannelClosedError, PeerLostError, SizeMismatchError
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Mailbox, Receive
 
@@ -115,11 +115,60 @@ def test_a_message_that_is_put_back_goes_to_a_receive_that_waits_for_it():
     mailbox = Mailbox()
     first, second = posted(mailbox), posted(mailbox)
     mailbox.deliver(KEY, bytearray(b"message 1"))
-    mailbox.put_back(first)
+    assert mailbox.put_back(first) is second
     mailbox.deliver(KEY, bytearray(b"message 2"))
     assert second.done
     assert second.result() == b"message 1", "messages of one key are taken in order"
     assert taken(mailbox) == b"message 2"
+
+
+def test_a_message_of_another_size_ends_the_receive_and_stays_for_the_next():
+    mailbox = Mailbox()
+    mailbox.deliver(KEY, bytearray(5))
+    misfit = Receive(KEY, nbytes=4)
+    mailbox.post(misfit)
+    assert misfit.done
+    with pytest.raises(SizeMismatchError) as caught:
+        misfit.result()
+    assert (caught.value.expected, caught.value.got) == (4, 5)
+    fitting = Receive(KEY, nbytes=5)
+    mailbox.post(fitting)
+    assert fitting.result() == bytes(5)
+    assert not mailbox.misfits, "whoever posts sees that it is done"
+
+
+def test_a_message_ends_those_that_want_another_size_and_reaches_the_one_that_fits():
+    mailbox = Mailbox()
+    receives = [Receive(KEY, nbytes=nbytes) for nbytes in (4, 6, 5, 5)]
+    for receive in receives:
+        mailbox.post(receive)
+    assert mailbox.deliver(KEY, bytearray(5)) is receives[2]
+    assert mailbox.misfits == receives[:2]
+    assert [receive.done for receive in receives] == [True, True, True, False]
+    for receive in receives[:2]:
+        with pytest.raises(SizeMismatchError):
+            receive.result()
+
+
+def test_a_message_that_fits_nobody_who_waits_is_kept():
+    mailbox = Mailbox()
+    misfit = Receive(KEY, nbytes=0)
+    mailbox.post(misfit)
+    assert mailbox.deliver(KEY, bytearray(5)) is None
+    assert mailbox.misfits == [misfit]
+    assert (mailbox.wanted, mailbox.unmatched_nbytes) == (0, 5)
+    assert taken(mailbox) == bytes(5)
+
+
+def test_a_message_that_is_put_back_meets_sizes_too():
+    mailbox = Mailbox()
+    first = posted(mailbox)
+    misfit = Receive(KEY, nbytes=3)
+    mailbox.post(misfit)
+    mailbox.deliver(KEY, bytearray(5))
+    assert mailbox.put_back(first) is None
+    assert mailbox.misfits == [misfit]
+    assert taken(mailbox) == bytes(5)
 
 
 def test_failure_ends_every_receive_now_and_later():
@@ -220,6 +269,10 @@ def test_a_group_that_was_left_is_ended_and_its_messages_forgotten():
 KEYS = [KEY, *OTHERS]
 
 
+def fits(receive, payload):
+    return receive.nbytes is None or receive.nbytes == len(payload)
+
+
 class MailboxMachine(RuleBasedStateMachine):
     """Any sequence of operations, compared with lists that are simple enough to be right."""
 
@@ -239,27 +292,42 @@ class MailboxMachine(RuleBasedStateMachine):
         self.count += 1
         return bytearray(self.count.to_bytes(4, "little") + bytes(nbytes))
 
-    @rule(key=st.sampled_from(KEYS))
-    def post(self, key):
-        receive = posted(self.mailbox, key)
-        if self.arrived[key]:
+    @rule(key=st.sampled_from(KEYS), nbytes=st.none() | st.integers(4, 6))
+    def post(self, key, nbytes):
+        receive = Receive(key, nbytes=nbytes)
+        self.mailbox.post(receive)
+        if self.arrived[key] and not fits(receive, self.arrived[key][0]):
+            self.expected[receive] = SizeMismatchError
+        elif self.arrived[key]:
             self.expected[receive] = self.arrived[key].pop(0)
         elif self.failed is not None:
             self.expected[receive] = self.failed
         else:
             self.wanted[key].append(receive)
 
-    @rule(key=st.sampled_from(KEYS), nbytes=st.integers(0, 8))
+    @rule(key=st.sampled_from(KEYS), nbytes=st.integers(0, 2))
     def deliver(self, key, nbytes):
         payload = self.new_payload(nbytes)
         ended = self.mailbox.deliver(key, payload)
-        if self.wanted[key]:
-            receive = self.wanted[key].pop(0)
-            assert ended is receive
-            self.expected[receive] = payload
-        else:
-            assert ended is None
+        assert ended is self.serve(key, payload)
+        if ended is None:
             self.keep(key, payload, at=len(self.arrived[key]))
+
+    def serve(self, key, payload):
+        """End those that wait for the key, up to the first that fits, and return it."""
+        misfits = []
+        while self.wanted[key]:
+            receive = self.wanted[key].pop(0)
+            if fits(receive, payload):
+                self.expected[receive] = payload
+                break
+            self.expected[receive] = SizeMismatchError
+            misfits.append(receive)
+        else:
+            receive = None
+        assert self.mailbox.misfits == misfits
+        self.mailbox.misfits.clear()
+        return receive
 
     def keep(self, key, payload, *, at):
         if self.keep_unmatched:
@@ -288,10 +356,9 @@ class MailboxMachine(RuleBasedStateMachine):
         ended = [r for r, result in self.expected.items() if isinstance(result, bytearray)]
         receive = data.draw(st.sampled_from(ended))
         payload, key = self.expected.pop(receive), receive.key
-        self.mailbox.put_back(receive)
-        if self.wanted[key] and self.keep_unmatched:
-            self.expected[self.wanted[key].pop(0)] = payload
-        else:
+        ended = self.mailbox.put_back(receive)
+        assert ended is self.serve(key, payload)
+        if ended is None:
             self.keep(key, payload, at=0)
 
     @rule(group=st.sampled_from([0, 1]))
@@ -322,7 +389,10 @@ class MailboxMachine(RuleBasedStateMachine):
     def agrees_with_the_model(self):
         for receive, result in self.expected.items():
             assert receive.done
-            assert receive.payload is result or receive.error is result
+            if result is SizeMismatchError:
+                assert isinstance(receive.error, SizeMismatchError)
+            else:
+                assert receive.payload is result or receive.error is result
         for receives in self.wanted.values():
             assert not any(receive.done for receive in receives)
         kept = sum(len(payload) for payloads in self.arrived.values() for payload in payloads)

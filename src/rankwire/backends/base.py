@@ -21,6 +21,7 @@ from typing import Any, Self
 from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
 from rankwire.errors import (
+    ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
     InvalidRankError,
@@ -70,8 +71,7 @@ class Backend(ABC):
         self._barriers = itertools.count()
         self._barrier_lock = threading.Lock()
 
-    # -- what implementations provide
-    # ---------------------------------------------------------------------------------
+    # -- what implementations provide --------------------------------------------------------------
 
     @property
     def group(self) -> int:
@@ -117,7 +117,7 @@ class Backend(ABC):
     def open_calls(self, service: int) -> CallPort:
         """Return the port by which an agent calls and is called.
 
-        One port a service number and rank at a time.
+        There is one port a service number and rank at a time.
         """
 
     @abstractmethod
@@ -132,8 +132,7 @@ class Backend(ABC):
     def closed(self) -> bool:
         """Whether ``close`` was called."""
 
-    # -- what users call
-    # ----------------------------------------------------------------------------------------------
+    # -- what users call ---------------------------------------------------------------------------
 
     def send(self, data: Sendable, dst: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send one message. Returns when the data may be changed again, not when it is received.
@@ -162,8 +161,9 @@ class Backend(ABC):
             raise self._explained(error, "send", dst, tag, deadline) from error.__cause__
 
     def recv(self, src: int, tag: int = 0, timeout: float | None = None) -> bytearray:
-        """Return the next message from ``src`` with this tag, whatever its length. The caller owns
-        it.
+        """Return the next message from ``src`` with this tag, whatever its length.
+
+        The caller owns it.
 
         Args:
             src: The rank to receive from.
@@ -185,8 +185,9 @@ class Backend(ABC):
     def recv_into(
         self, buffer: Buffer, src: int, tag: int = 0, timeout: float | None = None
     ) -> int:
-        """Receive the next message into ``buffer``, whose size must be the message's; return that
-        size.
+        """Receive the next message into ``buffer`` and return its size.
+
+        The buffer's size must be the message's.
 
         Raises:
             SizeMismatchError: The sizes differ; the message stays receivable and the buffer is
@@ -207,11 +208,10 @@ class Backend(ABC):
             raise self._explained(error, "recv_into", src, tag, deadline) from error.__cause__
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Return once every rank has entered. All ranks enter their barriers in the same order, one
-        thread at a time.
+        """Return once every rank has entered.
 
-        Every rank tells every other that it is here, so a rank that waits in vain knows exactly who
-        is missing.
+        All ranks enter their barriers in the same order, one thread at a time. Every rank tells
+        every other that it is here, so a rank that waits in vain knows exactly who is missing.
 
         Raises:
             DeadlineExceededError: ``waiting_for`` lists the ranks that did not enter. The next
@@ -219,18 +219,31 @@ class Backend(ABC):
             PeerLostError: A rank is gone.
         """
         deadline = Deadline.of(timeout, self.timeout)
-        with self._barrier_lock:
-            epoch = next(self._barriers)
+        try:
+            if not self._barrier_lock.acquire(timeout=deadline.sleep_limit()):
+                raise DeadlineExceededError(deadline.limit, detail="another thread is in a barrier")
             try:
-                self._meet(epoch, deadline)
-            except RankwireError as error:
-                raise self._explained(error, "barrier", None, None, deadline) from error.__cause__
+                if self.closed:
+                    raise ChannelClosedError("this backend is closed")
+                self._meet(next(self._barriers), deadline)
+            finally:
+                self._barrier_lock.release()
+        except RankwireError as error:
+            raise self._explained(error, "barrier", None, None, deadline) from error.__cause__
 
     def _meet(self, epoch: int, deadline: Deadline) -> None:
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        for dst in others:
-            self.transmit(dst, Channel.BARRIER, self.group, epoch, (), 0, deadline)
-        missing = [src for src in others if not self._has_entered(src, epoch, deadline)]
+        missing, failure = set(), None
+        for dst in others:  # all of them, also when one is lost: nobody must wait for us in vain
+            try:
+                self.transmit(dst, Channel.BARRIER, self.group, epoch, (), 0, deadline)
+            except DeadlineExceededError:
+                missing.add(dst)
+            except RankwireError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        missing.update(src for src in others if not self._has_entered(src, epoch, deadline))
         if missing:
             raise DeadlineExceededError(deadline.limit, waiting_for=sorted(missing))
 
@@ -256,8 +269,7 @@ class Backend(ABC):
         state = ", closed" if self.closed else ""
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
 
-    # -- checks
-    # -------------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def _check_peer(self, peer: int) -> None:
         check_rank(peer, self.world_size)
@@ -298,20 +310,24 @@ def _check_tag(tag: int) -> None:
         raise ConfigurationError(f"a tag is an integer from 0 to 2**64 - 1, not {tag!r}")
 
 
-def flat_view(buffer: Buffer) -> memoryview:
-    """Return a contiguous buffer as bytes, uncopied."""
-    view = memoryview(buffer)
-    # cast() refuses shapes with a zero in them; without elements there is nothing to share.
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
+def flat_view(buffer: Any) -> memoryview:
+    """Return a contiguous buffer as bytes, uncopied.
+
+    Raises:
+        ConfigurationError: It is no buffer, or has gaps.
+    """
+    try:
+        view = memoryview(buffer)
+        # cast() refuses shapes with a zero in them; without elements there is nothing to share.
+        return view.cast("B") if view.nbytes else memoryview(bytearray())
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"a message is one or more contiguous buffers, not {type(buffer).__name__}: {error}"
+        ) from error
 
 
 def _as_buffers(data: Sendable) -> tuple[list[Buffer], int]:
     """Return the pieces as flat bytes, uncopied, and their total size."""
     pieces: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]
-    try:
-        views: list[Buffer] = [flat_view(piece) for piece in pieces]
-    except TypeError as error:
-        raise ConfigurationError(
-            f"send takes contiguous buffers, or a list of them, not {type(data).__name__}: {error}"
-        ) from error
+    views: list[Buffer] = [flat_view(piece) for piece in pieces]
     return views, sum(map(len, views))

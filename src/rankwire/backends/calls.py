@@ -2,8 +2,8 @@
 
 A port belongs to one agent: its *service* number is the same at all ranks, and ports of different
 services never meet. Outgoing: ``call`` sends a request, and the thread that wants the reply waits
-in ``wait`` (and reads the connection itself where there is one).
-Incoming: one thread at a time waits in ``poll`` for what other ranks ask.
+in ``wait`` (and reads the connection itself where there is one). Incoming: one thread at a time
+waits in ``poll`` for what other ranks ask.
 
 The port does not know what is in a payload, functions or futures.
 """
@@ -111,7 +111,7 @@ class CallPort(ABC):
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
         """Wait until fewer than ``limit`` calls to ``dst`` are in flight.
 
-        False if the deadline passes.
+        Returns False if the deadline passes first.
         """
 
     @abstractmethod
@@ -128,8 +128,9 @@ class CallPort(ABC):
 
     @abstractmethod
     def poll(self, deadline: Deadline) -> list[PortEvent]:
-        """Return what other ranks ask, or nothing at the deadline or after ``wake``. One thread at
-        a time.
+        """Return what other ranks ask, or nothing at the deadline or after ``wake``.
+
+        One thread at a time.
 
         Raises:
             ChannelClosedError: The backend is closed; there is nothing more to wait for.

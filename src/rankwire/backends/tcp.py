@@ -6,9 +6,9 @@ in its own thread: one connection for messages (one way) and one for each agent'
 out, replies back), over a Unix socket where both ranks are on one host and over TCP otherwise.
 
 Threads: the doorkeeper accepts connections and hears who has gone; everything else happens in the
-    threads of the user. Locks, in order:
-a peer's ``dial_lock``, ``_lock`` (ports and parked connections), then the locks inside peers,
-inboxes and connections. ``docs/thread-model.md`` has the whole table.
+threads of the user. Locks, in order: a peer's ``dial_lock``, ``_lock`` (ports and parked
+connections), then the locks inside peers, inboxes and connections. ``docs/thread-model.md`` has the
+whole table.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
+    DeadlineExceededError,
     NoConnectionError,
     PeerLostError,
     RankwireError,
-    SizeMismatchError,
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import authenticate
@@ -145,8 +145,7 @@ class TcpBackend(Backend):
         """Whether ``close`` was called."""
         return self._closed
 
-    # -- messages
-    # -----------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def transmit(
         self,
@@ -177,13 +176,9 @@ class TcpBackend(Backend):
     ) -> bytearray:
         """See ``Backend.receive``."""
         inbox = self._peers[src].inbox
-        receive = Receive((group, channel, tag))
+        receive = Receive((group, channel, tag), nbytes=nbytes)
         inbox.post(receive)
-        payload = inbox.wait(receive, deadline)
-        if nbytes is not None and len(payload) != nbytes:
-            inbox.put_back(receive)
-            raise SizeMismatchError(nbytes, len(payload))
-        return payload
+        return inbox.wait(receive, deadline)
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
@@ -192,7 +187,11 @@ class TcpBackend(Backend):
 
     def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
         if not peer.dial_lock.acquire(timeout=deadline.sleep_limit()):
-            raise NoConnectionError("another thread is still connecting to it")
+            raise DeadlineExceededError(
+                deadline.limit,
+                waiting_for=[peer.member.rank],
+                detail="another thread is still connecting to it",
+            )
         try:
             if peer.messages is None:
                 peer.messages = self.dial(peer.member.rank, Purpose.MESSAGES, 0, deadline)
@@ -200,26 +199,27 @@ class TcpBackend(Backend):
         finally:
             peer.dial_lock.release()
 
-    # -- calls
-    # --------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def open_calls(self, service: int) -> TcpCallPort:
         """See ``Backend.open_calls``."""
         port = TcpCallPort(self, service)
+        refusal: RankwireError | None = None
         waiting: list[Connection] = []
         with self._lock:
             if self._closed:
-                taken = "this backend is closed"
+                refusal = ChannelClosedError("this backend is closed")
             elif service in self._ports:
-                taken = "there is an agent of this name already; close it, or name one"
+                refusal = ConfigurationError(
+                    "there is an agent of this name already; close it, or give this one a name"
+                )
             else:
-                taken = ""
                 waiting = self._callers_waiting.pop(service, [])
                 self._ports[service] = port
                 self._services_closed.discard(service)
-        if taken:
+        if refusal is not None:
             port.close()
-            raise ConfigurationError(taken)
+            raise refusal
         for connection in waiting:
             port.adopt(connection)
         return port
@@ -231,8 +231,7 @@ class TcpBackend(Backend):
                 del self._ports[port.service]
                 self._services_closed.add(port.service)
 
-    # -- connections
-    # --------------------------------------------------------------------------------------------------
+    # -- connections -------------------------------------------------------------------------------
 
     def dial(self, rank: int, purpose: Purpose, service: int, deadline: Deadline) -> Connection:
         """Open a connection of our own to a peer.
@@ -246,12 +245,17 @@ class TcpBackend(Backend):
         hello = self._formation.hello(purpose, rank, service)
         patience = Deadline(_REFUSED_PATIENCE)
         while True:
-            if peer.failure is not None:
-                raise peer.failure.copy()
+            peer.check()
             try:
                 sock = self._connect(peer, deadline)
                 try:
-                    authenticate(sock, hello, key=self._formation.key, deadline=deadline)
+                    authenticate(
+                        sock,
+                        hello,
+                        key=self._formation.key,
+                        deadline=deadline,
+                        check=peer.check,
+                    )
                 except BaseException:
                     sock.close()
                     raise
@@ -271,21 +275,22 @@ class TcpBackend(Backend):
             )
         if here:
             try:
-                return connect_unix(member.unix_path, deadline)
+                return connect_unix(member.unix_path, deadline, check=peer.check)
             except NoConnectionError:
                 # Another container of the same host does not see the file; or the peer is gone,
                 # then TCP tells.
                 if self._transport == "unix" or os.path.exists(member.unix_path):
                     raise
-        return connect_tcp(TcpAddress(member.host, member.port), deadline)
+        return connect_tcp(TcpAddress(member.host, member.port), deadline, check=peer.check)
 
-    def _adopt(self, peer: Peer, sock: socket.socket) -> Connection:
+    def _adopt(self, peer: Peer, sock: socket.socket, *, incoming: bool = False) -> Connection:
         connection = Connection(
             sock,
             peer=peer.member.rank,
             max_nbytes=self.max_message_nbytes,
             spin=Spin(self.spin),
-            on_lost=lambda cause: self._lose(peer, cause),
+            on_lost=peer.fail,
+            incoming=incoming,
         )
         peer.add(connection)
         return connection
@@ -294,16 +299,17 @@ class TcpBackend(Backend):
         """Called by a port for a connection that it has closed."""
         self._peers[connection.peer].remove(connection)
 
-    # -- the house of the doorkeeper, on its thread
-    # -------------------------------------------------------------------
+    # -- the house of the doorkeeper, on its thread ------------------------------------------------
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge an authenticated peer that opens a connection."""
         peer = self._peers.get(hello.rank)
         if peer is None or hello.peer != self.rank:
             return Status.INVALID_RANK, self.world_size
-        if hello.purpose is Purpose.MESSAGES and peer.inbox.connection is not None:
-            return Status.DUPLICATE_RANK, peer.member.pid
+        if hello.purpose is Purpose.MESSAGES:
+            peer.inbox.drop_given_up()
+            if peer.inbox.connection is not None:
+                return Status.DUPLICATE_RANK, peer.member.pid
         if hello.purpose is Purpose.CALLS and hello.service in self._services_closed:
             return Status.CLOSED, 0
         return Status.WELCOME, 0
@@ -311,7 +317,7 @@ class TcpBackend(Backend):
     def enter(self, hello: Hello, sock: socket.socket) -> None:
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
-        connection = self._adopt(peer, sock)
+        connection = self._adopt(peer, sock, incoming=True)
         if hello.purpose is Purpose.MESSAGES:
             if not peer.inbox.attach(connection):
                 connection.close()
@@ -329,17 +335,14 @@ class TcpBackend(Backend):
         if peer is None:
             return
         if gone.orderly:
-            peer.fail(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
-        else:
-            self._lose(peer, PeerLostError(gone.rank, gone.reason))
-
-    def _lose(self, peer: Peer, cause: RankwireError) -> None:
-        if peer.fail(cause) and peer.member.host_id == self._me.host_id and peer.member.unix_path:
+            peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
+            return
+        peer.fail(PeerLostError(gone.rank, gone.reason))
+        if peer.member.host_id == self._me.host_id and peer.member.unix_path:
             with suppress(OSError):
                 os.unlink(peer.member.unix_path)  # a killed process cannot remove its own
 
-    # -- leaving
-    # ------------------------------------------------------------------------------------------------------
+    # -- leaving -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """See ``Backend.close``. Agents on this backend are ended too."""

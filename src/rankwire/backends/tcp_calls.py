@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, IncomingCall, PortEvent
 from rankwire.deadline import Deadline
-from rankwire.errors import ChannelClosedError, NoConnectionError, RankwireError
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.links.spinning import Spin
@@ -40,8 +40,8 @@ _log = logging.getLogger("rankwire")
 _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 _FAREWELL_PATIENCE = 0.2
 _FLUSH_PATIENCE = 1.0
-# With more calls in flight than this, one more that nobody waits for yet is sent together with the next ones: 64 in flight
-# from one thread make a third more calls a second that way.
+# With more calls in flight than this, one more that nobody waits for yet is sent together with the
+# next ones: 64 in flight from one thread make a third more calls a second that way.
 _HOLD_FROM = 8
 
 
@@ -70,8 +70,7 @@ class TcpCallPort(CallPort):
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll.register(self._wakeup, select.EPOLLIN)
 
-    # -- outgoing
-    # -----------------------------------------------------------------------------------------------------
+    # -- outgoing ----------------------------------------------------------------------------------
 
     def call(
         self,
@@ -123,7 +122,7 @@ class TcpCallPort(CallPort):
         return inbox.drive(receive, deadline)
 
     def _send_held(self, inbox: Inbox, deadline: Deadline) -> None:
-        """Send requests that were held back. If that fails, so does the connection and the calls."""
+        """Send requests that were held back; if that fails, so do the connection and the calls."""
         try:
             inbox.connection.flush(  # type: ignore[union-attr]
                 deadline, while_blocked=inbox.read_quietly
@@ -165,7 +164,9 @@ class TcpCallPort(CallPort):
         with self._lock:
             dial_lock = self._dial_locks.setdefault(dst, threading.Lock())
         if not dial_lock.acquire(timeout=deadline.sleep_limit()):
-            raise NoConnectionError("another thread is still connecting to it")
+            raise DeadlineExceededError(
+                deadline.limit, waiting_for=[dst], detail="another thread is still connecting to it"
+            )
         try:
             inbox = self._outgoing.get(dst)
             if inbox is not None:
@@ -187,11 +188,12 @@ class TcpCallPort(CallPort):
             dial_lock.release()
 
     def _discard(self, dst: int, inbox: Inbox) -> None:
-        """Forget a connection that has ended: the peer's agent has closed.
+        """Forget a connection that has ended.
 
-        And a new one may be there.
+        The peer's agent has closed, and a new one may be there.
         """
-        assert inbox.connection is not None and inbox.connection.failure is not None
+        assert inbox.connection is not None
+        assert inbox.connection.failure is not None
         with self._lock:
             if self._outgoing.get(dst) is inbox:
                 del self._outgoing[dst]
@@ -199,8 +201,7 @@ class TcpCallPort(CallPort):
         inbox.close(inbox.connection.failure)
         self._backend.release(inbox.connection)
 
-    # -- incoming
-    # -----------------------------------------------------------------------------------------------------
+    # -- incoming ----------------------------------------------------------------------------------
 
     def adopt(self, connection: Connection) -> None:
         """Take a connection that another rank's agent dialled."""
@@ -253,7 +254,7 @@ class TcpCallPort(CallPort):
             self._drop(connection)
             return [CallerGone(connection.peer)]
         events: list[PortEvent] = []
-        for channel, group, tag, payload in frames:
+        for channel, group, tag, payload in frames or ():
             if group != self.service:
                 continue  # a frame for another agent cannot come on this agent's connection
             if channel == Channel.CALL:
@@ -296,8 +297,7 @@ class TcpCallPort(CallPort):
             except RankwireError as error:
                 _log.debug("replies to rank %d were not sent: %s", connection.peer, error)
 
-    # -- replies that no thread waits for
-    # -----------------------------------------------------------------------------
+    # -- replies that no thread waits for ----------------------------------------------------------
 
     def attend(self, *, patiently: bool = False) -> bool:
         """See ``CallPort.attend``."""
@@ -331,8 +331,7 @@ class TcpCallPort(CallPort):
         if self._attended.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
-    # -- ending
-    # -------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """See ``CallPort.wake``."""

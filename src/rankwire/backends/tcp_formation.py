@@ -1,8 +1,8 @@
-"""Formation: what a TCP backend owns besides its peers: the listening sockets, the doorkeeper, the
-secret and the control connections.
+"""Formation: what a TCP backend owns besides its peers.
 
-It forms the world (as coordinator on rank 0, by joining elsewhere) and afterwards passes on what
-the doorkeeper and the control connections report. A world of one rank needs none of it and opens
+These are the listening sockets, the doorkeeper, the secret and the control connections. It forms
+the world (as coordinator on rank 0, by joining elsewhere) and afterwards passes on what the
+doorkeeper and the control connections report. A world of one rank needs none of it and opens
 nothing.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from contextlib import suppress
 from typing import Protocol
 
@@ -67,8 +68,9 @@ class Formation:
         self._job = job_id(job)
         self._share_files = share_files
         self._given_secret = given_secret(secret, loopback=address.is_loopback, insecure=insecure)
-        self._agreed: AgreedSecret | None = None
         self._agreed_secret = b""
+        # Removed by close(), and by the interpreter's end if nobody closes.
+        self._files: list[weakref.finalize[..., Formation]] = []
         self._tcp_listener = listener
         self._unix_listener: socket.socket | None = None
         self._unix_path = ""
@@ -78,8 +80,7 @@ class Formation:
         self._coordinator: Coordinator | None = None
         self._control: Connection | None = None
 
-    # -- forming
-    # ------------------------------------------------------------------------------------------------------
+    # -- forming -----------------------------------------------------------------------------------
 
     def form(self, deadline: Deadline) -> None:
         """Return once all ranks are up and can dial each other; raises as ``TcpBackend`` does."""
@@ -118,8 +119,9 @@ class Formation:
         self._tcp_listener = listener
         self.address = TcpAddress(self.address.host, listener.getsockname()[1])
         if self._given_secret is None:
-            self._agreed = AgreedSecret(self.address.port)
-            self._agreed_secret = self._agreed.publish()
+            agreed = AgreedSecret(self.address.port)
+            self._agreed_secret = agreed.publish()
+            self._files.append(weakref.finalize(self, agreed.remove, self._agreed_secret))
         self.key = handshake_key(self._given_secret or self._agreed_secret)
         me = self._describe(self.address.host)
         doorkeeper = self._employ_doorkeeper()
@@ -152,6 +154,7 @@ class Formation:
             sweep_socket_files()
             self._unix_path = new_socket_path()
             self._unix_listener = listen_unix(self._unix_path)
+            self._files.append(weakref.finalize(self, _remove_file, self._unix_path))
         self._member = Member(
             self._owner.rank,
             os.getpid(),
@@ -170,8 +173,7 @@ class Formation:
         self._tcp_listener = self._unix_listener = None
         return self._doorkeeper
 
-    # -- afterwards
-    # ---------------------------------------------------------------------------------------------------
+    # -- afterwards --------------------------------------------------------------------------------
 
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
         """Return the greeting for a connection of our own."""
@@ -179,9 +181,9 @@ class Formation:
         return Hello(purpose, self._job, self._epoch, owner.world_size, owner.rank, peer, service)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
-        """Judge an authenticated peer: what concerns the job here.
+        """Judge an authenticated peer.
 
-        The rest by the coordinator or the backend.
+        What concerns the job is judged here, the rest by the coordinator or the backend.
         """
         if hello.job != self._job:
             return Status.OTHER_JOB, 0
@@ -213,8 +215,7 @@ class Formation:
         orderly = isinstance(error, ChannelClosedError)
         self._owner.on_gone(Gone(0, getattr(error, "reason", error.message), orderly))
 
-    # -- ending
-    # -------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave: farewell to the control connections, no more doors, no files. Idempotent."""
@@ -228,8 +229,10 @@ class Formation:
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
                 listener.close()
-        if self._unix_path:
-            with suppress(FileNotFoundError):
-                os.unlink(self._unix_path)
-        if self._agreed is not None:
-            self._agreed.remove(self._agreed_secret)
+        for remove in self._files:
+            remove()
+
+
+def _remove_file(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

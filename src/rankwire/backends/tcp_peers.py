@@ -8,7 +8,6 @@ before they see the failure.
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
@@ -54,30 +53,49 @@ class Peer:
         with self._lock:
             self._connections.discard(connection)
 
-    def fail(self, cause: RankwireError) -> bool:
-        """Give the peer up; False if that had happened before."""
+    def check(self) -> None:
+        """Raise if the peer has gone."""
+        if self.failure is not None:
+            raise self.failure.copy()
+
+    def fail(self, cause: RankwireError) -> None:
+        """Give the peer up: every connection to it ends now. The first cause stays."""
+        if self._mark(cause):
+            for connection in self._all():
+                connection.fail(cause)
+            if self.inbox.connection is None:
+                self.inbox.fail(cause)
+
+    def leave(self, cause: RankwireError) -> None:
+        """The peer has left in good order: nothing more can be sent to it.
+
+        What it sent before may still be on the way, and is followed by its farewell: connections
+        that are read end by themselves.
+        """
+        if self._mark(cause):
+            if self.messages is not None:
+                self.messages.fail(cause)
+            if self.inbox.connection is None:
+                self.inbox.fail(cause)
+
+    def _mark(self, cause: RankwireError) -> bool:
         with self._lock:
             if self.failure is not None:
                 return False
             self.failure = cause
-            connections = list(self._connections)
-        for connection in connections:
-            connection.fail(cause)
-        if self.inbox.connection is None:
-            self.inbox.fail(cause)
-        return True
+            return True
+
+    def _all(self) -> list[Connection]:
+        with self._lock:
+            return list(self._connections)
 
     def close(self, cause: RankwireError, patience: Deadline) -> None:
         """Say farewell on every connection, end every wait, and close."""
-        with self._lock:
-            connections = list(self._connections)
-            if self.failure is None:
-                self.failure = cause
-        for connection in connections:
+        self._mark(cause)
+        for connection in self._all():
             if connection.failure is None:
                 connection.farewell(patience)
         self.inbox.close(cause)
-        for connection in connections:
-            with suppress(RankwireError):
-                connection.fail(cause)
+        for connection in self._all():
+            connection.fail(cause)
             connection.close()

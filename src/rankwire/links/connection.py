@@ -1,14 +1,13 @@
 """One connection: whole frames out, whole frames in, over any stream socket.
 
 Writing: any thread; a *send lock* keeps frames whole. Header and payload leave in one system call,
-    straight from the caller's
-buffers. Once a part of a frame has left, the rest must follow: if it does not (deadline, error,
-interrupt), the connection is failed, because its stream would go on at an unknown place.
+straight from the caller's buffers. Once a part of a frame has left, the rest must follow: if it
+does not (deadline, error, interrupt), the connection is failed, because its stream would go on at
+an unknown place.
 
 Reading: one thread at a time, which one is the business of the owner (``inbox.Inbox`` for receives
-    and replies, the poller of
-calls for requests). The parser's state stays here, so a reader whose deadline passes in the middle
-of a frame loses nothing.
+and replies, the poller of calls for requests). The parser's state stays here, so a reader whose
+deadline passes in the middle of a frame loses nothing.
 
 Failure is sticky: the first cause is kept in ``failure`` and raised by every later use. Foreign
 exceptions end here: above, only errors of this package are seen.
@@ -61,6 +60,8 @@ class Connection:
         peer: The rank at the other end, for errors.
         max_nbytes: Largest payload accepted from the peer.
         spin: How long a reader polls before it sleeps.
+        incoming: Whether the peer dialled. If it then closes without having sent anything, it gave
+            up dialling; that is no failure.
         on_lost: Called once, in any thread, with the cause, when the connection ends in any way but
             a good one.
     """
@@ -73,6 +74,7 @@ class Connection:
         max_nbytes: int,
         spin: Spin | None = None,
         on_lost: Callable[[RankwireError], None] | None = None,
+        incoming: bool = False,
     ) -> None:
         self.peer = peer
         self.failure: RankwireError | None = None
@@ -80,6 +82,7 @@ class Connection:
         self._sock = sock
         self._parser = FrameParser(max_nbytes=max_nbytes)
         self._spin = spin or Spin(0.0)
+        self._used = not incoming
         self._send_lock = threading.Lock()
         self._sequence = 0
         self._held: list[bytes] = []
@@ -94,8 +97,7 @@ class Connection:
         """Return the file descriptor, for pollers."""
         return self._sock.fileno()
 
-    # -- writing
-    # ------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def send(
         self,
@@ -118,8 +120,8 @@ class Connection:
             buffers: The payload in pieces.
             nbytes: Their total size.
             deadline: For all of it, also for other threads' frames before it.
-            hold: Whether a small frame may stay here until the next one leaves, or ``flush``. Whoever
-                holds frames back sees to it that they are flushed soon.
+            hold: Whether a small frame may stay here until the next one leaves, or ``flush``.
+                Whoever holds frames back sees to it that they are flushed soon.
             while_blocked: Called when the peer does not take more for now and something can be
                 read; reads it, so that two ends which both send first do not wait for each other.
                 The send lock is held: it must not send, nor call anything that may.
@@ -224,24 +226,25 @@ class Connection:
         if while_blocked is not None and ready & select.POLLIN and not ready & select.POLLOUT:
             while_blocked()
 
-    # -- reading
-    # ------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
-    def read_ready(self) -> list[Frame]:
-        """Return the frames that one read completes, without waiting. One reader at a time.
+    def read_ready(self) -> list[Frame] | None:
+        """Return the frames that one read completes; None if there is nothing to read.
+
+        One reader at a time, without waiting.
 
         Raises:
-            RankwireError: The connection has failed; frames that came before the failure were
-                returned earlier.
+            RankwireError: The connection has failed; frames before that were returned earlier.
         """
         try:
             count = self._sock.recv_into(self._parser.receive_buffer())
         except BlockingIOError:
-            return []
+            return None
         except OSError as error:
             raise self.fail(_lost(self.peer, error)) from error
         if count == 0:
             raise self.fail(self._end_of_stream())
+        self._used = True
         try:
             frames = self._parser.bytes_received(count)
         except ProtocolError as error:
@@ -250,6 +253,18 @@ class Connection:
             frames.pop()
             self.failure = self.failure or _left(self.peer)
         return frames
+
+    @property
+    def was_given_up(self) -> bool:
+        """Whether the peer closed it without ever having sent anything."""
+        if self._used:
+            return False
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def read(self, deadline: Deadline) -> list[Frame]:
         """Return the next frames; none at the deadline, or when it has been silent for a while.
@@ -264,26 +279,30 @@ class Connection:
                 if frames:
                     spin.paid()
                     return frames
-                if perf_counter() >= limit:
+                if frames is None and perf_counter() >= limit:
                     spin.wasted()
                     break
         else:
             spin.skipped()
         while True:
             frames = self.read_ready()
-            if frames or deadline.expired:
+            if frames:
                 return frames
+            if frames is not None:
+                continue  # a part of a frame; there may be more of it
             # Now and then the reader looks up: what it waits for may have ended in another way.
-            if not wait_for(self._sock, select.POLLIN, min(deadline.sleep_limit(), _LONGEST_SLEEP)):
+            patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
+            if patience <= 0.0 or not wait_for(self._sock, select.POLLIN, patience):
                 return []
 
     def _end_of_stream(self) -> RankwireError:
+        if not self._used:
+            return ChannelClosedError("the connection was never used").during(peer=self.peer)
         if self._parser.in_frame:
             return PeerLostError(self.peer, "its connection ended in the middle of a message")
         return PeerLostError(self.peer, "its connection ended")
 
-    # -- ending
-    # -------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def fail(self, cause: RankwireError) -> RankwireError:
         """Give up the connection; whoever waits on it wakes up.

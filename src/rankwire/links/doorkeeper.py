@@ -1,5 +1,4 @@
-"""The doorkeeper: one background thread a process that lets connections in and watches the control
-connections.
+"""The doorkeeper: one background thread a process that lets connections in.
 
 It is not on the way of any message or call. It accepts on all listening sockets, runs every
 handshake concurrently and without blocking, and gives an authenticated socket to its owner. A
@@ -137,8 +136,7 @@ class Doorkeeper:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    # -- the thread
-    # ---------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:
@@ -163,8 +161,7 @@ class Doorkeeper:
         while self._posted and not self._closing:
             self._posted.popleft()()
 
-    # -- accepting
-    # ----------------------------------------------------------------------------------------------------
+    # -- accepting ---------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -207,8 +204,7 @@ class Doorkeeper:
         self._strangers[stranger] = None
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(stranger))
 
-    # -- handshakes
-    # ---------------------------------------------------------------------------------------------------
+    # -- handshakes --------------------------------------------------------------------------------
 
     def _advance(self, stranger: _Stranger) -> None:
         try:

@@ -7,8 +7,8 @@ wait. So no thread stands between the socket and the thread that wants the messa
 costs 60-100 us, a whole call 12-28 us without one.
 
 Locks: one *mutex* guards the mailbox, the role and the list of parked threads; it is never held
-    while reading, sleeping or calling
-back. The connection may come later than the first receive (the peer dials when it first sends).
+while reading, sleeping or calling back. The connection may come later than the first receive (the
+peer dials when it first sends).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Inbox:
     def drive(self, receive: Receive, deadline: Deadline) -> bool:
         """Read until a posted receive is done; False if the deadline passes first.
 
-        And then it stays posted.
+        After the deadline it stays posted.
         """
         while not receive.done:
             if self._take_role_or_park(receive):
@@ -109,15 +109,15 @@ class Inbox:
             self.call_back_due()
 
     def read_quietly(self) -> None:
-        """Do the same, but leave those that are done by it in ``due``: nobody is called back yet."""
+        """Do the same, but leave those it ends in ``due``: nobody is called back yet."""
         if not self._take_role():
             return
         try:
             assert self.connection is not None
-            while frames := self.connection.read_ready():
+            while (frames := self.connection.read_ready()) is not None:
                 self.due += self._deliver(frames)
         except RankwireError as error:
-            self.due += self._end_all(error)
+            self.due += self._ended(error)
         finally:
             self._leave_role()
 
@@ -147,14 +147,30 @@ class Inbox:
                 sleep(min(0.001, deadline.sleep_limit()))
         return True
 
-    def put_back(self, receive: Receive) -> None:
-        """Return a message that did not fit to the head of its queue."""
-        with self._mutex:
-            self._mailbox.put_back(receive)
-
     def fail(self, cause: RankwireError) -> None:
         """End all receives, now and later; what has arrived can still be taken."""
         _call_back(self._end_all(cause))
+
+    def _ended(self, error: RankwireError) -> list[Receive]:
+        """The connection has ended: so do all receives, unless it was never used.
+
+        A peer that gave up dialling at the last moment leaves such a connection; it dials again.
+        """
+        with self._mutex:
+            connection = self.connection
+            if connection is not None and connection.was_given_up:
+                self.connection = None
+                connection.close()
+                return []
+        return self._end_all(error)
+
+    def drop_given_up(self) -> None:
+        """Let go of a connection that the peer dialled and gave up, if nobody reads it."""
+        with self._mutex:
+            if self.connection is not None and not self._being_read:
+                if self.connection.was_given_up:
+                    self.connection.close()
+                    self.connection = None
 
     def _end_all(self, cause: RankwireError) -> list[Receive]:
         with self._mutex:
@@ -202,8 +218,7 @@ class Inbox:
         """Bytes that have come and nobody has asked for yet."""
         return self._mailbox.unmatched_nbytes
 
-    # -- the reading role
-    # ---------------------------------------------------------------------------------------------
+    # -- the reading role --------------------------------------------------------------------------
 
     def _take_role(self) -> bool:
         with self._mutex:
@@ -243,7 +258,7 @@ class Inbox:
                     break
                 ended = self._deliver(frames)
         except RankwireError as error:
-            ended = self._end_all(error)
+            ended = self._ended(error)
         finally:
             self._leave_role()
         # Without the role: a callback may make a call to this very peer and wait for its reply.
@@ -256,7 +271,7 @@ class Inbox:
         try:
             ended = self._deliver(self.connection.read(deadline))
         except RankwireError as error:
-            ended = self._end_all(error)
+            ended = self._ended(error)
         finally:
             self._leave_role()
         _call_back(ended)
@@ -272,10 +287,11 @@ class Inbox:
                         self._wake(receive)
                     if receive.on_done is not None:
                         to_call_back.append(receive)
+            while self._mailbox.misfits:
+                self._wake(self._mailbox.misfits.pop())
         return to_call_back
 
-    # -- parked threads
-    # -----------------------------------------------------------------------------------------------
+    # -- parked threads ----------------------------------------------------------------------------
 
     def _sleep(self, receive: Receive, deadline: Deadline) -> None:
         lock = self._parked.get(receive)
@@ -290,9 +306,9 @@ class Inbox:
             self._unpark(receive)
 
     def _unpark(self, receive: Receive) -> None:
-        """Leave without having been woken; if a wake-up comes at this very moment.
+        """Leave without having been woken.
 
-        It is for another one.
+        A wake-up that comes at this very moment is for another one.
         """
         with self._mutex:
             if self._parked.pop(receive, None) is None and not self._being_read:
@@ -310,15 +326,17 @@ class Inbox:
             return
 
     def _abandon(self, receive: Receive) -> None:
-        """A waiting thread leaves by an exception: nothing may wait for it.
+        """Let a waiting thread leave by an exception.
 
-        And no wake-up may be lost with it.
+        Nothing may wait for it, and no wake-up may be lost with it.
         """
         with self._mutex:
             self._parked.pop(receive, None)
             self._mailbox.withdraw(receive)
             if receive.payload is not None:
-                self._mailbox.put_back(receive)
+                next_receive = self._mailbox.put_back(receive)
+                if next_receive is not None:
+                    self._wake(next_receive)
             if not self._being_read:
                 self._wake_a_parked()
 

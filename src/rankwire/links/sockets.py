@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rankwire.deadline import Deadline
@@ -26,6 +27,7 @@ __all__ = [
     "tune",
     "unix_peer_uid",
     "wait_for",
+    "wait_patiently",
 ]
 
 # A vanished host is noticed on an idle link by keepalive (2 s idle, 3 probes 1 s apart) and on a
@@ -34,7 +36,12 @@ _KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_PROBES = 2, 1, 3
 _USER_TIMEOUT_MS = 5000
 # Room for a burst of small frames; the kernel bounds what it grants.
 _BUFFER_NBYTES = 1 << 20
+_CHECK_EVERY = 0.1  # seconds
 _BACKLOG = 4096  # cut by the kernel to somaxconn
+
+
+def _nothing() -> None:
+    """There is nothing to check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +82,9 @@ class TcpAddress:
 
 
 def tune(sock: socket.socket) -> None:
-    """Set the options every connection has: no delay, keepalive and user timeout on TCP.
+    """Set the options that every connection has.
 
-    Never blocking.
+    It never blocks; on TCP it also has no delay, keepalive and the user timeout.
     """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
@@ -131,20 +138,31 @@ def start_listening(sock: socket.socket) -> None:
     sock.listen(_BACKLOG)
 
 
-def connect_tcp(address: TcpAddress, deadline: Deadline) -> socket.socket:
+def connect_tcp(
+    address: TcpAddress, deadline: Deadline, *, check: Callable[[], None] = _nothing
+) -> socket.socket:
     """Connect once.
+
+    Args:
+        address: Where to.
+        deadline: For the answer.
+        check: Called now and then while waiting; what it raises ends the wait.
 
     Raises:
         NoConnectionError: Nobody listens there.
         DeadlineExceededError: No answer in time.
     """
     family, where = _resolve(address)
-    return _connect(socket.socket(family, socket.SOCK_STREAM), where, str(address), deadline)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    return _connect(sock, where, str(address), deadline, check)
 
 
-def connect_unix(path: str, deadline: Deadline) -> socket.socket:
+def connect_unix(
+    path: str, deadline: Deadline, *, check: Callable[[], None] = _nothing
+) -> socket.socket:
     """Connect once to a socket file; raises as ``connect_tcp`` does."""
-    return _connect(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path, path, deadline)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    return _connect(sock, path, path, deadline, check)
 
 
 def unix_peer_uid(sock: socket.socket) -> int:
@@ -157,13 +175,25 @@ def unix_peer_uid(sock: socket.socket) -> int:
 def wait_for(sock: socket.socket, events: int, seconds: float) -> int:
     """Sleep until the socket has one of the ``select.POLL*`` events; return those it has.
 
-    0 after ``seconds``.
+    Returns 0 after ``seconds``.
     """
     poller = select.poll()
     poller.register(sock, events)
     # Rounded up: poll(0) for the last fraction of a millisecond would spin.
     ready = poller.poll(int(seconds * 1000.0) + 1 if seconds > 0 else 0)
     return ready[0][1] if ready else 0
+
+
+def wait_patiently(
+    sock: socket.socket, events: int, deadline: Deadline, check: Callable[[], None]
+) -> bool:
+    """Wait for events until the deadline, calling ``check`` now and then; False if it passes."""
+    while True:
+        if wait_for(sock, events, min(deadline.sleep_limit(), _CHECK_EVERY)):
+            return True
+        check()
+        if deadline.expired:
+            return False
 
 
 def _resolve(address: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]]:
@@ -178,13 +208,17 @@ def _resolve(address: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]
 
 
 def _connect(
-    sock: socket.socket, where: tuple[str, int] | str, name: str, deadline: Deadline
+    sock: socket.socket,
+    where: tuple[str, int] | str,
+    name: str,
+    deadline: Deadline,
+    check: Callable[[], None],
 ) -> socket.socket:
     sock.setblocking(False)
     try:
         code = sock.connect_ex(where)
         if code == errno.EINPROGRESS:
-            if not wait_for(sock, select.POLLOUT, deadline.sleep_limit()):
+            if not wait_patiently(sock, select.POLLOUT, deadline, check):
                 raise DeadlineExceededError(deadline.limit, detail=f"no answer from {name}")
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code == errno.EAGAIN:  # a Unix socket whose backlog is full

@@ -51,7 +51,7 @@ class Spin:
 def default_spin(ranks_on_this_host: int) -> float:
     """Return the budget for a host: none when its ranks have to share cores.
 
-    Because then polling takes the peer's core.
+    Polling would then take the peer's core.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

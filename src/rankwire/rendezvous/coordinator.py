@@ -82,8 +82,7 @@ class Coordinator:
         self._state = _State.FORMING
         self._changed = threading.Condition()
 
-    # -- joining
-    # ------------------------------------------------------------------------------------------------------
+    # -- joining -----------------------------------------------------------------------------------
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge a rank that wants to join."""
@@ -93,10 +92,7 @@ class Coordinator:
             return (
                 (Status.DUPLICATE_RANK, self._members[0].pid)
                 if hello.rank == 0
-                else (
-                    Status.INVALID_RANK,
-                    self._world_size,
-                )
+                else (Status.INVALID_RANK, self._world_size)
             )
         if hello.rank in self._controls:
             holder = self._members.get(hello.rank)
@@ -161,8 +157,7 @@ class Coordinator:
                 return
         self._tell_all(Waiting(self._missing()))
 
-    # -- afterwards
-    # ---------------------------------------------------------------------------------------------------
+    # -- afterwards --------------------------------------------------------------------------------
 
     def _ended(self, rank: int, error: RankwireError) -> None:
         connection = self._controls.pop(rank)

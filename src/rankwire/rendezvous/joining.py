@@ -24,7 +24,7 @@ from rankwire.errors import (
     RendezvousError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.dialing import authenticate
+from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous.messages import Failed, Join, Member, Waiting, World, pack, unpack
 from rankwire.wire.frames import Channel
@@ -75,7 +75,8 @@ def join(
         except AuthenticationError as error:
             attempt.refusals += 1
             if attempt.refusals >= _AUTHENTICATION_TRIES:
-                raise error.during(op="join", rank=hello.rank, peer=0, waited=deadline.waited)
+                error.during(op="join", rank=hello.rank, peer=0, waited=deadline.waited)
+                raise
             attempt.trouble = error
         except DeadlineExceededError as error:
             attempt.trouble = attempt.trouble or error
@@ -122,9 +123,12 @@ class _Attempt:
         key = self._find_key()
         if key is None:
             raise AuthenticationError(
-                f"something listens on {self._address}, but no secret of this user's rank 0 was found"
+                f"something listens on {self._address}, "
+                "but no secret of this user's rank 0 was found"
             )
-        authenticate(sock, self._hello, key=key, deadline=self._deadline)
+        # Whatever listens there may be no rank 0 at all, and never answer.
+        limit = self._deadline.sooner(HANDSHAKE_LIMIT)
+        authenticate(sock, self._hello, key=key, deadline=limit)
 
     def _await_world(self, control: Connection) -> World:
         self._missing = []

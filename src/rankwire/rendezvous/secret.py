@@ -31,8 +31,9 @@ _from_environment: bytes | None = None
 
 
 def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) -> bytes | None:
-    """Return the secret the user gave in one way or another; None if one is to be agreed through a
-    file.
+    """Return the secret that the user gave in one way or another.
+
+    None means that one is to be agreed through a file.
 
     Raises:
         ConfigurationError: None was given where one is needed, or it is too short.
@@ -53,15 +54,15 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
     if loopback:
         return None
     raise ConfigurationError(
-        "a secret is needed when the address is not loopback: pass secret=, set RANKWIRE_SECRET_FILE to a file "
-        "that only you can read, or spell out insecure=True"
+        "a secret is needed when the address is not loopback: pass secret=, set "
+        "RANKWIRE_SECRET_FILE to a file that only you can read, or spell out insecure=True"
     )
 
 
 class AgreedSecret:
     """A secret that rank 0 makes and lays out in this user's runtime folder.
 
-    Named after its port.
+    The file is named after rank 0's port.
     """
 
     def __init__(self, port: int) -> None:
@@ -109,7 +110,8 @@ def _read_file() -> bytes | None:
         raise ConfigurationError(f"RANKWIRE_SECRET_FILE={name}: {error.strerror}") from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigurationError(
-            f"RANKWIRE_SECRET_FILE={name} must belong to this user and be closed to others (mode 0600)"
+            f"RANKWIRE_SECRET_FILE={name} must belong to this user and be closed to others "
+            "(mode 0600)"
         )
     return content
 
@@ -117,7 +119,7 @@ def _read_file() -> bytes | None:
 def _read_environment() -> bytes | None:
     """Read ``RANKWIRE_SECRET`` once and remove it.
 
-    So that child processes do not inherit it by accident.
+    It is removed so that child processes do not inherit it by accident.
     """
     global _from_environment
     with _environment_lock:

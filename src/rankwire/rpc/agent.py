@@ -113,8 +113,7 @@ class RpcAgent:
         """The number of ranks."""
         return self.backend.world_size
 
-    # -- registering
-    # --------------------------------------------------------------------------------------------------
+    # -- registering -------------------------------------------------------------------------------
 
     @overload
     def register(self, name: str, function: F, *, replace: bool = False) -> F: ...
@@ -123,8 +122,9 @@ class RpcAgent:
     @overload
     def register(self, name: str | None = None, *, replace: bool = False) -> Callable[[F], F]: ...
     def register(self, name: Any = None, function: Any = None, *, replace: bool = False) -> Any:
-        """Let other ranks call a function: ``register("add", add)``, ``@agent.register`` or
-        ``@agent.register("add")``.
+        """Let other ranks call a function.
+
+        Written ``register("add", add)``, ``@agent.register`` or ``@agent.register("add")``.
 
         Args:
             name: What callers call it; the function's own name if left out.
@@ -154,8 +154,7 @@ class RpcAgent:
         function = self._registry.find(name)
         return None if function is None else function.target
 
-    # -- calling
-    # ------------------------------------------------------------------------------------------------------
+    # -- calling -----------------------------------------------------------------------------------
 
     def rpc_sync(
         self,
@@ -216,11 +215,11 @@ class RpcAgent:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> RpcFuture:
-        """Start a call and return its future: ``result``, ``exception``, ``cancel``,
-        ``add_done_callback`` and ``await``.
+        """Start a call and return its future.
 
-        Arguments are encoded, and large ones sent, before this returns: they may be changed
-        afterwards. Wrong arguments raise here; what the network or the callee does ends the future.
+        It has ``result``, ``exception``, ``cancel``, ``add_done_callback`` and ``await``. Arguments
+        are encoded, and large ones sent, before this returns: they may be changed afterwards. Wrong
+        arguments raise here; what the network or the callee does ends the future.
         """
         deadline, depth = self._inherited(timeout)
         name = self._registry.name_of(function)
@@ -256,10 +255,7 @@ class RpcAgent:
         return self._loopback if dst == self.backend.rank else self._port
 
     def _inherited(self, timeout: float | None) -> tuple[Deadline, int]:
-        """Return the deadline and depth of a call that is made now.
-
-        Perhaps while serving another one.
-        """
+        """Return the deadline and depth of a call made now, perhaps while serving another one."""
         call = serving.get()
         deadline = Deadline.of(timeout, self.timeout)
         if call is None:
@@ -302,8 +298,7 @@ class RpcAgent:
             op=f"{op} {name!r}", rank=self.backend.rank, peer=dst, waited=deadline.waited
         )
 
-    # -- futures
-    # ------------------------------------------------------------------------------------------------------
+    # -- futures -----------------------------------------------------------------------------------
 
     def _track(self, future: RpcFuture) -> None:
         self._futures[future.request_id] = future
@@ -337,9 +332,9 @@ class RpcAgent:
         self._port.attend()
 
     def _look(self) -> bool:
-        """Called every now and then by the standby: end late futures.
+        """End late futures, and look after replies that nobody waits for.
 
-        Look after replies that nobody waits for.
+        Called every now and then by the standby; returns whether any future is outstanding.
         """
         if not self._futures:
             return False
@@ -351,8 +346,7 @@ class RpcAgent:
         self._port.attend(patiently=True)
         return True
 
-    # -- serving by hand
-    # ----------------------------------------------------------------------------------------------
+    # -- serving by hand ---------------------------------------------------------------------------
 
     def handle_request(self, call: IncomingCall) -> None:
         """Serve one request on the calling thread and send the reply.
@@ -361,8 +355,7 @@ class RpcAgent:
         """
         self._server.handle(call)
 
-    # -- ending
-    # -------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def close(self, grace: float = 5.0) -> None:
         """Stop.

@@ -1,6 +1,6 @@
 """One event loop in one thread, for functions that are ``async def``.
 
-Started by the first of them.
+The first of them starts it.
 """
 
 from __future__ import annotations

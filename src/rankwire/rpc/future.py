@@ -38,9 +38,9 @@ class RpcFuture(Future[Any]):
         self.deadline = deadline
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the value, or raise the call's error; ``TimeoutError`` after ``timeout`` seconds.
+        """Return the value, or raise the call's error.
 
-        And the call goes on.
+        After ``timeout`` seconds this raises ``TimeoutError``, and the call goes on.
         """
         return super().result(self._drive(timeout))
 

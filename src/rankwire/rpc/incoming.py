@@ -49,9 +49,8 @@ _log = logging.getLogger("rankwire")
 
 _SLOW = 0.001
 _FAST = 0.0002
-_REPLY_PATIENCE = (
-    1.0  # a reply may be sent for at least this long, also when the caller's deadline is close
-)
+# A reply may be sent for at least this long, also when the caller's deadline is close.
+_REPLY_PATIENCE = 1.0
 _STOP_PATIENCE = 0.5
 
 
@@ -102,8 +101,7 @@ class Server:
         self._loopback = loopback
         self._pool.start()
 
-    # -- requests
-    # -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _poll(self, deadline: Deadline) -> list[Job]:
         jobs: list[Job] = []
@@ -155,8 +153,7 @@ class Server:
         self.answer(call, refusal)
         return None
 
-    # -- replies
-    # ------------------------------------------------------------------------------------------------------
+    # -- replies -----------------------------------------------------------------------------------
 
     def answer(
         self,
@@ -167,8 +164,9 @@ class Server:
     ) -> None:
         """Send the reply. A caller that is gone gets none, and needs none.
 
-        A worker that has further short requests at hand sends their replies together: it polls right after them, and
-        polling sends what was held back. If it loses the polling role meanwhile it does so itself.
+        A worker that has further short requests at hand sends their replies together: it polls
+        right after them, and polling sends what was held back. If it loses the polling role
+        meanwhile it does so itself.
         """
         hold = worker is not None and self._pool.has_more(worker)
         buffers, nbytes = encoded
@@ -203,8 +201,7 @@ class Server:
         """Return the reply for a call that will not run."""
         return encode_reply(self._codec, outcome, reason)
 
-    # -- cancelling
-    # ---------------------------------------------------------------------------------------------------
+    # -- cancelling --------------------------------------------------------------------------------
 
     def cancel_own(self, request_id: int) -> None:
         """A call of this rank to itself is not wanted any more."""
@@ -224,8 +221,7 @@ class Server:
         """Forget a job that has been answered."""
         self._active.pop((job.incoming.src, job.incoming.request_id), None)
 
-    # -- threads
-    # ------------------------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------
 
     @property
     def event_loop(self) -> EventLoop:
@@ -301,7 +297,8 @@ class _Serving:
     def _run_function(self) -> Encoded:
         try:
             value = self._function.target(*self._request.args, **self._request.kwargs)
-        except BaseException as error:  # whatever it raises is the caller's business, and must not end the serving thread
+        except BaseException as error:
+            # Whatever it raises is the caller's business, and must not end the serving thread.
             return self._server.encode_error(error)
         return self._server.encode_value(value)
 

@@ -1,6 +1,6 @@
-"""Calls to oneself: the same encoding, limits, deadlines and serving threads as any other call.
+"""Calls to oneself, without a connection.
 
-Without a connection.
+Encoding, limits, deadlines and serving threads are the same as for any other call.
 """
 
 from __future__ import annotations

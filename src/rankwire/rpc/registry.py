@@ -82,8 +82,9 @@ class Registry:
         return sorted(self._functions)
 
     def name_of(self, function: str | Callable[..., Any]) -> str:
-        """Return the name to call: itself if it is one, or the one under which the function is
-        registered here.
+        """Return the name to call.
+
+        It is ``function`` itself if that is a name, or the one under which it is registered here.
 
         Raises:
             ConfigurationError: The function is not registered here.
@@ -94,5 +95,6 @@ class Registry:
             if entry.target is function or entry.target == function:
                 return entry.name
         raise ConfigurationError(
-            f"{function!r} is not registered on this rank; pass the name under which the other rank registered it"
+            f"{function!r} is not registered on this rank; "
+            "pass the name under which the other rank registered it"
         )

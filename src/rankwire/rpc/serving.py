@@ -3,27 +3,24 @@
 One worker at a time has the *polling role*: it waits for requests, runs them itself, one after the
 other, and keeps the role while they are short. Another one takes the role only when that is needed:
 
-==============================================
-======================================================================= the poller's function
-who polls then
-==============================================
-======================================================================= returns soon
-the same thread goes on; no hand-over (10-16 us a call, 56-60 with one) was slow the last time, or
-makes a call itself  handed to the standby before it runs on is still running after a look, 1 ms
-later       taken by the standby
-==============================================
-=======================================================================
+===============================================  ==========================================
+the poller's function                            who polls then
+===============================================  ==========================================
+returns soon                                     the same thread goes on; no hand-over
+                                                 (10-16 us a call, 56-60 with one)
+was slow the last time, or makes a call itself   the standby, handed over before it runs on
+is still running at the second look, 1 ms later  the standby, by taking the role
+===============================================  ==========================================
 
 The standby is one waiting worker that looks at the poller every millisecond while there is traffic,
 and sleeps when there is none. A third one is started only when the standby has become the poller.
 
 Limits: at most ``workers`` calls of depth 0 run at once, more wait in a bounded queue; nested calls
-    (depth 1 and more) get threads of their own up to
-``max_nested``, because a bounded pool that nested calls have to share deadlocks. Beyond a limit the
-call is refused, never left waiting.
+(depth 1 and more) get threads of their own up to ``max_nested``, because a bounded pool that nested
+calls have to share deadlocks. Beyond a limit the call is refused, never left waiting.
 
 Lock: ``_mutex`` guards the roles, the counts and the queues; it is not held while polling, running
-    a function or replying.
+a function or replying.
 """
 
 from __future__ import annotations
@@ -125,8 +122,7 @@ class Pool:
             self._start_thread()
             self._start_thread()
 
-    # -- seen from outside
-    # --------------------------------------------------------------------------------------------
+    # -- seen from outside -------------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
         """Have a job done that did not come through ``poll``. Safe from any thread."""
@@ -147,7 +143,7 @@ class Pool:
                     self._hand_over()
 
     def has_more(self, worker: Worker) -> bool:
-        """Whether this worker, as the poller, has further short jobs at hand and polls after them."""
+        """Whether this worker, as the poller, has more short jobs at hand and polls after them."""
         arrived = self._arrived
         return bool(arrived) and self._poller is worker and not arrived[0].is_slow
 
@@ -168,7 +164,7 @@ class Pool:
     def close(self, deadline: Deadline) -> bool:
         """Stop the threads.
 
-        False if a function still runs at the deadline (its thread ends when it does).
+        Returns False if a function still runs at the deadline (its thread ends when it does).
         """
         with self._mutex:
             self._closing = True
@@ -183,8 +179,7 @@ class Pool:
             thread.is_alive() for thread in threads if thread is not threading.current_thread()
         )
 
-    # -- a worker's life
-    # ----------------------------------------------------------------------------------------------
+    # -- a worker's life ---------------------------------------------------------------------------
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._live, name="rankwire-serving", daemon=True)
@@ -231,8 +226,7 @@ class Pool:
             for worker in (*self._idle, *([self._standby] if self._standby else ())):
                 _release(worker)
 
-    # -- polling
-    # ------------------------------------------------------------------------------------------------------
+    # -- polling -----------------------------------------------------------------------------------
 
     def _serve(self, worker: Worker) -> None:
         """Poll and run until the role is lost."""
@@ -316,8 +310,7 @@ class Pool:
                 has_role = self._poller is worker
         return has_role
 
-    # -- standing by
-    # --------------------------------------------------------------------------------------------------
+    # -- standing by -------------------------------------------------------------------------------
 
     def _stand_by(self, worker: Worker) -> None:
         """Look after the poller until its role is ours."""
@@ -342,7 +335,7 @@ class Pool:
                 quiet = _LOOKS_UNTIL_ASLEEP
 
     def _sleep_between_looks(self, worker: Worker, quiet: int) -> bool:
-        """Sleep shortly, or longer the longer it has been quiet; return whether somebody woke us."""
+        """Sleep shortly, or longer if it has been quiet; return whether somebody woke us."""
         if quiet < _LOOKS_UNTIL_ASLEEP:
             return worker.wakeup.acquire(timeout=_LOOK_EVERY)
         with self._mutex:

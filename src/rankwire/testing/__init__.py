@@ -1,7 +1,7 @@
-"""For tests, ours and users': worlds of ranks in one process, and the conformance suite of backends.
+"""For tests, ours and users': worlds of ranks in one process, and the conformance suite.
 
-``run_ranks`` runs a function as every rank of a world, in threads or in real processes. ``check_backend`` runs
-the conformance suite against any backend. Nothing here imports pytest.
+``run_ranks`` runs a function as every rank of a world, in threads or in real processes.
+``check_backend`` runs the conformance suite against any backend. Nothing here imports pytest.
 """
 
 from rankwire.testing.conformance import CHECKS, check_backend

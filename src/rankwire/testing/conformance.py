@@ -1,7 +1,7 @@
-"""The conformance suite: what every backend must do, as plain functions that raise ``AssertionError``.
+"""The conformance suite: what every backend must do, as plain functions.
 
-Each check takes a world maker and is named after the behaviour it shows. ``check_backend`` runs all of them; a test
-runner can run ``CHECKS`` one by one.
+Each check takes a world maker, raises ``AssertionError``, and is named after the behaviour it
+shows. ``check_backend`` runs all of them; a test runner can run ``CHECKS`` one by one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def check_backend(make_world: MakeWorld) -> None:
     """Run the whole suite.
 
     Args:
-        make_world: Called as ``make_world(world_size, **options)``; gives the ranks' backends, all in this process.
-            It must accept the options ``timeout`` and ``max_message_nbytes``.
+        make_world: Called as ``make_world(world_size, **options)``; gives the ranks' backends, all
+            in this process. It must accept the options ``timeout`` and ``max_message_nbytes``.
 
     Raises:
         AssertionError: A check failed; a note names it.
@@ -50,7 +50,7 @@ def check_backend(make_world: MakeWorld) -> None:
             raise
 
 
-# -- who and where ------------------------------------------------------------------------------------------------
+# -- who and where ---------------------------------------------------------------------------------
 
 
 def _ranks_count_from_zero(make_world: MakeWorld) -> None:
@@ -84,7 +84,7 @@ def _sending_to_oneself_is_refused(make_world: MakeWorld) -> None:
         expect(SelfSendError, lambda: first.recv(0))
 
 
-# -- messages -----------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 def _a_message_arrives_whole(make_world: MakeWorld) -> None:
@@ -177,7 +177,7 @@ def _too_large_a_message_is_refused_at_once(make_world: MakeWorld) -> None:
         assert len(second.recv(0)) == 1000
 
 
-# -- receiving into a buffer --------------------------------------------------------------------------------------
+# -- receiving into a buffer -----------------------------------------------------------------------
 
 
 def _a_message_is_received_into_a_buffer(make_world: MakeWorld) -> None:
@@ -200,7 +200,7 @@ def _a_mismatch_loses_nothing(make_world: MakeWorld) -> None:
         assert second.recv(0) == b"next"
 
 
-# -- time limits --------------------------------------------------------------------------------------------------
+# -- time limits -----------------------------------------------------------------------------------
 
 
 def _zero_polls(make_world: MakeWorld) -> None:
@@ -244,7 +244,7 @@ def _a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
         expect(DeadlineExceededError, send_for_ever)
 
 
-# -- barriers -----------------------------------------------------------------------------------------------------
+# -- barriers --------------------------------------------------------------------------------------
 
 
 def _nobody_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> None:
@@ -287,7 +287,7 @@ def _barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
         in_parallel([partial(run, rank) for rank in range(3)])
 
 
-# -- threads and ends ---------------------------------------------------------------------------------------------
+# -- threads and ends ------------------------------------------------------------------------------
 
 
 def _many_threads_each_get_their_own(make_world: MakeWorld) -> None:

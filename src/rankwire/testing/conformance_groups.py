@@ -1,4 +1,4 @@
-"""The part of the conformance suite about groups: a ``SubBackend`` behaves the same on every parent."""
+"""The conformance checks about groups: a ``SubBackend`` behaves the same on every parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the conformance suite about calls: an ``RpcAgent`` behaves the same on every backend."""
+"""The conformance checks about calls: an ``RpcAgent`` behaves the same on every backend."""
 
 from __future__ import annotations
 

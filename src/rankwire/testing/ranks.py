@@ -23,7 +23,10 @@ _BACKENDS = ("simulated", "tcp", "unix", "auto")
 
 
 class RankFailedError(RankwireError, AssertionError):
-    """A rank's process raised, died or did not finish; ``rank`` says which, the text has its traceback."""
+    """A rank's process raised, died or did not finish.
+
+    ``rank`` says which, the text has its traceback.
+    """
 
 
 def run_ranks(
@@ -35,20 +38,23 @@ def run_ranks(
     timeout: float = 60.0,
     **options: Any,
 ) -> list[T]:
-    """Run ``function(backend, *args)`` as every rank of a world and return the results in rank order.
+    """Run ``function(backend, *args)`` as every rank of a world; return the results in rank order.
 
     Args:
         world_size: The number of ranks.
-        function: What each rank runs. For processes it must be importable, and its result must pickle.
+        function: What each rank runs. For processes it must be importable, and its result must
+            pickle.
         *args: Further arguments, the same for every rank.
-        backend: ``"simulated"``, ``"auto"``, ``"tcp"``, ``"unix"``, or a world maker (see ``worlds``).
+        backend: ``"simulated"``, ``"auto"``, ``"tcp"``, ``"unix"``, or a world maker (see
+            ``worlds``).
         processes: Real processes instead of threads; not for the simulated backend.
         timeout: Seconds for all of it.
         **options: For the backend.
 
     Raises:
-        The first failing rank's error, with a note that names the rank; from processes a ``RankFailedError``
-        that has its traceback. ``TimeoutError`` names the ranks that did not finish.
+        The first failing rank's error, with a note that names the rank; from processes a
+        ``RankFailedError`` that has its traceback. ``TimeoutError`` names the ranks that did not
+        finish.
     """
     if processes:
         if backend not in _BACKENDS[1:]:
@@ -62,7 +68,8 @@ def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) 
     """Run functions in threads of their own, one a rank; return their results in order.
 
     Raises:
-        The first error, with a note that names the rank. ``TimeoutError`` names those that did not finish.
+        The first error, with a note that names the rank. ``TimeoutError`` names those that did not
+        finish.
     """
     outcomes: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []

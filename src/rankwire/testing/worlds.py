@@ -1,7 +1,7 @@
 """Worlds in one process: every rank of it as an object, all closed at the end.
 
-A *world maker* is what ``check_backend`` and ``run_ranks`` take: called with a number of ranks and options of the
-backend, it returns a context manager that gives the list of backends in rank order.
+A *world maker* is what ``check_backend`` and ``run_ranks`` take: called with a number of ranks and
+options of the backend, it returns a context manager that gives the list of backends in rank order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def tcp_world(
 
 
 def sub_world(make_parent: MakeWorld) -> MakeWorld:
-    """Return a maker of groups inside worlds of another kind: all ranks of a larger world but rank 0."""
+    """Return a maker of groups inside worlds of another kind.
+
+    A group is all ranks of a larger world but rank 0.
+    """
 
     @contextmanager
     def make(world_size: int, **options: Any) -> Iterator[list[Backend]]:

@@ -49,7 +49,8 @@ DEFAULT_MAX_MESSAGE_NBYTES = 1 << 30  # the limit of the seeds, configurable her
 
 WORLD_GROUP = 0
 
-# Channel, flags and reserved bits as one number: a valid one is small, so one look checks all three.
+# Channel, flags and reserved bits as one number: a valid one is small, so one look checks all
+# three.
 _HEADER = struct.Struct("<IIQQQ")
 HEADER_NBYTES = _HEADER.size
 _SEQUENCE_MASK = 0xFFFF_FFFF
@@ -149,8 +150,7 @@ class FrameParser:
         return self._view[self._end :] if self._end else self._view
 
     def bytes_received(self, count: int) -> list[Frame]:
-        """Take note of ``count`` bytes written to ``receive_buffer()``; return the frames they
-        complete.
+        """Take ``count`` bytes written to ``receive_buffer()``; return the frames they complete.
 
         Raises:
             ProtocolError: The stream is not a valid one; the connection must not be used again.

@@ -2,10 +2,10 @@
 
 ::
 
-    I -> R  HELLO   128 bytes   who dials, for what, into which job; a nonce
-    R -> I  CHALLENGE 64 bytes  a nonce; nothing that depends on the secret
-    I -> R  PROOF    32 bytes   HMAC-SHA256(key, "I" | HELLO | CHALLENGE)
-    R -> I  VERDICT  40 bytes   status | HMAC-SHA256(key, "R" | HELLO | CHALLENGE | status)
+    I -> R  HELLO      128 bytes  who dials, for what, into which job; a nonce
+    R -> I  CHALLENGE   64 bytes  a nonce; nothing that depends on the secret
+    I -> R  PROOF       32 bytes  HMAC-SHA256(key, "I" | HELLO | CHALLENGE)
+    R -> I  VERDICT     40 bytes  status | HMAC-SHA256(key, "R" | HELLO | CHALLENGE | status)
 
 The role letters stop a reflected proof; ranks, world size, job, epoch, version and purpose are
 inside the MAC, so none of them can be altered or moved to another connection. Before the proof is
@@ -13,8 +13,8 @@ verified, nothing variable-sized is read and no reason is given; afterwards a re
 status. This is the textbook challenge-response: it authenticates, it does not encrypt.
 
 Pure: the two ends are ``Initiator`` and ``Responder``; each consumes whole messages and returns the
-    bytes to send. Nonces are handed
-in. ``Responder`` asks its owner for the status between proof and verdict.
+bytes to send. Nonces are handed in. ``Responder`` asks its owner for the status between proof and
+verdict.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
     """Return the error that tells the dialling rank why it was refused."""
     texts = {
         Status.DUPLICATE_RANK: f"rank {hello.rank} is taken by another process (pid {detail})",
-        Status.WRONG_WORLD_SIZE: f"the job has a world size of {detail}, this rank was told {hello.world_size}",
+        Status.WRONG_WORLD_SIZE: (
+            f"the job has a world size of {detail}, this rank was told {hello.world_size}"
+        ),
         Status.OTHER_JOB: "another job listens at this address",
         Status.INVALID_RANK: f"rank {hello.rank} is not one of the {detail} ranks of the job",
         Status.NOT_EXPECTED: "the world has formed already and takes no more ranks",

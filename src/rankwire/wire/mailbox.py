@@ -1,8 +1,8 @@
 """The mailbox: which arrived message belongs to which receive.
 
-One mailbox holds what one peer sent. Arrivals and receives meet by key, the envelope ``(group,
-channel, tag)``; messages of one key are taken in the order in which they came, receives of one key
-are served in the order in which they were posted.
+One mailbox holds what one peer sent. Arrivals and receives meet by key, the envelope
+``(group, channel, tag)``; messages of one key are taken in the order in which they came, receives
+of one key are served in the order in which they were posted.
 
 A ``Receive`` ends exactly once, with a payload or with an error: in ``post`` when its message is
 here already, in ``deliver`` when it comes, or in ``fail``. Pure state: no lock and no waiting; the
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rankwire.errors import RankwireError
+from rankwire.errors import RankwireError, SizeMismatchError
 
 __all__ = ["Key", "Mailbox", "Receive"]
 
@@ -27,15 +27,24 @@ class Receive:
 
     Attributes:
         key: The envelope it must have.
+        nbytes: The size it must have, if that is fixed; a message of another size ends the receive
+            with an error and stays for the next one.
         done: Whether ``payload`` or ``error`` is set.
         on_done: Called by the owner of the mailbox, outside its locks, once it is done.
         home: The owner's note of where it is posted.
     """
 
-    __slots__ = ("done", "error", "home", "key", "on_done", "payload")
+    __slots__ = ("done", "error", "home", "key", "nbytes", "on_done", "payload")
 
-    def __init__(self, key: Key, on_done: Callable[[Receive], None] | None = None) -> None:
+    def __init__(
+        self,
+        key: Key,
+        on_done: Callable[[Receive], None] | None = None,
+        *,
+        nbytes: int | None = None,
+    ) -> None:
         self.key = key
+        self.nbytes = nbytes
         self.done = False
         self.payload: bytearray | None = None
         self.error: RankwireError | None = None
@@ -76,6 +85,7 @@ class Mailbox:
         "_wanted",
         "dropped",
         "failure",
+        "misfits",
         "unmatched_nbytes",
     )
 
@@ -86,6 +96,7 @@ class Mailbox:
         self._wanted: dict[Key, deque[Receive]] = {}
         self.failure: RankwireError | None = None
         self.dropped = 0
+        self.misfits: list[Receive] = []
         self.unmatched_nbytes = 0
 
     @property
@@ -110,6 +121,9 @@ class Mailbox:
         """Ask for a message. Ends at once if it is here, or if the peer has failed."""
         arrived = self._arrived.get(receive.key)
         if arrived is not None:
+            if receive.nbytes is not None and receive.nbytes != len(arrived[0]):
+                receive.fail(SizeMismatchError(receive.nbytes, len(arrived[0])))
+                return
             payload = arrived.popleft()
             if not arrived:
                 del self._arrived[receive.key]
@@ -135,14 +149,20 @@ class Mailbox:
         return True
 
     def deliver(self, key: Key, payload: bytearray) -> Receive | None:
-        """Take a message; return the receive it ends, if one was waiting."""
+        """Take a message; return the receive that gets it, if one was waiting.
+
+        Receives that wanted another size are ended too and left in ``misfits`` for the owner.
+        """
         wanted = self._wanted.get(key)
-        if wanted is not None:
+        while wanted:
             receive = wanted.popleft()
             if not wanted:
                 del self._wanted[key]
-            receive.complete(payload)
-            return receive
+            if receive.nbytes is None or receive.nbytes == len(payload):
+                receive.complete(payload)
+                return receive
+            receive.fail(SizeMismatchError(receive.nbytes, len(payload)))
+            self.misfits.append(receive)
         if not self._keep_unmatched:
             self.dropped += 1
         else:
@@ -150,14 +170,18 @@ class Mailbox:
             self.unmatched_nbytes += len(payload)
         return None
 
-    def put_back(self, receive: Receive) -> None:
-        """Return a delivered message to the head of its queue, as if it had not been taken."""
+    def put_back(self, receive: Receive) -> Receive | None:
+        """Take a delivered message back, as if it had not been taken; return who gets it instead.
+
+        That is a receive which waits for the same key, if there is one; otherwise the message goes
+        to the head of its queue.
+        """
         assert receive.payload is not None
-        if not self._keep_unmatched:
-            self.dropped += 1
-            return
+        if not self._keep_unmatched or receive.key in self._wanted:
+            return self.deliver(receive.key, receive.payload)
         self._arrived.setdefault(receive.key, deque()).appendleft(receive.payload)
         self.unmatched_nbytes += len(receive.payload)
+        return None
 
     def fail(self, error: RankwireError) -> list[Receive]:
         """End every receive, now and later, with ``error``.
