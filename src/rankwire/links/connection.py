@@ -37,6 +37,7 @@ from rankwire.wire.frames import (
     Channel,
     Frame,
     FrameParser,
+    is_farewell,
     pack_header,
 )
 
@@ -50,6 +51,11 @@ _MAX_VECTORS = 512
 _PEEK_NBYTES = 1 << 16
 _HOLD_NBYTES = 16384
 _LONGEST_SLEEP = 0.1
+_BLOCKED_NAP = 0.001
+# Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
+# what has arrived, also if that is large.
+_LAST_READS = 256
+_NOTHING: Sequence[Frame] = ()
 
 
 class Connection:
@@ -83,6 +89,10 @@ class Connection:
         self._parser = FrameParser(max_nbytes=max_nbytes)
         self._spin = spin or Spin(0.0)
         self._used = not incoming
+        self._given_up = False
+        # Returned by the last read; if the reader is interrupted before they are delivered, the
+        # connection cannot go on as if nothing were missing.
+        self.unclaimed: Sequence[Frame] = _NOTHING
         self._send_lock = threading.Lock()
         self._sequence = 0
         self._held: list[bytes] = []
@@ -212,7 +222,7 @@ class Connection:
             waiting = self._sock.recv(_PEEK_NBYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except OSError:
             return False
-        return len(waiting) >= HEADER_NBYTES and waiting[-HEADER_NBYTES] == Channel.FAREWELL
+        return is_farewell(waiting)
 
     def _wait_writable(
         self, deadline: Deadline, while_blocked: Callable[[], object] | None
@@ -220,11 +230,19 @@ class Connection:
         interest = select.POLLOUT if while_blocked is None else select.POLLOUT | select.POLLIN
         ready = wait_for(self._sock, interest, deadline.sleep_limit())
         if not ready:
-            raise DeadlineExceededError(
-                deadline.limit, waiting_for=[self.peer], detail="it does not take more data"
-            )
+            raise self._not_taken(deadline)
         if while_blocked is not None and ready & select.POLLIN and not ready & select.POLLOUT:
             while_blocked()
+            # If another thread has the reading role the input stays; do not look at it all the
+            # time.
+            wait_for(self._sock, select.POLLOUT, min(deadline.sleep_limit(), _BLOCKED_NAP))
+            if deadline.expired:
+                raise self._not_taken(deadline)
+
+    def _not_taken(self, deadline: Deadline) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            deadline.limit, waiting_for=[self.peer], detail="it does not take more data"
+        )
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -237,28 +255,42 @@ class Connection:
             RankwireError: The connection has failed; frames before that were returned earlier.
         """
         try:
+            if self._parser.violation is not None:
+                raise self._parser.violation
             count = self._sock.recv_into(self._parser.receive_buffer())
+            if count == 0:
+                self._given_up = not self._used and self.failure is None
+                raise self.fail(self._end_of_stream())
+            frames = self._parser.bytes_received(count)
+            self._used = True
+            self.unclaimed = frames
         except BlockingIOError:
             return None
+        except ProtocolError as error:
+            raise self.fail(error.during(peer=self.peer)) from error.__cause__
+        except RankwireError:
+            raise  # some of ours are also OSErrors
         except OSError as error:
             raise self.fail(_lost(self.peer, error)) from error
-        if count == 0:
-            raise self.fail(self._end_of_stream())
-        self._used = True
-        try:
-            frames = self._parser.bytes_received(count)
-        except ProtocolError as error:
-            raise self.fail(error.during(peer=self.peer)) from None
+        except BaseException:
+            # A signal: the bytes may have left the kernel without having reached the parser.
+            self._parser.violation = ProtocolError("the stream is out of step")
+            self.fail(PeerLostError(self.peer, "reading from it was interrupted"))
+            raise
         if frames and frames[-1].channel == Channel.FAREWELL:
             frames.pop()
             self.failure = self.failure or _left(self.peer)
         return frames
 
+    def claim(self) -> None:
+        """Take note that the frames last returned have been delivered."""
+        self.unclaimed = _NOTHING
+
     @property
     def was_given_up(self) -> bool:
         """Whether the peer closed it without ever having sent anything."""
-        if self._used:
-            return False
+        if self._used or self.failure is not None:
+            return self._given_up
         try:
             return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -284,16 +316,18 @@ class Connection:
                     break
         else:
             spin.skipped()
-        while True:
+        late_reads = 0
+        while late_reads < _LAST_READS:
             frames = self.read_ready()
             if frames:
                 return frames
-            if frames is not None:
-                continue  # a part of a frame; there may be more of it
-            # Now and then the reader looks up: what it waits for may have ended in another way.
             patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
-            if patience <= 0.0 or not wait_for(self._sock, select.POLLIN, patience):
-                return []
+            if frames is not None:  # a part of a frame; there may be more of it
+                late_reads += patience <= 0.0
+            # Now and then the reader looks up: what it waits for may have ended in another way.
+            elif patience <= 0.0 or not wait_for(self._sock, select.POLLIN, patience):
+                break
+        return []
 
     def _end_of_stream(self) -> RankwireError:
         if not self._used:
@@ -322,6 +356,9 @@ class Connection:
             self.send(Channel.FAREWELL, 0, 0, (), 0, deadline)
         except RankwireError:
             return  # it is gone, or takes nothing any more: then it sees the end of the stream
+        self.failure = self.failure or ChannelClosedError("this end has left").during(
+            peer=self.peer
+        )
 
     def close(self) -> None:
         """Close the socket. Only when no thread uses it any more."""

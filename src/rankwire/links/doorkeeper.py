@@ -143,12 +143,19 @@ class Doorkeeper:
             for key, _ in self._selector.select(self._patience()):
                 if self._closing:
                     return
-                # A handler may end another one's registration in the same round.
-                if key.fd in self._selector.get_map():
-                    key.data()
+                # A handler may have ended another one's registration in the same round, and its
+                # number may have been taken by a newcomer.
+                if self._selector.get_map().get(key.fd) is key:
+                    self._handle(key.data)
             self._drop_late_strangers()
             if self._accepting_again is not None and self._accepting_again.expired:
                 self._resume_accepting()
+
+    def _handle(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:  # a mistake with one visitor must not close the door to all others
+            _log.exception("the doorkeeper could not handle an event")
 
     def _patience(self) -> float | None:
         waits = [stranger.deadline.remaining() for stranger in self._strangers]
@@ -159,7 +166,7 @@ class Doorkeeper:
     def _run_posted(self) -> None:
         os.read(self._wake_read, 4096)
         while self._posted and not self._closing:
-            self._posted.popleft()()
+            self._handle(self._posted.popleft())
 
     # -- accepting ---------------------------------------------------------------------------------
 
@@ -219,6 +226,9 @@ class Doorkeeper:
                 self._judge(stranger, stranger.responder.verify(message))
         except OSError as error:  # our own errors of this kind included
             self._drop(stranger, str(error))
+        except BaseException:
+            self._drop(stranger, "a mistake of this end")
+            raise
 
     def _judge(self, stranger: _Stranger, hello: Hello) -> None:
         status, detail = self._house.admit(hello)
@@ -238,9 +248,9 @@ class Doorkeeper:
 
     def _drop(self, stranger: _Stranger, reason: str) -> None:
         _log.debug("dropped a connection: %s", reason)
-        self._selector.unregister(stranger.sock)
-        self._strangers.pop(stranger, None)
-        stranger.sock.close()
+        if self._strangers.pop(stranger, self) is None:
+            self._selector.unregister(stranger.sock)
+            stranger.sock.close()
 
 
 class _Stranger:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from time import sleep
 
 from rankwire.deadline import Deadline
-from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.wire.frames import Frame
 from rankwire.wire.mailbox import Mailbox, Receive
@@ -46,7 +46,7 @@ class Inbox:
         self._being_read = False
         self.due: deque[Receive] = deque()
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
-        self._parked: dict[Receive, threading.Lock] = {}
+        self._parked: dict[Receive, list[threading.Lock]] = {}
 
     def attach(self, connection: Connection) -> bool:
         """Take the connection; False if there is one already, or if the peer has been given up."""
@@ -88,19 +88,23 @@ class Inbox:
 
         After the deadline it stays posted.
         """
-        while not receive.done:
-            if self._take_role_or_park(receive):
+        while not receive.done and receive.posted:
+            lock = self._take_role_or_park(receive)
+            if lock is None:
                 self._read_until(receive, deadline)
             else:
-                self._sleep(receive, deadline)
+                self._sleep(receive, lock, deadline)
             if not receive.done and deadline.expired:
-                return False
-        return True
+                self._pass_on()
+                break
+        return receive.done
 
     def withdraw(self, receive: Receive) -> bool:
-        """Take back a receive; False if it is done already."""
+        """Take back a receive; False if it is done already. Whoever waits for it stops waiting."""
         with self._mutex:
-            return self._mailbox.withdraw(receive)
+            withdrawn = self._mailbox.withdraw(receive)
+            self._wake(receive)
+        return withdrawn
 
     def read_available(self) -> None:
         """Read what is there without waiting, unless another thread reads already."""
@@ -118,6 +122,9 @@ class Inbox:
                 self.due += self._deliver(frames)
         except RankwireError as error:
             self.due += self._ended(error)
+        except BaseException:
+            self._interrupted()
+            raise
         finally:
             self._leave_role()
 
@@ -185,6 +192,8 @@ class Inbox:
             ended = self._mailbox.fail_group(group, cause)
             for receive in ended:
                 self._wake(receive)
+            if self._parked and not self._being_read:
+                self._wake_a_parked()  # there is room again
         _call_back(ended)
 
     def close(self, cause: RankwireError) -> None:
@@ -228,18 +237,21 @@ class Inbox:
             self.turns += 1
             return True
 
-    def _take_role_or_park(self, receive: Receive) -> bool:
-        """Both in one step, so that no wake-up falls between the look at the role and the sleep."""
+    def _take_role_or_park(self, receive: Receive) -> threading.Lock | None:
+        """Take the role, or return what to sleep on.
+
+        Both in one step, so that no wake-up falls between the look at the role and the sleep.
+        """
         with self._mutex:
             if not self._being_read and self.connection is not None and not self._mailbox.full:
                 self._being_read = True
                 self.turns += 1
-                return True
-            if not receive.done:
-                lock = threading.Lock()
+                return None
+            lock = threading.Lock()
+            if not receive.done and receive.posted:
                 lock.acquire()
-                self._parked[receive] = lock
-            return False
+                self._parked.setdefault(receive, []).append(lock)
+            return lock
 
     def _leave_role(self) -> None:
         with self._mutex:
@@ -259,6 +271,9 @@ class Inbox:
                 ended = self._deliver(frames)
         except RankwireError as error:
             ended = self._ended(error)
+        except BaseException:
+            self._interrupted()
+            raise
         finally:
             self._leave_role()
         # Without the role: a callback may make a call to this very peer and wait for its reply.
@@ -272,9 +287,18 @@ class Inbox:
             ended = self._deliver(self.connection.read(deadline))
         except RankwireError as error:
             ended = self._ended(error)
+        except BaseException:
+            self._interrupted()
+            raise
         finally:
             self._leave_role()
         _call_back(ended)
+
+    def _interrupted(self) -> None:
+        """A signal ended the reading: what was read and not delivered is lost, and may not be."""
+        assert self.connection is not None
+        if self.connection.unclaimed:
+            self.connection.fail(PeerLostError(self.peer, "receiving from it was interrupted"))
 
     def _deliver(self, frames: list[Frame]) -> list[Receive]:
         """Match frames to receives; return those to be called back."""
@@ -289,34 +313,37 @@ class Inbox:
                         to_call_back.append(receive)
             while self._mailbox.misfits:
                 self._wake(self._mailbox.misfits.pop())
+            self.connection.claim()  # type: ignore[union-attr]
         return to_call_back
 
     # -- parked threads ----------------------------------------------------------------------------
 
-    def _sleep(self, receive: Receive, deadline: Deadline) -> None:
-        lock = self._parked.get(receive)
-        if lock is None:
-            return  # woken already
+    def _sleep(self, receive: Receive, lock: threading.Lock, deadline: Deadline) -> None:
+        woken = False
         try:
             woken = lock.acquire(timeout=deadline.sleep_limit())
-        except BaseException:
-            self._unpark(receive)
-            raise
-        if not woken:
-            self._unpark(receive)
+        finally:
+            if not woken:
+                self._unpark(receive, lock)
 
-    def _unpark(self, receive: Receive) -> None:
-        """Leave without having been woken.
-
-        A wake-up that comes at this very moment is for another one.
-        """
+    def _unpark(self, receive: Receive, lock: threading.Lock) -> None:
+        """Leave without having been woken; a wake-up that comes at this moment is for another."""
         with self._mutex:
-            if self._parked.pop(receive, None) is None and not self._being_read:
+            locks = self._parked.get(receive)
+            if locks is not None and lock in locks:
+                locks.remove(lock)
+                if not locks:
+                    del self._parked[receive]
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Leave the waiting; whoever still waits may have to read now."""
+        with self._mutex:
+            if self._parked and not self._being_read:
                 self._wake_a_parked()
 
     def _wake(self, receive: Receive) -> None:
-        lock = self._parked.pop(receive, None)
-        if lock is not None:
+        for lock in self._parked.pop(receive, ()):
             lock.release()
 
     def _wake_a_parked(self) -> None:
@@ -331,8 +358,8 @@ class Inbox:
         Nothing may wait for it, and no wake-up may be lost with it.
         """
         with self._mutex:
-            self._parked.pop(receive, None)
             self._mailbox.withdraw(receive)
+            self._wake(receive)
             if receive.payload is not None:
                 next_receive = self._mailbox.put_back(receive)
                 if next_receive is not None:

@@ -111,7 +111,7 @@ def listen_tcp(address: TcpAddress) -> socket.socket:
         sock.bind(where)
     except OSError as error:
         sock.close()
-        raise ConfigurationError(f"cannot listen on {address}: {error.strerror}") from error
+        raise ConfigurationError(f"cannot listen on {address}: {_why(error)}") from error
     sock.setblocking(False)
     return sock
 
@@ -125,7 +125,7 @@ def listen_unix(path: str) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigurationError(f"cannot listen on {path}: {error.strerror}") from error
+        raise ConfigurationError(f"cannot listen on {path}: {_why(error)}") from error
     sock.setblocking(False)
     return sock
 
@@ -199,8 +199,8 @@ def wait_patiently(
 def _resolve(address: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]]:
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise NoConnectionError(f"cannot resolve {address.host!r}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:
+        raise NoConnectionError(f"cannot resolve {address.host!r}: {_why(error)}") from error
     # "localhost" may resolve to ::1 first where the listener is on 127.0.0.1: IPv4 first, at both
     # ends.
     family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
@@ -216,7 +216,7 @@ def _connect(
 ) -> socket.socket:
     sock.setblocking(False)
     try:
-        code = sock.connect_ex(where)
+        code = _start_connecting(sock, where, name)
         if code == errno.EINPROGRESS:
             if not wait_patiently(sock, select.POLLOUT, deadline, check):
                 raise DeadlineExceededError(deadline.limit, detail=f"no answer from {name}")
@@ -233,3 +233,14 @@ def _connect(
         sock.close()
         raise
     return sock
+
+
+def _start_connecting(sock: socket.socket, where: tuple[str, int] | str, name: str) -> int:
+    try:
+        return sock.connect_ex(where)
+    except OSError as error:  # not even an address: a path that is too long
+        raise NoConnectionError(f"cannot connect to {name}: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

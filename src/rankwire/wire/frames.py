@@ -40,6 +40,7 @@ __all__ = [
     "Frame",
     "FrameParser",
     "allocate",
+    "is_farewell",
     "pack_header",
 ]
 
@@ -98,6 +99,14 @@ _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 
+def is_farewell(tail: bytes) -> bool:
+    """Whether a stream that ends with these bytes ends with a farewell, which is a bare header."""
+    if len(tail) < HEADER_NBYTES:
+        return False
+    channel, _, group, tag, nbytes = _HEADER.unpack_from(tail, len(tail) - HEADER_NBYTES)
+    return bool(channel == Channel.FAREWELL and group == tag == nbytes == 0)
+
+
 def allocate(nbytes: int) -> bytearray:
     """Return a bytearray whose content is whatever was there before.
 
@@ -122,6 +131,7 @@ class FrameParser:
         "_sequence",
         "_start",
         "_view",
+        "violation",
     )
 
     def __init__(self, *, max_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES) -> None:
@@ -137,6 +147,8 @@ class FrameParser:
         self._body_view = self._view
         self._body_head = (0, 0, 0)
         self._filled = 0
+        # Found behind whole frames in one read: they are returned first, and nothing after it.
+        self.violation: ProtocolError | None = None
 
     @property
     def in_frame(self) -> bool:
@@ -155,6 +167,8 @@ class FrameParser:
         Raises:
             ProtocolError: The stream is not a valid one; the connection must not be used again.
         """
+        if self.violation is not None:
+            raise self.violation
         if self._body is not None:
             self._filled += count
             if self._filled < len(self._body):
@@ -171,12 +185,9 @@ class FrameParser:
         buffer, start, end = self._buffer, self._start, self._end
         while end - start >= HEADER_NBYTES:
             channel, sequence, group, tag, nbytes = _HEADER.unpack_from(buffer, start)
-            if channel not in _CHANNELS or sequence != self._sequence:
-                raise self._violation(channel, sequence)
-            if nbytes > self._max_nbytes:
-                raise ProtocolError(
-                    f"the peer announced {nbytes} bytes, the limit is {self._max_nbytes}"
-                ) from MessageTooLargeError(nbytes, self._max_nbytes)
+            if channel not in _CHANNELS or sequence != self._sequence or nbytes > self._max_nbytes:
+                self.violation = self._describe_violation(channel, sequence, nbytes)
+                break
             body = start + HEADER_NBYTES
             stop = body + nbytes
             if stop <= end:
@@ -191,6 +202,8 @@ class FrameParser:
             else:
                 break
         self._keep(start, end)
+        if self.violation is not None and not frames:
+            raise self.violation
         return frames
 
     def _begin_body(self, head: tuple[int, int, int], nbytes: int, first: memoryview) -> None:
@@ -214,7 +227,7 @@ class FrameParser:
             self._buffer[:end] = self._buffer[start : start + end]
         self._start, self._end = 0, end
 
-    def _violation(self, word: int, sequence: int) -> ProtocolError:
+    def _describe_violation(self, word: int, sequence: int, nbytes: int) -> ProtocolError:
         channel, flags, reserved = word & 0xFF, word >> 8 & 0xFF, word >> 16
         if channel not in _CHANNELS:
             return ProtocolError(f"a frame names the unknown channel {channel}")
@@ -222,7 +235,11 @@ class FrameParser:
             return ProtocolError(
                 f"a frame has unknown flags {flags:#x} or reserved bits {reserved:#x}"
             )
-        return ProtocolError(
-            f"a frame has sequence number {sequence}, expected {self._sequence}: "
-            "one is lost or repeated"
-        )
+        if sequence != self._sequence:
+            return ProtocolError(
+                f"a frame has sequence number {sequence}, expected {self._sequence}: "
+                "one is lost or repeated"
+            )
+        error = ProtocolError(f"the peer announced {nbytes} bytes, the limit is {self._max_nbytes}")
+        error.__cause__ = MessageTooLargeError(nbytes, self._max_nbytes)
+        return error

@@ -30,11 +30,12 @@ class Receive:
         nbytes: The size it must have, if that is fixed; a message of another size ends the receive
             with an error and stays for the next one.
         done: Whether ``payload`` or ``error`` is set.
+        posted: Whether somebody still wants it; False again once it was withdrawn.
         on_done: Called by the owner of the mailbox, outside its locks, once it is done.
         home: The owner's note of where it is posted.
     """
 
-    __slots__ = ("done", "error", "home", "key", "nbytes", "on_done", "payload")
+    __slots__ = ("done", "error", "home", "key", "nbytes", "on_done", "payload", "posted")
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Receive:
         self.key = key
         self.nbytes = nbytes
         self.done = False
+        self.posted = False
         self.payload: bytearray | None = None
         self.error: RankwireError | None = None
         self.on_done = on_done
@@ -119,6 +121,7 @@ class Mailbox:
 
     def post(self, receive: Receive) -> None:
         """Ask for a message. Ends at once if it is here, or if the peer has failed."""
+        receive.posted = True
         arrived = self._arrived.get(receive.key)
         if arrived is not None:
             if receive.nbytes is not None and receive.nbytes != len(arrived[0]):
@@ -146,6 +149,7 @@ class Mailbox:
         wanted.remove(receive)
         if not wanted:
             del self._wanted[receive.key]
+        receive.posted = False
         return True
 
     def deliver(self, key: Key, payload: bytearray) -> Receive | None:
