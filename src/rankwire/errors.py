@@ -21,6 +21,7 @@ Tree::
       ChannelClosedError(ConnectionError)     this side, or the peer in good order, has closed
       DeadlineExceededError(TimeoutError)     .limit .waiting_for .may_have_run
       OverloadedError(RuntimeError)           a stated limit was reached; the call did not run
+      ResourceError(RuntimeError)              out of file descriptors
       FunctionNotFoundError(LookupError)      .name .known
       RemoteError(RuntimeError)               .remote_type .remote_message .remote_traceback
       CollectiveMismatchError(RuntimeError)   ranks disagree on what they are doing
@@ -57,6 +58,7 @@ __all__ = [
     "RankwireError",
     "RemoteError",
     "RendezvousError",
+    "ResourceError",
     "SelfSendError",
     "SizeMismatchError",
     "UnsupportedTypeError",
@@ -248,6 +250,10 @@ class RendezvousError(RankwireError, ConnectionError):
 
 class NoConnectionError(RankwireError, ConnectionError):
     """A peer that cannot be reached."""
+
+
+class ResourceError(RankwireError, RuntimeError):
+    """This process is out of something that the operating system gives: file descriptors."""
 
 
 class PeerLostError(RankwireError, ConnectionError):

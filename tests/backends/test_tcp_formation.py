@@ -633,13 +633,12 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
         sock = connect_tcp(TcpAddress.parse(forming.address), deadline)
         hello = Hello(Purpose.JOIN, job_id("default"), 0, 3, 1, 0)
         authenticate(sock, hello, key=handshake_key(SECRET), deadline=deadline)
-        liar = Connection(sock, peer=0, max_nbytes=1 << 20)
-        payload = pack(Join(Member(1, pid, "127.0.0.1", 9, "", "")))
-        liar.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline)
-        liar.read(deadline)  # who is missing: it has joined
-        with pytest.raises(RendezvousError):
-            TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=1.0)
-        liar.close()
+        with contextlib.closing(Connection(sock, peer=0, max_nbytes=1 << 20)) as liar:
+            payload = pack(Join(Member(1, pid, "127.0.0.1", 9, "", "")))
+            liar.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline)
+            liar.read(deadline)  # who is missing: it has joined
+            with pytest.raises(RendezvousError, match="is taken"):
+                TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=1.0)
         workers = [forming.start(rank) for rank in (1, 2)]
         say_hello([rank.result(5.0) for rank in (zero, *workers)])
 

@@ -19,6 +19,7 @@ from worlds import PATIENCE, Running, eventually
 LOST = PeerLostError(3, "the first cause")
 LATER = PeerLostError(3, "a later cause")
 CLOSED = ChannelClosedError("this backend is closed")
+LEFT = ChannelClosedError("rank 3 has left")
 KEY = (0, Channel.MESSAGE, 0)
 
 
@@ -159,7 +160,7 @@ def test_closing_wakes_receivers(peer, connect):
     eventually(lambda: peer.inbox.is_read and len(peer.inbox._parked) == 2)
     peer.close(CLOSED, Deadline(PATIENCE))
     for thread in waiting:
-        assert "this backend is closed" in str(thread.error())
+        assert isinstance(thread.error(), ChannelClosedError)
 
 
 def test_closing_keeps_an_earlier_failure_and_says_no_farewell_to_the_dead(peer, connect):
@@ -189,3 +190,37 @@ def test_a_peer_closed_twice_is_closed(peer, connect):
     peer.close(CLOSED, Deadline(PATIENCE))
     peer.close(CLOSED, Deadline(PATIENCE))
     assert near.fileno() == -1
+
+
+def test_a_peer_that_has_left_takes_no_more_but_what_it_sent_is_received(peer, connect):
+    """Its last messages and its farewell may still be on the way when the news comes."""
+    outgoing, _ = connect()
+    incoming, far = connect()
+    for connection in (outgoing, incoming):
+        peer.add(connection)
+    peer.messages = outgoing
+    peer.inbox.attach(incoming)
+    peer.leave(LEFT)
+    with pytest.raises(ChannelClosedError, match="rank 3 has left"):
+        send(outgoing, b"x")
+    send(far, b"the last words")
+    far.farewell(Deadline(PATIENCE))
+    far.close()
+    assert receive(peer) == b"the last words"
+    with pytest.raises(ChannelClosedError):
+        receive(peer)
+
+
+def test_a_peer_that_left_without_ever_sending_ends_receives(peer):
+    waiting = Running(receive, peer)
+    eventually(lambda: len(peer.inbox._parked) == 1)
+    peer.leave(LEFT)
+    assert "rank 3 has left" in str(waiting.error())
+
+
+def test_a_peer_that_has_gone_is_not_dialled(peer):
+    peer.check()
+    peer.fail(LOST)
+    with pytest.raises(PeerLostError, match="first cause") as caught:
+        peer.check()
+    assert caught.value is not LOST

@@ -36,6 +36,8 @@ __all__ = ["DEFAULT_TIMEOUT", "Backend", "Sendable"]
 
 DEFAULT_TIMEOUT = 60.0
 _MAX_TAG = (1 << 64) - 1
+_BARRIER_LOOK = 0.05  # seconds between two looks at all ranks
+_NOW = Deadline(0.0)
 
 Sendable = Buffer | Sequence[Buffer]
 
@@ -64,8 +66,8 @@ class Backend(ABC):
     ) -> None:
         check_world(rank, world_size)
         Deadline(timeout)  # refuses a negative one
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = operator.index(rank)  # numpy's integers would not travel
+        self.world_size = operator.index(world_size)
         self.timeout = timeout
         self.max_message_nbytes = max_message_nbytes
         self._barriers = itertools.count()
@@ -233,19 +235,35 @@ class Backend(ABC):
 
     def _meet(self, epoch: int, deadline: Deadline) -> None:
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        missing, failure = set(), None
-        for dst in others:  # all of them, also when one is lost: nobody must wait for us in vain
+        untold = self._tell_entered(others, epoch, deadline.sooner(_BARRIER_LOOK))
+        # Once more those that were slow to answer, now that nobody else waits because of them.
+        untold = self._tell_entered(untold, epoch, deadline)
+        missing = list(others)
+        while missing:
+            first = missing[0]
+            if self._has_entered(first, epoch, deadline.sooner(_BARRIER_LOOK)):
+                missing.remove(first)
+                continue
+            # While one is late another one may die: that ends the barrier too.
+            missing = [src for src in missing if not self._has_entered(src, epoch, _NOW)]
+            if missing and deadline.expired:
+                break
+        if missing or untold:
+            raise DeadlineExceededError(deadline.limit, waiting_for=sorted(missing or untold))
+
+    def _tell_entered(self, ranks: list[int], epoch: int, deadline: Deadline) -> list[int]:
+        """Tell ranks that this one has entered; return those that could not be told in time."""
+        untold, failure = [], None
+        for dst in ranks:  # all of them, also when one is lost: nobody must wait for us in vain
             try:
                 self.transmit(dst, Channel.BARRIER, self.group, epoch, (), 0, deadline)
             except DeadlineExceededError:
-                missing.add(dst)
+                untold.append(dst)
             except RankwireError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
-        missing.update(src for src in others if not self._has_entered(src, epoch, deadline))
-        if missing:
-            raise DeadlineExceededError(deadline.limit, waiting_for=sorted(missing))
+        return untold
 
     def _has_entered(self, src: int, epoch: int, deadline: Deadline) -> bool:
         try:
@@ -290,7 +308,11 @@ class Backend(ABC):
 
 def check_world(rank: int, world_size: int) -> None:
     """Raise unless ``rank`` is one of ``world_size`` ranks."""
-    if not isinstance(world_size, int) or world_size < 1:
+    try:
+        valid = operator.index(world_size) >= 1
+    except TypeError:
+        valid = False
+    if not valid:
         raise InvalidWorldSizeError(world_size)
     check_rank(rank, world_size)
 

@@ -37,7 +37,6 @@ from rankwire.errors import (
     DeadlineExceededError,
     PeerLostError,
     RankwireError,
-    SizeMismatchError,
 )
 from rankwire.wire.mailbox import Key, Mailbox, Receive
 
@@ -57,9 +56,9 @@ class Member(Protocol):
 
 
 class Wanted(Receive):
-    """A receive that may take one size only. Its ``home`` is the inbox where it was posted."""
+    """A receive that threads can sleep on. Its ``home`` is the inbox where it was posted."""
 
-    __slots__ = ("ended", "nbytes")
+    __slots__ = ("ended",)
 
     def __init__(
         self,
@@ -68,17 +67,8 @@ class Wanted(Receive):
         nbytes: int | None = None,
         on_done: Callable[[Receive], None] | None = None,
     ) -> None:
-        super().__init__(key, on_done)
-        self.nbytes = nbytes
+        super().__init__(key, on_done, nbytes=nbytes)
         self.ended: threading.Condition | None = None  # made by the first thread that sleeps
-
-    def refuse_wrong_size(self) -> bool:
-        """End with ``SizeMismatchError`` and without the payload, if that has the wrong size."""
-        if self.payload is None or self.nbytes is None or self.nbytes == len(self.payload):
-            return False
-        self.error = SizeMismatchError(self.nbytes, len(self.payload))
-        self.payload = None
-        return True
 
 
 class Lane:
@@ -206,21 +196,19 @@ class Inbox:
         wanted.home = self
         self._posted.add(wanted)
         self._mailbox.post(wanted)
-        payload = wanted.payload
-        if payload is not None and wanted.refuse_wrong_size():
-            self._keep_first(wanted.key, payload)
         if wanted.done:
             self._end(wanted)
             self.lane.room_made()
 
     def land(self, key: Key, payload: bytearray) -> None:
         """Give a message to the first receive of that key which it fits, else keep it."""
-        while (wanted := self._mailbox.deliver(key, payload)) is not None:
-            assert isinstance(wanted, Wanted)
-            refused = wanted.refuse_wrong_size()
-            self._end(wanted)
-            if not refused:
-                return
+        self._landed(self._mailbox.deliver(key, payload))
+
+    def _landed(self, wanted: Receive | None) -> None:
+        misfits, self._mailbox.misfits = self._mailbox.misfits, []
+        for ended in (*misfits, *([] if wanted is None else [wanted])):
+            assert isinstance(ended, Wanted)
+            self._end(ended)
 
     def wait(self, wanted: Wanted, deadline: Deadline) -> bytearray:
         """Return the message of a posted receive. The lock is free while waiting.
@@ -233,7 +221,7 @@ class Inbox:
             in_time = self.drive(wanted, deadline)
         except BaseException:  # an interrupt: the message must not go with this thread
             if not self.withdraw(wanted) and wanted.payload is not None:
-                self._keep_first(wanted.key, wanted.payload)
+                self._landed(self._mailbox.put_back(wanted))
             raise
         if not in_time:
             self.withdraw(wanted)
@@ -276,15 +264,6 @@ class Inbox:
             assert isinstance(wanted, Wanted)
             self._end(wanted)
         self.lane.room_made()
-
-    def _keep_first(self, key: Key, payload: bytearray) -> None:
-        """Return a taken message: to whoever waits for its key, else to the head of the queue."""
-        if any(other.key == key and not other.done for other in self._posted):
-            self.land(key, payload)
-        else:
-            returned = Receive(key)
-            returned.complete(payload)
-            self._mailbox.put_back(returned)
 
     def _end(self, wanted: Wanted) -> None:
         self._posted.discard(wanted)

@@ -13,6 +13,7 @@ whole table.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -44,6 +45,8 @@ from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
 
 __all__ = ["TcpBackend", "Transport"]
+
+_log = logging.getLogger("rankwire")
 
 Transport = Literal["auto", "tcp", "unix"]
 
@@ -113,6 +116,9 @@ class TcpBackend(Backend):
         self._services_closed: set[int] = set()
         self._callers_waiting: dict[int, list[Connection]] = {}
         self._peers: dict[int, Peer] = {}
+        self._introductions = threading.Thread(
+            target=self._introduce, name="rankwire-introductions", daemon=True
+        )
         self._formation = Formation(
             self,
             TcpAddress.parse(address),
@@ -303,6 +309,8 @@ class TcpBackend(Backend):
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge an authenticated peer that opens a connection."""
+        if self._closed:
+            return Status.CLOSED, 0
         peer = self._peers.get(hello.rank)
         if peer is None or hello.peer != self.rank:
             return Status.INVALID_RANK, self.world_size
@@ -334,6 +342,8 @@ class TcpBackend(Backend):
         peer = self._peers.get(gone.rank)
         if peer is None:
             return
+        if gone.rank == 0:
+            self._introductions.start()
         if gone.orderly:
             peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
             return
@@ -341,6 +351,19 @@ class TcpBackend(Backend):
         if peer.member.host_id == self._me.host_id and peer.member.unix_path:
             with suppress(OSError):
                 os.unlink(peer.member.unix_path)  # a killed process cannot remove its own
+
+    def _introduce(self) -> None:
+        """Connect to everyone, because the coordinator is gone.
+
+        It would have told who dies. Now each rank hears of the others' ends on its own connections,
+        and for that every two must have one.
+        """
+        for peer in self._peers.values():
+            try:
+                deadline = Deadline(self.timeout)
+                self._dial_messages(peer, deadline).greet(deadline)
+            except RankwireError as error:
+                _log.debug("rank %d was not greeted: %s", peer.member.rank, error)
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -363,6 +386,8 @@ class TcpBackend(Backend):
             for connection in waiting:
                 connection.close()
             self._formation.close()
+            if self._introductions.ident is not None:
+                self._introductions.join()
 
     def __repr__(self) -> str:
         gone = [rank for rank, peer in self._peers.items() if peer.failure is not None]

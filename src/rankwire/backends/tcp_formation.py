@@ -93,7 +93,7 @@ class Formation:
             self._join(deadline)
 
     def _join(self, deadline: Deadline) -> None:
-        world, self._control = join(
+        world, self._control, rest = join(
             self.address,
             self.hello(Purpose.JOIN, 0),
             find_key=self._find_key,
@@ -107,6 +107,7 @@ class Formation:
         # backlog.
         doorkeeper = self._employ_doorkeeper()
         doorkeeper.watch(self._control, self._heard, self._coordinator_ended)
+        self._heard(rest)
         doorkeeper.start()
 
     def _formed(self, world: World) -> None:

@@ -277,9 +277,9 @@ class Connection:
             self._parser.violation = ProtocolError("the stream is out of step")
             self.fail(PeerLostError(self.peer, "reading from it was interrupted"))
             raise
-        if frames and frames[-1].channel == Channel.FAREWELL:
-            frames.pop()
-            self.failure = self.failure or _left(self.peer)
+        if frames and frames[-1].channel >= Channel.FAREWELL:
+            if frames.pop().channel == Channel.FAREWELL:
+                self.failure = self.failure or _left(self.peer)
         return frames
 
     def claim(self) -> None:
@@ -359,6 +359,10 @@ class Connection:
         self.failure = self.failure or ChannelClosedError("this end has left").during(
             peer=self.peer
         )
+
+    def greet(self, deadline: Deadline) -> None:
+        """Tell the peer that this end is there; from now on an end of the stream is a death."""
+        self.send(Channel.GREETING, 0, 0, (), 0, deadline)
 
     def close(self) -> None:
         """Close the socket. Only when no thread uses it any more."""

@@ -15,7 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rankwire.deadline import Deadline
-from rankwire.errors import ConfigurationError, DeadlineExceededError, NoConnectionError
+from rankwire.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    NoConnectionError,
+    ResourceError,
+)
 
 __all__ = [
     "TcpAddress",
@@ -105,7 +110,7 @@ def tune(sock: socket.socket) -> None:
 def listen_tcp(address: TcpAddress) -> socket.socket:
     """Listen on exactly the address asked for; port 0 takes a free one."""
     family, where = _resolve(address)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = _open_socket(family)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
@@ -118,7 +123,7 @@ def listen_tcp(address: TcpAddress) -> socket.socket:
 
 def listen_unix(path: str) -> socket.socket:
     """Listen on a socket file that only this user can reach (its folder is 0700)."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = _open_socket(socket.AF_UNIX)
     try:
         sock.bind(path)
         os.chmod(path, 0o600)
@@ -153,7 +158,7 @@ def connect_tcp(
         DeadlineExceededError: No answer in time.
     """
     family, where = _resolve(address)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = _open_socket(family)
     return _connect(sock, where, str(address), deadline, check)
 
 
@@ -161,7 +166,7 @@ def connect_unix(
     path: str, deadline: Deadline, *, check: Callable[[], None] = _nothing
 ) -> socket.socket:
     """Connect once to a socket file; raises as ``connect_tcp`` does."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = _open_socket(socket.AF_UNIX)
     return _connect(sock, path, path, deadline, check)
 
 
@@ -233,6 +238,13 @@ def _connect(
         sock.close()
         raise
     return sock
+
+
+def _open_socket(family: int) -> socket.socket:
+    try:
+        return socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ResourceError(f"cannot open a socket: {_why(error)}") from error
 
 
 def _start_connecting(sock: socket.socket, where: tuple[str, int] | str, name: str) -> int:

@@ -163,9 +163,12 @@ class Coordinator:
         connection = self._controls.pop(rank)
         connection.close()
         with self._changed:
-            if self._state is not _State.FORMED:
+            formed = self._state is _State.FORMED
+            if not formed:
                 self._members.pop(rank, None)
-                return
+        if not formed:
+            self._tell_all(Waiting(self._missing()))
+            return
         self.report(
             Gone(
                 rank, getattr(error, "reason", error.message), isinstance(error, ChannelClosedError)

@@ -27,7 +27,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous.messages import Failed, Join, Member, Waiting, World, pack, unpack
-from rankwire.wire.frames import Channel
+from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello
 
 __all__ = ["join"]
@@ -47,7 +47,7 @@ def join(
     find_key: Callable[[], bytes | None],
     describe: Callable[[str], Member],
     deadline: Deadline,
-) -> tuple[World, Connection]:
+) -> tuple[World, Connection, list[Frame]]:
     """Dial rank 0 and wait until the whole world has joined.
 
     Args:
@@ -59,7 +59,7 @@ def join(
         deadline: For all of it.
 
     Returns:
-        The world, and the control connection.
+        The world, the control connection, and frames that came on it right behind the world.
 
     Raises:
         RendezvousError: Rank 0 refused, was not reached, or ranks are missing.
@@ -103,10 +103,12 @@ class _Attempt:
         self._describe = describe
         self._deadline = deadline
         self._missing: list[int] = [0]
+        self._without_secret: Deadline | None = None
         self.refusals = 0
         self.trouble: RankwireError | None = None
 
-    def run(self) -> tuple[World, Connection]:
+    def run(self) -> tuple[World, Connection, list[Frame]]:
+        self._missing = [0]
         sock = connect_tcp(self._address, self._deadline)
         try:
             self._authenticate(sock)
@@ -114,7 +116,8 @@ class _Attempt:
             control = Connection(sock, peer=0, max_nbytes=_MAX_CONTROL_NBYTES)
             payload = pack(Join(member))
             control.send(Channel.CONTROL, 0, 0, [payload], len(payload), self._deadline)
-            return self._await_world(control), control
+            world, rest = self._await_world(control)
+            return world, control, rest
         except BaseException:
             sock.close()
             raise
@@ -122,23 +125,30 @@ class _Attempt:
     def _authenticate(self, sock: socket.socket) -> None:
         key = self._find_key()
         if key is None:
-            raise AuthenticationError(
-                f"something listens on {self._address}, "
-                "but no secret of this user's rank 0 was found"
-            )
+            raise self._no_secret()
+        self._without_secret = None
         # Whatever listens there may be no rank 0 at all, and never answer.
         limit = self._deadline.sooner(HANDSHAKE_LIMIT)
         authenticate(sock, self._hello, key=key, deadline=limit)
 
-    def _await_world(self, control: Connection) -> World:
+    def _no_secret(self) -> RankwireError:
+        """Nobody has laid out a secret: a launcher's socket may listen before rank 0 is there."""
+        self._without_secret = self._without_secret or Deadline(HANDSHAKE_LIMIT)
+        reason = f"something listens on {self._address}, but there is no secret of its rank 0"
+        if not self._without_secret.expired:
+            return NoConnectionError(f"{reason} yet")
+        self.refusals = _AUTHENTICATION_TRIES
+        return AuthenticationError(f"{reason} that this user can read")
+
+    def _await_world(self, control: Connection) -> tuple[World, list[Frame]]:
         self._missing = []
         report = Deadline(_REPORT_EVERY)
         while True:
             frames = control.read(self._deadline.sooner(report.remaining()))
-            for frame in frames:
+            for index, frame in enumerate(frames):
                 message = unpack(frame.payload)
                 if isinstance(message, World):
-                    return message
+                    return message, frames[index + 1 :]
                 if isinstance(message, Failed):
                     raise RendezvousError(message.reason, missing=message.missing)
                 if not isinstance(message, Waiting):

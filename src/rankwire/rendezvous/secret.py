@@ -38,7 +38,11 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
     Raises:
         ConfigurationError: None was given where one is needed, or it is too short.
     """
-    found = _encoded(secret) if secret is not None else _read_file() or _read_environment()
+    found = _encoded(secret)
+    if found is None:
+        found = _read_file()
+    if found is None:
+        found = _read_environment()
     if found is not None:
         if len(found) < MIN_SECRET_NBYTES:
             raise ConfigurationError(
@@ -94,8 +98,14 @@ class AgreedSecret:
             self._path.unlink(missing_ok=True)
 
 
-def _encoded(secret: bytes | str) -> bytes:
-    return secret.encode() if isinstance(secret, str) else bytes(secret)
+def _encoded(secret: bytes | str | None) -> bytes | None:
+    if secret is None:
+        return None
+    if isinstance(secret, str):
+        return secret.encode()
+    if not isinstance(secret, (bytes, bytearray, memoryview)):
+        raise ConfigurationError(f"a secret is bytes or text, not {type(secret).__name__}")
+    return bytes(secret)
 
 
 def _read_file() -> bytes | None:

@@ -72,6 +72,7 @@ class Channel(IntEnum):
     CANCEL = 6
     CONTROL = 7
     FAREWELL = 8
+    GREETING = 9
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

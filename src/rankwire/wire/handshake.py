@@ -56,6 +56,7 @@ PROTOCOL_VERSION = 1
 NONCE_NBYTES = 32
 
 _MAGIC = b"rankwire"
+_MAX_DETAIL = (1 << 56) - 1
 _HELLO = struct.Struct("<8sHH16sIIIIQ32s44x")
 _CHALLENGE = struct.Struct("<8sH22x32s")
 _VERDICT = struct.Struct("<Q32s")
@@ -171,9 +172,8 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
     if status == Status.OTHER_EPOCH:
         return NoConnectionError("the peer belongs to another incarnation of the job")
     if status == Status.CLOSED:
-        return ChannelClosedError(f"the agent of rank {hello.peer} is closed").during(
-            peer=hello.peer
-        )
+        who = "rank" if hello.purpose is Purpose.MESSAGES else "the agent of rank"
+        return ChannelClosedError(f"{who} {hello.peer} has left").during(peer=hello.peer)
     text = texts.get(status, f"refused with status {status}")  # type: ignore[call-overload]
     return RendezvousError(text) if hello.purpose is Purpose.JOIN else NoConnectionError(text)
 
@@ -257,5 +257,5 @@ class Responder:
 
     def verdict(self, status: Status, detail: int = 0) -> bytes:
         """Return VERDICT. ``detail`` goes into the text of a refusal."""
-        packed = int(status | detail << 8).to_bytes(8, "little")
+        packed = int(status | (detail & _MAX_DETAIL) << 8).to_bytes(8, "little")
         return packed + hmac.digest(self._key, b"R" + self._transcript + packed, sha256)
