@@ -28,6 +28,7 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
     RendezvousError,
+    ResourceError,
     SelfSendError,
     SizeMismatchError,
     UnsupportedTypeError,
@@ -58,6 +59,7 @@ EXAMPLES = [
         {"reason": "too late", "missing": [1, 3]},
     ),
     (lambda: NoConnectionError("refused"), ConnectionError, {}),
+    (lambda: ResourceError("no file descriptors"), RuntimeError, {}),
     (
         lambda: PeerLostError(3, "it was killed"),
         ConnectionError,

@@ -438,7 +438,9 @@ def test_input_that_trickles_in_does_not_prolong_the_deadline(link):
     trickling.result()
 
 
-def test_input_that_never_stops_does_not_prolong_the_deadline(link):
+@pytest.mark.parametrize("spin", [0.0, 100e-6])
+def test_input_that_never_stops_does_not_prolong_the_deadline(make_link, spin):
+    link = make_link(spin=spin)
     # Byte by byte, but always another one there: a whole frame may take hours.
     header = frame_bytes(bytes(1 << 29))[:HEADER_NBYTES]
     give_up = time.monotonic() + 2.0
@@ -598,6 +600,37 @@ def test_a_farewell_is_an_end_in_good_order_after_all_that_was_sent(connections)
         send(far, b"x")
 
 
+def test_a_greeting_is_no_message_whatever_comes_with_it(make_link):
+    greeting, message = frame_bytes(channel=Channel.GREETING), frame_bytes(b"x", sequence=1)
+    for pieces in ([greeting, message], [greeting + message]):
+        link = make_link()
+        for piece in pieces:
+            link.raw.sendall(piece)
+            time.sleep(0.02)
+        assert [frame.channel for frame in read(link.connection)] == [Channel.MESSAGE]
+
+
+def test_a_peer_that_greeted_and_vanished_is_lost(sockets):
+    near, far = sockets
+    dialler = Connection(far, peer=0, max_nbytes=10)
+    connection = Connection(near, peer=1, max_nbytes=10, incoming=True)
+    dialler.greet(Deadline(PATIENCE))
+    dialler.close()
+    with pytest.raises(PeerLostError):
+        read(connection)
+    assert not connection.was_given_up
+
+
+def test_a_farewell_is_the_end_whatever_comes_with_it(link):
+    farewell = frame_bytes(channel=Channel.FAREWELL, sequence=1)
+    link.raw.sendall(frame_bytes(b"x") + farewell + frame_bytes(b"too late", sequence=2))
+    link.raw.close()
+    frames = []
+    with pytest.raises(ChannelClosedError, match="rank 1 has left"):
+        frames.extend(frames_of(link.connection))
+    assert [frame.payload for frame in frames] == [b"x"]
+
+
 def test_a_farewell_is_not_reported_as_a_loss(link):
     link.raw.sendall(frame_bytes(channel=Channel.FAREWELL))
     link.raw.close()
@@ -647,7 +680,7 @@ def test_a_farewell_to_a_peer_that_is_gone_is_no_error(link):
     [
         b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\n\r\n",
         frame_bytes(sequence=1),
-        frame_bytes(channel=9),
+        frame_bytes(channel=99),
         pack_header(1, 0, 0, 1001, 0),
         pack_header(1, 0, 0, 2**64 - 1, 0),
     ],
@@ -667,7 +700,7 @@ def test_garbage_is_a_protocol_error_that_names_the_peer_and_is_reported_once(ma
 
 
 def test_frames_before_garbage_in_one_read_are_given(link):
-    link.raw.sendall(frame_bytes(b"good") + frame_bytes(channel=9, sequence=1))
+    link.raw.sendall(frame_bytes(b"good") + frame_bytes(channel=99, sequence=1))
     frames = []
     with pytest.raises(ProtocolError):
         frames.extend(frames_of(link.connection))

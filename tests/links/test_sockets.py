@@ -1,5 +1,6 @@
 """Sockets: addresses, options, listening and connecting."""
 
+import errno
 import os
 import select
 import socket
@@ -16,6 +17,7 @@ from rankwire.errors import (
     DeadlineExceededError,
     NoConnectionError,
     PeerLostError,
+    ResourceError,
 )
 from rankwire.links import sockets
 from rankwire.links.sockets import (
@@ -222,6 +224,22 @@ def test_a_check_that_raises_ends_the_wait_for_an_answer(cleanup):
     with pytest.raises(PeerLostError):
         connect_tcp(address_of(listener), deadline, check=check)
     assert deadline.waited < 5.0
+
+
+def test_being_out_of_descriptors_is_told_as_such(monkeypatch, own_runtime_folder):
+    def fail(*args, **kwargs):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socket", fail)
+    path = f"{own_runtime_folder}/nobody"
+    for use in (
+        lambda: listen_tcp(ANY_PORT),
+        lambda: listen_unix(path),
+        lambda: connect_tcp(TcpAddress("127.0.0.1", 1), Deadline(PATIENCE)),
+        lambda: connect_unix(path, Deadline(PATIENCE)),
+    ):
+        with pytest.raises(ResourceError, match="Too many open files"):
+            use()
 
 
 def test_a_socket_that_has_connected_to_itself_has_reached_nobody():

@@ -235,28 +235,30 @@ class Backend(ABC):
 
     def _meet(self, epoch: int, deadline: Deadline) -> None:
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        untold = self._tell_entered(others, epoch, deadline.sooner(_BARRIER_LOOK))
-        # Once more those that were slow to answer, now that nobody else waits because of them.
-        untold = self._tell_entered(untold, epoch, deadline)
-        missing = list(others)
-        while missing:
-            first = missing[0]
-            if self._has_entered(first, epoch, deadline.sooner(_BARRIER_LOOK)):
-                missing.remove(first)
-                continue
-            # While one is late another one may die: that ends the barrier too.
-            missing = [src for src in missing if not self._has_entered(src, epoch, _NOW)]
-            if missing and deadline.expired:
-                break
-        if missing or untold:
-            raise DeadlineExceededError(deadline.limit, waiting_for=sorted(missing or untold))
+        untold, missing = others, others
+        while True:
+            untold = self._tell_entered(untold, epoch, deadline)
+            if missing and self._has_entered(missing[0], epoch, deadline.sooner(_BARRIER_LOOK)):
+                missing = missing[1:]
+            elif missing:
+                # While one is late another one may die: that ends the barrier too.
+                missing = [src for src in missing if not self._has_entered(src, epoch, _NOW)]
+            if not missing and not untold:
+                return
+            if deadline.expired:
+                missing = [src for src in missing if not self._has_entered(src, epoch, _NOW)]
+                if missing or untold:
+                    raise DeadlineExceededError(
+                        deadline.limit, waiting_for=sorted(missing or untold)
+                    )
 
     def _tell_entered(self, ranks: list[int], epoch: int, deadline: Deadline) -> list[int]:
-        """Tell ranks that this one has entered; return those that could not be told in time."""
+        """Tell ranks that this one has entered; return those that are slow to take it."""
         untold, failure = [], None
         for dst in ranks:  # all of them, also when one is lost: nobody must wait for us in vain
+            patience = deadline.sooner(_BARRIER_LOOK)
             try:
-                self.transmit(dst, Channel.BARRIER, self.group, epoch, (), 0, deadline)
+                self.transmit(dst, Channel.BARRIER, self.group, epoch, (), 0, patience)
             except DeadlineExceededError:
                 untold.append(dst)
             except RankwireError as error:

@@ -55,6 +55,7 @@ DEFAULT_JOIN_TIMEOUT = 300.0
 # this time.
 _REFUSED_PATIENCE = 0.5
 _FAREWELL_PATIENCE = 0.2
+_INTRODUCTION_DELAY = 0.2
 
 
 class TcpBackend(Backend):
@@ -116,6 +117,7 @@ class TcpBackend(Backend):
         self._services_closed: set[int] = set()
         self._callers_waiting: dict[int, list[Connection]] = {}
         self._peers: dict[int, Peer] = {}
+        self._closing = threading.Event()
         self._introductions = threading.Thread(
             target=self._introduce, name="rankwire-introductions", daemon=True
         )
@@ -270,7 +272,15 @@ class TcpBackend(Backend):
                 if patience.expired or deadline.expired:
                     raise PeerLostError(rank, error.message) from error
                 time.sleep(0.005)
-        return self._adopt(peer, sock)
+        connection = self._adopt(peer, sock)
+        if connection.failure is not None:  # the peer went, or this backend, at this moment
+            self._discard(peer, connection)
+            peer.check()
+        return connection
+
+    def _discard(self, peer: Peer, connection: Connection) -> None:
+        connection.close()
+        peer.remove(connection)
 
     def _connect(self, peer: Peer, deadline: Deadline) -> socket.socket:
         member = peer.member
@@ -326,9 +336,12 @@ class TcpBackend(Backend):
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
         connection = self._adopt(peer, sock, incoming=True)
+        if connection.failure is not None:
+            self._discard(peer, connection)
+            return
         if hello.purpose is Purpose.MESSAGES:
             if not peer.inbox.attach(connection):
-                connection.close()
+                self._discard(peer, connection)
             return
         with self._lock:
             port = self._ports.get(hello.service)
@@ -342,26 +355,30 @@ class TcpBackend(Backend):
         peer = self._peers.get(gone.rank)
         if peer is None:
             return
-        if gone.rank == 0:
-            self._introductions.start()
         if gone.orderly:
             peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
-            return
-        peer.fail(PeerLostError(gone.rank, gone.reason))
-        if peer.member.host_id == self._me.host_id and peer.member.unix_path:
-            with suppress(OSError):
-                os.unlink(peer.member.unix_path)  # a killed process cannot remove its own
+        else:
+            peer.fail(PeerLostError(gone.rank, gone.reason))
+            if peer.member.host_id == self._me.host_id and peer.member.unix_path:
+                with suppress(OSError):
+                    os.unlink(peer.member.unix_path)  # a killed process cannot remove its own
+        if gone.rank == 0:
+            self._introductions.start()
 
     def _introduce(self) -> None:
         """Connect to everyone, because the coordinator is gone.
 
         It would have told who dies. Now each rank hears of the others' ends on its own connections,
-        and for that every two must have one.
+        and for that every two must have one. Not at once: mostly everyone leaves by now.
         """
+        if self._closing.wait(_INTRODUCTION_DELAY):
+            return
         for peer in self._peers.values():
             try:
                 deadline = Deadline(self.timeout)
                 self._dial_messages(peer, deadline).greet(deadline)
+            except PeerLostError as error:
+                peer.fail(error)
             except RankwireError as error:
                 _log.debug("rank %d was not greeted: %s", peer.member.rank, error)
 
@@ -374,6 +391,7 @@ class TcpBackend(Backend):
                 if self._closed:
                     return
                 self._closed = True
+                self._closing.set()
                 ports = list(self._ports.values())
                 waiting = [c for parked in self._callers_waiting.values() for c in parked]
                 self._callers_waiting.clear()
