@@ -109,9 +109,8 @@ class RankwireError(Exception):
 
         For an error that is raised in several threads, which must not share a traceback.
         """
-        twin = _restore(type(self), self.args, self.__dict__)
-        if hasattr(self, "__notes__"):
-            twin.__notes__ = list(self.__notes__)
+        state = {k: list(v) if type(v) is list else v for k, v in self.__dict__.items()}
+        twin = _restore(type(self), self.args, state)
         twin.__cause__ = self.__cause__
         return twin  # type: ignore[return-value]
 

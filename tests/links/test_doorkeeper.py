@@ -712,5 +712,6 @@ def test_a_verdict_is_sent_before_the_socket_is_handed_over(door):
 
     door.house.enter = enter
     near = door.knock()
+    near.settimeout(PATIENCE)
     assert struct.unpack("<Q", near.recv(8, socket.MSG_WAITALL)) == (42,)
     sent_first[0].close()

@@ -153,13 +153,15 @@ class Connection:
             else:
                 self._write([b"".join((*self._held, header, *buffers))], deadline, while_blocked)
             self._sequence += 1
+            if channel == Channel.FAREWELL:
+                self.failure = ChannelClosedError("this end has left").during(peer=self.peer)
         finally:
             self._send_lock.release()
 
     def flush(
         self, deadline: Deadline, *, while_blocked: Callable[[], object] | None = None
     ) -> None:
-        """Send the frames that were held back; raises as ``send`` does."""
+        """Send the frames that were held back, if the connection still stands."""
         if not self._held:
             return
         self._begin_sending(deadline)
@@ -277,10 +279,22 @@ class Connection:
             self._parser.violation = ProtocolError("the stream is out of step")
             self.fail(PeerLostError(self.peer, "reading from it was interrupted"))
             raise
-        if frames and frames[-1].channel >= Channel.FAREWELL:
-            if frames.pop().channel == Channel.FAREWELL:
-                self.failure = self.failure or _left(self.peer)
+        if self._parser.has_courtesies:
+            frames = self._without_courtesies(frames)
         return frames
+
+    def _without_courtesies(self, frames: list[Frame]) -> list[Frame]:
+        """Take greetings and the farewell out; nothing comes after a farewell."""
+        self._parser.has_courtesies = False
+        messages = []
+        for frame in frames:
+            if frame.channel == Channel.FAREWELL:
+                self.failure = self.failure or _left(self.peer)
+                break
+            if frame.channel != Channel.GREETING:
+                messages.append(frame)
+        self.unclaimed = messages
+        return messages
 
     def claim(self) -> None:
         """Take note that the frames last returned have been delivered."""
@@ -311,8 +325,9 @@ class Connection:
                 if frames:
                     spin.paid()
                     return frames
-                if frames is None and perf_counter() >= limit:
-                    spin.wasted()
+                if perf_counter() >= limit:
+                    if frames is None:
+                        spin.wasted()
                     break
         else:
             spin.skipped()
@@ -356,9 +371,6 @@ class Connection:
             self.send(Channel.FAREWELL, 0, 0, (), 0, deadline)
         except RankwireError:
             return  # it is gone, or takes nothing any more: then it sees the end of the stream
-        self.failure = self.failure or ChannelClosedError("this end has left").during(
-            peer=self.peer
-        )
 
     def greet(self, deadline: Deadline) -> None:
         """Tell the peer that this end is there; from now on an end of the stream is a death."""

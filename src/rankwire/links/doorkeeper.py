@@ -20,6 +20,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from secrets import token_bytes
 from typing import Protocol
 
@@ -43,6 +44,7 @@ __all__ = ["Doorkeeper", "House"]
 _log = logging.getLogger("rankwire")
 
 _MAX_STRANGERS = 256
+_ACCEPTS_A_ROUND = 64
 _ACCEPT_PAUSE = 0.05  # seconds, when the process is out of file descriptors or memory
 
 
@@ -70,6 +72,7 @@ class Doorkeeper:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
         self._posted: deque[Callable[[], None]] = deque()
         self._listeners: list[socket.socket] = []
@@ -92,6 +95,10 @@ class Doorkeeper:
         """Run ``action`` on the doorkeeper's thread. Safe from any thread; ignored once closed."""
         self._posted.append(action)
         if not self._closing:
+            self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full of wake-ups: it will wake up
             os.write(self._wake_write, b"\0")
 
     def watch(
@@ -124,7 +131,7 @@ class Doorkeeper:
         if self._closing:
             return
         self._closing = True
-        os.write(self._wake_write, b"\0")
+        self._wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         for listener in self._listeners:
@@ -171,7 +178,7 @@ class Doorkeeper:
     # -- accepting ---------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
+        for _ in range(_ACCEPTS_A_ROUND):  # a flood must not keep handshakes from going on
             try:
                 sock, _ = listener.accept()
             except BlockingIOError:

@@ -75,6 +75,7 @@ class Channel(IntEnum):
     GREETING = 9
 
 
+_FIRST_COURTESY = int(Channel.FAREWELL)
 _CHANNELS = frozenset(int(channel) for channel in Channel)
 
 
@@ -132,6 +133,7 @@ class FrameParser:
         "_sequence",
         "_start",
         "_view",
+        "has_courtesies",
         "violation",
     )
 
@@ -150,6 +152,8 @@ class FrameParser:
         self._filled = 0
         # Found behind whole frames in one read: they are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
+        # Set when a greeting or farewell was among the frames; for the owner to reset.
+        self.has_courtesies = False
 
     @property
     def in_frame(self) -> bool:
@@ -194,6 +198,8 @@ class FrameParser:
             if stop <= end:
                 frames.append(_new_frame(Frame, (channel, group, tag, buffer[body:stop])))
                 start = stop
+                if channel >= _FIRST_COURTESY:
+                    self.has_courtesies = True
                 self._sequence = (sequence + 1) & _SEQUENCE_MASK
             elif stop - start > _BUFFER_NBYTES:
                 self._begin_body((channel, group, tag), nbytes, self._view[body:end])
