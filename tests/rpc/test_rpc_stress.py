@@ -57,7 +57,8 @@ def test_ten_thousand_asynchronous_calls_need_no_more_threads(agents):
         if number % 500 == 0:
             most = max(most, threading.active_count())
     assert [future.result(30) for future in futures] == list(range(10_000))
-    assert most <= before + WORKERS + 2  # the callee's workers, and not one more for any call
+    # The callee's workers, a few that wait to become one, and not one more for any call.
+    assert most <= before + 2 * WORKERS + 4
     assert not agents[0]._futures
     assert agents[0]._port.in_flight() == 0
     deadline = Deadline(5)

@@ -37,11 +37,16 @@ from rankwire.rendezvous.messages import (
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello, Status
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "is_last_moment"]
 
 _log = logging.getLogger("rankwire")
 
 _REPORT_EVERY = 10.0  # seconds between log lines about missing ranks
+
+
+def is_last_moment(deadline: Deadline) -> bool:
+    """Whether a rank that gives up now does so because time is over for it too."""
+    return deadline.remaining() < min(0.25, deadline.limit / 4)
 
 
 class _State(Enum):
@@ -80,6 +85,8 @@ class Coordinator:
         self._members: dict[int, Member] = {0: me}
         self._controls: dict[int, Connection] = {}
         self._state = _State.FORMING
+        self._deadline: Deadline | None = None
+        self._gave_up: set[int] = set()
         self._changed = threading.Condition()
 
     # -- joining -----------------------------------------------------------------------------------
@@ -116,6 +123,7 @@ class Coordinator:
         Raises:
             RendezvousError: Some did not; all others were told.
         """
+        self._deadline = deadline
         while True:
             with self._changed:
                 patience = min(_REPORT_EVERY, deadline.sleep_limit())
@@ -131,7 +139,8 @@ class Coordinator:
             _log.warning("waiting for ranks %s (%.0f s)", missing, deadline.waited)
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self._world_size) if rank not in self._members]
+        present = self._members.keys() | self._gave_up
+        return [rank for rank in range(self._world_size) if rank not in present]
 
     def _heard(self, rank: int, frames: list[Frame]) -> None:
         for frame in frames:
@@ -166,6 +175,8 @@ class Coordinator:
             formed = self._state is _State.FORMED
             if not formed:
                 self._members.pop(rank, None)
+                if self._deadline is not None and is_last_moment(self._deadline):
+                    self._gave_up.add(rank)
         if not formed:
             self._tell_all(Waiting(self._missing()))
             return

@@ -26,6 +26,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp
+from rankwire.rendezvous.coordinator import is_last_moment
 from rankwire.rendezvous.messages import Failed, Join, Member, Waiting, World, pack, unpack
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello
@@ -153,7 +154,7 @@ class _Attempt:
                     raise RendezvousError(message.reason, missing=message.missing)
                 if not isinstance(message, Waiting):
                     raise ProtocolError(f"unexpected {type(message).__name__} from rank 0")
-                self._missing = message.missing
+                self._note_missing(message.missing)
             if self._deadline.expired:
                 raise self.too_late()
             if report.expired:
@@ -164,6 +165,15 @@ class _Attempt:
                     self._missing,
                     self._deadline.waited,
                 )
+
+    def _note_missing(self, missing: list[int]) -> None:
+        """Remember who is missing; at the last moment only who is so no more.
+
+        By then others give up too, for the same reason as this one; they are not the cause.
+        """
+        if is_last_moment(self._deadline) and self._missing:
+            missing = [rank for rank in missing if rank in self._missing]
+        self._missing = missing
 
     def too_late(self) -> RendezvousError:
         reason = f"the world did not form within {self._deadline.limit:g} s"
