@@ -40,6 +40,7 @@ _log = logging.getLogger("rankwire")
 _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 _FAREWELL_PATIENCE = 0.2
 _FLUSH_PATIENCE = 1.0
+_LOOKS_AT_ALL = 4  # one look in so many is at all connections
 # With more calls in flight than this, one more that nobody waits for yet is sent together with the
 # next ones: 64 in flight from one thread make a third more calls a second that way.
 _HOLD_FROM = 8
@@ -63,6 +64,7 @@ class TcpCallPort(CallPort):
         self._attended: dict[int, Inbox] = {}
         self._incoming: dict[int, Connection] = {}
         self._dial_locks: dict[int, threading.Lock] = {}
+        self._last_caller: Connection | None = None
         self._holding: set[Connection] = set()
         self._turns: dict[int, int] = {}
         self._spin = Spin(backend.spin)
@@ -218,39 +220,59 @@ class TcpCallPort(CallPort):
             self.flush()
         if self._ended is not None:
             raise self._ended.copy()
-        for descriptor, _ in self._wait(deadline):
-            connection = self._incoming.get(descriptor)
-            if connection is not None:
-                return self._read(connection)
-            inbox = self._attended.get(descriptor)
-            if inbox is not None:
-                inbox.read_available()
-                if inbox.in_flight and not inbox.is_read:
-                    self._arm(inbox)
-            elif descriptor == self._wakeup:
-                os.eventfd_read(self._wakeup)
-        return []
+        events = self._spin_for_events()
+        if events is None:
+            ready = self._epoll.poll(deadline.sleep_limit(), 1)
+            events = self._handle(ready[0][0]) if ready else []
+        return events
 
-    def _wait(self, deadline: Deadline) -> list[tuple[int, int]]:
-        spin, poll = self._spin, self._epoll.poll
-        if spin.budget > 0.0:
-            limit = perf_counter() + spin.budget
-            while True:
-                ready = poll(0, 1)
-                if ready:
-                    spin.paid()
-                    return ready
-                if perf_counter() >= limit:
-                    spin.wasted()
-                    break
-        else:
+    def _spin_for_events(self) -> list[PortEvent] | None:
+        """Look for events without sleeping, as long as that pays; None if there were none.
+
+        Whoever called last calls next, most of the time: its connection is read without being asked
+        whether there is anything, which is 1 us sooner.
+        """
+        spin = self._spin
+        if spin.budget <= 0.0:
             spin.skipped()
-        return poll(deadline.sleep_limit(), 1)
+            return None
+        limit = perf_counter() + spin.budget
+        look = 0
+        while True:
+            caller = self._last_caller
+            if caller is not None and look % _LOOKS_AT_ALL:
+                events = self._read(caller)
+                if events:
+                    spin.paid()
+                    return events
+            elif ready := self._epoll.poll(0, 1):
+                spin.paid()
+                return self._handle(ready[0][0])
+            look += 1
+            if perf_counter() >= limit:
+                spin.wasted()
+                return None
+
+    def _handle(self, descriptor: int) -> list[PortEvent]:
+        """Do what a descriptor that is ready asks for."""
+        connection = self._incoming.get(descriptor)
+        if connection is not None:
+            self._last_caller = connection
+            return self._read(connection)
+        inbox = self._attended.get(descriptor)
+        if inbox is not None:
+            inbox.read_available()
+            if inbox.in_flight and not inbox.is_read:
+                self._arm(inbox)
+        elif descriptor == self._wakeup:
+            os.eventfd_read(self._wakeup)
+        return []
 
     def _read(self, connection: Connection) -> list[PortEvent]:
         try:
             frames = connection.read_ready()
         except RankwireError:
+            self._last_caller = None
             self._drop(connection)
             return [CallerGone(connection.peer)]
         events: list[PortEvent] = []

@@ -199,6 +199,8 @@ class Connection:
                     self._wait_writable(deadline, while_blocked)
                     continue
                 started = True
+                if len(pieces) == 1 and count == len(pieces[0]):
+                    break  # the usual case: a small frame, taken at once
                 pieces = _after(pieces, count)
             if self._held:
                 self._held.clear()
@@ -396,8 +398,6 @@ class Connection:
 
 def _after(pieces: list[Buffer], count: int) -> list[Buffer]:
     """Return what is left to send after ``count`` bytes have left."""
-    if len(pieces) == 1 and count == len(pieces[0]):
-        return []
     for index, piece in enumerate(pieces):
         size = memoryview(piece).nbytes
         if count < size:
