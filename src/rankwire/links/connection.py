@@ -32,7 +32,6 @@ from rankwire.errors import (
 from rankwire.links.sockets import wait_for
 from rankwire.links.spinning import Spin
 from rankwire.wire.frames import (
-    HEADER_NBYTES,
     Buffer,
     Channel,
     Frame,
@@ -49,7 +48,9 @@ _JOIN_NBYTES = 16384
 # POSIX promises only 16 vectors a call, Linux has 1024.
 _MAX_VECTORS = 512
 _PEEK_NBYTES = 1 << 16
-_HOLD_NBYTES = 16384
+# More than this, and the peer would wait while it could already be working: with 64 calls in flight
+# 8 make 58 k calls a second, 64 make 42 k.
+_HOLD_FRAMES = 8
 _LONGEST_SLEEP = 0.1
 _BLOCKED_NAP = 0.001
 # Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
@@ -96,7 +97,6 @@ class Connection:
         self._send_lock = threading.Lock()
         self._sequence = 0
         self._held: list[bytes] = []
-        self._held_nbytes = 0
 
     @property
     def transport(self) -> str:
@@ -147,9 +147,8 @@ class Connection:
             header = pack_header(channel, group, tag, nbytes, self._sequence)
             if nbytes > _JOIN_NBYTES:
                 self._write([*self._held, header, *buffers], deadline, while_blocked)
-            elif hold and self._held_nbytes < _HOLD_NBYTES:
+            elif hold and len(self._held) < _HOLD_FRAMES:
                 self._held.append(b"".join((header, *buffers)))
-                self._held_nbytes += HEADER_NBYTES + nbytes
             else:
                 self._write([b"".join((*self._held, header, *buffers))], deadline, while_blocked)
             self._sequence += 1
@@ -204,7 +203,6 @@ class Connection:
                 pieces = _after(pieces, count)
             if self._held:
                 self._held.clear()
-                self._held_nbytes = 0
         except DeadlineExceededError:
             if started:
                 self.fail(PeerLostError(self.peer, "it took only a part of a message in time"))
