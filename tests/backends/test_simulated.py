@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rankwire.backends.simulated import SimulatedBackend
-from rankwire.backends.simulated_network import Inbox
+from rankwire.backends.simulated_lanes import Inbox
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,

@@ -21,7 +21,8 @@ from typing import Self
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend, check_world
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.simulated_calls import SimulatedCallPort, Switchboard
-from rankwire.backends.simulated_network import Inbox, Network, Wanted
+from rankwire.backends.simulated_lanes import Inbox, Wanted
+from rankwire.backends.simulated_network import Network
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,

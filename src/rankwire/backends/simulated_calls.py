@@ -21,7 +21,8 @@ from functools import partial
 
 from rankwire.backends.base import check_rank
 from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, IncomingCall, PortEvent
-from rankwire.backends.simulated_network import Inbox, Lane, Network, Wanted
+from rankwire.backends.simulated_lanes import Inbox, Lane, Wanted
+from rankwire.backends.simulated_network import Network
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,

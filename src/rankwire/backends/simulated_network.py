@@ -1,11 +1,8 @@
 """The simulated network: how traffic gets from rank to rank in one process, and how it fails to.
 
-A *lane* is one FIFO way from one rank to another for one kind of traffic (messages, requests of a
-service, its replies). It is bounded: bytes that are under way, or have arrived and nobody has
-taken, are its load, and a sender waits its turn until there is room. What is sent is a *landing*, a
+Traffic goes over lanes and lands in inboxes (``simulated_lanes``). What is sent is a *landing*, a
 function that hands the message over; without delays it runs in the sender's own thread, else in the
-timetable's. An *inbox* is where messages and replies land: a ``wire.mailbox`` and the threads that
-wait in it.
+timetable's.
 
 The network knows who has left, who was killed and which links are broken, and applies the fault
 plan. It does not know what travels, nor backends and ports: its members tell it who they are
@@ -22,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,18 +28,16 @@ from typing import Protocol
 
 from rankwire.backends.base import check_rank
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
+from rankwire.backends.simulated_lanes import Landing, Lane
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
-    DeadlineExceededError,
     PeerLostError,
     RankwireError,
 )
-from rankwire.wire.mailbox import Key, Mailbox, Receive
+from rankwire.wire.mailbox import Receive
 
-__all__ = ["Inbox", "Lane", "Landing", "Member", "Network", "Wanted"]
-
-Landing = Callable[[], None]
+__all__ = ["Member", "Network"]
 
 
 class Member(Protocol):
@@ -53,224 +48,6 @@ class Member(Protocol):
 
     def lose(self, peer: int, error: RankwireError) -> None:
         """``peer`` is out of reach: end everything that is wanted of it with ``error``."""
-
-
-class Wanted(Receive):
-    """A receive that threads can sleep on. Its ``home`` is the inbox where it was posted."""
-
-    __slots__ = ("ended",)
-
-    def __init__(
-        self,
-        key: Key,
-        *,
-        nbytes: int | None = None,
-        on_done: Callable[[Receive], None] | None = None,
-    ) -> None:
-        super().__init__(key, on_done, nbytes=nbytes)
-        self.ended: threading.Condition | None = None  # made by the first thread that sleeps
-
-
-class Lane:
-    """One FIFO way from ``src`` to ``dst``. Everything needs the lock held."""
-
-    __slots__ = (
-        "_delays",
-        "_turns",
-        "dst",
-        "failure",
-        "kept_nbytes",
-        "src",
-        "under_way",
-        "under_way_nbytes",
-    )
-
-    def __init__(self, src: int, dst: int, delays: Iterator[float] | None) -> None:
-        self.src = src
-        self.dst = dst
-        self.failure: RankwireError | None = None
-        # What has arrived and is not taken; set by whoever keeps it.
-        self.kept_nbytes: Callable[[], int] = int
-        self.under_way: deque[tuple[float, int, Landing]] = deque()
-        self.under_way_nbytes = 0
-        self._delays = delays
-        self._turns: deque[threading.Condition] = deque()
-
-    @property
-    def load_nbytes(self) -> int:
-        """Bytes that were sent and not taken."""
-        return self.under_way_nbytes + self.kept_nbytes()
-
-    def wait_for_room(
-        self,
-        nbytes: int,
-        limit: int,
-        lock: threading.Lock,
-        deadline: Deadline,
-        check: Callable[[], object],
-    ) -> None:
-        """Return when ``nbytes`` may be sent, in order of asking. An empty message always may."""
-        self._raise_failure()
-        if nbytes == 0 or (not self._turns and self._has_room(nbytes, limit)):
-            return
-        turn = threading.Condition(lock)
-        self._turns.append(turn)
-        try:
-            while not (self._turns[0] is turn and self._has_room(nbytes, limit)):
-                if deadline.expired:
-                    detail = f"{self.load_nbytes} bytes wait there, the limit is {limit}"
-                    raise DeadlineExceededError(
-                        deadline.limit, waiting_for=[self.dst], detail=detail
-                    )
-                turn.wait(deadline.sleep_limit())
-                check()
-                self._raise_failure()
-        finally:
-            self._turns.remove(turn)
-            self.room_made()
-
-    def room_made(self) -> None:
-        """Wake the sender whose turn it is."""
-        if self._turns:
-            self._turns[0].notify()
-
-    def next_arrival(self) -> float | None:
-        """Return when a message sent now may arrive, after those before it; None if at once."""
-        return None if self._delays is None else monotonic() + next(self._delays)
-
-    def abort(self, error: RankwireError) -> None:
-        """Lose what is under way; senders, now and later, get ``error``."""
-        self.under_way.clear()
-        self.under_way_nbytes = 0
-        self.refuse(error)
-
-    def refuse(self, error: RankwireError) -> None:
-        """Give senders, now and later, ``error``; what is under way still arrives."""
-        if self.failure is None:
-            self.failure = error
-        self.wake_senders()
-
-    def wake_senders(self) -> None:
-        """Have all blocked senders look again whether they still may send."""
-        for turn in self._turns:
-            turn.notify()
-
-    def _has_room(self, nbytes: int, limit: int) -> bool:
-        load = self.load_nbytes
-        return load == 0 or load + nbytes <= limit
-
-    def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure.copy()
-
-
-class Inbox:
-    """What came over one lane, and who waits for it. Everything needs the lock held.
-
-    Args:
-        network: Whose lock guards it.
-        lane: Where the messages come from.
-        mailbox: Where they are matched.
-    """
-
-    def __init__(self, network: Network, lane: Lane, mailbox: Mailbox) -> None:
-        self.lane = lane
-        self._network = network
-        self._mailbox = mailbox
-        self._posted: set[Wanted] = set()
-        self._fewer = threading.Condition(network.lock)
-        lane.kept_nbytes = lambda: mailbox.unmatched_nbytes
-
-    @property
-    def in_flight(self) -> int:
-        """How many receives wait for a message."""
-        return len(self._posted)
-
-    @property
-    def dropped(self) -> int:
-        """How many messages came for which nobody waited any more."""
-        return self._mailbox.dropped
-
-    def post(self, wanted: Wanted) -> None:
-        """Ask for a message; it may be done on return. One of a wrong size keeps its place."""
-        wanted.home = self
-        self._posted.add(wanted)
-        self._mailbox.post(wanted)
-        if wanted.done:
-            self._end(wanted)
-            self.lane.room_made()
-
-    def land(self, key: Key, payload: bytearray) -> None:
-        """Give a message to the first receive of that key which it fits, else keep it."""
-        self._landed(self._mailbox.deliver(key, payload))
-
-    def _landed(self, wanted: Receive | None) -> None:
-        misfits, self._mailbox.misfits = self._mailbox.misfits, []
-        for ended in (*misfits, *([] if wanted is None else [wanted])):
-            assert isinstance(ended, Wanted)
-            self._end(ended)
-
-    def wait(self, wanted: Wanted, deadline: Deadline) -> bytearray:
-        """Return the message of a posted receive. The lock is free while waiting.
-
-        Raises:
-            DeadlineExceededError: The receive is taken back; a later one still gets the message.
-            RankwireError: The source is gone, or the message has the wrong size.
-        """
-        try:
-            in_time = self.drive(wanted, deadline)
-        except BaseException:  # an interrupt: the message must not go with this thread
-            if not self.withdraw(wanted) and wanted.payload is not None:
-                self._landed(self._mailbox.put_back(wanted))
-            raise
-        if not in_time:
-            self.withdraw(wanted)
-            raise DeadlineExceededError(deadline.limit, waiting_for=[self.lane.src])
-        return wanted.result()
-
-    def drive(self, wanted: Wanted, deadline: Deadline) -> bool:
-        """Sleep until a receive is done; False if the deadline passes, and then it stays posted."""
-        while not wanted.done:
-            if deadline.expired:
-                return False
-            if wanted.ended is None:
-                wanted.ended = threading.Condition(self._network.lock)
-            wanted.ended.wait(deadline.sleep_limit())
-        return True
-
-    def withdraw(self, wanted: Wanted) -> bool:
-        """Take back a receive; False if it is done already."""
-        self._posted.discard(wanted)
-        self._fewer.notify_all()
-        return self._mailbox.withdraw(wanted)
-
-    def wait_for_fewer(self, limit: int, deadline: Deadline) -> bool:
-        """Sleep until fewer than ``limit`` receives wait; False if the deadline passes."""
-        while len(self._posted) >= limit:
-            if deadline.expired:
-                return False
-            self._fewer.wait(deadline.sleep_limit())
-        return True
-
-    def fail(self, error: RankwireError) -> None:
-        """End all receives, now and later; what has arrived can still be taken."""
-        for wanted in self._mailbox.fail(error):
-            assert isinstance(wanted, Wanted)
-            self._end(wanted)
-
-    def abandon(self, group: int, error: RankwireError) -> None:
-        """End the receives of one group and forget what has arrived for it."""
-        for wanted in self._mailbox.fail_group(group, error):
-            assert isinstance(wanted, Wanted)
-            self._end(wanted)
-        self.lane.room_made()
-
-    def _end(self, wanted: Wanted) -> None:
-        self._posted.discard(wanted)
-        self._fewer.notify_all()
-        if wanted.ended is not None:
-            wanted.ended.notify_all()
-        self._network.call_back(wanted)
 
 
 class Network:

@@ -9,43 +9,35 @@ Construction is a collective of the members: each tells every other who it think
 So a disagreement is found at once, by name, and all members know the same group id. The module
 knows the ``Backend`` and ``CallPort`` interfaces and nothing of what is behind them.
 
-Locks: one for each parent, held while a group of it is made (by one thread at a time, in the order
-the program makes them); another, held for moments, guards the table of those. Under the first, the
-parent's own locks are taken. A third, held for moments, guards a group's call ports and counters.
+Locks: one, held for moments, guards a group's call ports and counters. Those of forming a group are
+in ``sub_agreement``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import sleep
-from typing import ClassVar
-from weakref import WeakKeyDictionary
-
-import msgspec
 
 from rankwire.backends.base import Backend, check_rank
-from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, IncomingCall, PortEvent
+from rankwire.backends.calls import CallPort
+from rankwire.backends.sub_agreement import Agreement, group_id, service_of_group
+from rankwire.backends.sub_calls import SubCallPort
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
-    InvalidMessageError,
     InvalidRankError,
     InvalidWorldSizeError,
-    MembershipError,
     RankwireError,
 )
 from rankwire.wire.frames import Buffer, Channel
-from rankwire.wire.mailbox import Receive
 
 __all__ = ["SubBackend"]
 
-_AGREEMENT_TAG = 0
 # A parent need not wake a thread that reads a connection for others too; that one looks up this
 # often. A receive that is taken back and posted again loses nothing.
 _LOOK_UP_EVERY = 0.25
@@ -93,15 +85,15 @@ class SubBackend(Backend):
         self._members = chosen
         self._closed = False
         self._lock = threading.Lock()
-        self._ports: set[_SubCallPort] = set()
+        self._ports: set[SubCallPort] = set()
         self._waiting: Counter[int] = Counter()  # receives under way, by group
         deadline = Deadline(self.timeout)
         try:
-            ordinal = _Agreement.at(parent).reach(parent, chosen, deadline)
+            ordinal = Agreement.at(parent).reach(parent, chosen, deadline)
         except RankwireError as error:
             error.during(op="SubBackend", rank=parent.rank, waited=deadline.waited)
             raise
-        self._group = _group_id(parent.group, chosen, ordinal)
+        self._group = group_id(parent.group, chosen, ordinal)
 
     @property
     def parent(self) -> Backend:
@@ -180,14 +172,14 @@ class SubBackend(Backend):
     def open_calls(self, service: int) -> CallPort:
         """See ``Backend.open_calls``. The same number in another group is another service."""
         self._raise_if_closed()
-        port = _SubCallPort(self, self._parent.open_calls(_mixed(self._group, service)))
+        port = SubCallPort(self, self._parent.open_calls(service_of_group(self._group, service)))
         with self._lock:
             self._ports.add(port)
         if self._closed:  # meanwhile: then close() may have missed it
             port.close()
         return port
 
-    def forget_port(self, port: _SubCallPort) -> None:
+    def forget_port(self, port: SubCallPort) -> None:
         """Called by a port that is closed."""
         with self._lock:
             self._ports.discard(port)
@@ -276,203 +268,6 @@ class SubBackend(Backend):
             raise ChannelClosedError("this group is closed")
 
 
-class _SubCallPort(CallPort):
-    """A port of the parent, with ranks of the group. As safe from threads as the parent's is.
-
-    Args:
-        group: Translates.
-        port: The parent's port, for this group and service alone.
-    """
-
-    def __init__(self, group: SubBackend, port: CallPort) -> None:
-        self._group = group
-        self._port = port
-
-    def call(
-        self,
-        dst: int,
-        request_id: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
-        deadline: Deadline,
-        on_reply: Callable[[Receive], None] | None = None,
-        *,
-        hold: bool = False,
-    ) -> Receive:
-        """See ``CallPort.call``."""
-        with self._group.translating(dst) as rank:
-            return self._port.call(rank, request_id, buffers, nbytes, deadline, on_reply, hold=hold)
-
-    def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
-        """See ``CallPort.wait``."""
-        with self._group.translating(dst) as rank:
-            return self._port.wait(rank, receive, deadline)
-
-    def drive(self, dst: int, receive: Receive, deadline: Deadline) -> bool:
-        """See ``CallPort.drive``."""
-        with self._group.translating(dst) as rank:
-            return self._port.drive(rank, receive, deadline)
-
-    def forget(self, dst: int, receive: Receive) -> bool:
-        """See ``CallPort.forget``."""
-        return self._port.forget(self._group.to_global(dst), receive)
-
-    def cancel(self, dst: int, request_id: int) -> None:
-        """See ``CallPort.cancel``."""
-        self._port.cancel(self._group.to_global(dst), request_id)
-
-    def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
-        """See ``CallPort.wait_for_room``."""
-        with self._group.translating(dst) as rank:
-            return self._port.wait_for_room(rank, limit, deadline)
-
-    def attend(self, *, patiently: bool = False) -> bool:
-        """See ``CallPort.attend``."""
-        return self._port.attend(patiently=patiently)
-
-    def poll(self, deadline: Deadline) -> list[PortEvent]:
-        """See ``CallPort.poll``."""
-        with self._group.translating(self._group.rank):
-            return [self._translated(event) for event in self._port.poll(deadline)]
-
-    def wake(self) -> None:
-        """See ``CallPort.wake``."""
-        self._port.wake()
-
-    def reply(
-        self,
-        call: IncomingCall,
-        buffers: Sequence[Buffer],
-        nbytes: int,
-        deadline: Deadline,
-        *,
-        hold: bool = False,
-    ) -> None:
-        """See ``CallPort.reply``."""
-        with self._group.translating(call.src):
-            self._port.reply(call.origin, buffers, nbytes, deadline, hold=hold)
-
-    def flush(self) -> None:
-        """See ``CallPort.flush``."""
-        self._port.flush()
-
-    def in_flight(self) -> int:
-        """See ``CallPort.in_flight``."""
-        return self._port.in_flight()
-
-    def close(self) -> None:
-        """See ``CallPort.close``."""
-        self._port.close()
-        self._group.forget_port(self)
-
-    def _translated(self, event: PortEvent) -> PortEvent:
-        src = self._group.to_local(event.src)
-        assert src is not None  # the service number is known to members alone
-        match event:
-            case IncomingCall():
-                return IncomingCall(src, event.request_id, event.payload, event)
-            case CallCancelled():
-                return CallCancelled(src, event.request_id)
-            case CallerGone():
-                return CallerGone(src)
-
-
-class _Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a member tells the others: who it thinks they are, and how many such groups it has."""
-
-    members: list[int]
-    ordinal: int
-
-
-_DECODER = msgspec.msgpack.Decoder(_Announcement)
-
-
-class _Agreement:
-    """How the groups of one parent come to be, on this rank.
-
-    An announcement that was sent and not answered in time is not sent again by the next attempt for
-    the same group: the late member finds one, not two, and both are in step afterwards.
-    """
-
-    _of_parent: ClassVar[WeakKeyDictionary[Backend, _Agreement]] = WeakKeyDictionary()
-    _of_parent_lock = threading.Lock()
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: Counter[tuple[int, ...]] = Counter()
-        self._unanswered: dict[int, bytes] = {}
-
-    @classmethod
-    def at(cls, parent: Backend) -> _Agreement:
-        """Return that of a parent, new if it has none. Safe from any thread."""
-        with cls._of_parent_lock:
-            return cls._of_parent.setdefault(parent, cls())
-
-    def reach(self, parent: Backend, members: list[int], deadline: Deadline) -> int:
-        """Return the ordinal of a new group, the same on all members. Safe from any thread."""
-        if not self._lock.acquire(timeout=deadline.sleep_limit()):
-            raise DeadlineExceededError(deadline.limit, detail="another thread is making a group")
-        try:
-            ours = _Announcement(members, self._made[tuple(members)])
-            others = [rank for rank in members if rank != parent.rank]
-            self._announce(parent, ours, others, deadline)
-            theirs = self._collect(parent, ours, others, deadline)
-            ordinal = max([ours.ordinal, *(announcement.ordinal for announcement in theirs)])
-            self._made[tuple(members)] = ordinal + 1
-            return ordinal
-        finally:
-            self._lock.release()
-
-    def _announce(
-        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
-    ) -> None:
-        payload = msgspec.msgpack.encode(ours)
-        for dst in others:
-            if self._unanswered.get(dst) != payload:
-                parent.transmit(
-                    dst,
-                    Channel.CONTROL,
-                    parent.group,
-                    _AGREEMENT_TAG,
-                    (payload,),
-                    len(payload),
-                    deadline,
-                )
-                self._unanswered[dst] = payload
-
-    def _collect(
-        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
-    ) -> list[_Announcement]:
-        """Return what the others announced; all are asked first, so that an error names all."""
-        theirs: dict[int, _Announcement] = {}
-        differing: dict[int, list[int]] = {}
-        missing = []
-        for src in others:
-            try:
-                # Once a disagreement is certain, nobody is waited for any more.
-                patience = Deadline(0.0) if differing else deadline
-                payload = parent.receive(
-                    src, Channel.CONTROL, parent.group, _AGREEMENT_TAG, patience
-                )
-            except DeadlineExceededError:
-                missing.append(src)
-                continue
-            self._unanswered.pop(src, None)
-            theirs[src] = _decoded(payload, src)
-            if theirs[src].members != ours.members:
-                differing[src] = theirs[src].members
-        if differing:
-            views = [f"rank {rank} says {members}" for rank, members in differing.items()]
-            raise MembershipError(
-                f"the members disagree: rank {parent.rank} says {ours.members}, {', '.join(views)}"
-            )
-        if missing:
-            raise DeadlineExceededError(
-                deadline.limit, waiting_for=missing, detail=f"to confirm the group {ours.members}"
-            )
-        return list(theirs.values())
-
-
 def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
     """Return the members, ascending and once each."""
     chosen = list(members)
@@ -486,26 +281,3 @@ def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
         error.message = f"rank {parent.rank} is not a member of the group {chosen}"
         raise error
     return chosen
-
-
-def _decoded(payload: bytearray, src: int) -> _Announcement:
-    try:
-        return _DECODER.decode(payload)
-    except msgspec.DecodeError as error:
-        raise InvalidMessageError(f"not an announcement of a group: {error}").during(
-            peer=src
-        ) from error
-
-
-def _group_id(parent_group: int, members: list[int], ordinal: int) -> int:
-    """Return an id that differs from the world's, which is 0, and from that of any other group."""
-    return _digest("group", (parent_group, members, ordinal)) or 1
-
-
-def _mixed(group: int, service: int) -> int:
-    """Return the number by which the parent knows a service of a group."""
-    return _digest("service", (group, service))
-
-
-def _digest(purpose: str, value: object) -> int:
-    return int.from_bytes(hashlib.sha256(msgspec.msgpack.encode((purpose, value))).digest()[:8])

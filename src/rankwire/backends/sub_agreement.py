@@ -1,0 +1,147 @@
+"""How the members of a group agree on it: who they are, and by which id its traffic is known.
+
+Each member tells every other who it thinks the members are and how many such groups it has made. A
+disagreement is found at once, by name; otherwise all compute the same id from what was said.
+
+Locks: one for each parent, held while a group of it is made (by one thread at a time, in the order
+the program makes them); another, held for moments, guards the table of those. Under the first, the
+parent's own locks are taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from rankwire.backends.base import Backend
+from rankwire.deadline import Deadline
+from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
+from rankwire.wire.frames import Channel
+
+__all__ = ["Agreement", "group_id", "service_of_group"]
+
+_AGREEMENT_TAG = 0
+
+
+class _Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a member tells the others: who it thinks they are, and how many such groups it has."""
+
+    members: list[int]
+    ordinal: int
+
+
+_DECODER = msgspec.msgpack.Decoder(_Announcement)
+
+
+class Agreement:
+    """How the groups of one parent come to be, on this rank.
+
+    An announcement that was sent and not answered in time is not sent again by the next attempt for
+    the same group: the late member finds one, not two, and both are in step afterwards.
+    """
+
+    _of_parent: ClassVar[WeakKeyDictionary[Backend, Agreement]] = WeakKeyDictionary()
+    _of_parent_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: Counter[tuple[int, ...]] = Counter()
+        self._unanswered: dict[int, bytes] = {}
+
+    @classmethod
+    def at(cls, parent: Backend) -> Agreement:
+        """Return that of a parent, new if it has none. Safe from any thread."""
+        with cls._of_parent_lock:
+            return cls._of_parent.setdefault(parent, cls())
+
+    def reach(self, parent: Backend, members: list[int], deadline: Deadline) -> int:
+        """Return the ordinal of a new group, the same on all members. Safe from any thread."""
+        if not self._lock.acquire(timeout=deadline.sleep_limit()):
+            raise DeadlineExceededError(deadline.limit, detail="another thread is making a group")
+        try:
+            ours = _Announcement(members, self._made[tuple(members)])
+            others = [rank for rank in members if rank != parent.rank]
+            self._announce(parent, ours, others, deadline)
+            theirs = self._collect(parent, ours, others, deadline)
+            ordinal = max([ours.ordinal, *(announcement.ordinal for announcement in theirs)])
+            self._made[tuple(members)] = ordinal + 1
+            return ordinal
+        finally:
+            self._lock.release()
+
+    def _announce(
+        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
+    ) -> None:
+        payload = msgspec.msgpack.encode(ours)
+        for dst in others:
+            if self._unanswered.get(dst) != payload:
+                parent.transmit(
+                    dst,
+                    Channel.CONTROL,
+                    parent.group,
+                    _AGREEMENT_TAG,
+                    (payload,),
+                    len(payload),
+                    deadline,
+                )
+                self._unanswered[dst] = payload
+
+    def _collect(
+        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
+    ) -> list[_Announcement]:
+        """Return what the others announced; all are asked first, so that an error names all."""
+        theirs: dict[int, _Announcement] = {}
+        differing: dict[int, list[int]] = {}
+        missing = []
+        for src in others:
+            try:
+                # Once a disagreement is certain, nobody is waited for any more.
+                patience = Deadline(0.0) if differing else deadline
+                payload = parent.receive(
+                    src, Channel.CONTROL, parent.group, _AGREEMENT_TAG, patience
+                )
+            except DeadlineExceededError:
+                missing.append(src)
+                continue
+            self._unanswered.pop(src, None)
+            theirs[src] = _decoded(payload, src)
+            if theirs[src].members != ours.members:
+                differing[src] = theirs[src].members
+        if differing:
+            views = [f"rank {rank} says {members}" for rank, members in differing.items()]
+            raise MembershipError(
+                f"the members disagree: rank {parent.rank} says {ours.members}, {', '.join(views)}"
+            )
+        if missing:
+            raise DeadlineExceededError(
+                deadline.limit, waiting_for=missing, detail=f"to confirm the group {ours.members}"
+            )
+        return list(theirs.values())
+
+
+def group_id(parent_group: int, members: list[int], ordinal: int) -> int:
+    """Return an id that differs from the world's, which is 0, and from that of any other group."""
+    return _digest("group", (parent_group, members, ordinal)) or 1
+
+
+def service_of_group(group: int, service: int) -> int:
+    """Return the number by which the parent knows a service of a group."""
+    return _digest("service", (group, service))
+
+
+def _decoded(payload: bytearray, src: int) -> _Announcement:
+    try:
+        return _DECODER.decode(payload)
+    except msgspec.DecodeError as error:
+        raise InvalidMessageError(f"not an announcement of a group: {error}").during(
+            peer=src
+        ) from error
+
+
+def _digest(purpose: str, value: object) -> int:
+    return int.from_bytes(hashlib.sha256(msgspec.msgpack.encode((purpose, value))).digest()[:8])
