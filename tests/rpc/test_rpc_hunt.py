@@ -1,0 +1,639 @@
+"""Races and dead ends of the RPC layer; each test is named by what must hold."""
+
+import asyncio
+import contextvars
+import dataclasses
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import wait
+
+import pytest
+
+from rankwire import (
+    ChannelClosedError,
+    RankwireError,
+    RemoteError,
+    RpcAgent,
+)
+from rankwire.backends.calls import IncomingCall
+from rankwire.deadline import Deadline
+from rankwire.links import connection as connection_module
+from rankwire.rpc import serving as serving_module
+from rankwire.testing import in_parallel, simulated_world, tcp_world
+from rankwire.wire.frames import Channel
+from rankwire.wire.mailbox import Receive
+
+
+@pytest.fixture
+def world():
+    with tcp_world(2) as world:
+        yield world
+
+
+@pytest.fixture
+def agents(world):
+    agents = [RpcAgent(backend) for backend in world]
+    yield agents
+    for agent in agents:
+        agent.close(grace=0.3)
+
+
+@pytest.fixture
+def quiet_threads(monkeypatch):
+    """A thread that dies is told by what it does not do any more."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+
+def in_thread(function, *args, **kwargs):
+    thread = threading.Thread(target=function, args=args, kwargs=kwargs, daemon=True)
+    thread.start()
+    return thread
+
+
+def error_of(function, *args, **kwargs):
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        return error
+
+
+# -- agents that close while somebody dials ------------------------------------------------------
+
+
+def test_dialling_an_agent_that_is_closing_does_not_lose_the_peer(world):
+    first, second = world
+    caller, callee = RpcAgent(first), RpcAgent(second)
+    at_the_end, go_on = threading.Event(), threading.Event()
+    forget_port = second.forget_port
+
+    def late(port):
+        at_the_end.set()
+        go_on.wait(5)
+        forget_port(port)
+
+    second.forget_port = late
+    closing = in_thread(callee.close, 0.0)
+    assert at_the_end.wait(5)
+    error = error_of(caller.rpc_sync, 1, "anything", timeout=2)
+    go_on.set()
+    closing.join(5)
+    second.forget_port = forget_port
+    try:
+        assert isinstance(error, ChannelClosedError), repr(error)
+        first.send(b"still there", 1, timeout=2)  # the rank is alive: only its agent has gone
+        assert bytes(second.recv(0, timeout=2)) == b"still there"
+    finally:
+        caller.close(0.0)
+
+
+def test_a_connection_let_in_just_before_its_agent_closed_is_ended(world):
+    first, second = world
+    caller, callee = RpcAgent(first), RpcAgent(second)
+    enter = second.enter
+
+    def late(hello, sock):
+        callee.close(0.0)
+        enter(hello, sock)
+
+    second.enter = late
+    error = error_of(caller.rpc_sync, 1, "anything", timeout=1)
+    second.enter = enter
+    try:
+        assert isinstance(error, ChannelClosedError), repr(error)
+    finally:
+        caller.close(0.0)
+
+
+def test_the_end_of_an_old_agents_connection_does_not_cancel_the_new_ones_calls(world):
+    first, second = world
+    callee = RpcAgent(second)
+    callee.register("hello", lambda: "hello")
+    started, go_on = threading.Event(), threading.Event()
+
+    @callee.register
+    async def work():
+        started.set()
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        return "done"
+
+    old = RpcAgent(first)
+    assert old.rpc_sync(1, "hello") == "hello"
+    (old_connection,) = callee._port._incoming.values()
+    read, late = callee._port._read, threading.Event()
+
+    def slowly(connection):  # as if the old connection's end were late on its way
+        if connection is old_connection and not late.is_set():
+            time.sleep(0.001)
+            return []
+        return read(connection)
+
+    callee._port._read = slowly
+    old.close(0.0)
+    new = RpcAgent(first)
+    future = new.rpc_async(1, "work", timeout=4)
+    assert started.wait(3)
+    late.set()
+    time.sleep(0.1)
+    go_on.set()
+    try:
+        assert future.result(4) == "done"
+    finally:
+        new.close(0.3)
+        callee.close(0.3)
+
+
+# -- the serving threads -------------------------------------------------------------------------
+
+
+def test_a_result_that_no_one_could_foresee_does_not_end_serving(agents, quiet_threads):
+    @dataclasses.dataclass
+    class Half:
+        value: int
+
+    callee = agents[1]
+    callee.codec.register(Half)
+
+    def half():
+        result = Half(1)
+        del result.value
+        return result
+
+    def released():
+        with memoryview(bytearray(5)) as view:
+            return view
+
+    async def released_later():
+        return released()
+
+    callee.register("fine", lambda: "fine")
+    for function in (half, released, released_later):
+        callee.register(function)
+        error = error_of(agents[0].rpc_sync, 1, function.__name__, timeout=1)
+        assert isinstance(error, RemoteError), (function, error)
+        assert agents[0].rpc_sync(1, "fine", timeout=1) == "fine"
+    assert not callee._server._active
+
+
+def test_a_result_that_changes_while_it_is_encoded_is_the_functions_error(agents):
+    shared = {str(n): [n] for n in range(20_000)}
+    stop = threading.Event()
+
+    def change():
+        n = 0
+        while not stop.is_set():
+            n += 1
+            shared[f"x{n % 50}"] = [n]
+            shared.pop(f"x{(n + 25) % 50}", None)
+
+    agents[1].register("shared", lambda: shared)
+    agents[1].register("fine", lambda: "fine")
+    changer = in_thread(change)
+    try:
+        for _ in range(5):
+            result = error_of(agents[0].rpc_sync, 1, "shared", timeout=2)
+            assert isinstance(result, (dict, RemoteError)), repr(result)
+    finally:
+        stop.set()
+        changer.join()
+    assert agents[0].rpc_sync(1, "fine", timeout=2) == "fine"
+
+
+def test_a_callback_that_raises_anything_does_not_end_serving(agents, quiet_threads):
+    caller, callee = agents
+    callee.register("nap", lambda: time.sleep(0.05))
+    caller.register("fine", lambda: "fine")
+
+    def leave(_):
+        if threading.current_thread().name == "rankwire-serving":
+            raise SystemExit(1)
+
+    futures = [caller.rpc_async(1, "nap") for _ in range(2)]
+    for future in futures:
+        future.add_done_callback(leave)
+    wait(futures, timeout=1)
+    time.sleep(0.05)
+    assert callee.rpc_sync(0, "fine", timeout=1) == "fine"
+    assert not caller._futures
+
+
+def test_a_callback_that_waits_does_not_keep_its_agent_from_serving(agents):
+    caller, callee = agents
+    caller.register("pong", lambda: "pong")
+    callee.register("nap", lambda: time.sleep(0.02))
+    callee.register("ping", lambda: callee.rpc_sync(0, "pong"))
+    results = []
+    done = threading.Event()
+
+    def call_again(_):
+        results.append(error_of(caller.rpc_sync, 1, "ping", timeout=2))
+        done.set()
+
+    caller.rpc_async(1, "nap").add_done_callback(call_again)
+    assert done.wait(4)
+    assert results == ["pong"]
+
+
+def test_a_call_made_later_in_a_finished_calls_context_makes_no_second_poller(agents):
+    caller, callee = agents
+    contexts = []
+    callee.register("keep", lambda: contexts.append(contextvars.copy_context()))
+    callee.register("fine", lambda: "fine")
+    caller.register("fine", lambda: "fine")
+    polling, most, mutex = [0], [0], threading.Lock()
+    poll = callee._port.poll
+
+    def counted(deadline):
+        with mutex:
+            polling[0] += 1
+            most[0] = max(most[0], polling[0])
+        try:
+            return poll(deadline)
+        finally:
+            with mutex:
+                polling[0] -= 1
+
+    callee._port.poll = counted
+    for _ in range(3):
+        caller.rpc_sync(1, "keep")
+        time.sleep(0.02)
+        assert contexts[-1].run(callee.rpc_sync, 0, "fine", timeout=2) == "fine"
+        time.sleep(0.02)
+        caller.rpc_sync(1, "fine", timeout=2)
+    assert most[0] == 1
+
+
+def test_a_future_made_while_the_standby_falls_asleep_is_looked_after(agents, monkeypatch):
+    caller, callee = agents
+    callee.register("nap", lambda: time.sleep(0.02))
+    caller.rpc_sync(1, "nap")
+    pool = caller._server._pool
+    sleep_between_looks = pool._sleep_between_looks
+    futures = []
+
+    def call_at_the_last_moment(worker, quiet, *rest):
+        if quiet > serving_module._LOOKS_UNTIL_ASLEEP and not futures:
+            futures.append(caller.rpc_async(1, "nap", timeout=2))
+        return sleep_between_looks(worker, quiet, *rest)
+
+    monkeypatch.setattr(pool, "_sleep_between_looks", call_at_the_last_moment)
+    limit = time.monotonic() + 3
+    while not futures and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert len(wait(futures, timeout=1.5).done) == 1
+
+
+def test_a_caller_that_reads_no_replies_does_not_stop_the_callee_from_serving_others():
+    with tcp_world(3) as world:
+        deaf, callee, other = agents = [RpcAgent(backend) for backend in world]
+        callee.register("fine", lambda: "fine")
+        assert other.rpc_sync(1, "fine") == "fine"
+        deaf._port.attend = lambda **_: True  # as a stopped process
+        deaf._max_in_flight = 10_000
+        futures = [deaf.rpc_async(1, "unknown" * 20, timeout=30) for _ in range(3000)]
+        deaf._port._send_held(deaf._port._outgoing[1], Deadline(1))
+        time.sleep(0.3)
+        begin = time.monotonic()
+        result = error_of(other.rpc_sync, 1, "fine", timeout=2)
+        seconds = time.monotonic() - begin
+        del deaf._port.attend
+        for agent in agents:
+            agent.close(0.0)
+        assert len(futures) == 3000
+        assert result == "fine", repr(result)
+        assert seconds < 0.9
+
+
+# -- held back frames ----------------------------------------------------------------------------
+
+
+def cancel(futures):
+    futures.pop().cancel()
+
+
+def look_at(futures):
+    with pytest.raises(TimeoutError):
+        futures[0].result(timeout=0)
+
+
+@pytest.mark.parametrize("send_held", [cancel, look_at])
+def test_no_wait_for_a_peer_that_takes_nothing_now_does_not_lose_it(send_held):
+    with tcp_world(2, transport="tcp") as (first, second):
+        caller = RpcAgent(first, max_in_flight=100_000)
+        caller._port.attend = lambda **_: True  # only send_held sends: nothing here has a deadline
+        futures = [caller.rpc_async(1, "x", timeout=10) for _ in range(10)]
+        connection = caller._port._outgoing[1].connection  # there is no agent yet: nobody reads
+        for _ in range(2000):
+            futures += [caller.rpc_async(1, "x", bytes(15_000), timeout=10) for _ in range(6)]
+            send_held(futures)
+            if connection._held or connection.failure is not None:
+                break
+        lost = connection.failure
+        del caller._port.attend
+        callee = RpcAgent(second)
+        error = error_of(futures[0].exception, 3)
+        caller.close(0.0)
+        callee.close(0.0)
+        assert lost is None, repr(lost)
+        assert "FunctionNotFound" in repr(error)
+
+
+def test_a_reply_held_back_while_another_worker_flushes_is_sent(agents):
+    caller, callee = agents
+    callee.register("fine", lambda: 1)
+    caller.rpc_sync(1, "fine")
+    (connection,) = callee._port._incoming.values()
+    request_id = next(caller._ids)
+    inbox = caller._port._outgoing[1]
+    receive = Receive((caller._port.service, Channel.REPLY, request_id))
+    inbox.post(receive)
+    send = connection.send
+
+    def interrupted_by_a_flush(*args, **kwargs):
+        callee._port.flush()  # by a worker that has just lost the polling role
+        return send(*args, **kwargs)
+
+    connection.send = interrupted_by_a_flush
+    buffers, nbytes = callee._server.encode_value(7)
+    call = IncomingCall(0, request_id, bytearray(), connection)
+    callee._port.reply(call, buffers, nbytes, Deadline(1), hold=True)
+    connection.send = send
+    callee._port.flush()  # what the next poll does
+    assert inbox.drive(receive, Deadline(1))
+
+
+def test_what_the_peer_replied_before_its_agent_left_is_not_lost(world):
+    first, second = world
+    caller, callee = RpcAgent(first), RpcAgent(second)
+    callee.register("fine", lambda: "fine")
+    caller.rpc_sync(1, "fine")
+    attend, caller._port.attend = caller._port.attend, lambda **_: True  # nobody came to look yet
+    future = caller.rpc_async(1, "fine")
+    time.sleep(0.1)
+    callee.close(1.0)
+    errors = [error_of(caller.rpc_sync, 1, "fine", timeout=1) for _ in range(2)]
+    caller._port.attend = attend
+    result = error_of(future.result, 2)
+    caller.close(0.0)
+    assert all(isinstance(error, ChannelClosedError) for error in errors), errors
+    assert result == "fine", repr(result)
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def test_a_discarded_connection_is_not_attended_again(world):
+    first, second = world
+    caller, callee = RpcAgent(first), RpcAgent(second)
+    callee.register("fine", lambda: "fine")
+    caller.rpc_sync(1, "fine")
+    port = caller._port
+    old = port._outgoing[1]
+    callee.close(0.0)
+    close = old.close
+
+    def armed_at_the_last_moment(cause):
+        port._arm(old)  # by the standby, which had it in its list
+        close(cause)
+
+    old.close = armed_at_the_last_moment
+    error_of(caller.rpc_sync, 1, "fine", timeout=1)
+    error_of(caller.rpc_sync, 1, "fine", timeout=1)
+    try:
+        assert not port._attended
+    finally:
+        caller.close(0.0)
+
+
+def test_waking_a_port_that_closes_at_that_moment_touches_no_closed_descriptor(world, monkeypatch):
+    agent = RpcAgent(world[0])
+    agent._server._pool.close(Deadline(1))
+    write = os.eventfd_write
+
+    def late(descriptor, value):
+        closing = in_thread(agent._port.close)
+        closing.join(0.3)
+        write(descriptor, value)  # perhaps another one's by now
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    error = error_of(agent._port.wake)
+    monkeypatch.undo()
+    agent.close(0.0)
+    assert error is None, repr(error)
+
+
+def test_closing_the_backend_ends_a_call_that_is_about_to_sleep(world, monkeypatch):
+    first, second = world
+    caller, callee = RpcAgent(first), RpcAgent(second)
+    go_on = threading.Event()
+    callee.register("wait", lambda: go_on.wait(4))
+    wait_for = connection_module.wait_for
+    closing = []
+
+    def late(sock, *args):
+        if not closing:
+            closing.append(in_thread(first.close))
+            closing[0].join(1)
+        return wait_for(sock, *args)
+
+    monkeypatch.setattr(connection_module, "wait_for", late)
+    error = error_of(caller.rpc_sync, 1, "wait", timeout=3)
+    monkeypatch.undo()
+    go_on.set()
+    caller.close(0.0)
+    callee.close(0.5)
+    assert isinstance(error, ChannelClosedError), repr(error)
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tcp_world, simulated_world])
+def test_a_long_error_text_fits_the_message_limit(make):
+    with make(2, max_message_nbytes=10_000) as world:
+        agents = [RpcAgent(backend) for backend in world]
+
+        def fail():
+            raise ValueError("x" * 50_000)
+
+        agents[1].register("fail", fail)
+        agents[1].register("fine", lambda: "fine")
+        error = error_of(agents[0].rpc_sync, 1, "fail", timeout=1.5)
+        after = error_of(agents[0].rpc_sync, 1, "fine", timeout=1.5)
+        for agent in agents:
+            agent.close(0.0)
+        assert isinstance(error, RemoteError), repr(error)
+        assert error.remote_type == "ValueError"
+        assert after == "fine"
+
+
+def test_a_call_refused_by_a_closing_agent_has_not_run(agents):
+    caller, callee = agents
+    go_on = threading.Event()
+    callee.register("wait", lambda: go_on.wait(4))
+    callee.register("fine", lambda: "fine")
+    running = caller.rpc_async(1, "wait")
+    time.sleep(0.05)
+    closing = in_thread(callee.close, 3.0)
+    time.sleep(0.05)
+    error = error_of(caller.rpc_sync, 1, "fine", timeout=2)
+    later = caller.rpc_async(1, "fine", timeout=2).exception(3)
+    go_on.set()
+    closing.join(5)
+    running.exception(2)
+    assert isinstance(error, ChannelClosedError)
+    assert isinstance(later, ChannelClosedError)
+    assert not error.may_have_run
+    assert not later.may_have_run
+
+
+# -- ending --------------------------------------------------------------------------------------
+
+
+def test_a_callback_may_close_the_agent_that_is_closing(quiet_threads):
+    with simulated_world(1) as (backend,):
+        agent = RpcAgent(backend)
+        go_on = threading.Event()
+        agent.register("wait", lambda: go_on.wait(4))
+        future = agent.rpc_async(0, "wait")
+        future.add_done_callback(lambda _: agent.close())
+        closing = in_thread(agent.close, 0.05)
+        closing.join(1.5)
+        go_on.set()
+        stuck = closing.is_alive()
+        if stuck:
+            agent._close_lock.release()
+            closing.join(3)
+        assert not stuck
+
+
+def test_a_callback_may_close_the_backend_that_is_closing(quiet_threads):
+    with tcp_world(2) as (first, second):
+        caller, callee = RpcAgent(first), RpcAgent(second)
+        go_on = threading.Event()
+        callee.register("wait", lambda: go_on.wait(4))
+        future = caller.rpc_async(1, "wait")
+        future.add_done_callback(lambda _: first.close())
+        closing = in_thread(first.close)
+        closing.join(1.5)
+        stuck = closing.is_alive()
+        if stuck:
+            first._close_lock.release()
+            closing.join(3)
+        go_on.set()
+        caller.close(0.0)
+        callee.close(0.5)
+        assert not stuck
+
+
+@pytest.mark.parametrize("make", [tcp_world, simulated_world])
+def test_calls_to_oneself_end_when_the_backend_is_closed(make):
+    with make(1) as (backend,):
+        agent = RpcAgent(backend)
+        agent.register("fine", lambda: "fine")
+        agent.rpc_sync(0, "fine")
+        backend.close()
+        time.sleep(0.1)
+        begin = time.monotonic()
+        error = error_of(agent.rpc_sync, 0, "fine", timeout=1.5)
+        seconds = time.monotonic() - begin
+        future = error_of(agent.rpc_async, 0, "fine", timeout=0.5)
+        ended = not isinstance(future, RankwireError) and wait([future], timeout=1).done
+        agent.close(0.0)
+        assert isinstance(error, ChannelClosedError), repr(error)
+        assert seconds < 1
+        assert isinstance(future, RankwireError) or ended
+
+
+@pytest.mark.parametrize("make", [tcp_world, simulated_world])
+def test_a_function_may_close_the_agent_that_serves_it(make):
+    with make(2) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        agents[1].register("shut_down", lambda: agents[1].close(2.0))
+        begin = time.monotonic()
+        error_of(agents[0].rpc_sync, 1, "shut_down", timeout=4)
+        seconds = time.monotonic() - begin
+        for agent in agents:
+            agent.close(0.0)
+        assert seconds < 1.5  # nobody waits for itself
+
+
+def test_a_coroutine_may_close_the_agent_that_serves_it():
+    with tcp_world(2) as world:
+        caller, callee = [RpcAgent(backend) for backend in world]
+        errors = []
+
+        @callee.register
+        async def shut_down():
+            errors.append(error_of(callee.close, 0.1))
+
+        error_of(caller.rpc_sync, 1, "shut_down", timeout=3)
+        limit = time.monotonic() + 2
+        while not errors and time.monotonic() < limit:
+            time.sleep(0.01)
+        closed = callee._port._closed is not None
+        caller.close(0.0)
+        if not closed:
+            callee._server._pool.close(Deadline(1))
+            callee._port.close()
+        assert errors == [None]
+        assert closed
+
+
+def test_a_cancelled_call_to_oneself_makes_room():
+    with simulated_world(1) as (backend,):
+        agent = RpcAgent(backend, max_in_flight=1)
+        go_on = threading.Event()
+        agent.register("wait", lambda: go_on.wait(4))
+        agent.register("fine", lambda: "fine")
+        future = agent.rpc_async(0, "wait")
+        results = []
+        caller = in_thread(lambda: results.append(error_of(agent.rpc_sync, 0, "fine", timeout=2)))
+        time.sleep(0.1)
+        future.cancel()
+        caller.join(1)
+        in_time = list(results)
+        go_on.set()
+        caller.join(3)
+        agent.close(0.5)
+        assert in_time == ["fine"]
+
+
+def test_looking_for_more_jobs_bears_that_another_thread_takes_the_last():
+    class Raced(deque):
+        def __bool__(self):
+            return True
+
+        def __len__(self):
+            return 1
+
+    with simulated_world(1) as (backend,):
+        agent = RpcAgent(backend)
+        pool = agent._server._pool
+        time.sleep(0.02)
+        arrived, pool._arrived = pool._arrived, Raced()
+        more = error_of(pool.has_more, pool._poller)
+        pool._arrived = arrived
+        agent.close(0.0)
+        assert more is False, repr(more)
+
+
+def test_the_limit_of_calls_in_flight_holds_for_many_threads(world):
+    caller, callee = RpcAgent(world[0], max_in_flight=4), RpcAgent(world[1], workers=32)
+    running, most, mutex = [0], [0], threading.Lock()
+
+    def nap():
+        with mutex:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        with mutex:
+            running[0] -= 1
+
+    callee.register("nap", nap)
+    in_parallel([lambda: caller.rpc_sync(1, "nap", timeout=4)] * 24)
+    caller.close(0.0)
+    callee.close(0.5)
+    assert most[0] <= 4
