@@ -41,6 +41,7 @@ class Source:
         self.pollers = 0
         self.most_pollers = 0
         self.looks = 0
+        self.ended = threading.Event()
 
     def poll(self, deadline):
         self.pollers += 1
@@ -68,7 +69,13 @@ def source():
 
 def make_pool(source, **limits):
     limits = {"workers": 4, "max_queued": 100, "max_nested": 8} | limits
-    pool = Pool(poll=source.poll, wake=source.wake, on_look=source.look, **limits)
+    pool = Pool(
+        poll=source.poll,
+        wake=source.wake,
+        on_look=source.look,
+        on_end=source.ended.set,
+        **limits,
+    )
     pool.start()
     return pool
 

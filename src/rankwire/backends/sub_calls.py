@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, IncomingCall, PortEvent
+from rankwire.backends.calls import (
+    CallCancelled,
+    CallerGone,
+    CallPort,
+    IncomingCall,
+    PortEvent,
+    RepliesDue,
+)
 from rankwire.deadline import Deadline
 from rankwire.wire.frames import Buffer
 from rankwire.wire.mailbox import Receive
@@ -115,12 +122,14 @@ class SubCallPort(CallPort):
         self._group.forget_port(self)
 
     def _translated(self, event: PortEvent) -> PortEvent:
+        if isinstance(event, RepliesDue):
+            return event
         src = self._group.to_local(event.src)
         assert src is not None  # the service number is known to members alone
         match event:
             case IncomingCall():
-                return IncomingCall(src, event.request_id, event.payload, event)
+                return IncomingCall(src, event.request_id, event.payload, event, event.link)
             case CallCancelled():
                 return CallCancelled(src, event.request_id)
             case CallerGone():
-                return CallerGone(src)
+                return CallerGone(src, event.link)

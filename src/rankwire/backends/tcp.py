@@ -111,7 +111,7 @@ class TcpBackend(Backend):
         self._transport = transport
         self._wanted_spin = spin
         self._closed = False
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()  # a callback of closing may close
         self._lock = threading.Lock()
         self._ports: dict[int, TcpCallPort] = {}
         self._services_closed: set[int] = set()
@@ -345,10 +345,14 @@ class TcpBackend(Backend):
             return
         with self._lock:
             port = self._ports.get(hello.service)
-            if port is None and not self._closed:
+            has_closed = self._closed or hello.service in self._services_closed
+            if port is None and not has_closed:
                 self._callers_waiting.setdefault(hello.service, []).append(connection)
         if port is not None:
             port.adopt(connection)
+        elif has_closed:  # since it was let in
+            connection.farewell(Deadline(0.0))
+            self._discard(peer, connection)
 
     def on_gone(self, gone: Gone) -> None:
         """Hear from the control plane that a rank has died or left."""

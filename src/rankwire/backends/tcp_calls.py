@@ -20,7 +20,14 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, IncomingCall, PortEvent
+from rankwire.backends.calls import (
+    CallCancelled,
+    CallerGone,
+    CallPort,
+    IncomingCall,
+    PortEvent,
+    RepliesDue,
+)
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
@@ -39,7 +46,7 @@ _log = logging.getLogger("rankwire")
 
 _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 _FAREWELL_PATIENCE = 0.2
-_FLUSH_PATIENCE = 1.0
+_NOW = Deadline(0.0)
 _LOOKS_AT_ALL = 4  # one look in so many is at all connections
 # With more calls in flight than this, one more that nobody waits for yet is sent together with the
 # next ones: 64 in flight from one thread make a third more calls a second that way.
@@ -86,6 +93,25 @@ class TcpCallPort(CallPort):
         hold: bool = False,
     ) -> Receive:
         """See ``CallPort.call``."""
+        try:
+            return self._call(dst, request_id, buffers, nbytes, deadline, on_reply, hold)
+        except ChannelClosedError:
+            # The peer's agent closed since the last call, and nothing of this one was sent. There
+            # may be a new one; if not, the door says so.
+            if self._closed is not None or self._ended is not None:
+                raise
+            return self._call(dst, request_id, buffers, nbytes, deadline, on_reply, hold)
+
+    def _call(
+        self,
+        dst: int,
+        request_id: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        on_reply: Callable[[Receive], None] | None,
+        hold: bool,
+    ) -> Receive:
         inbox = self._outgoing.get(dst)
         if inbox is None or inbox.connection.failure is not None:  # type: ignore[union-attr]
             inbox = self._dial(dst, deadline)
@@ -102,6 +128,9 @@ class TcpCallPort(CallPort):
                 hold=hold and inbox.in_flight > _HOLD_FROM,
                 while_blocked=inbox.read_quietly,
             )
+        except ChannelClosedError:
+            if inbox.withdraw(receive):
+                raise
         except BaseException:
             inbox.withdraw(receive)
             raise
@@ -184,7 +213,7 @@ class TcpCallPort(CallPort):
                 if self._closed is None:
                     self._outgoing[dst] = inbox
                     return inbox
-            connection.close()
+            self._dismiss(connection, Deadline(_FAREWELL_PATIENCE))
             raise self._closed.copy()
         finally:
             dial_lock.release()
@@ -196,6 +225,7 @@ class TcpCallPort(CallPort):
         """
         assert inbox.connection is not None
         assert inbox.connection.failure is not None
+        inbox.read_available()  # what it replied before it ended
         with self._lock:
             if self._outgoing.get(dst) is inbox:
                 del self._outgoing[dst]
@@ -212,7 +242,13 @@ class TcpCallPort(CallPort):
                 self._incoming[connection.fileno()] = connection
                 self._epoll.register(connection.fileno(), select.EPOLLIN)
                 return
+        self._dismiss(connection, Deadline(_FAREWELL_PATIENCE))
+
+    def _dismiss(self, connection: Connection, patience: Deadline) -> None:
+        """Let the agent at the other end know that this one has closed."""
+        connection.farewell(patience)
         connection.close()
+        self._backend.release(connection)
 
     def poll(self, deadline: Deadline) -> list[PortEvent]:
         """See ``CallPort.poll``."""
@@ -220,10 +256,15 @@ class TcpCallPort(CallPort):
             self.flush()
         if self._ended is not None:
             raise self._ended.copy()
-        events = self._spin_for_events()
-        if events is None:
-            ready = self._epoll.poll(deadline.sleep_limit(), 1)
-            events = self._handle(ready[0][0]) if ready else []
+        try:
+            events = self._spin_for_events()
+            if events is None:
+                ready = self._epoll.poll(deadline.sleep_limit(), 1)
+                events = self._handle(ready[0][0]) if ready else []
+        except ValueError as error:
+            if self._closed is None:
+                raise
+            raise self._closed.copy() from error  # a poller that was busy when the agent closed
         return events
 
     def _spin_for_events(self) -> list[PortEvent] | None:
@@ -261,9 +302,11 @@ class TcpCallPort(CallPort):
             return self._read(connection)
         inbox = self._attended.get(descriptor)
         if inbox is not None:
-            inbox.read_available()
+            inbox.read_quietly()
             if inbox.in_flight and not inbox.is_read:
                 self._arm(inbox)
+            if inbox.due:
+                return [RepliesDue(inbox.call_back_due)]
         elif descriptor == self._wakeup:
             os.eventfd_read(self._wakeup)
         return []
@@ -274,13 +317,13 @@ class TcpCallPort(CallPort):
         except RankwireError:
             self._last_caller = None
             self._drop(connection)
-            return [CallerGone(connection.peer)]
+            return [CallerGone(connection.peer, connection)]
         events: list[PortEvent] = []
         for channel, group, tag, payload in frames or ():
             if group != self.service:
                 continue  # a frame for another agent cannot come on this agent's connection
             if channel == Channel.CALL:
-                events.append(IncomingCall(connection.peer, tag, payload, connection))
+                events.append(IncomingCall(connection.peer, tag, payload, connection, connection))
             elif channel == Channel.CANCEL:
                 events.append(CallCancelled(connection.peer, tag))
         return events
@@ -304,26 +347,30 @@ class TcpCallPort(CallPort):
     ) -> None:
         """See ``CallPort.reply``."""
         connection: Connection = call.origin
-        if hold:
-            self._holding.add(connection)
         connection.send(
             Channel.REPLY, self.service, call.request_id, buffers, nbytes, deadline, hold=hold
         )
+        if connection.is_holding:  # after the send: whoever flushes must find it
+            self._holding.add(connection)
 
     def flush(self) -> None:
         """See ``CallPort.flush``."""
-        while self._holding:
-            connection = self._holding.pop()
+        for connection in list(self._holding):
+            self._holding.discard(connection)
             try:
-                connection.flush(Deadline(_FLUSH_PATIENCE))
+                connection.flush(_NOW)
             except RankwireError as error:
                 _log.debug("replies to rank %d were not sent: %s", connection.peer, error)
+            if connection.is_holding and connection.failure is None:
+                self._holding.add(connection)  # it takes nothing now; the next look tries again
 
     # -- replies that no thread waits for ----------------------------------------------------------
 
     def attend(self, *, patiently: bool = False) -> bool:
         """See ``CallPort.attend``."""
-        outstanding = False
+        outstanding = bool(self._holding)
+        if outstanding:
+            self.flush()
         for dst, inbox in list(self._outgoing.items()):
             if not inbox.in_flight:
                 continue
@@ -331,14 +378,14 @@ class TcpCallPort(CallPort):
             seen, self._turns[dst] = self._turns.get(dst), inbox.turns
             if patiently and seen != inbox.turns:
                 continue
-            self._send_held(inbox, Deadline(_FLUSH_PATIENCE))
+            self._send_held(inbox, _NOW)
             if not inbox.is_read:
                 self._arm(inbox)
         return outstanding
 
     def _arm(self, inbox: Inbox) -> None:
         with self._lock:
-            if self._closed is not None or inbox.connection is None:
+            if self._outgoing.get(inbox.peer) is not inbox or inbox.connection is None:
                 return
             descriptor = inbox.connection.fileno()
             if descriptor in self._attended:
@@ -357,8 +404,9 @@ class TcpCallPort(CallPort):
 
     def wake(self) -> None:
         """See ``CallPort.wake``."""
-        if self._closed is None:
-            os.eventfd_write(self._wakeup, 1)
+        with self._lock:  # or the descriptor might be closed, and somebody else's by now
+            if self._closed is None:
+                os.eventfd_write(self._wakeup, 1)
 
     def shut_down(self, cause: ChannelClosedError) -> None:
         """End every wait and ``poll`` with ``cause``, because the backend closes.
@@ -382,14 +430,13 @@ class TcpCallPort(CallPort):
             self._attended = {}
             self._epoll.close()
             os.close(self._wakeup)
+        # First of all: who dials from now on is told at the door.
+        self._backend.forget_port(self)
         patience = Deadline(_FAREWELL_PATIENCE)
         for connection in incoming:
-            connection.farewell(patience)
-            connection.close()
-            self._backend.release(connection)
+            self._dismiss(connection, patience)
         for inbox in outgoing.values():
             assert inbox.connection is not None
             inbox.connection.farewell(patience)
             inbox.close(cause)
             self._backend.release(inbox.connection)
-        self._backend.forget_port(self)

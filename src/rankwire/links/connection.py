@@ -103,6 +103,11 @@ class Connection:
         """``"unix"`` or ``"tcp"``."""
         return "unix" if self._sock.family == socket.AF_UNIX else "tcp"
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether frames wait here to be flushed."""
+        return bool(self._held)
+
     def fileno(self) -> int:
         """Return the file descriptor, for pollers."""
         return self._sock.fileno()
@@ -146,11 +151,12 @@ class Connection:
                 raise self.failure.copy()
             header = pack_header(channel, group, tag, nbytes, self._sequence)
             if nbytes > _JOIN_NBYTES:
-                self._write([*self._held, header, *buffers], deadline, while_blocked)
+                self._write([*self._held, header, *buffers], deadline, while_blocked, owned=False)
             elif hold and len(self._held) < _HOLD_FRAMES:
                 self._held.append(b"".join((header, *buffers)))
             else:
-                self._write([b"".join((*self._held, header, *buffers))], deadline, while_blocked)
+                data = b"".join((*self._held, header, *buffers))
+                self._write([data], deadline, while_blocked, owned=True)
             self._sequence += 1
             if channel == Channel.FAREWELL:
                 self.failure = ChannelClosedError("this end has left").during(peer=self.peer)
@@ -166,7 +172,7 @@ class Connection:
         self._begin_sending(deadline)
         try:
             if self._held and self.failure is None:
-                self._write([b"".join(self._held)], deadline, while_blocked)
+                self._write([b"".join(self._held)], deadline, while_blocked, owned=True)
         finally:
             self._send_lock.release()
 
@@ -184,8 +190,17 @@ class Connection:
         pieces: list[Buffer],
         deadline: Deadline,
         while_blocked: Callable[[], object] | None,
+        *,
+        owned: bool,
     ) -> None:
-        """Write all of it, held frames included, or nothing; or fail the connection."""
+        """Write all of it, held frames included, or nothing; or fail the connection.
+
+        Args:
+            pieces: What to write.
+            deadline: For all of it.
+            while_blocked: See ``send``.
+            owned: Whether the pieces are our own, so that what the peer does not take can be kept.
+        """
         started = False
         try:
             while pieces:
@@ -204,8 +219,13 @@ class Connection:
             if self._held:
                 self._held.clear()
         except DeadlineExceededError:
-            if started:
-                self.fail(PeerLostError(self.peer, "it took only a part of a message in time"))
+            if not started:
+                raise
+            if owned:
+                # Our own copy: the rest leaves before the next frame, and this one counts as sent.
+                self._held[:] = [b"".join(pieces)]
+                return
+            self.fail(PeerLostError(self.peer, "it took only a part of a message in time"))
             raise
         except OSError as error:
             left = self._farewell_is_waiting()

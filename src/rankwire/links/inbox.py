@@ -200,10 +200,10 @@ class Inbox:
         """End all receives and close the connection, once its reader has left it."""
         if self.connection is not None:
             self.connection.fail(cause)
-        self.fail(cause)
         patience = Deadline(_CLOSE_PATIENCE)
         while self._being_read and not patience.expired:
-            sleep(0.0005)
+            sleep(0.0005)  # it delivers what had arrived, and leaves
+        self.fail(cause)
         if self.connection is not None:
             self.connection.close()
 

@@ -183,7 +183,10 @@ def wait_for(sock: socket.socket, events: int, seconds: float) -> int:
     Returns 0 after ``seconds``.
     """
     poller = select.poll()
-    poller.register(sock, events)
+    try:
+        poller.register(sock, events)
+    except ValueError:
+        return events  # it was closed meanwhile, which the next use of it will say
     # Rounded up: poll(0) for the last fraction of a millisecond would spin.
     ready = poller.poll(int(seconds * 1000.0) + 1 if seconds > 0 else 0)
     return ready[0][1] if ready else 0

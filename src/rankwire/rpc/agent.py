@@ -58,7 +58,7 @@ class RpcAgent:
         timeout: Seconds for calls without a limit of their own; None is the backend's.
         workers: Calls that run at once (nested ones apart).
         max_in_flight: Calls to one rank that wait for a reply; further ones wait, then fail with
-            ``OverloadedError``.
+            ``OverloadedError``. Threads that call at the same moment may pass it together.
         max_queued: Incoming calls that wait for a worker; further ones are refused.
         max_nested: Calls made by functions being served here that run at once.
         codec: How values travel; register your dataclasses, enums and Structs on it.
@@ -85,7 +85,7 @@ class RpcAgent:
         self._max_in_flight = max_in_flight
         self._registry = Registry()
         self._closed = False
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()  # a callback of closing may close
         # The upper half tells this agent's calls from those of any other, also of one that had its
         # place before.
         self._ids = itertools.count(secrets.randbits(31) << 32)
@@ -99,6 +99,7 @@ class RpcAgent:
             self.codec,
             Limits(workers, max_queued, max_nested, MAX_DEPTH),
             on_look=self._look,
+            on_end=self._end_all,
         )
         self._loopback = Loopback(backend.rank, self._server.serve_own, self._server.cancel_own)
         self._server.start(self._loopback)
@@ -188,8 +189,8 @@ class RpcAgent:
         name = self._registry.name_of(function)
         try:
             lane = self._lane(dst)
-            buffers, nbytes = self._encode(name, deadline, depth, args, kwargs)
             self._wait_for_room(lane, dst, deadline)
+            buffers, nbytes = self._encode(name, deadline, depth, args, kwargs)
             request_id = next(self._ids)
             self.before_waiting()
             receive = lane.call(dst, request_id, buffers, nbytes, deadline)
@@ -225,8 +226,8 @@ class RpcAgent:
         name = self._registry.name_of(function)
         try:
             lane = self._lane(dst)
-            buffers, nbytes = self._encode(name, deadline, depth, args, kwargs)
             self._wait_for_room(lane, dst, deadline)
+            buffers, nbytes = self._encode(name, deadline, depth, args, kwargs)
         except RankwireError as error:
             raise self._explained(error, "rpc_async", name, dst, deadline) from error.__cause__
         future = RpcFuture(self, lane, dst, next(self._ids), name, deadline)
@@ -249,7 +250,7 @@ class RpcAgent:
         return future
 
     def _lane(self, dst: int) -> Lane:
-        if self._closed:
+        if self._closed or self.backend.closed:
             raise ChannelClosedError("this agent is closed")
         check_rank(dst, self.backend.world_size)
         return self._loopback if dst == self.backend.rank else self._port
@@ -273,7 +274,7 @@ class RpcAgent:
         kwargs: dict[str, Any],
     ) -> Encoded:
         buffers, nbytes = encode_request(
-            self.codec, name, float(deadline.limit), depth, args, kwargs
+            self.codec, name, float(deadline.remaining()), depth, args, kwargs
         )
         if nbytes > self.backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self.backend.max_message_nbytes)
@@ -306,15 +307,21 @@ class RpcAgent:
 
     def _replied(self, future: RpcFuture, receive: Receive) -> None:
         try:
-            value = decode_reply(self.codec, receive.result())
+            payload = receive.result()
         except RankwireError as error:
             if isinstance(error, (PeerLostError, ChannelClosedError)):
                 error.may_have_run = True
-            future.fail(
-                self._explained(error, "rpc_async", future.name, future.dst, future.deadline)
-            )
+            self._fail(future, error)
+            return
+        try:
+            value = decode_reply(self.codec, payload)
+        except RankwireError as error:
+            self._fail(future, error)
         else:
             future.resolve(value)
+
+    def _fail(self, future: RpcFuture, error: RankwireError) -> None:
+        future.fail(self._explained(error, "rpc_async", future.name, future.dst, future.deadline))
 
     def settled(self, future: RpcFuture) -> None:
         """Forget a future that is done."""
@@ -342,7 +349,7 @@ class RpcAgent:
             self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY)
             for future in list(self._futures.values()):
                 if future.deadline.expired:
-                    future.expire()
+                    self._server.run_soon(future.expire)  # it may have callbacks
         self._port.attend(patiently=True)
         return True
 
@@ -369,14 +376,18 @@ class RpcAgent:
             self._closed = True
             deadline = Deadline(grace)
             self._server.drain(deadline, lambda: not self._futures and not self._port.in_flight())
-            cause = ChannelClosedError("this agent is closed")
-            self._loopback.close(cause)
-            self._server.stop()
-            self._port.close()
-            for future in list(self._futures.values()):
-                future.fail(
-                    self._explained(cause.copy(), "rpc_async", future.name, future.dst, deadline)
-                )
+            try:
+                self._server.stop()
+            finally:
+                self._port.close()
+                self._end_all()
+
+    def _end_all(self) -> None:
+        """End what still waits: this agent is closed, or its backend is."""
+        cause = ChannelClosedError("this agent is closed")
+        self._loopback.close(cause)
+        for future in list(self._futures.values()):
+            self._fail(future, cause.copy())
 
     def __enter__(self) -> Self:
         return self

@@ -42,10 +42,6 @@ class EventLoop:
 
         loop.call_soon_threadsafe(start)
 
-    async def in_thread(self, function: Callable[..., None], *args: Any) -> None:
-        """Run something that may block, while the loop goes on. From a coroutine."""
-        await asyncio.to_thread(function, *args)
-
     def _running_loop(self) -> asyncio.AbstractEventLoop | None:
         with self._lock:
             if self._closed:
@@ -79,4 +75,5 @@ class EventLoop:
             self._loop = None
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(_CLOSE_PATIENCE)
+            if thread is not threading.current_thread():  # a coroutine may close its own agent
+                thread.join(_CLOSE_PATIENCE)

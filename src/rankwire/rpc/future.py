@@ -7,6 +7,7 @@ connection itself, and ``cancel()`` reaches the callee.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rankwire.rpc.outgoing import Lane
 
 __all__ = ["RpcFuture"]
+
+_log = logging.getLogger("rankwire")
 
 
 class RpcFuture(Future[Any]):
@@ -75,19 +78,22 @@ class RpcFuture(Future[Any]):
 
     def resolve(self, value: Any) -> None:
         """End with the call's value, unless it was cancelled."""
-        try:
-            self.set_result(value)
-        except InvalidStateError:
-            return
-        self._agent.settled(self)
+        self._settle(self.set_result, value)
 
     def fail(self, error: BaseException) -> None:
         """End with an error, unless it was cancelled."""
-        try:
-            self.set_exception(error)
-        except InvalidStateError:
-            return
+        self._settle(self.set_exception, error)
+
+    def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
         self._agent.settled(self)
+        try:
+            settle(outcome)
+        except InvalidStateError:
+            return  # it was cancelled
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a callback's, in whatever thread this happens to be
+            _log.exception("a callback of %r raised", self)
 
     def expire(self) -> None:
         """The call's own deadline has passed."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,15 @@ from rankwire.backends.calls import (
     CallerGone,
     CallPort,
     IncomingCall,
+    RepliesDue,
 )
 from rankwire.deadline import Deadline
-from rankwire.errors import InvalidMessageError, MessageTooLargeError, RankwireError
+from rankwire.errors import (
+    DeadlineExceededError,
+    InvalidMessageError,
+    MessageTooLargeError,
+    RankwireError,
+)
 from rankwire.rpc.context import Call, serving
 from rankwire.rpc.loopback import Loopback
 from rankwire.rpc.messages import (
@@ -52,6 +60,8 @@ _FAST = 0.0002
 # A reply may be sent for at least this long, also when the caller's deadline is close.
 _REPLY_PATIENCE = 1.0
 _STOP_PATIENCE = 0.5
+_SMALL_REPLY = 65536
+_SHORT_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,7 @@ class Server:
         limits: Limits,
         *,
         on_look: Callable[[], bool],
+        on_end: Callable[[], None],
     ) -> None:
         self._backend = backend
         self._port = port
@@ -85,12 +96,15 @@ class Server:
         self._draining = False
         self._loopback: Loopback | None = None
         self._active: dict[tuple[int, int], _Serving] = {}
+        self._unsent: dict[Any, deque[tuple[IncomingCall, Encoded]]] = {}
+        self._unsent_lock = threading.Lock()
         self._event_loop: EventLoop | None = None
         self._event_loop_lock = threading.Lock()
         self._pool = Pool(
             poll=self._poll,
             wake=port.wake,
             on_look=on_look,
+            on_end=on_end,
             workers=limits.workers,
             max_queued=limits.max_queued,
             max_nested=limits.max_nested,
@@ -113,7 +127,9 @@ class Server:
             elif isinstance(event, CallCancelled):
                 self._cancel(event.src, event.request_id)
             elif isinstance(event, CallerGone):
-                self._caller_gone(event.src)
+                self._caller_gone(event)
+            elif isinstance(event, RepliesDue):
+                jobs.append(_Errand(event.call_back))
         return jobs
 
     def serve_own(self, call: IncomingCall) -> None:
@@ -133,24 +149,23 @@ class Server:
         try:
             request = decode_request(self._codec, call.payload)
         except InvalidMessageError as error:
-            self.answer(call, encode_reply(self._codec, Outcome.BAD_REQUEST, error.message))
+            self.answer_at_once(call, self.encode_refusal(Outcome.BAD_REQUEST, error.message))
             return None
         function = self._registry.find(request.name)
         if self._draining:
-            refusal = encode_reply(
-                self._codec, Outcome.CLOSED, f"the agent of rank {self._backend.rank} is closing"
+            refusal = self.encode_refusal(
+                Outcome.CLOSED, f"the agent of rank {self._backend.rank} is closing"
             )
         elif function is None:
-            details = [request.name, self._registry.names()]
-            refusal = encode_reply(self._codec, Outcome.NOT_FOUND, details)
+            refusal = self._encode_not_found(request.name)
         elif request.depth > self._limits.max_depth:
             reason = f"calls are nested more than {self._limits.max_depth} deep"
-            refusal = encode_reply(self._codec, Outcome.OVERLOADED, reason)
+            refusal = self.encode_refusal(Outcome.OVERLOADED, reason)
         else:
             job = _Serving(self, call, request, function)
             self._active[call.src, call.request_id] = job
             return job
-        self.answer(call, refusal)
+        self.answer_at_once(call, refusal)
         return None
 
     # -- replies -----------------------------------------------------------------------------------
@@ -183,23 +198,72 @@ class Server:
         except RankwireError as error:
             _log.debug("a reply to rank %d was not sent: %s", call.src, error)
 
+    def answer_at_once(self, call: IncomingCall, encoded: Encoded) -> None:
+        """Send a reply from a thread that must not wait for one caller: poller or event loop.
+
+        What the caller does not take now is left to one serving thread, in order.
+        """
+        if call.origin is None:
+            self.answer(call, encoded)
+            return
+        with self._unsent_lock:
+            unsent = self._unsent.get(call.link)
+            if unsent is not None:
+                unsent.append((call, encoded))
+                return
+        try:
+            buffers, nbytes = encoded
+            self._port.reply(call, buffers, nbytes, Deadline(0.0))
+        except DeadlineExceededError:
+            with self._unsent_lock:
+                self._unsent[call.link] = deque([(call, encoded)])
+            self.run_soon(lambda: self._send_unsent(call.link))
+        except RankwireError as error:
+            _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+
+    def _send_unsent(self, link: Any) -> None:
+        while True:
+            with self._unsent_lock:
+                if not self._unsent[link]:
+                    del self._unsent[link]
+                    return
+                call, encoded = self._unsent[link].popleft()
+            self.answer(call, encoded)
+
+    def run_soon(self, errand: Callable[[], None]) -> None:
+        """Have something done by a serving thread, because it may take long."""
+        self._pool.add(_Errand(errand))
+
     def encode_value(self, value: Any) -> Encoded:
         """Return the reply that carries a result, or the one that says why it cannot be sent."""
         try:
-            buffers, nbytes = encode_result(self._codec, value)
-            if nbytes > self._backend.max_message_nbytes:
-                raise MessageTooLargeError(nbytes, self._backend.max_message_nbytes)
-            return buffers, nbytes
-        except RankwireError as error:
-            return encode_failure(self._codec, error)
+            encoded = encode_result(self._codec, value)
+            self._check_size(encoded)
+        except BaseException as error:  # a value's own methods may raise anything
+            return self.encode_error(error)
+        return encoded
 
     def encode_error(self, error: BaseException) -> Encoded:
-        """Return the reply for a function that raised."""
-        return encode_failure(self._codec, error)
+        """Return the reply for a function that raised, as long as a message may be."""
+        for longest in (None, _SHORT_TEXT, 0):
+            encoded = encode_failure(self._codec, error, longest)
+            if encoded[1] <= self._backend.max_message_nbytes:
+                break
+        return encoded
 
     def encode_refusal(self, outcome: Outcome, reason: str) -> Encoded:
         """Return the reply for a call that will not run."""
         return encode_reply(self._codec, outcome, reason)
+
+    def _encode_not_found(self, name: str) -> Encoded:
+        encoded = encode_reply(self._codec, Outcome.NOT_FOUND, [name, self._registry.names()])
+        if encoded[1] > self._backend.max_message_nbytes:
+            encoded = encode_reply(self._codec, Outcome.NOT_FOUND, [name, []])
+        return encoded
+
+    def _check_size(self, encoded: Encoded) -> None:
+        if encoded[1] > self._backend.max_message_nbytes:
+            raise MessageTooLargeError(encoded[1], self._backend.max_message_nbytes)
 
     # -- cancelling --------------------------------------------------------------------------------
 
@@ -212,9 +276,9 @@ class Server:
         if job is not None:
             job.cancel()
 
-    def _caller_gone(self, src: int) -> None:
+    def _caller_gone(self, event: CallerGone) -> None:
         for job in list(self._active.values()):
-            if job.call.src == src:
+            if job.call.src == event.src and event.link in (None, job.incoming.link):
                 job.cancel()
 
     def finished(self, job: _Serving) -> None:
@@ -245,7 +309,10 @@ class Server:
     def drain(self, deadline: Deadline, is_quiet: Callable[[], bool]) -> None:
         """Refuse new calls, and wait until the running ones are done and ``is_quiet()``."""
         self._draining = True
-        while (self._active or not is_quiet()) and not deadline.expired:
+        own = serving.get()  # a function may close the agent that serves it
+        while not deadline.expired:
+            if not any(job.call is not own for job in list(self._active.values())) and is_quiet():
+                return
             sleep(min(0.002, deadline.sleep_limit()))
 
     def stop(self) -> None:
@@ -292,7 +359,9 @@ class _Serving:
                 encoded = self._run_function()
             finally:
                 serving.reset(token)
-            self._reply(encoded)
+                # Whoever still holds the context of this call is not this thread's function.
+                self.call.worker = None
+            self._reply(encoded, worker)
 
     def _run_function(self) -> Encoded:
         try:
@@ -307,9 +376,10 @@ class _Serving:
         serving.set(self.call)
         encoded = await self._run_coroutine()
         if encoded[1] <= _SMALL_REPLY:
-            self._reply(encoded)
+            self._server.answer_at_once(self.incoming, encoded)
+            self._server.finished(self)
         else:  # sending may wait for the caller, and the event loop must not
-            await self._server.event_loop.in_thread(self._reply, encoded)
+            self._server.run_soon(partial(self._reply, encoded))
 
     async def _run_coroutine(self) -> Encoded:
         cancelled = self._server.event_loop.cancelled
@@ -325,7 +395,9 @@ class _Serving:
 
     def refuse(self, reason: str) -> None:
         """See ``Job``."""
-        self._reply(self._server.encode_refusal(Outcome.OVERLOADED, reason))
+        refusal = self._server.encode_refusal(Outcome.OVERLOADED, reason)
+        self._server.answer_at_once(self.incoming, refusal)
+        self._server.finished(self)
 
     def finished(self, seconds: float) -> None:
         """See ``Job``."""
@@ -340,9 +412,34 @@ class _Serving:
         if self.task is not None:
             self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
-    def _reply(self, encoded: Encoded) -> None:
-        self._server.answer(self.incoming, encoded, self.call.deadline, self.call.worker)
-        self._server.finished(self)
+    def _reply(self, encoded: Encoded, worker: Worker | None = None) -> None:
+        try:
+            self._server.answer(self.incoming, encoded, self.call.deadline, worker)
+        finally:
+            self._server.finished(self)
 
 
-_SMALL_REPLY = 65536
+class _Errand:
+    """Something that is not a call and may take long, such as users' callbacks."""
+
+    __slots__ = ("_do",)
+
+    depth = 1  # it has nothing to do with the limit on calls
+    is_slow = False
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+
+    def run(self, worker: Worker | None) -> None:
+        """See ``Job``."""
+        try:
+            self._do()
+        except BaseException:  # a user's callback may raise anything
+            _log.exception("a callback raised")
+
+    def refuse(self, reason: str) -> None:
+        """See ``Job``. It is done all the same, if need be by the polling thread."""
+        self.run(None)
+
+    def finished(self, seconds: float) -> None:
+        """See ``Job``. Nothing is learnt from it."""

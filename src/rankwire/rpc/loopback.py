@@ -78,6 +78,7 @@ class Loopback:
     def forget(self, dst: int, receive: Receive) -> bool:
         """See ``CallPort.forget``."""
         with self._changed:
+            self._changed.notify_all()  # there is room again
             return self._mailbox.withdraw(receive)
 
     def cancel(self, dst: int, request_id: int) -> None:

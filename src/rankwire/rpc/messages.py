@@ -115,8 +115,14 @@ def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded
     return codec.encode_record([int(outcome), details], _REPLY_PATHS)
 
 
-def encode_failure(codec: Codec, error: BaseException) -> Encoded:
-    """Return the reply for a function that raised: type, message and traceback as text."""
+def encode_failure(codec: Codec, error: BaseException, longest: int | None = None) -> Encoded:
+    """Return the reply for a function that raised: type, message and traceback as text.
+
+    Args:
+        codec: How it is written.
+        error: What it raised.
+        longest: Characters left of each text, if it must be short; then there is no traceback.
+    """
     if isinstance(error, MessageTooLargeError):
         return encode_reply(codec, Outcome.TOO_LARGE, [error.nbytes, error.limit])
     # An error that was remote here too keeps its own type and text, however many ranks it passes.
@@ -124,7 +130,10 @@ def encode_failure(codec: Codec, error: BaseException) -> Encoded:
         kind, text = error.remote_type, error.remote_message
     else:
         kind, text = _type_name(error), _text(error)
-    details = [kind, _printable(text), _printable(_traceback(error))]
+    if longest is None:
+        details = [kind, _printable(text), _printable(_traceback(error))]
+    else:
+        details = [kind[:longest], _printable(text[:longest]), ""]
     return encode_reply(codec, Outcome.RAISED, details)
 
 

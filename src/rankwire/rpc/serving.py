@@ -25,6 +25,7 @@ a function or replying.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 
 __all__ = ["Job", "Pool", "Worker"]
+
+_log = logging.getLogger("rankwire")
 
 _LOOK_EVERY = 0.001
 _SLOW = 0.001  # a function that runs longer than this keeps others waiting
@@ -86,6 +89,7 @@ class Pool:
         wake: Makes ``poll`` return.
         on_look: Called by the standby at each look; returns whether something is outstanding that
             needs looks.
+        on_end: Called once when the port has ended by itself.
         workers: Calls of depth 0 that run at once.
         max_queued: Calls of depth 0 that wait for a worker.
         max_nested: Nested calls that run at once.
@@ -97,6 +101,7 @@ class Pool:
         poll: Callable[[Deadline], list[Job]],
         wake: Callable[[], None],
         on_look: Callable[[], bool],
+        on_end: Callable[[], None],
         workers: int,
         max_queued: int,
         max_nested: int,
@@ -104,6 +109,7 @@ class Pool:
         self._poll = poll
         self._wake = wake
         self._on_look = on_look
+        self._on_end = on_end
         self._workers = workers
         self._max_queued = max_queued
         self._max_nested = max_nested
@@ -143,13 +149,16 @@ class Pool:
         """Called by a running function that will wait: somebody else should poll meanwhile."""
         if self._poller is worker:
             with self._mutex:
-                if self._poller is worker:
+                # Without a job it is in poll(), and whoever asks is not the function it served.
+                if self._poller is worker and worker.job is not None:
                     self._hand_over()
 
     def has_more(self, worker: Worker) -> bool:
         """Whether this worker, as the poller, has more short jobs at hand and polls after them."""
-        arrived = self._arrived
-        return bool(arrived) and self._poller is worker and not arrived[0].is_slow
+        try:
+            return self._poller is worker and not self._arrived[0].is_slow
+        except IndexError:
+            return False
 
     def is_poller(self, worker: Worker) -> bool:
         """Whether this worker has the polling role."""
@@ -200,9 +209,22 @@ class Pool:
                     self._stand_by(worker)
         except RankwireError:
             self._retire_all()  # the port has ended: nothing will come any more
+        except BaseException:
+            # A mistake of ours, or of somebody's callback: others must not wait for this thread.
+            _log.exception("a serving thread has ended; another one takes its place")
+            self._replace(worker)
         finally:
             with self._mutex:
                 self._threads.discard(threading.current_thread())
+
+    def _replace(self, worker: Worker) -> None:
+        with self._mutex:
+            if self._poller is worker:
+                self._poller = None
+            if self._standby is worker:
+                self._standby = None
+            if not self._closing:
+                self._start_thread()
 
     def _find_role(self, worker: Worker) -> bool:
         """Take the role that is free, or wait for one; False when this thread should end."""
@@ -226,9 +248,12 @@ class Pool:
 
     def _retire_all(self) -> None:
         with self._mutex:
+            first = not self._closing
             self._closing = True
             for worker in (*self._idle, *([self._standby] if self._standby else ())):
                 _release(worker)
+        if first:
+            self._on_end()
 
     # -- polling -----------------------------------------------------------------------------------
 
@@ -239,7 +264,9 @@ class Pool:
             if job is None:
                 continue
             if job.is_slow:
-                self.about_to_block(worker)
+                with self._mutex:
+                    if self._poller is worker:
+                        self._hand_over()
             if not self._run(worker, job):
                 self._run_queued(worker)
                 return
@@ -349,8 +376,9 @@ class Pool:
             if self._closing or self._poller is None or self._poller.job is not None:
                 self._standby_sleeps = False
                 return True
-        # At this very count something is outstanding that must be looked after now and then.
-        lazily = quiet == _LOOKS_UNTIL_ASLEEP
+        # At this very count something is outstanding that must be looked after now and then; and
+        # something may have become so after the last look and before our sleep was announced.
+        lazily = quiet == _LOOKS_UNTIL_ASLEEP or self._on_look()
         woken = worker.wakeup.acquire(timeout=_LAZY_LOOK if lazily else -1)
         self._standby_sleeps = False
         return woken
