@@ -691,6 +691,7 @@ def test_a_rank_whose_entry_is_behind_a_large_message_is_not_missing(pair, trans
         pytest.skip("when it has arrived is known to the kernel only")
     pair[0].send(b"", 1, 9)  # connected: a limit of 0 leaves no time for that
     pair[1].send(bytes(150_000), 0)
+    eventually(lambda: pair[0]._peers[1].inbox.connection is not None)
     late = Running(pair[1].barrier, timeout=PATIENCE)
     eventually(lambda: wanted(pair[1], 0) == 1)
     pair[0].barrier(timeout=0.0)

@@ -306,6 +306,7 @@ class TcpBackend(Backend):
             max_nbytes=self.max_message_nbytes,
             spin=Spin(self.spin),
             on_lost=peer.fail,
+            on_rest=self._formation.flush_when_possible,
             incoming=incoming,
         )
         peer.add(connection)

@@ -176,6 +176,11 @@ class Formation:
 
     # -- afterwards --------------------------------------------------------------------------------
 
+    def flush_when_possible(self, connection: Connection) -> None:
+        """Have the doorkeeper send what a connection holds back."""
+        if self._doorkeeper is not None:
+            self._doorkeeper.flush_when_possible(connection)
+
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
         """Return the greeting for a connection of our own."""
         owner = self._owner

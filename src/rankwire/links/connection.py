@@ -67,6 +67,8 @@ class Connection:
         peer: The rank at the other end, for errors.
         max_nbytes: Largest payload accepted from the peer.
         spin: How long a reader polls before it sleeps.
+        on_rest: Called when the peer took only a part of a small frame in time; sees to it that the
+            rest is flushed once it takes more. Any thread, with the send lock held.
         incoming: Whether the peer dialled. If it then closes without having sent anything, it gave
             up dialling; that is no failure.
         on_lost: Called once, in any thread, with the cause, when the connection ends in any way but
@@ -81,8 +83,10 @@ class Connection:
         max_nbytes: int,
         spin: Spin | None = None,
         on_lost: Callable[[RankwireError], None] | None = None,
+        on_rest: Callable[[Connection], None] | None = None,
         incoming: bool = False,
     ) -> None:
+        self._on_rest = on_rest
         self.peer = peer
         self.failure: RankwireError | None = None
         self._on_lost = on_lost
@@ -224,6 +228,8 @@ class Connection:
             if owned:
                 # Our own copy: the rest leaves before the next frame, and this one counts as sent.
                 self._held[:] = [b"".join(pieces)]
+                if self._on_rest is not None:
+                    self._on_rest(self)
                 return
             self.fail(PeerLostError(self.peer, "it took only a part of a message in time"))
             raise

@@ -119,12 +119,38 @@ class Doorkeeper:
                 connection.fail(error)
                 on_end(error)
 
-        self._selector.register(connection, selectors.EVENT_READ, readable)
+        self._register(connection, selectors.EVENT_READ, readable)
+
+    def flush_when_possible(self, connection: Connection) -> None:
+        """Send what a connection holds back as soon as its peer takes it. Safe from any thread."""
+
+        def writable() -> None:
+            try:
+                connection.flush(Deadline(0.0))
+            except RankwireError as error:
+                _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
+            if connection.failure is not None or not connection.is_holding:
+                self.unwatch(connection)
+
+        def begin() -> None:
+            if connection.failure is None and connection.fileno() >= 0:
+                self._register(connection, selectors.EVENT_WRITE, writable)
+
+        self.call_soon(begin)
+
+    def _register(
+        self, file: socket.socket | Connection, events: int, action: Callable[[], None]
+    ) -> None:
+        number = file.fileno()
+        if number in self._selector.get_map():  # one that was closed elsewhere
+            self._selector.unregister(number)
+        self._selector.register(file, events, action)
 
     def unwatch(self, connection: Connection) -> None:
         """Stop reading a control connection."""
-        if connection.fileno() in self._selector.get_map():
-            self._selector.unregister(connection)
+        number = connection.fileno()
+        if number >= 0 and number in self._selector.get_map():
+            self._selector.unregister(number)
 
     def close(self) -> None:
         """Stop the thread, close the listening sockets and drop strangers. Idempotent."""
@@ -216,7 +242,7 @@ class Doorkeeper:
             self._drop(next(iter(self._strangers)), "too many connections are in their handshake")
         stranger = _Stranger(sock, Responder(key=self._key, nonce=token_bytes(NONCE_NBYTES)))
         self._strangers[stranger] = None
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(stranger))
+        self._register(sock, selectors.EVENT_READ, lambda: self._advance(stranger))
 
     # -- handshakes --------------------------------------------------------------------------------
 
