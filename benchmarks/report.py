@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.candidates import CANDIDATES, REFERENCE
 from benchmarks.results import CandidateResult, Results
-from benchmarks.targets import Verdict, judge, speedup
+from benchmarks.targets import judge, speedup
 
 __all__ = ["COLUMNS", "Column", "format_rate", "format_time", "markdown", "print_report"]
 
@@ -67,7 +67,7 @@ def print_report(results: Results, console: Console) -> None:
         )
     console.print(comparison)
 
-    targets = Table(title="Targets of issue 2")
+    targets = Table(title="Targets")
     for title in ("", "wanted", "measured", ""):
         targets.add_column(title)
     styles = {True: "[green]met[/]", False: "[red]missed[/]", None: "[dim]not measured[/]"}
@@ -79,7 +79,7 @@ def print_report(results: Results, console: Console) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return the block that the README shows: a table, the targets, how it was measured."""
+    """Return the block that the README shows: a table, and how it was measured."""
     lines = [
         "| | " + " | ".join(column.title for column in COLUMNS) + " |",
         "|---|" + "---:|" * len(COLUMNS),
@@ -88,9 +88,7 @@ def markdown(results: Results) -> str:
         label = f"**{_label(result)}**" if name in OURS else _label(result)
         lines.append(f"| {label} | " + " | ".join(_cells(results, name)) + " |")
     lines += ["", "In brackets: how many times as good as torch RPC.", ""]
-    lines += ["| target | wanted | measured | |", "|---|---|---|---|"]
-    lines += [_markdown_verdict(verdict) for verdict in judge(results)]
-    lines += ["", _method(results)]
+    lines += [_method(results)]
     if results.startup is not None:
         lines[-1] += " " + _startup_sentence(results)
     return "\n".join(lines) + "\n"
@@ -119,11 +117,6 @@ def _factor(value: float) -> str:
     return (
         f"{value:.0f}x" if value >= 9.95 else f"{value:.1f}x" if value >= 0.95 else f"{value:.2g}x"
     )
-
-
-def _markdown_verdict(verdict: Verdict) -> str:
-    met = {True: "met", False: "**missed**", None: "not measured"}[verdict.met]
-    return f"| {verdict.label} | {verdict.wanted} | {verdict.measured} | {met} |"
 
 
 def _method(results: Results) -> str:

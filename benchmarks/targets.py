@@ -1,4 +1,4 @@
-"""What issue 2 asks of the figures, and whether a run reached it. Nothing here fails a run."""
+"""What is aimed for, and whether a run reached it. Nothing here fails a run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def speedup(results: Results, candidate: str, metric: str) -> float | None:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """Compare a run with every target, in the order of the issue's table."""
+    """Compare a run with every target, in order."""
     verdicts = []
     for target in SPEEDUP_TARGETS:
         factor = speedup(results, target.candidate, target.metric)

@@ -155,9 +155,11 @@ class Pool:
 
     def has_more(self, worker: Worker) -> bool:
         """Whether this worker, as the poller, has more short jobs at hand and polls after them."""
+        if not self._arrived or self._poller is not worker:
+            return False
         try:
-            return self._poller is worker and not self._arrived[0].is_slow
-        except IndexError:
+            return not self._arrived[0].is_slow
+        except IndexError:  # a new poller has just taken it
             return False
 
     def is_poller(self, worker: Worker) -> bool:

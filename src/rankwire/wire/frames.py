@@ -208,6 +208,9 @@ class FrameParser:
                 break
             else:
                 break
+        if start == end:
+            self._start = self._end = 0
+            return frames
         self._keep(start, end)
         if self.violation is not None and not frames:
             raise self.violation
@@ -226,9 +229,6 @@ class FrameParser:
 
     def _keep(self, start: int, end: int) -> None:
         """Move the beginning of an incomplete frame to the front, so that the rest of it fits."""
-        if start == end:
-            self._start = self._end = 0
-            return
         if start > 0:
             end -= start
             self._buffer[:end] = self._buffer[start : start + end]
