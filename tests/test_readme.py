@@ -1,0 +1,39 @@
+"""The README shows only what runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
+def test_the_fifteen_lines_print_what_they_are_said_to_print(tmp_path):
+    (script,) = [block for block in blocks("python") if block.startswith("# hello.py")]
+    (shown,) = [block for block in blocks("console") if "hello.py" in block]
+    command, *expected = shown.strip().splitlines()
+    assert command == "$ rankwire run -n 4 hello.py"
+    (tmp_path / "hello.py").write_text(script)
+    run = subprocess.run(
+        [sys.executable, "-m", "rankwire", "run", "-n", "4", "hello.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert run.stdout.splitlines() == expected, run.stderr
+
+
+def test_its_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text()):
+        assert (README.parent / target).exists(), target
+
+
+def test_its_commands_are_targets_of_the_makefile():
+    makefile = (README.parent / "Makefile").read_text()
+    for target in set(re.findall(r"(?:`|\$ )make ([a-z-]+)", README.read_text())):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
