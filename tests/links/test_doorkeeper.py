@@ -714,4 +714,5 @@ def test_a_verdict_is_sent_before_the_socket_is_handed_over(door):
     near = door.knock()
     near.settimeout(PATIENCE)
     assert struct.unpack("<Q", near.recv(8, socket.MSG_WAITALL)) == (42,)
+    eventually(lambda: sent_first)  # it has sent before it takes note of that
     sent_first[0].close()

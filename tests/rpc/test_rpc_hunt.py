@@ -194,12 +194,12 @@ def test_a_result_that_changes_while_it_is_encoded_is_the_functions_error(agents
     changer = in_thread(change)
     try:
         for _ in range(5):
-            result = error_of(agents[0].rpc_sync, 1, "shared", timeout=2)
+            result = error_of(agents[0].rpc_sync, 1, "shared", timeout=10)
             assert isinstance(result, (dict, RemoteError)), repr(result)
     finally:
         stop.set()
         changer.join()
-    assert agents[0].rpc_sync(1, "fine", timeout=2) == "fine"
+    assert agents[0].rpc_sync(1, "fine", timeout=10) == "fine"
 
 
 def test_a_callback_that_raises_anything_does_not_end_serving(agents, quiet_threads):

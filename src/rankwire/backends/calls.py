@@ -40,7 +40,7 @@ class IncomingCall:
         link: What it came over, if its end is reported apart from the rank's (``CallerGone``).
     """
 
-    # By hand: a frozen dataclass takes 1.2 us to make, this one 0.2, and there is one a call.
+    # By hand: a frozen dataclass takes 0.63 us to make, this one 0.17, and there is one a call.
     __slots__ = ("link", "origin", "payload", "request_id", "src")
 
     def __init__(

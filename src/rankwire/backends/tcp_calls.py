@@ -49,7 +49,7 @@ _FAREWELL_PATIENCE = 0.2
 _NOW = Deadline(0.0)
 _LOOKS_AT_ALL = 4  # one look in so many is at all connections
 # With more calls in flight than this, one more that nobody waits for yet is sent together with the
-# next ones: 64 in flight from one thread make a third more calls a second that way.
+# next ones: about a sixth more calls a second with 64 in flight (docs/decisions.md).
 _HOLD_FROM = 8
 
 

@@ -67,7 +67,7 @@ class Request(NamedTuple):
     kwargs: dict[str, Any]
 
 
-_new_request = tuple.__new__  # half the time of Request(...)
+_new_request = tuple.__new__  # 0.14 us instead of 0.27 for Request(...)
 
 
 def encode_request(

