@@ -1,9 +1,9 @@
 """Spin: how long a reader polls before it sleeps.
 
 Waking a sleeping thread costs 30-60 us, a poll of the socket 1 us (a blocking round trip against a
-polling one), so a reader polls for a short while first. That pays only if the answer comes soon and a core is free:
-the budget is halved whenever it was spent for nothing, down to none, restored as soon as polling
-finds data, and tried anew now and then.
+polling one), so a reader polls for a short while first. That pays only if the answer comes soon and
+a core is free: the budget is halved whenever it was spent for nothing, down to none, restored as
+soon as polling finds data, and tried anew now and then.
 """
 
 from __future__ import annotations
