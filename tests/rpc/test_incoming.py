@@ -8,7 +8,12 @@ import pytest
 from rankwire import RpcAgent, SimulatedBackend
 from rankwire.backends.calls import IncomingCall
 from rankwire.deadline import Deadline
-from rankwire.errors import FunctionNotFoundError, InvalidMessageError, RemoteError
+from rankwire.errors import (
+    DeadlineExceededError,
+    FunctionNotFoundError,
+    InvalidMessageError,
+    RemoteError,
+)
 from rankwire.rpc.messages import decode_reply, encode_request
 
 
@@ -148,3 +153,24 @@ def test_nothing_is_left_in_any_table(agents):
     assert not agents[0]._futures
     assert agents[0]._port.in_flight() == 0
     assert agents[1]._server._pool.busy == 0
+
+
+def test_replies_that_two_threads_fail_to_send_at_once_are_both_sent_later(agents, monkeypatch):
+    """The poller and the event loop answer one caller that takes nothing at this moment."""
+    server, link, sent = agents[1]._server, object(), []
+    first, second = (IncomingCall(0, number, bytearray(), object(), link) for number in (1, 2))
+    encoded = server.encode_value(None)
+
+    def refuse(call, *_, **__):
+        if call is first:  # while the first is being refused, the second is too
+            server.answer_at_once(second, encoded)
+        raise DeadlineExceededError(0.0)
+
+    monkeypatch.setattr(server._port, "reply", refuse)
+    monkeypatch.setattr(server, "answer", lambda call, _: sent.append(call.request_id))
+    server.answer_at_once(first, encoded)
+    deadline = Deadline(5)
+    while (len(sent) < 2 or server._unsent) and not deadline.expired:
+        time.sleep(0.001)
+    assert sorted(sent) == [1, 2]
+    assert not server._unsent

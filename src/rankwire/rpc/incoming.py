@@ -215,9 +215,11 @@ class Server:
             buffers, nbytes = encoded
             self._port.reply(call, buffers, nbytes, Deadline(0.0))
         except DeadlineExceededError:
-            with self._unsent_lock:
-                self._unsent[call.link] = deque([(call, encoded)])
-            self.run_soon(lambda: self._send_unsent(call.link))
+            with self._unsent_lock:  # another thread may have failed at the same moment
+                is_first = call.link not in self._unsent
+                self._unsent.setdefault(call.link, deque()).append((call, encoded))
+            if is_first:
+                self.run_soon(lambda: self._send_unsent(call.link))
         except RankwireError as error:
             _log.debug("a reply to rank %d was not sent: %s", call.src, error)
 
