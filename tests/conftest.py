@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import settings
 
+from rankwire.links.connection import Connection
 from rankwire.rendezvous.host import runtime_folder
+from worlds import LEND_FROM
 
 _GRACE = 1.0  # seconds for a thread that was told to end, or a process that was killed, to be gone
 
@@ -115,6 +117,12 @@ def own_runtime_folder() -> Iterator[str]:
     else:
         os.environ["XDG_RUNTIME_DIR"] = before
     shutil.rmtree(base)
+
+
+@pytest.fixture(autouse=True)
+def less_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend messages that are an eighth as large as those of users, so that tests are quick."""
+    monkeypatch.setattr(Connection, "lend_from", LEND_FROM)
 
 
 @pytest.fixture(autouse=True)

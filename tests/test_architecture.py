@@ -20,14 +20,21 @@ MAY_IMPORT = {
     "rendezvous": {"errors", "deadline", "wire", "links"},
     "backends": {"errors", "deadline", "wire", "links", "rendezvous"},
     "rpc": {"errors", "deadline", "wire", "backends"},
-    "testing": {"errors", "deadline", "wire", "rendezvous", "backends", "rpc"},
+    "collectives": {"errors", "deadline", "wire", "backends"},
+    "mesh": {"errors", "backends"},
+    "testing": {"errors", "deadline", "wire", "rendezvous", "backends", "rpc", "collectives"},
     "launch": {"errors", "deadline", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "__main__": {"cli"},
-    "__init__": {"errors", "version", "wire", "backends", "rpc", "launch"},
+    "__init__": {"errors", "version", "wire", "backends", "rpc", "collectives", "mesh", "launch"},
 }
 BACKENDS = {"tcp", "simulated", "sub"}  # these do not know each other
-BACKEND_INTERFACE = {"base", "calls"}  # all that the layers above know of backends
+BACKEND_INTERFACE = {
+    "base",
+    "calls",
+    "payloads",
+    "transport",
+}  # all that the layers above know of backends
 PURE = {"wire"}
 IMPURE_MODULES = {
     "socket", "ssl", "select", "selectors", "threading", "asyncio", "time", "os", "subprocess",

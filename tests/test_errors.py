@@ -11,6 +11,7 @@ from rankwire import errors
 from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
+    CollectiveAbortedError,
     CollectiveMismatchError,
     ConfigurationError,
     DeadlineExceededError,
@@ -92,6 +93,11 @@ EXAMPLES = [
         },
     ),
     (lambda: CollectiveMismatchError("all_reduce here, broadcast there"), RuntimeError, {}),
+    (
+        lambda: CollectiveAbortedError(3, "all_reduce(sum): no memory"),
+        RuntimeError,
+        {"peer": 3, "reason": "all_reduce(sum): no memory"},
+    ),
     (lambda: MembershipError("rank 2 is not in it"), RuntimeError, {}),
 ]
 CONTEXT = {"op": "rpc_sync add", "rank": 1, "peer": 3, "tag": 42, "waited": 1.25}

@@ -39,6 +39,25 @@ def test_actor_learner():
     assert float(rewards[1]) < -1 < float(rewards[2])
 
 
+def test_data_parallel_in_processes():
+    check_training(launch(4, "data_parallel.py", "--steps", "12"))
+
+
+def test_data_parallel_in_one_process(monkeypatch):
+    monkeypatch.delenv("RANKWIRE_RANK", raising=False)
+    example = str(EXAMPLES / "data_parallel.py")
+    check_training(run(sys.executable, example, "--steps", "12", "--ranks", "4"))
+
+
+def check_training(output: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0]
+    difference = re.search(r"largest difference from training alone: (\S+)", output)
+    assert difference is not None
+    assert float(difference[1]) < 1e-12
+    assert "ms a step on 4 ranks" in output
+
+
 PEER = [
     "hello rank {me}, this is rank {other}",
     "halves: [0.0, 0.5, 1.0, 1.5, 2.0]",

@@ -28,6 +28,22 @@ def test_the_fifteen_lines_print_what_they_are_said_to_print(tmp_path):
     assert run.stdout.splitlines() == expected, run.stderr
 
 
+def test_the_collectives_print_what_they_are_said_to_print(tmp_path):
+    (script,) = [block for block in blocks("python") if block.startswith("# average.py")]
+    (shown,) = [block for block in blocks("console") if "average.py" in block]
+    command, *expected = shown.strip().splitlines()
+    assert command == "$ rankwire run -n 2 average.py"
+    (tmp_path / "average.py").write_text(script)
+    run = subprocess.run(
+        [sys.executable, "-m", "rankwire", "run", "-n", "2", "average.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert sorted(run.stdout.splitlines()) == expected, run.stderr
+
+
 def test_its_links_lead_somewhere():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text()):
         assert (README.parent / target).exists(), target

@@ -25,12 +25,14 @@ from typing import Any
 
 from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
+from rankwire.links.connection import Connection
 from rankwire.links.dialing import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.wire.handshake import Purpose
 
 SECRET = b"a secret that only these tests know"
+LEND_FROM = 256 << 10  # bytes; for tests, also in rank processes
 PATIENCE = 20.0  # seconds until a test gives up on what should take milliseconds
 
 
@@ -408,6 +410,7 @@ def _fork_on_request(requests: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             requests.close()
+            Connection.lend_from = LEND_FROM
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.environ["XDG_RUNTIME_DIR"] = request.removeprefix(b"fork ").decode()
             _serve(multiprocessing.connection.Connection(descriptors[0]))

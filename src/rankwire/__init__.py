@@ -24,27 +24,84 @@ if TYPE_CHECKING:
     from rankwire.backends.faults import FaultPlan
     from rankwire.backends.simulated import SimulatedBackend
     from rankwire.backends.sub import SubBackend
+    from rankwire.collectives.objects import (
+        all_gather_object,
+        all_to_all_object,
+        broadcast_object,
+        gather_object,
+        scatter_object,
+    )
+    from rankwire.collectives.operations import (
+        all_gather,
+        all_reduce,
+        all_reduce_coalesced,
+        all_to_all,
+        barrier,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+    )
+    from rankwire.collectives.work import Work
+    from rankwire.mesh import DeviceMesh
 
 __all__ = [
     "Backend",
     "Call",
     "Codec",
+    "DeviceMesh",
     "FaultPlan",
     "RpcAgent",
     "RpcFuture",
     "SimulatedBackend",
     "SubBackend",
     "TcpBackend",
+    "Work",
     "__version__",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_object",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
     "connect",
     "current_call",
+    "gather",
+    "gather_object",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
     *_errors,
 ]
 
+_ARRAYS = "rankwire.collectives.operations"
+_OBJECTS = "rankwire.collectives.objects"
 _LOADED_LATER = {
     "FaultPlan": "rankwire.backends.faults",
     "SimulatedBackend": "rankwire.backends.simulated",
     "SubBackend": "rankwire.backends.sub",
+    "DeviceMesh": "rankwire.mesh",
+    "Work": "rankwire.collectives.work",
+    "all_gather": _ARRAYS,
+    "all_reduce": _ARRAYS,
+    "all_reduce_coalesced": _ARRAYS,
+    "all_to_all": _ARRAYS,
+    "barrier": _ARRAYS,
+    "broadcast": _ARRAYS,
+    "gather": _ARRAYS,
+    "reduce": _ARRAYS,
+    "reduce_scatter": _ARRAYS,
+    "scatter": _ARRAYS,
+    "all_gather_object": _OBJECTS,
+    "all_to_all_object": _OBJECTS,
+    "broadcast_object": _OBJECTS,
+    "gather_object": _OBJECTS,
+    "scatter_object": _OBJECTS,
 }
 
 

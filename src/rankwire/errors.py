@@ -25,6 +25,7 @@ Tree::
       FunctionNotFoundError(LookupError)      .name .known
       RemoteError(RuntimeError)               .remote_type .remote_message .remote_traceback
       CollectiveMismatchError(RuntimeError)   ranks disagree on what they are doing
+      CollectiveAbortedError(RuntimeError)    .reason: another rank failed in the operation
       MembershipError(RuntimeError)           the members of a group disagree on its members
 
 Contract: an error carries its data as attributes and survives pickling. The context that every
@@ -41,6 +42,7 @@ from typing import Any, Self
 __all__ = [
     "AuthenticationError",
     "ChannelClosedError",
+    "CollectiveAbortedError",
     "CollectiveMismatchError",
     "ConfigurationError",
     "DeadlineExceededError",
@@ -75,8 +77,10 @@ class RankwireError(Exception):
         peer: The rank at the other end.
         tag: The message tag.
         waited: Seconds spent in the operation.
+        is_reported: Whether the other ranks of a collective know of it.
     """
 
+    is_reported: bool = False
     op: str | None = None
     rank: int | None = None
     peer: int | None = None
@@ -349,6 +353,19 @@ class RemoteError(RankwireError, RuntimeError):
 
 class CollectiveMismatchError(RankwireError, RuntimeError):
     """Ranks disagree on which collective they are in, or on its arguments."""
+
+
+class CollectiveAbortedError(RankwireError, RuntimeError):
+    """Another rank failed in an operation that needs all of them; ``peer`` is that rank.
+
+    Attributes:
+        reason: What that rank said.
+    """
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(f"rank {peer} failed in {reason}")
+        self.peer = peer
+        self.reason = reason
 
 
 class MembershipError(RankwireError, RuntimeError):

@@ -51,6 +51,9 @@ class Paper(Backend):
     def abandon(self, group, cause):
         raise NotImplementedError
 
+    def refuse(self, group, channel, tag):
+        raise NotImplementedError
+
     def open_calls(self, service):
         raise NotImplementedError
 

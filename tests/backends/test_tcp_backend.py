@@ -512,19 +512,20 @@ def test_a_send_that_came_too_late_leaves_no_half_message_behind(pair):
         assert pair[1].recv(0) == b"after"
 
 
-def test_a_second_sender_waits_for_the_first_no_longer_than_its_limit(pair):
-    blocked = Running(pair[0].send, bytes(64 << 20), 1, timeout=1.0)
-    eventually(lambda: pair[0]._peers[1].messages is not None)
-    eventually(lambda: pair[0]._peers[1].messages._send_lock.locked())
-    second = Running(pair[0].send, b"x", 1, timeout=0.05)
-    assert second.error().limit == 0.05
-    assert isinstance(blocked.error(), DeadlineExceededError)
-    assert second.ended < blocked.ended
+def test_a_second_sender_waits_for_the_first_no_longer_than_its_limit(transport):
+    with tcp_world(2, transport=transport, single_copy=False) as pair:
+        blocked = Running(pair[0].send, bytes(64 << 20), 1, timeout=1.0)
+        eventually(lambda: pair[0]._peers[1].messages is not None)
+        eventually(lambda: pair[0]._peers[1].messages._send_lock.locked())
+        second = Running(pair[0].send, b"x", 1, timeout=0.05)
+        assert second.error().limit == 0.05
+        assert isinstance(blocked.error(), DeadlineExceededError)
+        assert second.ended < blocked.ended
 
 
 def test_a_rank_that_was_sent_half_a_message_is_still_reached_by_others(transport):
     """The stream between two ranks is given up; the living rank itself is not."""
-    with tcp_world(3, transport=transport) as world:
+    with tcp_world(3, transport=transport, single_copy=False) as world:
         with pytest.raises(DeadlineExceededError):
             world[0].send(bytes(64 << 20), 1, timeout=0.1)
         world[2].send(b"are you there?", 1, timeout=5.0)
@@ -582,6 +583,27 @@ def test_a_dial_that_was_given_up_does_not_end_the_peer(pair):
     assert asked.wait(PATIENCE)
     assert isinstance(sending.error(), DeadlineExceededError)
     answer.set()
+    with contextlib.suppress(DeadlineExceededError):
+        assert pair[1].recv(0, timeout=0.2) is None, "nothing was sent"
+    pair[0].send(b"in time", 1, timeout=5.0)
+    assert pair[1].recv(0) == b"in time"
+
+
+@pytest.mark.parametrize("transport", ["unix"], indirect=True)
+def test_a_dial_that_was_given_up_before_the_introduction_does_not_end_the_peer(pair):
+    """The deadline passes when the peer has let it in, but has not said whether it can borrow."""
+    enter, entering, go_on = pair[1].enter, threading.Event(), threading.Event()
+
+    def enter_late(hello, sock):
+        entering.set()
+        assert go_on.wait(PATIENCE)
+        enter(hello, sock)
+
+    pair[1].enter = enter_late
+    sending = Running(pair[0].send, b"too late", 1, timeout=0.2)
+    assert entering.wait(PATIENCE)
+    assert isinstance(sending.error(), DeadlineExceededError)
+    go_on.set()
     with contextlib.suppress(DeadlineExceededError):
         assert pair[1].recv(0, timeout=0.2) is None, "nothing was sent"
     pair[0].send(b"in time", 1, timeout=5.0)
@@ -718,8 +740,10 @@ def test_a_barrier_after_a_failed_one_works(four):
 # -- closing
 
 
-def test_closing_wakes_everybody_who_waits(transport):
-    with tcp_world(3, transport=transport) as world:
+@pytest.mark.parametrize("single_copy", [True, False])
+def test_closing_wakes_everybody_who_waits(transport, single_copy):
+    lends = single_copy and transport != "tcp"
+    with tcp_world(3, transport=transport, single_copy=single_copy) as world:
         world[1].send(b"", 0, 9)
         waiting = [
             Running(world[0].recv, 1),  # reads the connection
@@ -731,7 +755,8 @@ def test_closing_wakes_everybody_who_waits(transport):
         wait_until_wanted(world[0], 1, 2)
         wait_until_wanted(world[0], 2, 2)
         eventually(lambda: world[0]._peers[1].messages is not None)
-        eventually(lambda: world[0]._peers[1].messages._send_lock.locked())
+        outgoing = world[0]._peers[1].messages
+        eventually(lambda: outgoing._sequence == 2 if lends else outgoing._send_lock.locked())
         began = time.monotonic()
         world[0].close()
         for thread in waiting:
@@ -835,23 +860,23 @@ def test_messages_sent_before_leaving_are_received(pair):
         pair[1].recv(0)
 
 
-def test_a_large_message_sent_before_leaving_is_received(pair):
+def test_a_large_message_sent_before_leaving_is_received(transport):
     """``send`` returned, so some of it may still be in the kernel of the sender."""
-    receiver = pair[1]
     message = np.random.default_rng(4).bytes(64 << 20)
     sent, last = 0, len(message)
     # As much as is taken without a reader.
     for nbytes in (3 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18, 1 << 17):
-        with tcp_world(2, transport=pair[0]._transport) as trial:
+        with tcp_world(2, transport=transport, single_copy=False) as trial:
             with contextlib.suppress(RankwireError):
                 trial[0].send(message[:nbytes], 1, timeout=0.3)
                 sent = nbytes
                 break
     assert 0 < sent < last
-    pair[0].send(message[:sent], 1)
-    pair[0].close()
-    eventually(lambda: receiver._peers[0].failure is not None)
-    assert receiver.recv(0) == message[:sent]
+    with tcp_world(2, transport=transport, single_copy=False) as (sender, receiver):
+        sender.send(message[:sent], 1)
+        sender.close()
+        eventually(lambda: receiver._peers[0].failure is not None)
+        assert receiver.recv(0) == message[:sent]
 
 
 def test_one_who_leaves_is_said_to_have_left(transport):

@@ -93,7 +93,8 @@ def assert_lost(command, rank: int, since: float) -> None:
 
 
 def test_a_killed_rank_ends_everything_that_needs_it_and_nothing_else(transport):
-    with process_world(4, transport=transport) as ranks:
+    """Also a send in the middle of a message; ``test_tcp_bulk`` has those that are lent."""
+    with process_world(4, transport=transport, single_copy=False) as ranks:
         introduce(*ranks)
         victim, others = ranks[3], ranks[:3]
         pending = []
@@ -280,7 +281,7 @@ def test_a_program_that_ends_without_closing_is_lost_not_left():
 
 
 def test_a_rank_that_stops_and_goes_on_within_the_deadline_loses_nothing(transport):
-    with process_world(3, transport=transport) as ranks:
+    with process_world(3, transport=transport, single_copy=False) as ranks:
         introduce(*ranks)
         waiting = ranks[0].start("recv", 1, 1)
         barrier = ranks[0].start("barrier")
@@ -343,6 +344,10 @@ def victim(transport):
     """Rank 0 of a world of three, and a connection that rank 1 seems to have opened to it."""
     with tcp_world(3, transport=transport) as world:
         with raw_peer(world[1], world[0], unix=transport == "unix") as sock:
+            if transport == "unix":  # the victim says whether it can read this process's memory
+                header = sock.recv(HEADER_NBYTES, socket.MSG_WAITALL)
+                assert header[0] == Channel.GREETING
+                sock.recv(int.from_bytes(header[24:], "little"), socket.MSG_WAITALL)
             yield world[0], sock, world
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import tune
 from rankwire.links.spinning import Spin
@@ -96,3 +97,35 @@ def connections(transport, cleanup):
     for connection in pair:
         cleanup.callback(connection.close)
     return pair
+
+
+@pytest.fixture
+def make_pair(cleanup):
+    """A maker of two connections to each other, of rank 0 and of rank 1.
+
+    Those over Unix sockets have introduced themselves, unless told otherwise.
+    """
+
+    def make(transport="unix", *, options=({}, {}), introduced=True):
+        pair = []
+        for rank, end in enumerate(socket_pair(transport)):
+            chosen = {"max_nbytes": 1 << 30, **options[rank]}
+            pair.append(Connection(end, peer=1 - rank, **chosen))
+            cleanup.callback(pair[-1].close)
+        if introduced:
+            for connection in pair:
+                connection.introduce()
+            for connection in pair:
+                connection.await_introduction(Deadline(PATIENCE), lambda: None)
+        return pair
+
+    return make
+
+
+@pytest.fixture
+def lending(make_pair):
+    """Two connections that lend to each other."""
+    near, far = make_pair()
+    assert near.can_lend
+    assert far.can_lend
+    return near, far

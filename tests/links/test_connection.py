@@ -18,14 +18,17 @@ from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
+    MessageTooLargeError,
     PeerLostError,
     ProtocolError,
     RankwireError,
 )
 from rankwire.links import connection as connection_module
 from rankwire.links.connection import Connection
-from rankwire.wire.frames import HEADER_NBYTES, Channel, pack_header
-from worlds import PATIENCE, Running, eventually
+from rankwire.links.single_copy import Borrowed, lend
+from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel, pack_header
+from rankwire.wire.loans import LoanRefusedError, LoanRevokedError, pack_loan, whole_of
+from worlds import LEND_FROM, PATIENCE, Running, eventually
 
 MIB = 1 << 20
 SOON = 5.0  # seconds for what takes milliseconds, on a machine that is busy with other things
@@ -359,16 +362,18 @@ def test_a_send_without_patience_is_refused_at_once(link):
     assert link.connection.failure is None
 
 
-def test_a_send_of_which_a_part_has_left_ends_the_connection_for_good(link):
+def test_the_rest_of_a_message_that_was_not_taken_in_time_leaves_later(link):
+    message = bytearray(noise(64 * MIB))
+    sent = frame_bytes(bytes(message))
     with pytest.raises(DeadlineExceededError):
-        send(link.connection, bytes(64 * MIB), timeout=0.1)
-    assert isinstance(link.connection.failure, PeerLostError)
-    assert "part of a message" in str(link.connection.failure)
-    for _ in range(2):
-        with pytest.raises(PeerLostError, match="part of a message"):
-            send(link.connection, b"later", timeout=0.0)
-    assert len(link.lost) == 1
-    assert link.lost[0].peer == 1
+        send(link.connection, message, timeout=0.1)
+    message[:] = bytes(len(message))  # the caller's again
+    assert link.connection.failure is None
+    following = Running(send, link.connection, b"later")
+    assert link.receive(len(sent)) == sent
+    assert link.receive(HEADER_NBYTES + 5) == frame_bytes(b"later", sequence=1)
+    following.result()
+    assert not link.lost
 
 
 def test_the_deadline_covers_the_frames_of_other_threads(link):
@@ -465,41 +470,67 @@ def test_a_poll_reads_all_that_is_there_of_a_large_message(link):
     assert [frame.payload for frame in frames] == [bytes(150_000)]
 
 
+class ReadsItself:
+    """A ``Meanwhile``: reads a connection while something cannot be sent on it."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.frames = []
+
+    def watch(self):
+        return [self.connection.fileno()]
+
+    def read(self):
+        self.frames += self.connection.read_ready() or []
+
+
 def test_reading_what_comes_while_a_send_is_blocked_lets_both_ends_send_first(connections):
-    frames = {0: [], 1: []}
     payloads = [bytes([rank]) * (32 * MIB) for rank in (0, 1)]
 
     def exchange(rank):
-        connection = connections[rank]
-        send(
-            connection,
-            payloads[rank],
-            while_blocked=lambda: frames[rank].extend(connection.read_ready() or []),
-        )
-        frames[rank] += read(connection) if not frames[rank] else []
+        meanwhile = ReadsItself(connections[rank])
+        send(connections[rank], payloads[rank], meanwhile=meanwhile)
+        return meanwhile.frames or read(connections[rank])
 
     running = [Running(exchange, rank) for rank in (0, 1)]
-    for thread in running:
-        thread.result()
-    assert frames[0][0].payload == payloads[1]
-    assert frames[1][0].payload == payloads[0]
+    assert [thread.result()[0].payload for thread in running] == payloads[::-1]
+
+
+def test_a_send_that_is_blocked_notices_what_there_is_to_read_only_later(link):
+    """Such as a connection that comes in meanwhile: the peer may be blocked in a send, too."""
+    filler = fill(link.connection._sock)
+
+    class Later(ReadsItself):
+        comes = Deadline(0.1)
+
+        def watch(self):
+            return [link.raw.fileno()] if self.comes.expired else []
+
+        def read(self):
+            if self.comes.expired and not self.frames:
+                self.frames.append(link.receive(filler))
+
+    send(link.connection, b"x", meanwhile=Later(link.connection), timeout=SOON)
+    assert link.receive(HEADER_NBYTES + 1) == frame_bytes(b"x")
 
 
 def test_input_that_waits_to_be_read_does_not_prolong_the_deadline_of_a_send(link):
     # Another thread has the reading role, or the peer sends faster than this one reads.
     link.raw.sendall(frame_bytes(b"unread"))
     fill(link.connection._sock)
-    give_up = time.monotonic() + 1.5
+    reads = []
 
-    def nothing_can_be_read():
-        if time.monotonic() > give_up:
-            raise AssertionError("called again and again, long after the deadline")
+    class NothingCanBeRead(ReadsItself):
+        def read(self):
+            reads.append(time.monotonic())
+            assert not deadline.waited > 1.5, "called again and again, long after the deadline"
 
     deadline = Deadline(0.2)
+    meanwhile = NothingCanBeRead(link.connection)
     with pytest.raises(DeadlineExceededError):
-        link.connection.send(
-            Channel.MESSAGE, 0, 0, [b"x"], 1, deadline, while_blocked=nothing_can_be_read
-        )
+        link.connection.send(Channel.MESSAGE, 0, 0, [b"x"], 1, deadline, meanwhile=meanwhile)
+    assert 0.2 <= deadline.waited < SOON
+    assert 0 < len(reads) < 500, "it looks all the time"
     assert link.connection.failure is None
 
 
@@ -925,3 +956,442 @@ def test_a_connection_needs_neither_spin_nor_a_listener_for_its_loss():
     with pytest.raises(PeerLostError, match="rank 3"):
         connection.read(Deadline(PATIENCE))
     connection.close()
+
+
+# -- lending
+
+
+LARGE = 2 * LEND_FROM
+
+
+def no_check():
+    """There is nothing to check."""
+
+
+def noise(nbytes, seed=0):
+    return random.Random(seed).randbytes(nbytes)
+
+
+def test_two_ends_on_one_host_tell_each_other_that_they_can_borrow(make_pair):
+    near, far = make_pair(introduced=False)
+    assert (near.can_lend, near.why_not_lend) == (None, "")
+    near.introduce()
+    far.await_introduction(Deadline(PATIENCE), no_check)
+    assert (far.can_lend, near.can_lend) == (True, None)
+    far.introduce()
+    near.await_introduction(Deadline(PATIENCE), no_check)
+    assert (near.can_lend, near.why_not_lend) == (True, "")
+
+
+def test_an_introduction_is_heard_by_whoever_reads(make_pair):
+    near, far = make_pair(introduced=False)
+    near.introduce()
+    send(near, b"x")
+    assert [frame.payload for frame in read(far)] == [b"x"]
+    assert far.can_lend
+
+
+def test_over_tcp_nobody_introduces_itself_and_nobody_waits_for_it(make_pair):
+    near, far = make_pair("tcp")
+    near.await_introduction(Deadline(0.0), no_check)
+    assert far.read_ready() is None
+    assert near.can_lend is False
+    assert "Unix socket" in near.why_not_lend
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
+def test_only_a_peer_of_this_host_can_say_that_it_can_borrow(link, transport):
+    greeting = pack_header(Channel.GREETING, 0, 1, 0, 0)
+    link.raw.sendall(greeting + frame_bytes(b"x", sequence=1))
+    with suppress(ProtocolError):
+        read(link.connection)
+    assert bool(link.connection.can_lend) is (transport == "unix")
+
+
+@pytest.mark.parametrize("says", [0, 3, 2**64 - 1])
+def test_a_greeting_that_says_nothing_changes_nothing(make_pair, says):
+    near, far = make_pair(introduced=False)
+    near.send(Channel.GREETING, 0, says, (b"?",), 1, Deadline(PATIENCE))
+    send(near, b"x")
+    read(far)
+    assert far.can_lend is None
+
+
+def test_an_introduction_that_does_not_come_is_waited_for_until_the_deadline(make_pair):
+    near, _ = make_pair(introduced=False)
+    deadline = Deadline(0.15)
+    checks = []
+    with pytest.raises(DeadlineExceededError) as caught:
+        near.await_introduction(deadline, lambda: checks.append(1))
+    assert 0.15 <= deadline.waited < SOON
+    assert (caught.value.limit, caught.value.waiting_for) == (0.15, [1])
+    assert checks
+    assert near.failure is None
+
+
+def test_what_the_check_raises_ends_the_wait_for_an_introduction(make_pair):
+    near, _ = make_pair(introduced=False)
+
+    def check():
+        raise PeerLostError(1, "the coordinator says so")
+
+    with pytest.raises(PeerLostError, match="coordinator"):
+        near.await_introduction(Deadline(PATIENCE), check)
+
+
+def test_a_peer_that_goes_before_its_introduction_is_lost(make_pair):
+    near, far = make_pair(introduced=False)
+    waiting = Running(near.await_introduction, Deadline(PATIENCE), no_check)
+    time.sleep(0.02)
+    far.close()
+    assert isinstance(waiting.error(SOON), PeerLostError)
+
+
+def test_a_connection_that_ends_here_is_not_waited_for(make_pair):
+    near, _ = make_pair(introduced=False)
+    waiting = Running(near.await_introduction, Deadline(PATIENCE), no_check)
+    time.sleep(0.02)
+    near.fail(ChannelClosedError("this backend is closed"))
+    with suppress(ChannelClosedError):
+        waiting.result(SOON)
+
+
+@pytest.mark.parametrize("nbytes", [LEND_FROM - 1, LEND_FROM, LARGE])
+def test_what_is_large_enough_is_lent_and_arrives(lending, nbytes):
+    near, far = lending
+    payload = noise(nbytes)
+    sending = Running(send, near, payload, tag=9)
+    [frame] = read(far)
+    assert (frame.channel, frame.group, frame.tag) == (Channel.MESSAGE, 0, 9)
+    assert len(frame.payload) == nbytes
+    assert isinstance(frame.payload, Borrowed) is (nbytes >= LEND_FROM)
+    assert whole_of(frame.payload) == payload
+    sending.result(SOON)
+
+
+@pytest.mark.parametrize(
+    "channel", [Channel.MESSAGE, Channel.COLLECTIVE, Channel.CALL, Channel.REPLY]
+)
+def test_every_channel_that_carries_payloads_lends(lending, channel):
+    near, far = lending
+    payload = noise(LARGE)
+    sending = Running(near.send, channel, 3, 4, [payload], LARGE, Deadline(PATIENCE))
+    [frame] = read(far)
+    assert (frame.channel, frame.group, frame.tag) == (channel, 3, 4)
+    assert whole_of(frame.payload) == payload
+    sending.result(SOON)
+
+
+def test_both_ends_lend_to_each_other_at_once(lending):
+    sending = [Running(send, end, noise(LARGE, rank)) for rank, end in enumerate(lending)]
+    for rank, end in enumerate(lending):
+        assert whole_of(read(end)[0].payload) == noise(LARGE, 1 - rank)
+    for running in sending:
+        running.result(SOON)
+
+
+def test_a_send_returns_when_the_memory_is_free_again(lending):
+    near, far = lending
+    memory = bytearray(b"a") * LARGE
+    sending = Running(send, near, memory)
+    [frame] = read(far)
+    time.sleep(0.02)
+    assert not sending.done
+    payload = whole_of(frame.payload)
+    sending.result(SOON)
+    memory[:] = b"b" * LARGE
+    assert payload == b"a" * LARGE
+
+
+def test_numbers_of_eight_bytes_are_lent_whole(lending):
+    near, far = lending
+    numbers = array.array("d", range(LARGE // 8))
+    sending = Running(send, near, [memoryview(numbers), b"", memoryview(numbers)])
+    [frame] = read(far)
+    assert whole_of(frame.payload) == numbers.tobytes() * 2
+    sending.result(SOON)
+
+
+@pytest.mark.parametrize(("count", "is_lent"), [(512, True), (513, False), (2000, False)])
+def test_what_is_in_too_many_pieces_goes_as_bytes(lending, count, is_lent):
+    near, far = lending
+    pieces = [noise(600, number) for number in range(count)]
+    sending = Running(send, near, pieces)
+    [frame] = read(far)
+    assert isinstance(frame.payload, Borrowed) is is_lent
+    assert whole_of(frame.payload) == b"".join(pieces)
+    sending.result(SOON)
+
+
+def test_a_loan_keeps_its_place_among_small_frames(lending):
+    near, far = lending
+    hold(near, b"held", tag=0)
+    sending = Running(send, near, noise(LARGE), tag=1)
+    first, second = read(far, 2)
+    send(near, b"behind it", tag=2)  # a loan that is not read yet keeps nobody from sending
+    [third] = read(far)
+    assert [first.tag, second.tag, third.tag] == [0, 1, 2]
+    assert not sending.done
+    second.payload.give_back()
+    sending.result(SOON)
+
+
+def test_a_peer_that_cannot_borrow_gets_the_bytes(make_pair):
+    near, far = make_pair(options=({}, {"single_copy": False}))
+    assert (near.can_lend, near.why_not_lend) == (False, "it is turned off")
+    assert far.can_lend, "the other way it works"
+    sending = Running(send, near, noise(LARGE))
+    [frame] = read(far)
+    assert isinstance(frame.payload, bytearray)
+    assert frame.payload == noise(LARGE)
+    sending.result(SOON)
+
+
+def test_a_peer_that_its_kernel_does_not_let_read_says_why_and_gets_the_bytes(
+    make_pair, monkeypatch
+):
+    reason = "the kernel refuses to copy memory of process 7: Operation not permitted"
+    monkeypatch.setattr(connection_module, "probe", lambda sock: (0, reason))
+    near, far = make_pair()
+    assert (near.can_lend, near.why_not_lend) == (False, reason)
+    sending = Running(send, near, noise(LARGE))
+    assert read(far)[0].payload == noise(LARGE)
+    sending.result(SOON)
+
+
+def test_a_peer_that_has_not_introduced_itself_gets_the_bytes(make_pair):
+    near, far = make_pair(introduced=False)
+    sending = Running(send, near, noise(LARGE))
+    assert read(far)[0].payload == noise(LARGE)
+    sending.result(SOON)
+
+
+def test_an_offer_does_not_wait_and_is_settled_later(lending):
+    near, far = lending
+    payload = noise(LARGE)
+    lent = near.offer(Channel.MESSAGE, 0, 1, [payload], LARGE, Deadline(PATIENCE))
+    assert lent is not None
+    assert not near.wait_for_receipt(lent, Deadline(0.02))
+    [frame] = read(far)
+    assert whole_of(frame.payload) == payload
+    assert near.wait_for_receipt(lent, Deadline(PATIENCE))
+    near.settle(lent, Deadline(0.0))
+
+
+def test_an_offer_of_what_is_not_lent_has_been_sent(make_pair):
+    for near, far in (make_pair(), make_pair("tcp")):
+        assert near.offer(Channel.MESSAGE, 0, 1, [b"abc"], 3, Deadline(PATIENCE)) is None
+        assert read(far)[0].payload == b"abc"
+
+
+# -- loans that end in another way
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.1])
+def test_a_loan_that_nobody_took_in_time_was_never_sent_and_the_connection_goes_on(lending, limit):
+    near, far = lending
+    memory = bytearray(noise(LARGE))
+    deadline = Deadline(limit)
+    with pytest.raises(DeadlineExceededError) as caught:
+        near.send(Channel.MESSAGE, 0, 1, [memory], LARGE, deadline)
+    assert limit <= deadline.waited < limit + SOON
+    assert (caught.value.limit, caught.value.waiting_for) == (limit, [1])
+    memory[:] = bytes(LARGE)
+    send(near, b"next", tag=2)
+    sending = Running(send, near, noise(LARGE, 3), tag=3)
+    frames = list(islice((f for f in frames_of(far) if f.tag > 1), 2))
+    assert frames[0].payload == b"next"
+    assert whole_of(frames[1].payload) == noise(LARGE, 3)
+    sending.result(SOON)
+    assert near.failure is far.failure is None
+
+
+def test_a_withdrawn_loan_says_so_to_whoever_takes_it(lending):
+    near, far = lending
+    with pytest.raises(DeadlineExceededError):
+        send(near, noise(LARGE), timeout=0.05)
+    [frame] = read(far)
+    with pytest.raises(LoanRevokedError):
+        whole_of(frame.payload)
+    assert far.failure is None
+
+
+def test_a_loan_whose_frame_cannot_be_sent_is_withdrawn(lending):
+    near, far = lending
+    filler = fill(near._sock)
+    with pytest.raises(DeadlineExceededError):
+        send(near, noise(LARGE), timeout=0.05)
+    assert near.failure is None
+    assert filler
+    assert far.failure is None
+
+
+@pytest.mark.parametrize("how", ["vanishes", "leaves"])
+def test_a_lender_learns_that_its_peer(lending, how):
+    """Nobody reads this connection: what the peer said last is still in it."""
+    near, far = lending
+    sending = Running(send, near, noise(LARGE))
+    read(far)
+    if how == "leaves":
+        far.farewell(Deadline(PATIENCE))
+    began = time.monotonic()
+    far.close()
+    error = sending.error(2.0)
+    assert isinstance(error, PeerLostError if how == "vanishes" else ChannelClosedError)
+    assert error.peer == 1
+    assert sending.ended - began < 1.0
+
+
+@pytest.mark.parametrize("end", ["fail", "close"])
+def test_a_lender_is_woken_by(lending, end):
+    near, far = lending
+    sending = Running(send, near, noise(LARGE))
+    [frame] = read(far)
+    if end == "fail":
+        near.fail(ChannelClosedError("this backend is closed"))
+    else:
+        near.close()
+    assert isinstance(sending.error(SOON), ChannelClosedError)
+    with pytest.raises(LoanRevokedError):
+        whole_of(frame.payload)
+
+
+def test_a_lender_does_not_mistake_a_message_to_it_for_the_end(lending):
+    near, far = lending
+    send(far, b"unread")
+    sending = Running(send, near, noise(LARGE))
+    [frame] = read(far)
+    time.sleep(0.12)
+    assert not sending.done
+    frame.payload.give_back()
+    sending.result(SOON)
+    assert [frame.payload for frame in read(near)] == [b"unread"]
+
+
+def test_a_lender_does_not_mistake_a_message_that_looks_like_a_farewell_for_the_end(lending):
+    near, far = lending
+    send(far, array.array("q", [1, 2, 3, 8, 0, 0, 0]).tobytes())  # unread, and it ends like one
+    sending = Running(send, near, noise(LARGE))
+    [frame] = read(far)
+    time.sleep(0.12)
+    with suppress(LoanRevokedError):
+        frame.payload.give_back()
+    sending.result(SOON)
+    assert near.failure is None
+
+
+def test_two_ends_that_lend_first_read_meanwhile(lending):
+    class TakesAll(ReadsItself):
+        def read(self):
+            for frame in self.connection.read_ready() or ():
+                self.frames.append(whole_of(frame.payload))
+
+    def exchange(rank):
+        meanwhile = TakesAll(lending[rank])
+        send(lending[rank], noise(LARGE, rank), meanwhile=meanwhile)
+        return meanwhile.frames or [whole_of(read(lending[rank])[0].payload)]
+
+    running = [Running(exchange, rank) for rank in (0, 1)]
+    assert [thread.result(SOON) for thread in running] == [[noise(LARGE, 1)], [noise(LARGE, 0)]]
+
+
+# -- loans that nobody makes
+
+
+def loan_frame(description, *, channel=Channel.MESSAGE, sequence=0, tag=0):
+    return pack_header(channel | LOAN, 0, tag, len(description), sequence) + description
+
+
+def description_of(payload):
+    """Lend something here, for as long as it takes."""
+    lent, description = lend([payload], len(payload))
+    return description, lent
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
+def test_a_loan_to_a_process_that_cannot_read_it_breaks_the_rules(transport, sockets):
+    near, far = sockets
+    lost = []
+    connection = Connection(
+        near, peer=1, max_nbytes=1 << 30, on_lost=lost.append, single_copy=transport == "tcp"
+    )
+    description, _ = description_of(noise(LARGE))
+    far.send(loan_frame(description) + frame_bytes(b"x", sequence=1))
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="cannot read") as caught:
+            connection.read(Deadline(PATIENCE))
+        assert caught.value.peer == 1
+    assert len(lost) == 1
+    connection.close()
+
+
+def test_a_loan_above_the_limit_is_refused_unread(make_pair):
+    near, far = make_pair(options=({}, {"max_nbytes": LARGE}))
+    sending = Running(send, near, noise(LARGE))
+    whole_of(read(far)[0].payload)
+    sending.result(SOON)
+    sending = Running(send, near, noise(LARGE + 1))
+    with pytest.raises(ProtocolError, match=f"lends {LARGE + 1} bytes") as caught:
+        far.read(Deadline(PATIENCE))
+    assert isinstance(caught.value.__cause__, MessageTooLargeError)
+    assert isinstance(sending.error(SOON), PeerLostError)
+
+
+@pytest.mark.parametrize("transport", ["unix"], indirect=True)
+def test_frames_before_a_bad_loan_in_one_read_are_given(link):
+    link.raw.sendall(frame_bytes(b"good") + loan_frame(bytes(48), sequence=1))
+    frames = []
+    with pytest.raises(ProtocolError):
+        frames.extend(frames_of(link.connection))
+    assert [frame.payload for frame in frames] == [b"good"]
+
+
+@pytest.mark.parametrize("transport", ["unix"], indirect=True)
+def test_a_loan_of_memory_that_cannot_be_read_is_refused_and_sent_in_another_way(link):
+    _, lent = description_of(b"abc")
+    description = pack_loan(lent.number, lent.address, lent.address + 8, [(8, 99)], 99)
+    link.raw.sendall(loan_frame(description))
+    [frame] = read(link.connection)
+    with pytest.raises(LoanRevokedError):
+        whole_of(frame.payload)
+    with pytest.raises(LoanRefusedError):
+        lent.settle(Deadline(PATIENCE), 1, lambda: None, None)
+    assert link.connection.failure is None
+
+
+def test_garbage_in_a_loan_gives_a_parcel_or_a_protocol_error_and_nothing_else():
+    chance = random.Random("rankwire loan frames")
+    payload = noise(1000)
+    good, lent = description_of(payload)
+    refused = unreadable = taken = 0
+    for _ in range(1000):
+        description = bytearray(good)
+        match chance.randrange(4):
+            case 0:
+                description = bytearray(chance.randbytes(16 * chance.randrange(2, 6)))
+            case 1:
+                del description[chance.randrange(len(description)) :]
+            case 2:  # the words' addresses stay: a receipt must not land just anywhere
+                description[chance.choice([*range(8), *range(24, 48)])] ^= 1 << chance.randrange(8)
+            case _:
+                pass
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        connection = Connection(near, peer=1, max_nbytes=1 << 20)
+        with far:
+            far.send(loan_frame(bytes(description)))
+            try:
+                [frame] = connection.read(Deadline(PATIENCE))
+                view = bytearray(len(frame.payload))
+                frame.payload.read_into(0, memoryview(view))
+                assert view == payload or bytes(description) != good
+                taken += 1
+            except ProtocolError:
+                refused += 1
+            except (PeerLostError, LoanRevokedError):
+                unreadable += 1
+        connection.close()
+    lent.revoke()
+    assert refused > 100
+    assert unreadable > 20
+    assert taken > 100

@@ -19,7 +19,9 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
+from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Channel
+from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox, Receive
 from worlds import PATIENCE, Running, eventually
 
@@ -729,7 +731,7 @@ def test_both_ends_may_send_first_when_a_blocked_send_reads(connections):
             [payloads[rank]],
             len(payloads[rank]),
             Deadline(PATIENCE),
-            while_blocked=post.inbox.read_available,
+            meanwhile=post.inbox,
         )
         return post.recv(1)
 
@@ -801,6 +803,316 @@ def test_waiting_until_notices_room_that_a_caller_made_by_giving_up(post):
     eventually(lambda: post.inbox.is_read)
     assert post.inbox.withdraw(receives[0])
     assert waiting.result(SOON) is True
+
+
+# -- what is lent
+
+
+LARGE = 512 * KIB
+
+
+def large(seed=0):
+    return bytes([seed]) * LARGE
+
+
+class Lending(Post):
+    """An inbox for what rank 1 sends or lends; sending is done when the memory is free again."""
+
+    def __init__(self, connections, mailbox=None, *, fetch=False):
+        super().__init__(connections, mailbox)
+        self.inbox = Inbox(1, mailbox or Mailbox(), self.connection, fetch=fetch)
+
+    def lend(self, tag, payload=None, timeout=PATIENCE):
+        payload = large(tag) if payload is None else payload
+        return Running(self.send_within, timeout, tag, payload)
+
+    def send_within(self, timeout, tag, payload):
+        deadline = Deadline(timeout)
+        self.sender.send(Channel.MESSAGE, 0, tag, [payload], len(payload), deadline)
+
+    def withdraw(self, tag, payload=None):
+        """Lend something and take it back."""
+        assert isinstance(self.lend(tag, payload, 0.02).error(), DeadlineExceededError)
+
+
+@pytest.fixture
+def lent_post(lending):
+    return Lending(lending)
+
+
+@pytest.fixture
+def replies(lending):
+    """An inbox as those that replies come to."""
+    return Lending(lending, Mailbox(keep_unmatched=False), fetch=True)
+
+
+def test_a_lent_message_is_left_to_the_thread_that_wants_it(lent_post):
+    waiting = lent_post.start(1)
+    sending = lent_post.lend(1)
+    parcel = waiting.result(SOON)
+    assert isinstance(parcel, Borrowed)
+    time.sleep(0.02)
+    assert not sending.done
+    assert parcel.whole() == large(1)
+    sending.result(SOON)
+
+
+def test_a_lent_message_that_nobody_wants_is_fetched_by_the_reader_and_its_sender_goes_on(
+    lent_post,
+):
+    reader = lent_post.start(5)
+    for tag in (7, 7, 8):
+        lent_post.lend(tag).result(SOON)
+    assert not reader.done
+    eventually(lambda: lent_post.inbox.unmatched_nbytes == 3 * LARGE)
+    lent_post.send(5, b"x")
+    assert reader.result(SOON) == b"x"
+    assert [whole_of(lent_post.recv(tag)) for tag in (7, 8, 7)] == [large(7), large(8), large(7)]
+    assert lent_post.inbox.unmatched_nbytes == 0
+
+
+@pytest.mark.parametrize("read", ["read", "read_available", "read_quietly"])
+def test_whoever_reads_without_waiting_fetches_too(lent_post, read):
+    sending = lent_post.lend(7)
+    eventually(lambda: getattr(lent_post.inbox, read)() or sending.done)
+    sending.result()
+    assert whole_of(lent_post.recv(7)) == large(7)
+
+
+def test_a_thread_that_wants_it_while_it_is_being_fetched_gets_it_once(lent_post):
+    for number in range(30):
+        sending = lent_post.lend(7, large(number))
+        helper = Running(eventually, lambda: lent_post.inbox.read() or sending.done)  # noqa: B023
+        assert whole_of(lent_post.recv(7)) == large(number)
+        sending.result(SOON)
+        helper.result(SOON)
+    assert lent_post.inbox.unmatched_nbytes == 0
+
+
+def test_a_lent_message_keeps_its_place_among_others(lent_post):
+    def send_all():
+        for number in range(20):
+            payload = bytes([number]) * (LARGE if number % 3 == 0 else 10)
+            lent_post.send(1, payload)
+
+    sending = Running(send_all)
+    received = [whole_of(lent_post.recv(1)) for _ in range(20)]
+    assert [payload[0] for payload in received] == list(range(20))
+    sending.result(SOON)
+
+
+def test_a_lent_message_of_another_size_is_kept_and_its_sender_goes_on(lent_post):
+    misfit = lent_post.start(1, nbytes=3)
+    lent_post.lend(1).result(SOON)
+    error = misfit.error(SOON)
+    assert isinstance(error, SizeMismatchError)
+    assert (error.expected, error.got) == (3, LARGE)
+    with pytest.raises(SizeMismatchError):
+        lent_post.recv(1, nbytes=LARGE - 1)
+    assert whole_of(lent_post.recv(1, nbytes=LARGE)) == large(1)
+
+
+def test_no_more_is_fetched_than_is_kept_for_later(lending):
+    """However many are announced at once."""
+    post = Lending(lending, Mailbox(unmatched_limit=2 * LARGE))
+    sending = [post.lend(1, large(number)) for number in range(6)]
+    eventually(lambda: post.sender._sequence == 1 + len(sending))
+    with pytest.raises(DeadlineExceededError, match="other messages"):
+        post.recv(5, 0.2)
+    assert sum(each.done for each in sending) == 2, "the others wait for room"
+    taken = [whole_of(post.recv(1)) for _ in range(6)]
+    assert sorted(taken) == [large(number) for number in range(6)]
+    for each in sending:
+        each.result(SOON)
+
+
+def test_a_message_that_was_taken_back_is_never_seen(lent_post):
+    lent_post.withdraw(1)
+    lent_post.send(2, b"x")
+    assert lent_post.recv(2) == b"x"  # whoever reads finds that it was taken back
+    assert lent_post.inbox.unmatched_nbytes == 0
+    with pytest.raises(DeadlineExceededError):
+        lent_post.recv(1, 0.05)
+    lent_post.send(1, b"the next one")
+    assert lent_post.recv(1) == b"the next one"
+
+
+def test_messages_that_were_taken_back_do_not_fill_the_mailbox(lending):
+    post = Lending(lending, Mailbox(unmatched_limit=2 * LARGE))
+    for _ in range(4):
+        post.withdraw(1)
+        post.inbox.read()
+    post.send(2, b"x")
+    assert post.recv(2, SOON) == b"x"
+
+
+def test_a_message_that_was_taken_back_fits_everyone(lent_post):
+    """A retry after a deadline may have another size."""
+    lent_post.withdraw(1)
+    lent_post.send(1, b"abc")
+    lent_post.send(2, b"x")
+    assert lent_post.recv(2) == b"x"
+    assert lent_post.recv(1, nbytes=3) == b"abc"
+
+
+def test_a_message_that_was_taken_back_ends_no_receive_that_waits_for_another_size(lent_post):
+    lent_post.withdraw(1)
+    waiting = Running(lent_post.recv, 1, nbytes=3)
+    time.sleep(0.05)
+    lent_post.send(1, b"abc")
+    assert waiting.result(SOON) == b"abc"
+
+
+def test_a_lent_message_for_a_thread_that_is_interrupted_goes_back_and_its_sender_goes_on(
+    lent_post,
+):
+    deliver = lent_post.inbox._deliver
+
+    def interrupted_after_delivery(frames):
+        deliver(frames)
+        lent_post.inbox._deliver = deliver
+        raise KeyboardInterrupt
+
+    lent_post.inbox._deliver = interrupted_after_delivery
+    sending = lent_post.lend(1)
+    with pytest.raises(KeyboardInterrupt):
+        lent_post.recv(1)
+    reader = lent_post.start(9)
+    sending.result(SOON)
+    assert whole_of(lent_post.recv(1)) == large(1)
+    lent_post.send(9, b"x")
+    assert reader.result() == b"x"
+
+
+def test_what_was_fetched_is_received_after_its_sender_has_gone(lent_post):
+    reader = lent_post.start(9)
+    lent_post.lend(1).result(SOON)
+    lent_post.sender.close()
+    assert isinstance(reader.error(SOON), PeerLostError)
+    assert whole_of(lent_post.recv(1)) == large(1)
+    with pytest.raises(PeerLostError):
+        lent_post.recv(1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lent_message_that_is_refused_is_dropped_and_its_sender_goes_on(lent_post, when):
+    reader = lent_post.start(9)
+    if when == "before":
+        lent_post.inbox.refuse(0, Channel.MESSAGE, 1 << 16)
+    lent_post.lend(1 << 16 | 5, large()).result(SOON)
+    lent_post.lend(2 << 16, large(2)).result(SOON)
+    if when == "after":
+        lent_post.inbox.refuse(0, Channel.MESSAGE, 1 << 16)
+    eventually(lambda: lent_post.inbox.unmatched_nbytes == LARGE)
+    assert lent_post.inbox.dropped == 1
+    lent_post.send(9, b"x")
+    assert reader.result(SOON) == b"x"
+    assert whole_of(lent_post.recv(2 << 16)) == large(2)
+
+
+def test_refusing_makes_room_and_lets_the_reading_go_on(connections):
+    post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
+    sending = Running(post.send, 1, bytes(200 * KIB))
+    eventually(lambda: poll(post, 1 << 20) or post.inbox.unmatched_nbytes)
+    sending.result()
+    waiting = post.start(2 << 20)
+    assert not post.inbox.is_read
+    post.inbox.refuse(0, Channel.MESSAGE, 0)
+    post.send(2 << 20, b"x")
+    assert waiting.result(SOON) == b"x"
+
+
+def test_an_interrupt_between_two_deliveries_doubles_nothing(lent_post, monkeypatch):
+    sending = lent_post.lend(1)
+    eventually(lambda: lent_post.sender._sequence == 2)
+    lent_post.send(2, b"x")
+    lent_post.send(3, b"y")
+    deliver = Mailbox.deliver
+
+    def interrupted_once(mailbox, key, payload):
+        receive = deliver(mailbox, key, payload)
+        if key[2] == 2:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return receive
+
+    monkeypatch.setattr(Mailbox, "deliver", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        lent_post.recv(3)
+    received = []
+    with suppress(DeadlineExceededError, PeerLostError):  # it may have been given up
+        while True:
+            received.append(lent_post.recv(2, 0.1))
+    assert received == [b"x"]
+    with suppress(PeerLostError):
+        sending.result(SOON)
+
+
+def test_replies_are_fetched_by_whoever_reads_them(replies):
+    called = []
+    receives = [replies.want(tag, lambda r: called.append(r.result()[0])) for tag in (1, 2)]
+    for tag in (1, 2):
+        sending = replies.lend(tag)
+        eventually(lambda sending=sending: replies.inbox.read_available() or sending.done)
+        sending.result()
+    assert [type(receive.payload) for receive in receives] == [bytearray, bytearray]
+    assert [receive.result() for receive in receives] == [large(1), large(2)]
+    assert called == [1, 2]
+
+
+def test_a_reply_that_nobody_wants_is_given_back_unread(replies):
+    waiting = replies.start(1)
+    reads = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Borrowed, "_pull", lambda *_: reads.append(1))
+        replies.lend(2).result(SOON)
+    assert not reads
+    replies.lend(1).result(SOON)
+    assert waiting.result(SOON) == large(1)
+
+
+def test_a_lent_reply_that_nobody_wants_is_counted_like_any_other(replies):
+    waiting = replies.start(1)
+    replies.send(2, b"small")
+    replies.lend(3).result(SOON)
+    replies.send(1, b"x")
+    assert waiting.result(SOON) == b"x"
+    assert replies.inbox.dropped == 2
+
+
+def test_a_reply_that_was_taken_back_does_not_stop_those_behind_it(replies):
+    waiting = [replies.start(1), replies.start(2)]
+    with replies.inbox._mutex:  # nobody reads it before it is taken back
+        withdrawn = replies.lend(1, timeout=0.05)
+        assert isinstance(withdrawn.error(), DeadlineExceededError)
+    replies.send(2, b"x")
+    assert waiting[1].result(SOON) == b"x"
+    assert not waiting[0].done
+    replies.lend(1, large(9)).result(SOON)
+    assert waiting[0].result(SOON) == large(9)
+
+
+def test_there_is_something_to_watch_only_if_somebody_can_read_it(connections):
+    post = Post(connections, Mailbox(unmatched_limit=5), attached=False)
+    assert post.inbox.watch() == []
+    post.inbox.read()
+    assert post.inbox.attach(post.connection)
+    assert post.inbox.watch() == [post.connection.fileno()]
+    reader = post.start(1)
+    assert post.inbox.watch() == []
+    post.send(1, b"x")
+    assert reader.result() == b"x"
+    assert post.inbox.watch() == [post.connection.fileno()]
+    post.send(2, b"large")
+    eventually(lambda: post.inbox.read() or post.inbox.unmatched_nbytes)
+    assert post.inbox.watch() == [], "no more is read for now"
+    post.inbox.read()
+    assert post.recv(2) == b"large"
+    post.connection.fail(PeerLostError(1, "the coordinator says so"))
+    assert post.inbox.watch() == []
+    post.connection.close()
+    assert post.inbox.watch() == []
+    post.inbox.read()
 
 
 # -- everything at once

@@ -1,5 +1,6 @@
 """Sockets: addresses, options, listening and connecting."""
 
+import contextlib
 import errno
 import os
 import select
@@ -24,6 +25,7 @@ from rankwire.links.sockets import (
     TcpAddress,
     connect_tcp,
     connect_unix,
+    expect_prompt_reading,
     listen_tcp,
     listen_unix,
     start_listening,
@@ -109,7 +111,9 @@ def test_a_tcp_connection_has_no_delay_and_notices_a_vanished_host(cleanup):
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     )
     assert idle + interval * probes <= 5
-    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 5000
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0, "a peer may be busy"
+    expect_prompt_reading(sock)
+    assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 5000
 
 
 def test_a_unix_connection_is_non_blocking_and_has_room_for_a_burst(cleanup):
@@ -341,3 +345,46 @@ def test_waiting_patiently_looks_up_now_and_then_and_keeps_the_deadline(cleanup)
     assert len(checks) >= 2
     far.send(b"x")
     assert wait_patiently(near, select.POLLIN, Deadline(0.0), lambda: None)
+
+
+def test_waiting_ends_when_another_descriptor_is_readable_and_says_that_it_was_not_this_one(
+    cleanup,
+):
+    near, far, other, writer = *socket.socketpair(), *socket.socketpair()
+    for sock in (near, far, other, writer):
+        cleanup.enter_context(sock)
+    before = time.monotonic()
+    assert wait_for(near, select.POLLIN, 0.05, [other.fileno()]) == 0
+    assert time.monotonic() - before >= 0.05
+    writer.send(b"x")
+    before = time.monotonic()
+    assert wait_for(near, select.POLLIN, PATIENCE, [other.fileno()]) == 0
+    assert time.monotonic() - before < 5.0
+    far.send(b"x")
+    assert wait_for(near, select.POLLIN, PATIENCE, [other.fileno()]) == select.POLLIN
+    assert wait_for(near, select.POLLOUT, PATIENCE, [other.fileno()]) == select.POLLOUT
+
+
+def test_waiting_to_send_and_to_read_the_same_socket_tells_only_whether_it_can_send(cleanup):
+    near, far = socket.socketpair()
+    cleanup.enter_context(near)
+    cleanup.enter_context(far)
+    near.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            near.send(bytes(65536))
+    assert wait_for(near, select.POLLOUT, 0.05, [near.fileno()]) == 0
+    far.send(b"x")
+    before = time.monotonic()
+    assert wait_for(near, select.POLLOUT, PATIENCE, [near.fileno()]) == 0
+    assert time.monotonic() - before < 5.0
+    far.close()
+    assert wait_for(near, select.POLLOUT, PATIENCE, [near.fileno()])
+
+
+def test_waiting_for_a_socket_that_is_closed_ends_at_once():
+    near, far = socket.socketpair()
+    with near, far:
+        pass
+    assert wait_for(near, select.POLLIN, PATIENCE) == select.POLLIN
+    assert wait_for(near, select.POLLOUT, PATIENCE) == select.POLLOUT

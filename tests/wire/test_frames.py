@@ -13,6 +13,7 @@ from rankwire.errors import MessageTooLargeError, ProtocolError
 from rankwire.wire.frames import (
     DEFAULT_MAX_MESSAGE_NBYTES,
     HEADER_NBYTES,
+    LOAN,
     WORLD_GROUP,
     Channel,
     Frame,
@@ -24,6 +25,7 @@ from rankwire.wire.frames import (
 BUFFER = 65536  # what one read takes at most; a frame that is larger gets memory of its own
 U64 = 2**64 - 1
 WHOLE_READ = 1 << 30
+LENDING = {Channel.MESSAGE, Channel.COLLECTIVE, Channel.CALL, Channel.REPLY}
 
 
 def frame_bytes(payload=b"", *, channel=Channel.MESSAGE, group=0, tag=0, sequence=0):
@@ -84,6 +86,10 @@ def payload_of(nbytes, seed=0):
         (
             (Channel.FAREWELL, U64, U64, U64, 2**32 - 1),
             "08 00 0000 FFFFFFFF FFFFFFFFFFFFFFFF FFFFFFFFFFFFFFFF FFFFFFFFFFFFFFFF",
+        ),
+        (
+            (Channel.MESSAGE | LOAN, 0, 7, 48, 3),
+            "01 01 0000 03000000 0000000000000000 0700000000000000 3000000000000000",
         ),
     ],
 )
@@ -254,11 +260,41 @@ def test_an_unknown_channel_is_refused(channel):
         feed(FrameParser(), tampered(0, channel))
 
 
-@pytest.mark.parametrize("offset", [1, 2, 3])
-@pytest.mark.parametrize("value", [1, 128, 255])
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [
+        *((1, value) for value in (2, 3, 128, 129, 255)),
+        *((offset, value) for offset in (2, 3) for value in (1, 128, 255)),
+    ],
+)
 def test_flags_and_reserved_bits_are_refused(offset, value):
     with pytest.raises(ProtocolError, match=r"flags|reserved"):
         feed(FrameParser(), tampered(offset, value))
+
+
+@pytest.mark.parametrize("channel", sorted(LENDING))
+@pytest.mark.parametrize("nbytes", [0, 48, 8224, 100_000])
+def test_what_may_be_lent_comes_out_with_the_flag_and_is_pointed_out(channel, nbytes):
+    frames = [(channel, 5, 6, b"here"), (channel | LOAN, 5, 6, payload_of(nbytes))]
+    parser = FrameParser()
+    assert feed(parser, stream_of(frames[:1])) == frames[:1]
+    assert not parser.has_special
+    assert feed(parser, stream_of(frames[1:], first=1)) == frames[1:]
+    assert parser.has_special
+
+
+@pytest.mark.parametrize("channel", sorted({*Channel} - LENDING))
+def test_a_loan_on_a_channel_that_does_not_lend_is_refused(channel):
+    with pytest.raises(ProtocolError, match=f"channel {int(channel)} cannot lend"):
+        feed(FrameParser(), pack_header(channel | LOAN, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("channel", [Channel.FAREWELL, Channel.GREETING])
+@pytest.mark.parametrize("nbytes", [0, 40, 100_000])
+def test_courtesies_are_pointed_out_to_the_owner(channel, nbytes):
+    parser = FrameParser()
+    feed(parser, frame_bytes(bytes(nbytes), channel=channel))
+    assert parser.has_special
 
 
 @pytest.mark.parametrize("sequence", [0, 1, 3, 2**31, 2**32 - 1])
@@ -340,11 +376,19 @@ def test_allocate_gives_a_plain_bytearray():
     assert memory == payload_of(1 << 20)
 
 
+@pytest.mark.parametrize("nbytes", [(4 << 20) - 1, 4 << 20, (9 << 20) + 4097])
+def test_allocate_gives_a_plain_bytearray_also_in_huge_pages(nbytes):
+    memory = allocate(nbytes)
+    memory[:] = payload_of(nbytes)
+    memory.extend(b"resized")  # nothing holds on to it
+    assert memory == payload_of(nbytes) + b"resized"
+
+
 @pytest.mark.parametrize(
     "violation",
     [
         tampered(0, 99, sequence=2),
-        tampered(1, 1, sequence=2),
+        tampered(1, 2, sequence=2),
         frame_bytes(b"", sequence=1),
         pack_header(Channel.MESSAGE, 0, 0, U64, 2),
     ],
@@ -410,6 +454,7 @@ def test_garbage_gives_frames_or_a_protocol_error_and_nothing_else(kind):
         except ProtocolError:
             refused += 1
         else:
-            assert all(frame.channel in set(Channel) for frame in frames)
+            for frame in frames:
+                assert frame.channel in set(Channel) or frame.channel & ~LOAN in LENDING
             assert sum(HEADER_NBYTES + len(frame.payload) for frame in frames) <= len(stream)
     assert refused > 5_000, "the fuzzer must reach the checks"

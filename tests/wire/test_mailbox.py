@@ -54,6 +54,60 @@ def test_group_channel_and_tag_each_keep_messages_apart(other):
     assert taken(mailbox, other) == b"not yours"
 
 
+FAMILY = 3 << 16  # tags that differ in the lower 16 bits only
+
+
+def test_what_is_refused_is_dropped_now_and_later_and_nothing_else_is():
+    kept = [
+        (0, Channel.COLLECTIVE, FAMILY - 1),
+        (0, Channel.COLLECTIVE, FAMILY + (1 << 16)),
+        (0, Channel.MESSAGE, FAMILY),
+        (1, Channel.COLLECTIVE, FAMILY),
+    ]
+    mailbox = Mailbox()
+    for when in ("now", "later"):
+        for key in [*kept, *((0, Channel.COLLECTIVE, FAMILY + step) for step in (0, 9, 65535))]:
+            assert mailbox.deliver(key, bytearray(when.encode())) is None
+        if when == "now":
+            mailbox.refuse(0, Channel.COLLECTIVE, FAMILY + 5)
+            assert (mailbox.dropped, mailbox.unmatched_nbytes) == (3, 4 * 3)
+    assert (mailbox.dropped, mailbox.unmatched_nbytes) == (6, 4 * 8)
+    for key in kept:
+        assert [taken(mailbox, key), taken(mailbox, key)] == [b"now", b"later"]
+    assert mailbox.unmatched_nbytes == 0
+
+
+def test_what_is_refused_still_goes_to_one_that_waits_for_it():
+    mailbox = Mailbox()
+    receive = posted(mailbox)
+    mailbox.refuse(*KEY)
+    assert mailbox.deliver(KEY, bytearray(b"x")) is receive
+    assert mailbox.deliver(KEY, bytearray(b"y")) is None
+    assert mailbox.dropped == 1
+
+
+def test_only_the_last_256_refusals_are_remembered():
+    mailbox = Mailbox()
+    for number in range(257):
+        mailbox.refuse(0, Channel.COLLECTIVE, number << 16)
+    for number in range(257):
+        mailbox.deliver((0, Channel.COLLECTIVE, number << 16), bytearray(b"x"))
+    assert (mailbox.dropped, mailbox.unmatched_nbytes) == (256, 1)
+
+
+@pytest.mark.parametrize(("key", "nbytes"), [(KEY, None), ((0, Channel.MESSAGE, 2**64 - 1), 5)])
+def test_what_is_wanted_is_known(key, nbytes):
+    mailbox = Mailbox()
+    assert not mailbox.would_take(key, 5)
+    receive = Receive(key, nbytes=nbytes)
+    mailbox.post(receive)
+    assert mailbox.would_take(key, 5)
+    assert mailbox.would_take(key, 6) is (nbytes is None)
+    assert not any(mailbox.would_take(other, 5) for other in OTHERS)
+    mailbox.withdraw(receive)
+    assert not mailbox.would_take(key, 5)
+
+
 def test_an_empty_message_is_a_message():
     mailbox = Mailbox()
     mailbox.deliver(KEY, bytearray())

@@ -1,11 +1,8 @@
 """Backend: what every way of joining ranks offers.
 
-Implementations provide five things: ``transmit``, ``receive``, ``open_calls``, ``close`` and who
-they are. Everything users call is written once, here, on top of them: argument checks, deadlines,
-the barrier, and the context in errors. So all backends behave alike.
-
-``transmit`` and ``receive`` take a whole envelope (group, channel, tag); they are for the layers
-above (``rpc``, ``collectives``) and for ``SubBackend``. Users see ``send`` and ``recv`` with a tag.
+Implementations provide a ``Transport``. Everything users call is written once, here, on top of it:
+argument checks, deadlines, arrays, the barrier, and the context in errors. So all backends behave
+alike.
 """
 
 from __future__ import annotations
@@ -13,12 +10,14 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from rankwire.backends.calls import CallPort
+from rankwire.backends.meeting import meet
+from rankwire.backends.payloads import copy_into, share_memory, to_array
+from rankwire.backends.transport import Transport
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -30,19 +29,25 @@ from rankwire.errors import (
     RankwireError,
     SelfSendError,
 )
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel
+from rankwire.wire.array_messages import pack_array
+from rankwire.wire.frames import (
+    DEFAULT_MAX_MESSAGE_NBYTES,
+    Buffer,
+    Channel,
+    Payload,
+)
+from rankwire.wire.loans import LoanRevokedError, whole_of
 
 __all__ = ["DEFAULT_TIMEOUT", "Backend", "Sendable"]
 
 DEFAULT_TIMEOUT = 60.0
 _MAX_TAG = (1 << 64) - 1
-_BARRIER_LOOK = 0.05  # seconds between two looks at all ranks
-_NOW = Deadline(0.0)
 
 Sendable = Buffer | Sequence[Buffer]
+T = TypeVar("T")
 
 
-class Backend(ABC):
+class Backend(Transport):
     """Messages between the ranks of a world or of a group.
 
     Every method is safe from any thread. Messages from one rank to another with one tag arrive in
@@ -70,74 +75,18 @@ class Backend(ABC):
         self.world_size = operator.index(world_size)
         self.timeout = timeout
         self.max_message_nbytes = max_message_nbytes
+        self.team: Any = None  # what the collectives keep about this group; theirs alone
         self._barriers = itertools.count()
         self._barrier_lock = threading.Lock()
-
-    # -- what implementations provide --------------------------------------------------------------
-
-    @property
-    def group(self) -> int:
-        """The id by which this group's traffic is told from others'."""
-        return WORLD_GROUP
-
-    @abstractmethod
-    def transmit(
-        self,
-        dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
-        deadline: Deadline,
-    ) -> None:
-        """Send one message under an envelope. The buffers are free again on return."""
-
-    @abstractmethod
-    def receive(
-        self,
-        src: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        deadline: Deadline,
-        *,
-        nbytes: int | None = None,
-    ) -> bytearray:
-        """Return the next message under an envelope; the caller owns it.
-
-        Raises:
-            SizeMismatchError: ``nbytes`` is given and the message has another size; it stays
-                receivable.
-        """
-
-    @abstractmethod
-    def abandon(self, group: int, cause: RankwireError) -> None:
-        """End all receives of one group on this rank, because it has left the group."""
-
-    @abstractmethod
-    def open_calls(self, service: int) -> CallPort:
-        """Return the port by which an agent calls and is called.
-
-        There is one port a service number and rank at a time.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave: peers see an orderly end, waiting threads get ``ChannelClosedError``.
-
-        Idempotent.
-        """
-
-    @property
-    @abstractmethod
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
 
     # -- what users call ---------------------------------------------------------------------------
 
     def send(self, data: Sendable, dst: int, tag: int = 0, timeout: float | None = None) -> None:
-        """Send one message. Returns when the data may be changed again, not when it is received.
+        """Send one message. Returns when the data may be changed again.
+
+        A small message has then left; a large one has been taken by the peer, which may read it
+        straight out of this process's memory. Ranks that all send first and receive afterwards do
+        not wait for each other.
 
         Args:
             data: Any contiguous buffer (``bytes``, ``bytearray``, ``memoryview``, a numpy array),
@@ -153,11 +102,8 @@ class Backend(ABC):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check_peer(dst)
-            _check_tag(tag)
-            buffers, nbytes = _as_buffers(data)
-            if nbytes > self.max_message_nbytes:
-                raise MessageTooLargeError(nbytes, self.max_message_nbytes)
+            self._check(dst, tag)
+            buffers, nbytes = self._as_message(data)
             self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
         except RankwireError as error:
             raise self._explained(error, "send", dst, tag, deadline) from error.__cause__
@@ -178,9 +124,8 @@ class Backend(ABC):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check_peer(src)
-            _check_tag(tag)
-            return self.receive(src, Channel.MESSAGE, self.group, tag, deadline)
+            self._check(src, tag)
+            return self._taken(src, tag, deadline, None, whole_of)
         except RankwireError as error:
             raise self._explained(error, "recv", src, tag, deadline) from error.__cause__
 
@@ -189,7 +134,8 @@ class Backend(ABC):
     ) -> int:
         """Receive the next message into ``buffer`` and return its size.
 
-        The buffer's size must be the message's.
+        The buffer's size must be the message's. Until this returns, what the buffer holds means
+        nothing.
 
         Raises:
             SizeMismatchError: The sizes differ; the message stays receivable and the buffer is
@@ -197,17 +143,123 @@ class Backend(ABC):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check_peer(src)
-            _check_tag(tag)
+            self._check(src, tag)
             view = flat_view(buffer)
             if view.readonly:
                 raise ConfigurationError("recv_into needs a writable buffer")
-            view[:] = self.receive(
-                src, Channel.MESSAGE, self.group, tag, deadline, nbytes=view.nbytes
-            )
+            self._taken(src, tag, deadline, view.nbytes, lambda payload: copy_into(payload, view))
             return view.nbytes
         except RankwireError as error:
             raise self._explained(error, "recv_into", src, tag, deadline) from error.__cause__
+
+    # -- arrays ------------------------------------------------------------------------------------
+
+    def send_array(self, array: Any, dst: int, tag: int = 0, timeout: float | None = None) -> None:
+        """Send a numpy array or a dense torch tensor on the CPU; its dtype and shape travel along.
+
+        Not copied, unless it has gaps between its elements. Otherwise as ``send``.
+
+        Raises:
+            UnsupportedTypeError: It is neither, or of a dtype that is not carried.
+        """
+        deadline = Deadline.of(timeout, self.timeout)
+        try:
+            self._check(dst, tag)
+            buffers, nbytes = self._as_message(pack_array(array)[0])
+            self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
+        except RankwireError as error:
+            raise self._explained(error, "send_array", dst, tag, deadline) from error.__cause__
+
+    def recv_array(
+        self, src: int, tag: int = 0, timeout: float | None = None, *, out: Any = None
+    ) -> Any:
+        """Return the next array from ``src``, as it was sent: an array, or a tensor.
+
+        Args:
+            src: The rank to receive from.
+            tag: The tag it was sent with.
+            timeout: Seconds; None is the backend's default.
+            out: An array or tensor of the same dtype and shape to receive into, and to return.
+
+        Raises:
+            ConfigurationError: ``out`` has another dtype or shape; the message is received and
+                dropped, and ``out`` untouched.
+            InvalidMessageError: The message was not sent by ``send_array``.
+        """
+        deadline = Deadline.of(timeout, self.timeout)
+        try:
+            self._check(src, tag)
+            return self._taken(src, tag, deadline, None, lambda payload: to_array(payload, out))
+        except RankwireError as error:
+            raise self._explained(error, "recv_array", src, tag, deadline) from error.__cause__
+
+    def sendrecv(
+        self,
+        array: Any,
+        dst: int,
+        src: int | None = None,
+        tag: int = 0,
+        timeout: float | None = None,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Send an array to ``dst`` and return one from ``src``, at the same time.
+
+        Args:
+            array: As for ``send_array``.
+            dst: The rank to send to.
+            src: The rank to receive from; ``dst`` if not given.
+            tag: Of both messages.
+            timeout: Seconds for both; None is the backend's default.
+            out: As for ``recv_array``; it may be the array that is sent.
+        """
+        src = dst if src is None else src
+        deadline = Deadline.of(timeout, self.timeout)
+        offer = None
+        try:
+            self._check(dst, tag)
+            self._check(src, tag)
+            packed = pack_array(array)[0]
+            if out is not None and share_memory(array, out):
+                packed = [bytes(piece) for piece in packed]
+            buffers, nbytes = self._as_message(packed)
+            offer = self.offer(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
+            received = self._taken(src, tag, deadline, None, lambda payload: to_array(payload, out))
+            if offer is not None and not offer.wait(deadline):
+                raise DeadlineExceededError(deadline.limit, waiting_for=[dst])
+            return received
+        except RankwireError as error:
+            raise self._explained(error, "sendrecv", src, tag, deadline) from error.__cause__
+        finally:
+            if offer is not None:
+                offer.revoke()
+
+    def _as_message(self, data: Sendable) -> tuple[list[Buffer], int]:
+        buffers, nbytes = _as_buffers(data)
+        if nbytes > self.max_message_nbytes:
+            raise MessageTooLargeError(nbytes, self.max_message_nbytes)
+        return buffers, nbytes
+
+    def _taken(
+        self,
+        src: int,
+        tag: int,
+        deadline: Deadline,
+        nbytes: int | None,
+        use: Callable[[Payload], T],
+    ) -> T:
+        """Receive the next message that its sender has not taken back, and use it."""
+        while True:
+            payload = self.receive(src, Channel.MESSAGE, self.group, tag, deadline, nbytes=nbytes)
+            try:
+                return use(payload)
+            except LoanRevokedError:
+                continue  # the sender's time was up: this message was never sent
+            except BaseException:
+                if not isinstance(payload, bytearray):  # the sender must not wait for a thread
+                    with suppress(LoanRevokedError):  # that was interrupted
+                        payload.give_back()
+                raise
 
     def barrier(self, timeout: float | None = None) -> None:
         """Return once every rank has entered.
@@ -227,52 +279,11 @@ class Backend(ABC):
             try:
                 if self.closed:
                     raise ChannelClosedError("this backend is closed")
-                self._meet(next(self._barriers), deadline)
+                meet(self, next(self._barriers), deadline)
             finally:
                 self._barrier_lock.release()
         except RankwireError as error:
             raise self._explained(error, "barrier", None, None, deadline) from error.__cause__
-
-    def _meet(self, epoch: int, deadline: Deadline) -> None:
-        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        untold, missing = others, others
-        while True:
-            untold = self._tell_entered(untold, epoch, deadline)
-            if missing and self._has_entered(missing[0], epoch, deadline.sooner(_BARRIER_LOOK)):
-                missing = missing[1:]
-            elif missing:
-                # While one is late another one may die: that ends the barrier too.
-                missing = [src for src in missing if not self._has_entered(src, epoch, _NOW)]
-            if not missing and not untold:
-                return
-            if deadline.expired:
-                missing = [src for src in missing if not self._has_entered(src, epoch, _NOW)]
-                if missing or untold:
-                    raise DeadlineExceededError(
-                        deadline.limit, waiting_for=sorted(missing or untold)
-                    )
-
-    def _tell_entered(self, ranks: list[int], epoch: int, deadline: Deadline) -> list[int]:
-        """Tell ranks that this one has entered; return those that are slow to take it."""
-        untold, failure = [], None
-        for dst in ranks:  # all of them, also when one is lost: nobody must wait for us in vain
-            patience = deadline.sooner(_BARRIER_LOOK)
-            try:
-                self.transmit(dst, Channel.BARRIER, self.group, epoch, (), 0, patience)
-            except DeadlineExceededError:
-                untold.append(dst)
-            except RankwireError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return untold
-
-    def _has_entered(self, src: int, epoch: int, deadline: Deadline) -> bool:
-        try:
-            self.receive(src, Channel.BARRIER, self.group, epoch, deadline, nbytes=0)
-        except DeadlineExceededError:
-            return False
-        return True
 
     def __enter__(self) -> Self:
         return self
@@ -290,6 +301,10 @@ class Backend(ABC):
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
 
     # -- checks ------------------------------------------------------------------------------------
+
+    def _check(self, peer: int, tag: int) -> None:
+        self._check_peer(peer)
+        _check_tag(tag)
 
     def _check_peer(self, peer: int) -> None:
         check_rank(peer, self.world_size)

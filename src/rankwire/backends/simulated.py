@@ -30,7 +30,7 @@ from rankwire.errors import (
     MessageTooLargeError,
     RankwireError,
 )
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
 from rankwire.wire.mailbox import Mailbox
 
 __all__ = ["DEFAULT_QUEUE_NBYTES", "SimulatedBackend"]
@@ -157,7 +157,7 @@ class SimulatedBackend(Backend):
         deadline: Deadline,
         *,
         nbytes: int | None = None,
-    ) -> bytearray:
+    ) -> Payload:
         """See ``Backend.receive``."""
         self._check_peer(src)
         wanted = Wanted((group, channel, tag), nbytes=nbytes)
@@ -172,6 +172,12 @@ class SimulatedBackend(Backend):
         with self.network.changing():
             for inbox in self._inboxes.values():
                 inbox.abandon(group, cause)
+
+    def refuse(self, group: int, channel: Channel, tag: int) -> None:
+        """See ``Backend.refuse``."""
+        with self.network.changing():
+            for inbox in self._inboxes.values():
+                inbox.refuse(group, channel, tag)
 
     # -- calls -------------------------------------------------------------------------------------
 

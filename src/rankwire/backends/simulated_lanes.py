@@ -243,6 +243,11 @@ class Inbox:
             self._end(wanted)
         self.lane.room_made()
 
+    def refuse(self, group: int, channel: int, tag: int) -> None:
+        """Drop the messages of a family of tags, now and later."""
+        self._mailbox.refuse(group, channel, tag)
+        self.lane.room_made()
+
     def _end(self, wanted: Wanted) -> None:
         self._posted.discard(wanted)
         self._fewer.notify_all()

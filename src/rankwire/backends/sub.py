@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import sleep
 
@@ -26,6 +26,7 @@ from rankwire.backends.base import Backend, check_rank
 from rankwire.backends.calls import CallPort
 from rankwire.backends.sub_agreement import Agreement, group_id, service_of_group
 from rankwire.backends.sub_calls import SubCallPort
+from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -34,7 +35,7 @@ from rankwire.errors import (
     InvalidWorldSizeError,
     RankwireError,
 )
-from rankwire.wire.frames import Buffer, Channel
+from rankwire.wire.frames import Buffer, Channel, Payload
 
 __all__ = ["SubBackend"]
 
@@ -140,6 +141,30 @@ class SubBackend(Backend):
         with self.translating(dst) as parent_rank:
             self._parent.transmit(parent_rank, channel, group, tag, buffers, nbytes, deadline)
 
+    def offer(
+        self,
+        dst: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> Offer | None:
+        """See ``Backend.offer``."""
+        with self.translating(dst) as parent_rank:
+            offer = self._parent.offer(
+                parent_rank, channel, group, tag, buffers, nbytes, deadline, check=check
+            )
+        return None if offer is None else _SubOffer(self, dst, offer)
+
+    @property
+    def hosts(self) -> Sequence[object]:
+        """See ``Backend.hosts``."""
+        return [self._parent.hosts[member] for member in self._members]
+
     def receive(
         self,
         src: int,
@@ -149,7 +174,7 @@ class SubBackend(Backend):
         deadline: Deadline,
         *,
         nbytes: int | None = None,
-    ) -> bytearray:
+    ) -> Payload:
         """See ``Backend.receive``."""
         with self._receiving(group), self.translating(src) as parent_rank:
             while True:
@@ -166,6 +191,10 @@ class SubBackend(Backend):
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         self._parent.abandon(group, cause)
+
+    def refuse(self, group: int, channel: Channel, tag: int) -> None:
+        """See ``Backend.refuse``."""
+        self._parent.refuse(group, channel, tag)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -281,3 +310,19 @@ def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
         error.message = f"rank {parent.rank} is not a member of the group {chosen}"
         raise error
     return chosen
+
+
+class _SubOffer(Offer):
+    def __init__(self, group: SubBackend, dst: int, offer: Offer) -> None:
+        self._group = group
+        self._dst = dst
+        self._offer = offer
+
+    def wait(self, deadline: Deadline) -> bool:
+        """See ``Offer``; errors name ranks of the group."""
+        with self._group.translating(self._dst):
+            return self._offer.wait(deadline)
+
+    def revoke(self) -> None:
+        """See ``Offer``."""
+        self._offer.revoke()

@@ -22,6 +22,7 @@ from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
 from rankwire.wire.frames import Channel
+from rankwire.wire.loans import whole_of
 
 __all__ = ["Agreement", "group_id", "service_of_group"]
 
@@ -109,7 +110,7 @@ class Agreement:
                 missing.append(src)
                 continue
             self._unanswered.pop(src, None)
-            theirs[src] = _decoded(payload, src)
+            theirs[src] = _decoded(whole_of(payload), src)
             if theirs[src].members != ours.members:
                 differing[src] = theirs[src].members
         if differing:

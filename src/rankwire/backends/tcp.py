@@ -18,16 +18,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
+from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
 from rankwire.backends.tcp_calls import TcpCallPort
 from rankwire.backends.tcp_formation import Formation
 from rankwire.backends.tcp_peers import Peer
+from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
+    AuthenticationError,
     ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
@@ -40,7 +43,7 @@ from rankwire.links.dialing import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spinning import Spin, default_spin
 from rankwire.rendezvous.messages import Gone, World
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
 
@@ -79,6 +82,8 @@ class TcpBackend(Backend):
         spin: Seconds a waiting thread polls before it sleeps; None chooses by the number of ranks
             and cores.
         max_message_nbytes: Largest message sent or accepted.
+        single_copy: Read large messages of ranks on this host straight out of their memory, where
+            the kernel allows it; ``link_to`` tells.
         insecure: Run off loopback without a secret.
         listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
             from now on.
@@ -102,6 +107,7 @@ class TcpBackend(Backend):
         transport: Transport = "auto",
         spin: float | None = None,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
+        single_copy: bool = True,
         insecure: bool = False,
         listener: socket.socket | None = None,
     ) -> None:
@@ -109,6 +115,7 @@ class TcpBackend(Backend):
         if transport not in ("auto", "tcp", "unix"):
             raise ConfigurationError(f'transport is "auto", "tcp" or "unix", not {transport!r}')
         self._transport = transport
+        self._single_copy = single_copy
         self._wanted_spin = spin
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
@@ -141,7 +148,14 @@ class TcpBackend(Backend):
         self._me = world.members[self.rank]
         local = sum(member.host_id == self._me.host_id for member in world.members)
         self.spin = default_spin(local) if self._wanted_spin is None else self._wanted_spin
+        self._hosts = [member.host_id for member in world.members]
         self._peers = {m.rank: Peer(m) for m in world.members if m.rank != self.rank}
+        self._meanwhile = ReadingAll(self._peers)
+
+    @property
+    def hosts(self) -> Sequence[object]:
+        """See ``Backend.hosts``."""
+        return self._hosts
 
     @property
     def address(self) -> str:
@@ -170,7 +184,37 @@ class TcpBackend(Backend):
         connection = peer.messages
         if connection is None:
             connection = self._dial_messages(peer, deadline)
-        connection.send(channel, group, tag, buffers, nbytes, deadline)
+        connection.send(channel, group, tag, buffers, nbytes, deadline, meanwhile=self._meanwhile)
+
+    def offer(
+        self,
+        dst: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> Offer | None:
+        """See ``Backend.offer``."""
+        peer = self._peers[dst]
+        connection = peer.messages
+        if connection is None:
+            connection = self._dial_messages(peer, deadline)
+        meanwhile = self._meanwhile if check is None else ReadingAndChecking(self._peers, check)
+        lent = connection.offer(channel, group, tag, buffers, nbytes, deadline, meanwhile=meanwhile)
+        if lent is None:
+            return None
+
+        def send_by_stream() -> None:
+            limit = Deadline(self.timeout)  # once begun, it must be finished
+            connection.send_by_stream(
+                channel, group, tag, buffers, nbytes, limit, meanwhile=self._meanwhile
+            )
+
+        return TcpOffer(connection, lent, self._meanwhile, send_by_stream)
 
     def receive(
         self,
@@ -181,7 +225,7 @@ class TcpBackend(Backend):
         deadline: Deadline,
         *,
         nbytes: int | None = None,
-    ) -> bytearray:
+    ) -> Payload:
         """See ``Backend.receive``."""
         inbox = self._peers[src].inbox
         receive = Receive((group, channel, tag), nbytes=nbytes)
@@ -192,6 +236,11 @@ class TcpBackend(Backend):
         """See ``Backend.abandon``."""
         for peer in self._peers.values():
             peer.inbox.abandon(group, cause)
+
+    def refuse(self, group: int, channel: Channel, tag: int) -> None:
+        """See ``Backend.refuse``."""
+        for peer in self._peers.values():
+            peer.inbox.refuse(group, channel, tag)
 
     def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
         if not peer.dial_lock.acquire(timeout=deadline.sleep_limit()):
@@ -268,15 +317,33 @@ class TcpBackend(Backend):
                     sock.close()
                     raise
                 break
-            except NoConnectionError as error:
+            except (NoConnectionError, AuthenticationError) as error:
+                # All have proved the secret when the world formed: who hangs up now is going.
                 if patience.expired or deadline.expired:
                     raise PeerLostError(rank, error.message) from error
                 time.sleep(0.005)
         connection = self._adopt(peer, sock)
+        try:
+            connection.await_introduction(deadline, peer.check)
+            connection.introduce()  # from now on the peer takes an end for a death
+        except BaseException:
+            self._discard(peer, connection)
+            raise
         if connection.failure is not None:  # the peer went, or this backend, at this moment
             self._discard(peer, connection)
             peer.check()
         return connection
+
+    def link_to(self, rank: int, timeout: float | None = None) -> Link:
+        """Return how messages to a rank travel; connects if that has not happened yet."""
+        deadline = Deadline.of(timeout, self.timeout)
+        try:
+            self._check_peer(rank)
+            peer = self._peers[rank]
+            connection = peer.messages or self._dial_messages(peer, deadline)
+        except RankwireError as error:
+            raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
+        return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
 
     def _discard(self, peer: Peer, connection: Connection) -> None:
         connection.close()
@@ -308,6 +375,7 @@ class TcpBackend(Backend):
             on_lost=peer.fail,
             on_rest=self._formation.flush_when_possible,
             incoming=incoming,
+            single_copy=self._single_copy,
         )
         peer.add(connection)
         return connection
@@ -337,6 +405,8 @@ class TcpBackend(Backend):
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
         connection = self._adopt(peer, sock, incoming=True)
+        with suppress(RankwireError):  # the connection has failed, then
+            connection.introduce()
         if connection.failure is not None:
             self._discard(peer, connection)
             return

@@ -32,9 +32,11 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
+from rankwire.links.single_copy import Lent
 from rankwire.links.spinning import Spin
 from rankwire.wire.frames import Buffer, Channel
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.loans import LoanRefusedError, whole_of
 from rankwire.wire.mailbox import Mailbox, Receive
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class TcpCallPort(CallPort):
         self._dial_locks: dict[int, threading.Lock] = {}
         self._last_caller: Connection | None = None
         self._holding: set[Connection] = set()
+        self._lent: dict[tuple[Connection, int], Lent] = {}  # replies that are being read
         self._turns: dict[int, int] = {}
         self._spin = Spin(backend.spin)
         self._epoll = select.epoll()
@@ -126,7 +129,7 @@ class TcpCallPort(CallPort):
                 nbytes,
                 deadline,
                 hold=hold and inbox.in_flight > _HOLD_FROM,
-                while_blocked=inbox.read_quietly,
+                meanwhile=inbox,
             )
         except ChannelClosedError:
             if inbox.withdraw(receive):
@@ -142,7 +145,8 @@ class TcpCallPort(CallPort):
     def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
         """See ``CallPort.wait``."""
         inbox: Inbox = receive.home
-        return inbox.wait(receive, deadline)  # a call that is waited for was not held back
+        # A call that is waited for was not held back.
+        return whole_of(inbox.wait(receive, deadline))
 
     def drive(self, dst: int, receive: Receive, deadline: Deadline) -> bool:
         """See ``CallPort.drive``."""
@@ -156,7 +160,7 @@ class TcpCallPort(CallPort):
         """Send requests that were held back; if that fails, so do the connection and the calls."""
         try:
             inbox.connection.flush(  # type: ignore[union-attr]
-                deadline, while_blocked=inbox.read_quietly
+                deadline, meanwhile=inbox
             )
         except RankwireError as error:
             _log.debug("requests to rank %d were not sent: %s", inbox.peer, error)
@@ -208,7 +212,7 @@ class TcpCallPort(CallPort):
             if self._closed is not None:
                 raise self._closed.copy()
             connection = self._backend.dial(dst, Purpose.CALLS, self.service, deadline)
-            inbox = Inbox(dst, Mailbox(keep_unmatched=False), connection)
+            inbox = Inbox(dst, Mailbox(keep_unmatched=False), connection, fetch=True)
             with self._lock:
                 if self._closed is None:
                     self._outgoing[dst] = inbox
@@ -323,8 +327,15 @@ class TcpCallPort(CallPort):
             if group != self.service:
                 continue  # a frame for another agent cannot come on this agent's connection
             if channel == Channel.CALL:
-                events.append(IncomingCall(connection.peer, tag, payload, connection, connection))
+                try:
+                    request = whole_of(payload)
+                except RankwireError:
+                    continue  # the caller gave up, or is gone: the next read says so
+                events.append(IncomingCall(connection.peer, tag, request, connection, connection))
             elif channel == Channel.CANCEL:
+                lent = self._lent.get((connection, tag))
+                if lent is not None:
+                    lent.revoke()
                 events.append(CallCancelled(connection.peer, tag))
         return events
 
@@ -347,11 +358,35 @@ class TcpCallPort(CallPort):
     ) -> None:
         """See ``CallPort.reply``."""
         connection: Connection = call.origin
+        if nbytes >= connection.lend_from and deadline.limit > 0.0:
+            self._reply_at_length(connection, call.request_id, buffers, nbytes, deadline)
+            return
         connection.send(
             Channel.REPLY, self.service, call.request_id, buffers, nbytes, deadline, hold=hold
         )
         if connection.is_holding:  # after the send: whoever flushes must find it
             self._holding.add(connection)
+
+    def _reply_at_length(
+        self,
+        connection: Connection,
+        request_id: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+    ) -> None:
+        """Send a reply that the caller may read out of our memory, unless it cancels meanwhile."""
+        lent = connection.offer(Channel.REPLY, self.service, request_id, buffers, nbytes, deadline)
+        if lent is not None:
+            self._lent[connection, request_id] = lent
+            try:
+                connection.settle(lent, deadline)
+            except LoanRefusedError:
+                connection.send_by_stream(
+                    Channel.REPLY, self.service, request_id, buffers, nbytes, deadline
+                )
+            finally:
+                del self._lent[connection, request_id]
 
     def flush(self) -> None:
         """See ``CallPort.flush``."""

@@ -20,7 +20,13 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, ConfigurationError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
-from rankwire.links.sockets import TcpAddress, listen_tcp, listen_unix, start_listening
+from rankwire.links.sockets import (
+    TcpAddress,
+    expect_prompt_reading,
+    listen_tcp,
+    listen_unix,
+    start_listening,
+)
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.host import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.joining import join
@@ -28,6 +34,7 @@ from rankwire.rendezvous.messages import Gone, Member, World, unpack
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
+from rankwire.wire.loans import whole_of
 
 __all__ = ["Formation"]
 
@@ -207,13 +214,14 @@ class Formation:
             self._owner.enter(hello, sock)
             return
         assert self._coordinator is not None
+        expect_prompt_reading(sock)
         self._coordinator.enter(
             hello.rank, Connection(sock, peer=hello.rank, max_nbytes=_MAX_CONTROL_NBYTES)
         )
 
     def _heard(self, frames: list[Frame]) -> None:
         for frame in frames:
-            message = unpack(frame.payload)
+            message = unpack(whole_of(frame.payload))
             if isinstance(message, Gone):
                 self._owner.on_gone(message)
 

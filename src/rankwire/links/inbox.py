@@ -6,6 +6,10 @@ their messages pass by, and when its own has come it leaves the role to one of t
 wait. So no thread stands between the socket and the thread that wants the message; a hand-over
 costs 60-100 us, a whole call 12-28 us without one.
 
+A message that is lent (``single_copy``) is fetched by the thread that wants it, straight to where
+it wants it. One that nobody wants yet is fetched by the reader, so that its sender can go on;
+replies always are, and one that nobody wants any more is given back unread.
+
 Locks: one *mutex* guards the mailbox, the role and the list of parked threads; it is never held
 while reading, sleeping or calling back. The connection may come later than the first receive (the
 peer dials when it first sends).
@@ -15,13 +19,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import sleep
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
-from rankwire.wire.frames import Frame
+from rankwire.links.single_copy import Borrowed
+from rankwire.wire.frames import Frame, Payload
 from rankwire.wire.mailbox import Mailbox, Receive
 
 __all__ = ["Inbox"]
@@ -36,10 +41,19 @@ class Inbox:
         peer: The rank whose messages these are, for errors.
         mailbox: Where they are matched.
         connection: Where they come from, if it is known yet.
+        fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
     """
 
-    def __init__(self, peer: int, mailbox: Mailbox, connection: Connection | None = None) -> None:
+    def __init__(
+        self,
+        peer: int,
+        mailbox: Mailbox,
+        connection: Connection | None = None,
+        *,
+        fetch: bool = False,
+    ) -> None:
         self.peer = peer
+        self._fetch = fetch
         self.connection = connection
         self._mailbox = mailbox
         self._mutex = threading.Lock()
@@ -47,6 +61,8 @@ class Inbox:
         self.due: deque[Receive] = deque()
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
         self._parked: dict[Receive, list[threading.Lock]] = {}
+        self._backlog: deque[Frame] = deque()  # read, but there was no room to fetch what is lent
+        self._in_hand: Frame | None = None  # out of the backlog, and being delivered
 
     def attach(self, connection: Connection) -> bool:
         """Take the connection; False if there is one already, or if the peer has been given up."""
@@ -66,7 +82,7 @@ class Inbox:
             if self._parked and not self._being_read:
                 self._wake_a_parked()
 
-    def wait(self, receive: Receive, deadline: Deadline) -> bytearray:
+    def wait(self, receive: Receive, deadline: Deadline) -> Payload:
         """Return the message of a posted receive, reading for others on the way.
 
         Raises:
@@ -81,7 +97,7 @@ class Inbox:
             raise
         if not in_time and self.withdraw(receive):
             raise self._too_late(deadline)
-        return receive.result()
+        return receive.take()
 
     def drive(self, receive: Receive, deadline: Deadline) -> bool:
         """Read until a posted receive is done; False if the deadline passes first.
@@ -106,6 +122,19 @@ class Inbox:
             self._wake(receive)
         return withdrawn
 
+    def watch(self) -> list[int]:
+        """See ``Meanwhile``: what a thread that cannot send now reads from this peer."""
+        connection = self.connection
+        if connection is None or connection.failure is not None or self._being_read:
+            return []
+        number = connection.fileno()
+        return [] if number < 0 or self._mailbox.full else [number]
+
+    def read(self) -> None:
+        """See ``Meanwhile``."""
+        if self.connection is not None and not self._mailbox.full:
+            self.read_quietly()
+
     def read_available(self) -> None:
         """Read what is there without waiting, unless another thread reads already."""
         self.read_quietly()
@@ -118,7 +147,9 @@ class Inbox:
             return
         try:
             assert self.connection is not None
-            while (frames := self.connection.read_ready()) is not None:
+            if self._backlog:
+                self.due += self._deliver(())
+            while not self._mailbox.full and (frames := self.connection.read_ready()) is not None:
                 self.due += self._deliver(frames)
         except RankwireError as error:
             self.due += self._ended(error)
@@ -196,6 +227,13 @@ class Inbox:
                 self._wake_a_parked()  # there is room again
         _call_back(ended)
 
+    def refuse(self, group: int, channel: int, tag: int) -> None:
+        """Drop the messages of a family of tags, now and later: nobody will ask for them."""
+        with self._mutex:
+            self._mailbox.refuse(group, channel, tag)
+            if self._parked and not self._being_read:
+                self._wake_a_parked()  # there is room again
+
     def close(self, cause: RankwireError) -> None:
         """End all receives and close the connection, once its reader has left it."""
         if self.connection is not None:
@@ -264,6 +302,8 @@ class Inbox:
         assert self.connection is not None
         ended: list[Receive] = []
         try:
+            if self._backlog:
+                ended = self._deliver(())
             while not (receive.done or ended or self._mailbox.full):
                 frames = self.connection.read(deadline)
                 if not frames:
@@ -284,7 +324,7 @@ class Inbox:
         assert self.connection is not None
         ended: list[Receive] = []
         try:
-            ended = self._deliver(self.connection.read(deadline))
+            ended = self._deliver(() if self._backlog else self.connection.read(deadline))
         except RankwireError as error:
             ended = self._ended(error)
         except BaseException:
@@ -297,24 +337,83 @@ class Inbox:
     def _interrupted(self) -> None:
         """A signal ended the reading: what was read and not delivered is lost, and may not be."""
         assert self.connection is not None
-        if self.connection.unclaimed:
+        if self.connection.unclaimed or self._in_hand is not None:
             self.connection.fail(PeerLostError(self.peer, "receiving from it was interrupted"))
 
-    def _deliver(self, frames: list[Frame]) -> list[Receive]:
+    def _deliver(self, frames: Sequence[Frame]) -> list[Receive]:
         """Match frames to receives; return those to be called back."""
-        to_call_back = []
+        assert self.connection is not None
+        if self.connection.has_parcels or self._backlog:
+            return self._deliver_parcels(frames)
+        to_call_back: list[Receive] = []
         with self._mutex:
-            for channel, group, tag, payload in frames:
-                receive = self._mailbox.deliver((group, channel, tag), payload)
-                if receive is not None:
-                    if self._parked:
-                        self._wake(receive)
-                    if receive.on_done is not None:
-                        to_call_back.append(receive)
+            for frame in frames:
+                self._match(frame, to_call_back)
             while self._mailbox.misfits:
                 self._wake(self._mailbox.misfits.pop())
-            self.connection.claim()  # type: ignore[union-attr]
+            self.connection.claim()
         return to_call_back
+
+    def _match(self, frame: Frame, to_call_back: list[Receive]) -> None:
+        channel, group, tag, payload = frame
+        receive = self._mailbox.deliver((group, channel, tag), payload)
+        if receive is not None:
+            if self._parked:
+                self._wake(receive)
+            if receive.on_done is not None:
+                to_call_back.append(receive)
+
+    def _deliver_parcels(self, frames: Sequence[Frame]) -> list[Receive]:
+        """Do the same where messages are lent.
+
+        One that a receive waits for is matched as it is, and fetched by whoever waits; another one
+        is fetched here, if there is room for it. If there is not, it waits with all that came after
+        it until there is.
+        """
+        assert self.connection is not None
+        self._backlog += frames
+        self.connection.has_parcels = False
+        self.connection.claim()
+        to_call_back: list[Receive] = []
+        while self._backlog:
+            self._in_hand = self._backlog.popleft()
+            if not self._deliver_first(self._in_hand, to_call_back):
+                self._backlog.appendleft(self._in_hand)
+                break
+        self._in_hand = None
+        return to_call_back
+
+    def _deliver_first(self, frame: Frame, to_call_back: list[Receive]) -> bool:
+        """Deliver one frame, or drop it; False if there is no room for it now."""
+        payload = frame.payload
+        is_lent = type(payload) is Borrowed
+        if is_lent and payload.is_revoked:  # type: ignore[union-attr]
+            return True
+        key = (frame.group, frame.channel, frame.tag)
+        with self._mutex:
+            is_wanted = self._mailbox.would_take(key, len(payload))
+            if not is_lent or (is_wanted and not self._fetch):
+                self._match(frame, to_call_back)
+                while self._mailbox.misfits:
+                    self._wake(self._mailbox.misfits.pop())
+                return True
+            if not is_wanted and self._fetch:
+                self._mailbox.dropped += 1
+            elif not is_wanted and self._mailbox.full:
+                return False
+        assert isinstance(payload, Borrowed)
+        try:
+            if not is_wanted and self._fetch:
+                payload.give_back()
+                return True
+            frame = frame._replace(payload=payload.whole())
+        except RankwireError:
+            return True  # revoked, or its sender is gone, which the next read says
+        with self._mutex:
+            self._match(frame, to_call_back)
+            while self._mailbox.misfits:
+                self._wake(self._mailbox.misfits.pop())
+        return True
 
     # -- parked threads ----------------------------------------------------------------------------
 
@@ -357,6 +456,11 @@ class Inbox:
 
         Nothing may wait for it, and no wake-up may be lost with it.
         """
+        if isinstance(receive.payload, Borrowed):
+            try:
+                receive.payload = receive.payload.whole()
+            except RankwireError:
+                receive.payload = None  # it was taken back, or its sender is gone
         with self._mutex:
             self._mailbox.withdraw(receive)
             self._wake(receive)

@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rankwire.deadline import Deadline
@@ -26,6 +26,7 @@ __all__ = [
     "TcpAddress",
     "connect_tcp",
     "connect_unix",
+    "expect_prompt_reading",
     "listen_tcp",
     "listen_unix",
     "start_listening",
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 # A vanished host is noticed on an idle link by keepalive (2 s idle, 3 probes 1 s apart) and on a
-# busy one by the user timeout; neither alone covers both halves.
+# busy one by the user timeout; neither alone covers both halves. The user timeout also ends a
+# connection whose peer lives but does not read, so it is for those that are always read.
 _KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_PROBES = 2, 1, 3
 _USER_TIMEOUT_MS = 5000
 # Room for a burst of small frames; the kernel bounds what it grants.
@@ -89,7 +91,7 @@ class TcpAddress:
 def tune(sock: socket.socket) -> None:
     """Set the options that every connection has.
 
-    It never blocks; on TCP it also has no delay, keepalive and the user timeout.
+    It never blocks; on TCP it also has no delay and keepalive.
     """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
@@ -101,10 +103,19 @@ def tune(sock: socket.socket) -> None:
         ("TCP_KEEPIDLE", _KEEPALIVE_IDLE),
         ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL),
         ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
-        ("TCP_USER_TIMEOUT", _USER_TIMEOUT_MS),
     ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def expect_prompt_reading(sock: socket.socket) -> None:
+    """Give up a TCP connection whose other end takes nothing for some seconds.
+
+    For control connections, which are always read. Elsewhere a peer may be busy for long, and the
+    kernel does not tell that from a cut cable.
+    """
+    if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
 def listen_tcp(address: TcpAddress) -> socket.socket:
@@ -177,19 +188,26 @@ def unix_peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def wait_for(sock: socket.socket, events: int, seconds: float) -> int:
+def wait_for(
+    sock: socket.socket, events: int, seconds: float, also_readable: Sequence[int] = ()
+) -> int:
     """Sleep until the socket has one of the ``select.POLL*`` events; return those it has.
 
-    Returns 0 after ``seconds``.
+    Returns 0 after ``seconds``, or when one of the other descriptors is readable.
     """
     poller = select.poll()
-    try:
-        poller.register(sock, events)
-    except ValueError:
+    for other in also_readable:
+        poller.register(other, select.POLLIN)
+    descriptor = sock.fileno()
+    if descriptor < 0:
         return events  # it was closed meanwhile, which the next use of it will say
+    also_input = select.POLLIN if descriptor in also_readable else 0
+    poller.register(descriptor, events | also_input)
     # Rounded up: poll(0) for the last fraction of a millisecond would spin.
-    ready = poller.poll(int(seconds * 1000.0) + 1 if seconds > 0 else 0)
-    return ready[0][1] if ready else 0
+    for ready, which in poller.poll(int(seconds * 1000.0) + 1 if seconds > 0 else 0):
+        if ready == descriptor:
+            return which if events & select.POLLIN else which & ~select.POLLIN
+    return 0
 
 
 def wait_patiently(

@@ -36,6 +36,7 @@ from rankwire.rendezvous.messages import (
 )
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello, Status
+from rankwire.wire.loans import whole_of
 
 __all__ = ["Coordinator", "is_last_moment"]
 
@@ -144,7 +145,7 @@ class Coordinator:
 
     def _heard(self, rank: int, frames: list[Frame]) -> None:
         for frame in frames:
-            message = unpack(frame.payload)
+            message = unpack(whole_of(frame.payload))
             if not isinstance(message, Join) or message.member.rank != rank:
                 self._controls[rank].fail(ProtocolError(f"unexpected {type(message).__name__}"))
                 return

@@ -25,11 +25,12 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
-from rankwire.links.sockets import TcpAddress, connect_tcp
+from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.coordinator import is_last_moment
 from rankwire.rendezvous.messages import Failed, Join, Member, Waiting, World, pack, unpack
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello
+from rankwire.wire.loans import whole_of
 
 __all__ = ["join"]
 
@@ -114,6 +115,7 @@ class _Attempt:
         try:
             self._authenticate(sock)
             member = self._describe(sock.getsockname()[0])
+            expect_prompt_reading(sock)
             control = Connection(sock, peer=0, max_nbytes=_MAX_CONTROL_NBYTES)
             payload = pack(Join(member))
             control.send(Channel.CONTROL, 0, 0, [payload], len(payload), self._deadline)
@@ -147,7 +149,7 @@ class _Attempt:
         while True:
             frames = control.read(self._deadline.sooner(report.remaining()))
             for index, frame in enumerate(frames):
-                message = unpack(frame.payload)
+                message = unpack(whole_of(frame.payload))
                 if isinstance(message, World):
                     return message, frames[index + 1 :]
                 if isinstance(message, Failed):

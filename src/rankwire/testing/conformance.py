@@ -21,6 +21,7 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
+from rankwire.testing.conformance_collectives import COLLECTIVE_CHECKS
 from rankwire.testing.conformance_groups import GROUP_CHECKS
 from rankwire.testing.conformance_rpc import RPC_CHECKS
 from rankwire.testing.expecting import expect
@@ -356,6 +357,7 @@ CHECKS: dict[str, Check] = {
         _many_threads_each_get_their_own,
         _close_wakes_whoever_waits,
         *GROUP_CHECKS,
+        *COLLECTIVE_CHECKS,
         *RPC_CHECKS,
     )
 }

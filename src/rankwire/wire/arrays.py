@@ -30,6 +30,7 @@ __all__ = [
     "array_bytes",
     "array_head",
     "dtype_code",
+    "is_plain_array",
     "is_tensor",
     "scalar_of",
     "scalar_parts",
@@ -90,6 +91,14 @@ class ArrayHead(NamedTuple):
 
 
 # -- arrays ----------------------------------------------------------------------------------------
+
+
+def is_plain_array(value: object) -> bool:
+    """Tell whether a value is an array whose elements are all there is to it.
+
+    Other subclasses mean more by it, such as a mask.
+    """
+    return type(value) is np.ndarray or type(value) is np.memmap
 
 
 @lru_cache(maxsize=256)

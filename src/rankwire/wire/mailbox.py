@@ -16,8 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from rankwire.errors import RankwireError, SizeMismatchError
+from rankwire.wire.frames import Payload
+from rankwire.wire.loans import whole_of
 
-__all__ = ["Key", "Mailbox", "Receive"]
+__all__ = ["FAMILY_BITS", "Key", "Mailbox", "Receive"]
+
+# Tags that differ only in so many lower bits are of one family: the steps of a collective.
+FAMILY_BITS = 16
+_MOST_REFUSED = 256
 
 Key = tuple[int, int, int]  # group, channel, tag
 
@@ -48,19 +54,23 @@ class Receive:
         self.nbytes = nbytes
         self.done = False
         self.posted = False
-        self.payload: bytearray | None = None
+        self.payload: Payload | None = None
         self.error: RankwireError | None = None
         self.on_done = on_done
         self.home: Any = None
 
-    def result(self) -> bytearray:
+    def take(self) -> Payload:
         """Return the payload or raise the error. Only when ``done``."""
         if self.payload is None:
             assert self.error is not None
             raise self.error.copy()
         return self.payload
 
-    def complete(self, payload: bytearray) -> None:
+    def result(self) -> bytearray:
+        """Return the payload in memory of the caller's own, or raise the error likewise."""
+        return whole_of(self.take())
+
+    def complete(self, payload: Payload) -> None:
         """End it with the message."""
         self.payload = payload
         self.done = True
@@ -83,6 +93,7 @@ class Mailbox:
     __slots__ = (
         "_arrived",
         "_keep_unmatched",
+        "_refused",
         "_unmatched_limit",
         "_wanted",
         "dropped",
@@ -94,8 +105,9 @@ class Mailbox:
     def __init__(self, *, keep_unmatched: bool = True, unmatched_limit: int = 1 << 30) -> None:
         self._keep_unmatched = keep_unmatched
         self._unmatched_limit = unmatched_limit
-        self._arrived: dict[Key, deque[bytearray]] = {}
+        self._arrived: dict[Key, deque[Payload]] = {}
         self._wanted: dict[Key, deque[Receive]] = {}
+        self._refused: deque[Key] = deque(maxlen=_MOST_REFUSED)
         self.failure: RankwireError | None = None
         self.dropped = 0
         self.misfits: list[Receive] = []
@@ -118,6 +130,11 @@ class Mailbox:
     def full(self) -> bool:
         """Whether so much is kept for later that nothing more should be read."""
         return self.unmatched_nbytes >= self._unmatched_limit
+
+    def would_take(self, key: Key, nbytes: int) -> bool:
+        """Whether somebody waits for a message of this key and size."""
+        wanted = self._wanted.get(key)
+        return wanted is not None and wanted[0].nbytes in (None, nbytes)
 
     def post(self, receive: Receive) -> None:
         """Ask for a message. Ends at once if it is here, or if the peer has failed."""
@@ -152,7 +169,7 @@ class Mailbox:
         receive.posted = False
         return True
 
-    def deliver(self, key: Key, payload: bytearray) -> Receive | None:
+    def deliver(self, key: Key, payload: Payload) -> Receive | None:
         """Take a message; return the receive that gets it, if one was waiting.
 
         Receives that wanted another size are ended too and left in ``misfits`` for the owner.
@@ -167,12 +184,24 @@ class Mailbox:
                 return receive
             receive.fail(SizeMismatchError(receive.nbytes, len(payload)))
             self.misfits.append(receive)
-        if not self._keep_unmatched:
+        if not self._keep_unmatched or (self._refused and _family(key) in self._refused):
             self.dropped += 1
         else:
             self._arrived.setdefault(key, deque()).append(payload)
             self.unmatched_nbytes += len(payload)
         return None
+
+    def refuse(self, group: int, channel: int, tag: int) -> None:
+        """Drop what has arrived and nobody wants of a family of tags, and what still comes.
+
+        Only the last 256 families are remembered.
+        """
+        family = _family((group, channel, tag))
+        self._refused.append(family)
+        for key in [key for key in self._arrived if _family(key) == family]:
+            dropped = self._arrived.pop(key)
+            self.dropped += len(dropped)
+            self.unmatched_nbytes -= sum(map(len, dropped))
 
     def put_back(self, receive: Receive) -> Receive | None:
         """Take a delivered message back, as if it had not been taken; return who gets it instead.
@@ -210,3 +239,8 @@ class Mailbox:
         for receive in ended:
             receive.fail(error)
         return ended
+
+
+def _family(key: Key) -> Key:
+    group, channel, tag = key
+    return group, channel, tag >> FAMILY_BITS

@@ -1,0 +1,120 @@
+"""What to do with a received payload, whether it is here or still with the sender.
+
+A parcel is read straight to where it belongs, once, and given back. Nothing here waits or sends.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rankwire.errors import ConfigurationError
+from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
+from rankwire.wire.arrays import is_tensor
+from rankwire.wire.frames import Payload
+from rankwire.wire.loans import LoanRevokedError, whole_of
+
+# Not every byte is a bool or a character: these are looked at before they are anybody's.
+_CHECKED_KINDS = "bU"
+
+__all__ = ["copy_into", "share_memory", "to_array"]
+
+
+def copy_into(payload: Payload, view: memoryview, start: int = 0) -> None:
+    """Copy the bytes from ``start`` on into ``view``, which has their size."""
+    if isinstance(payload, bytearray):
+        view[:] = memoryview(payload)[start:]
+    else:
+        payload.read_into(start, view)
+        payload.give_back()
+
+
+def to_array(payload: Payload, out: Any) -> Any:
+    """Return the array of an array message, in ``out`` if that is given.
+
+    Raises:
+        InvalidMessageError: It is none.
+        ConfigurationError: ``out`` has another dtype or shape, or cannot be written.
+    """
+    try:
+        return _to_array(payload, out)
+    except BaseException:
+        if not isinstance(payload, bytearray):
+            with suppress(LoanRevokedError):
+                payload.give_back()
+        raise
+
+
+def _to_array(payload: Payload, out: Any) -> Any:
+    message = unpack_head(_beginning(payload), len(payload))
+    if out is None:
+        return message.view(whole_of(payload))
+    target = _target(message, out)
+    if target.nbytes == 0 or message.head.dtype.kind in _CHECKED_KINDS:
+        target[...] = _as_array(message.view(whole_of(payload)))
+    elif target.flags.f_contiguous if message.head.is_fortran else target.flags.c_contiguous:
+        copy_into(payload, target.ravel("A").view(np.uint8).data, message.start)
+    else:
+        target[...] = _as_array(message.view(whole_of(payload)))
+    return out
+
+
+def share_memory(a: Any, b: Any) -> bool:
+    """Whether two arrays or tensors may have memory in common.
+
+    Raises:
+        ConfigurationError: The second one is neither.
+    """
+    _check_out(b)
+    return np.may_share_memory(_as_array(a), _as_array(b))
+
+
+def _beginning(payload: Payload) -> bytearray:
+    if isinstance(payload, bytearray):
+        return payload
+    beginning = bytearray(min(HEAD_NBYTES, len(payload)))
+    payload.read_into(0, memoryview(beginning))
+    return beginning
+
+
+def _target(message: ArrayMessage, out: Any) -> np.ndarray[Any, Any]:
+    """Return ``out`` as an array that the message's elements can be copied to."""
+    _check_out(out)
+    theirs = message.describe()
+    if is_tensor(out):
+        name = str(out.dtype).removeprefix("torch.")
+        same = name == message.tensor_dtype and tuple(out.shape) == message.head.shape
+        ours = f"{name} {tuple(out.shape)}"
+    else:
+        same = not message.tensor_dtype
+        same = same and (out.dtype, out.shape) == (message.head.dtype, message.head.shape)
+        ours = f"{out.dtype.name} {out.shape}"
+    if not same:
+        what = "a tensor" if message.tensor_dtype else "an array"
+        raise ConfigurationError(f"out is {ours}, the message holds {what} {theirs}")
+    target = _as_array(out)
+    if not target.flags.writeable:
+        raise ConfigurationError("out is read-only")
+    return target
+
+
+def _check_out(out: Any) -> None:
+    if not isinstance(out, np.ndarray) and not is_tensor(out):
+        raise ConfigurationError(f"out is an array or a tensor, not {type(out).__name__}")
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any]:
+    """Return an array on the memory of an array or tensor."""
+    if isinstance(value, np.ndarray):
+        return value
+    torch = sys.modules["torch"]
+    dense = value.detach()
+    if dense.is_conj():  # a lazy view: its memory is the same without it
+        dense = dense.conj()
+    if dense.is_neg():
+        dense = torch._neg_view(dense)
+    result = (dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy()
+    return result  # type: ignore[no-any-return]

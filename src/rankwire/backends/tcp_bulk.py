@@ -1,0 +1,90 @@
+"""Large messages of a TCP backend: how they travel, and what their sender does meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rankwire.backends.tcp_peers import Peer
+from rankwire.backends.transport import Offer
+from rankwire.deadline import Deadline
+from rankwire.links.connection import Connection
+from rankwire.links.single_copy import Lent
+from rankwire.wire.loans import LoanRefusedError
+
+__all__ = ["Link", "ReadingAll", "ReadingAndChecking", "TcpOffer"]
+
+_CHECK_EVERY = 0.05
+
+
+class Link(NamedTuple):
+    """How messages to one rank travel."""
+
+    transport: str  # "unix" or "tcp"
+    single_copy: bool  # whether it reads large ones straight out of this process's memory
+    reason: str  # why not, if it does not
+
+
+class ReadingAll:
+    """What a thread does that cannot send now: it reads whatever other ranks have sent.
+
+    So ranks that all send first, in pairs or in a circle, do not wait for each other.
+    """
+
+    def __init__(self, peers: dict[int, Peer]) -> None:
+        self._peers = peers
+
+    def watch(self) -> list[int]:
+        """See ``Meanwhile``."""
+        return [number for peer in self._peers.values() for number in peer.inbox.watch()]
+
+    def read(self) -> None:
+        """See ``Meanwhile``."""
+        for peer in self._peers.values():
+            peer.inbox.read()
+
+
+class ReadingAndChecking(ReadingAll):
+    """The same, and a look now and then at whether it still makes sense to wait."""
+
+    def __init__(self, peers: dict[int, Peer], check: Callable[[], None]) -> None:
+        super().__init__(peers)
+        self._check = check
+        self._next = Deadline(_CHECK_EVERY)
+
+    def read(self) -> None:
+        """See ``Meanwhile``; raises what ``check`` raises."""
+        super().read()
+        if self._next.expired:
+            self._next = Deadline(_CHECK_EVERY)
+            self._check()
+
+
+class TcpOffer(Offer):
+    """A message that a peer may be reading out of this process's memory."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        lent: Lent,
+        meanwhile: ReadingAll,
+        send_by_stream: Callable[[], None],
+    ) -> None:
+        self._connection = connection
+        self._lent = lent
+        self._meanwhile = meanwhile
+        self._send_by_stream = send_by_stream
+
+    def wait(self, deadline: Deadline) -> bool:
+        """See ``Offer``. What the peer cannot read is sent to it now."""
+        connection = self._connection
+        try:
+            return connection.wait_for_receipt(self._lent, deadline, meanwhile=self._meanwhile)
+        except LoanRefusedError:
+            self._lent.revoke()
+            self._send_by_stream()
+            return True
+
+    def revoke(self) -> None:
+        """See ``Offer``."""
+        self._lent.revoke()

@@ -1,0 +1,144 @@
+"""Transport: what an implementation of ``Backend`` provides, and the layers above build on.
+
+A message is sent under a whole envelope (group, channel, tag) and received under the same. Users do
+not see this: ``Backend`` has what they call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from rankwire.backends.calls import CallPort
+from rankwire.deadline import Deadline
+from rankwire.errors import RankwireError
+from rankwire.wire.frames import WORLD_GROUP, Buffer, Channel, Payload
+
+__all__ = ["Offer", "Transport"]
+
+
+class Offer(ABC):
+    """A message whose receiver may still be reading it out of this rank's memory."""
+
+    @abstractmethod
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait until it has been read; False if the deadline passes first, and it may still be."""
+
+    @abstractmethod
+    def revoke(self) -> None:
+        """Be done with it: if it was not read, it is as if it had not been sent. Idempotent."""
+
+
+class Transport(ABC):
+    """One rank of a group, and how it reaches the others. Every method is safe from any thread.
+
+    Attributes:
+        rank: This process's index, from 0.
+        world_size: The number of ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    @property
+    def group(self) -> int:
+        """The id by which this group's traffic is told from others'."""
+        return WORLD_GROUP
+
+    @abstractmethod
+    def transmit(
+        self,
+        dst: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+    ) -> None:
+        """Send one message under an envelope. The buffers are free again on return."""
+
+    def offer(
+        self,
+        dst: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> Offer | None:
+        """Send one message, but do not wait for a peer that reads it out of this rank's memory.
+
+        Args:
+            dst: The rank to send to.
+            channel: Part of the envelope, as are ``group`` and ``tag``.
+            group: The group's id.
+            tag: The tag.
+            buffers: The message, in pieces.
+            nbytes: Their total size.
+            deadline: For handing it over.
+            check: Called now and then if the peer does not take it; what it raises ends the wait.
+
+        Returns:
+            What to settle before the buffers may change; None if they are free already.
+        """
+        self.transmit(dst, channel, group, tag, buffers, nbytes, deadline)
+        return None
+
+    @property
+    def hosts(self) -> Sequence[object]:
+        """One item a rank; those of ranks on one host are equal."""
+        return [None] * self.world_size
+
+    @abstractmethod
+    def receive(
+        self,
+        src: int,
+        channel: Channel,
+        group: int,
+        tag: int,
+        deadline: Deadline,
+        *,
+        nbytes: int | None = None,
+    ) -> Payload:
+        """Return the next message under an envelope; the caller owns it.
+
+        A large one may still lie with the sender; then it is a parcel, to be read and given back.
+
+        Raises:
+            SizeMismatchError: ``nbytes`` is given and the message has another size; it stays
+                receivable.
+        """
+
+    @abstractmethod
+    def abandon(self, group: int, cause: RankwireError) -> None:
+        """End all receives of one group on this rank, because it has left the group."""
+
+    @abstractmethod
+    def refuse(self, group: int, channel: Channel, tag: int) -> None:
+        """Drop the messages of a tag and of those that differ in the lower 16 bits only.
+
+        Now and when they come: nobody will ask for them any more.
+        """
+
+    @abstractmethod
+    def open_calls(self, service: int) -> CallPort:
+        """Return the port by which an agent calls and is called.
+
+        There is one port a service number and rank at a time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave: peers see an orderly end, waiting threads get ``ChannelClosedError``.
+
+        Idempotent.
+        """
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""

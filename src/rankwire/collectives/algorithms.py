@@ -1,0 +1,346 @@
+"""Algorithms: the steps of each operation. They see only rank, size, send and receive.
+
+Arrays are flat and contiguous here. An algorithm that writes to the user's memory does so only once
+it is certain that all ranks are in the same operation: either it has heard from all of them, or it
+begins with ``meet``. All reductions are in rank order, except where it says otherwise; in every
+case all ranks compute each element once, in one place, or in the same way, so results are equal bit
+for bit. ``docs/collectives.md`` has the steps and bytes of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rankwire.collectives.exchange import Exchange, Piece, blocks, scratch
+from rankwire.collectives.reductions import Reduction
+
+__all__ = [
+    "all_gather_by_doubling",
+    "all_gather_directly",
+    "all_reduce_by_doubling",
+    "all_reduce_by_exchange",
+    "all_reduce_by_gathering",
+    "all_reduce_by_ring",
+    "all_reduce_directly",
+    "all_to_all_directly",
+    "broadcast_by_scattering",
+    "broadcast_by_tree",
+    "broadcast_directly",
+    "gather_directly",
+    "meet",
+    "meet_before_much",
+    "reduce_by_gathering",
+    "reduce_by_scattering",
+    "reduce_scatter_directly",
+    "scatter_directly",
+    "split",
+]
+
+Array = np.ndarray[Any, Any]
+
+# What a socket surely takes without its reader.
+_MUCH = 64 << 10
+
+# Steps of the parts that operations are made of; the rounds of a part follow from there.
+_MEET = 0x100
+GATHER_STEP = _GATHER = 0x200
+_REDUCE = 0x300
+SPREAD_STEP = _SPREAD = 0x400
+_RING = 0x1000
+
+
+def split(array: Array, parts: int) -> list[Array]:
+    """Cut an array into parts whose sizes differ by one element at most."""
+    count = array.size
+    return [array[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
+
+
+# -- meeting ---------------------------------------------------------------------------------------
+
+
+def meet(x: Exchange) -> None:
+    """Return once all ranks have come: dissemination, log2(N) rounds of one empty message.
+
+    Hensgen, Finkel, Manber 1988. After round k a rank has heard, of itself or through others, from
+    the 2**(k+1) - 1 ranks before it.
+    """
+    distance, step = 1, _MEET
+    while distance < x.size:
+        x.send_buffers((x.rank + distance) % x.size, step, (), 0)
+        x.receive((x.rank - distance) % x.size, step, 0)
+        distance, step = 2 * distance, step + 1
+
+
+def meet_before_much(x: Exchange, nbytes: int) -> None:
+    """Meet, if so much is about to be sent that a rank may get stuck with it.
+
+    In the middle of a message it could not be told that the others are in another operation.
+    """
+    if nbytes >= _MUCH:
+        meet(x)
+
+
+# -- gathering -------------------------------------------------------------------------------------
+
+
+def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
+    """Return the parts of all ranks: log2(N) rounds, each sends all that is there.
+
+    Bruck et al. 1997: the fewest rounds for any number of ranks. For parts so small that the number
+    of messages is what costs.
+    """
+    rows = np.empty((x.size, own.size), own.dtype)
+    rows[0] = own
+    have, step = 1, _GATHER
+    while have < x.size:
+        count = min(have, x.size - have)
+        x.send((x.rank - have) % x.size, step, rows[:count].reshape(-1))
+        # Row i is the part of rank (rank + i) % N.
+        arriving = rows[have : have + count].reshape(-1)
+        x.receive_piece((x.rank + have) % x.size, step, arriving).copy_into(arriving)
+        have, step = have + count, step + 1
+    return [rows[rank - x.rank] for rank in range(x.size)]
+
+
+def all_gather_directly(x: Exchange, own: Array, parts: Sequence[Array], step: int) -> None:
+    """Fill the parts of all ranks: each sends its own to every other one."""
+    for dst in x.others:
+        x.send(dst, step, own)
+    pieces = x.receive_pieces(step, parts)
+    _copy_pieces(pieces, parts)
+
+
+def gather_directly(x: Exchange, own: Array, parts: Sequence[Array] | None, root: int) -> None:
+    """Fill the parts of all ranks at the root."""
+    meet(x)
+    if x.rank != root:
+        x.send(root, _GATHER, own)
+        return
+    assert parts is not None
+    _copy_pieces(x.receive_pieces(_GATHER, parts), parts)
+
+
+def scatter_directly(x: Exchange, parts: Sequence[Array] | None, own: Array, root: int) -> None:
+    """Send each rank its part from the root."""
+    if x.rank == root:
+        assert parts is not None
+        for dst in x.others:
+            x.send(dst, _SPREAD, parts[dst])
+    else:
+        x.receive_piece(root, _SPREAD, own).copy_into(own)
+
+
+def all_to_all_directly(x: Exchange, sent: Sequence[Array], received: Sequence[Array]) -> None:
+    """Exchange a part with every other rank."""
+    for dst in x.others:
+        x.send(dst, _SPREAD, sent[dst])
+    _copy_pieces(x.receive_pieces(_SPREAD, received), received)
+    received[x.rank][...] = sent[x.rank]
+
+
+def _copy_pieces(pieces: Sequence[Piece | None], parts: Sequence[Array]) -> None:
+    for piece, part in zip(pieces, parts, strict=True):
+        if piece is not None:
+            piece.copy_into(part)
+
+
+# -- broadcasting ----------------------------------------------------------------------------------
+
+
+def broadcast_by_tree(x: Exchange, array: Array, root: int) -> None:
+    """Send along a binomial tree: log2(N) rounds, every rank that has it passes it on."""
+    meet(x)
+    place = (x.rank - root) % x.size
+    bit = 1
+    while bit < x.size and not place & bit:
+        bit *= 2
+    if place:
+        x.receive_piece((place - bit + root) % x.size, _SPREAD, array).copy_into(array)
+    bit //= 2
+    while bit:
+        if place + bit < x.size:
+            x.send((place + bit + root) % x.size, _SPREAD, array)
+        bit //= 2
+
+
+def broadcast_directly(x: Exchange, array: Array, root: int) -> None:
+    """Let every rank take it from the root: on one host, where they read its memory at once."""
+    meet(x)
+    if x.rank == root:
+        for dst in x.others:
+            x.send(dst, _SPREAD, array)
+    else:
+        x.receive_piece(root, _SPREAD, array).copy_into(array)
+
+
+def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
+    """Scatter it, then gather all parts everywhere: nobody sends more than 2 of it.
+
+    Van de Geijn's: for large arrays between hosts, where the root's link is the bottleneck.
+    """
+    meet(x)
+    parts = split(array, x.size)
+    scatter_directly(x, parts, parts[x.rank], root)
+    own = parts[x.rank]
+    for dst in x.others:
+        if dst != root:
+            x.send(dst, _GATHER, own)
+    if x.rank != root:
+        for src in reversed(x.others):
+            x.receive_piece(src, _GATHER, parts[src]).copy_into(parts[src])
+
+
+# -- reducing --------------------------------------------------------------------------------------
+
+
+def all_reduce_by_exchange(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
+    """Give the other one of two ranks everything, and reduce here: for small arrays."""
+    other = 1 - x.rank
+    x.send(other, _REDUCE, source)
+    theirs = x.receive_piece(other, _REDUCE, source).whole()
+    x.settle()
+    r.fold((source, theirs) if x.rank == 0 else (theirs, source), 2, out)
+
+
+def all_reduce_by_gathering(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
+    """Gather all contributions by doubling and reduce them here: for small arrays."""
+    rows = all_gather_by_doubling(x, source)
+    x.settle()
+    r.fold(rows, x.size, out)
+
+
+def all_reduce_directly(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
+    """Reduce one part on each rank, then gather all parts everywhere.
+
+    Two rounds, each sends 1/N of the array to every other rank: as few bytes as a ring, with
+    nothing to wait for but the slowest rank. On one host every rank reads the others' memory, block
+    by block, and reduces in the cache.
+    """
+    parts = split(out, x.size)
+    reduce_scatter_directly(x, split(source, x.size), parts[x.rank], r)
+    all_gather_directly(x, parts[x.rank], parts, _SPREAD)
+
+
+def reduce_scatter_directly(x: Exchange, parts: Sequence[Array], out: Array, r: Reduction) -> None:
+    """Reduce the part of this rank: every other one sends its contribution to it."""
+    meet_before_much(x, max(part.nbytes for part in parts))
+    for dst in x.others:
+        x.send(dst, _REDUCE, parts[dst])
+    own = parts[x.rank]
+    pieces = x.receive_pieces(_REDUCE, [own] * x.size)
+    _fold_blocks(pieces, own, out, x.rank, r)
+    for piece in pieces:
+        if piece is not None:
+            piece.give_back()
+
+
+def _fold_blocks(
+    pieces: Sequence[Piece | None], own: Array, out: Array, rank: int, r: Reduction
+) -> None:
+    fetched, spare = scratch(own.dtype)
+    for start, stop in blocks(own.size, own.dtype):
+
+        def in_rank_order(start: int = start, stop: int = stop) -> Iterator[Array]:
+            for piece in pieces:
+                yield (own[start:stop] if piece is None else piece.block(start, stop, fetched))
+
+        r.fold(in_rank_order(), len(pieces), out[start:stop], own=rank, spare=spare)
+
+
+def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
+    """Exchange and add with ever more distant partners: log2(N) rounds of the whole array.
+
+    Recursive doubling. Ranks beyond the largest power of two hand their contribution to a partner
+    and get the result from it. The order is that of the tree, the same on all ranks. For arrays of
+    some size among many ranks.
+    """
+    inner = 1 << (x.size.bit_length() - 1)
+    extra = x.size - inner
+    total = source.copy()
+    if x.rank >= inner:
+        x.send(x.rank - inner, _REDUCE, total)
+        x.receive_piece(x.rank - inner, _SPREAD, total).copy_into(out)
+        return
+    received = np.empty_like(total)
+    if x.rank < extra:
+        x.receive_piece(x.rank + inner, _REDUCE, total).copy_into(received)
+        r.merge(total, received)
+    distance, step = 1, _REDUCE + 1
+    while distance < inner:
+        partner = x.rank ^ distance
+        x.send(partner, step, total)
+        x.receive_piece(partner, step, total).copy_into(received)
+        x.settle()
+        lower, upper = (total, received) if x.rank < partner else (received, total)
+        r.merge(lower, upper)
+        total, received = lower, upper
+        distance, step = 2 * distance, step + 1
+    r.finish(total, x.size)
+    if x.rank < extra:
+        x.send(x.rank + inner, _SPREAD, total)
+    out[...] = total
+    x.settle()
+
+
+def all_reduce_by_ring(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
+    """Pass parts around a ring, first to reduce and then to gather them: 2 (N - 1) steps.
+
+    Patarasuk and Yuan 2009. Each rank talks to two others only. The order in which part i is
+    reduced begins at rank i + 1.
+    """
+    meet(x)
+    if out is not source:
+        out[...] = source
+    parts = split(out, x.size)
+    right, left = (x.rank + 1) % x.size, (x.rank - 1) % x.size
+    fetched, _ = scratch(out.dtype)
+    step = _RING
+    for turn in range(1, x.size):
+        x.send(right, step, parts[(x.rank - turn) % x.size])
+        mine = parts[(x.rank - turn - 1) % x.size]
+        piece = x.receive_piece(left, step, mine)
+        for start, stop in blocks(mine.size, mine.dtype):
+            r.merge(mine[start:stop], piece.block(start, stop, fetched))
+        piece.give_back()
+        step += 1
+    x.settle()
+    r.finish(parts[x.rank], x.size)
+    for turn in range(x.size - 1):
+        x.send(right, step, parts[(x.rank - turn) % x.size])
+        mine = parts[(x.rank - turn - 1) % x.size]
+        x.receive_piece(left, step, mine).copy_into(mine)
+        step += 1
+
+
+def reduce_by_gathering(
+    x: Exchange, source: Array, out: Array | None, root: int, r: Reduction
+) -> None:
+    """Send all contributions to the root, which reduces them: for small arrays."""
+    meet(x)
+    if x.rank != root:
+        x.send(root, _REDUCE, source)
+        return
+    assert out is not None
+    pieces = x.receive_pieces(_REDUCE, [source] * x.size)
+    _fold_blocks(pieces, source, out, x.rank, r)
+    for piece in pieces:
+        if piece is not None:
+            piece.give_back()
+
+
+def reduce_by_scattering(
+    x: Exchange, source: Array, out: Array | None, root: int, r: Reduction
+) -> None:
+    """Reduce one part on each rank, then gather the parts at the root."""
+    parts = split(source, x.size)
+    own = np.empty_like(parts[x.rank]) if out is None else split(out, x.size)[x.rank]
+    reduce_scatter_directly(x, parts, own, r)
+    if x.rank != root:
+        x.send(root, _GATHER, own)
+        return
+    assert out is not None
+    results = split(out, x.size)
+    _copy_pieces(x.receive_pieces(_GATHER, results), results)

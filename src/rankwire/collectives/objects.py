@@ -1,0 +1,179 @@
+"""The collectives on any value that the codec carries, as users call them.
+
+Values are encoded by the safe codec: nothing from the wire runs code. They need not be of equal
+size or type on all ranks. As with arrays, all ranks call the same functions in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rankwire.backends.base import Backend, check_rank
+from rankwire.collectives import algorithms
+from rankwire.collectives.exchange import Exchange
+from rankwire.collectives.explaining import explained
+from rankwire.collectives.fingerprints import describe
+from rankwire.collectives.team import Team
+from rankwire.errors import ConfigurationError
+from rankwire.wire.codec import Codec
+from rankwire.wire.loans import whole_of
+
+__all__ = [
+    "all_gather_object",
+    "all_to_all_object",
+    "broadcast_object",
+    "gather_object",
+    "scatter_object",
+]
+
+_STEP = algorithms.SPREAD_STEP
+_plain = Codec()
+
+
+@explained
+def all_gather_object(
+    backend: Backend,
+    value: Any,
+    *,
+    codec: Codec | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Return the list of all ranks' values, in rank order.
+
+    Args:
+        backend: The group.
+        value: This rank's.
+        codec: If values of classes of your own are among them.
+        async_op: Whether to return a ``Work`` at once.
+        timeout: Seconds for all of it; None is the backend's default.
+    """
+    codec = codec or _plain
+    buffers, nbytes = codec.encode(value)
+
+    def run(x: Exchange) -> list[Any]:
+        algorithms.meet(x)  # nobody knows how much the others are about to send
+        for dst in x.others:
+            x.send_buffers(dst, _STEP, buffers, nbytes)
+        return _received_from_all(x, codec, value)
+
+    return Team.of(backend).run("all_gather_object()", run, timeout=timeout, async_op=async_op)
+
+
+@explained
+def gather_object(
+    backend: Backend,
+    value: Any,
+    root: int = 0,
+    *,
+    codec: Codec | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Return the list of all ranks' values at the root, and None elsewhere."""
+    check_rank(root, backend.world_size)
+    codec = codec or _plain
+    buffers, nbytes = codec.encode(value)
+
+    def run(x: Exchange) -> list[Any] | None:
+        algorithms.meet(x)
+        if x.rank == root:
+            return _received_from_all(x, codec, value)
+        x.send_buffers(root, _STEP, buffers, nbytes)
+        return None
+
+    what = describe("gather_object", f"root {root}")
+    return Team.of(backend).run(what, run, timeout=timeout, async_op=async_op)
+
+
+@explained
+def broadcast_object(
+    backend: Backend,
+    value: Any = None,
+    root: int = 0,
+    *,
+    codec: Codec | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Return the root's value on all ranks; what the others pass is not looked at."""
+    check_rank(root, backend.world_size)
+    codec = codec or _plain
+    buffers, nbytes = codec.encode(value) if backend.rank == root else ([], 0)
+
+    def run(x: Exchange) -> Any:
+        algorithms.meet(x)
+        if x.rank != root:
+            return codec.decode(whole_of(x.receive(root, _STEP)))
+        for dst in x.others:
+            x.send_buffers(dst, _STEP, buffers, nbytes)
+        return value
+
+    what = describe("broadcast_object", f"root {root}")
+    return Team.of(backend).run(what, run, timeout=timeout, async_op=async_op)
+
+
+@explained
+def scatter_object(
+    backend: Backend,
+    values: Sequence[Any] | None = None,
+    root: int = 0,
+    *,
+    codec: Codec | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Return the item of the root's list that is this rank's."""
+    check_rank(root, backend.world_size)
+    codec = codec or _plain
+    encoded = _encoded(backend, codec, values) if backend.rank == root else []
+
+    def run(x: Exchange) -> Any:
+        algorithms.meet(x)
+        if x.rank != root:
+            return codec.decode(whole_of(x.receive(root, _STEP)))
+        assert values is not None
+        for dst in x.others:
+            x.send_buffers(dst, _STEP, *encoded[dst])
+        return values[root]
+
+    what = describe("scatter_object", f"root {root}")
+    return Team.of(backend).run(what, run, timeout=timeout, async_op=async_op)
+
+
+@explained
+def all_to_all_object(
+    backend: Backend,
+    values: Sequence[Any],
+    *,
+    codec: Codec | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Send item i to rank i, and return the list of what all ranks sent to this one."""
+    codec = codec or _plain
+    encoded = _encoded(backend, codec, values)
+
+    def run(x: Exchange) -> list[Any]:
+        algorithms.meet(x)
+        for dst in x.others:
+            x.send_buffers(dst, _STEP, *encoded[dst])
+        return _received_from_all(x, codec, values[x.rank])
+
+    return Team.of(backend).run("all_to_all_object()", run, timeout=timeout, async_op=async_op)
+
+
+def _received_from_all(x: Exchange, codec: Codec, own: Any) -> list[Any]:
+    values = [own] * x.size
+    for src in reversed(x.others):
+        values[src] = codec.decode(whole_of(x.receive(src, _STEP)))
+    return values
+
+
+def _encoded(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> list[Any]:
+    count = backend.world_size
+    if values is None or len(values) != count:
+        given = "none" if values is None else len(values)
+        raise ConfigurationError(f"one value for each of the {count} ranks is needed, not {given}")
+    return [codec.encode(value, path=f"values[{rank}]") for rank, value in enumerate(values)]

@@ -1,0 +1,114 @@
+"""Operands: the user's arrays and tensors, as flat memory that the algorithms work on.
+
+The only place of this package that knows torch, which it never imports: who holds a tensor has.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from rankwire.errors import ConfigurationError, UnsupportedTypeError
+from rankwire.wire.arrays import dtype_code, is_plain_array, is_tensor, tensor_advice
+
+__all__ = ["Operand", "new_like", "operand"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Operand:
+    """One array or tensor.
+
+    Attributes:
+        value: What the user passed.
+        array: An array on its memory; int16 for bfloat16.
+        dtype_name: What to call its dtype.
+        shape: Its shape.
+    """
+
+    __slots__ = ("array", "dtype_name", "is_bfloat16", "shape", "value")
+
+    def __init__(self, value: Any, array: Array, dtype_name: str, *, is_bfloat16: bool) -> None:
+        self.value = value
+        self.array = array
+        self.dtype_name = dtype_name
+        self.shape = array.shape
+        self.is_bfloat16 = is_bfloat16
+
+    @property
+    def rows(self) -> int:
+        """The extent of dim 0; 1 if there is none."""
+        return self.shape[0] if self.shape else 1
+
+    def flat(self) -> Array:
+        """Return the elements in C order, one-dimensional: its own memory, or a copy if need be."""
+        array = self.array
+        return array.reshape(-1) if array.flags.c_contiguous else array.ravel()
+
+    def check_writable(self, name: str) -> None:
+        """Raise unless it can be written."""
+        if not self.array.flags.writeable:
+            raise ConfigurationError(f"{name} is read-only")
+
+    def check_like(self, other: Operand, shape: tuple[int, ...], name: str) -> None:
+        """Raise unless it has the dtype of another one and this shape, and can be written."""
+        if self.dtype_name != other.dtype_name or self.shape != shape:
+            raise ConfigurationError(
+                f"{name} is {self.dtype_name} {self.shape}, "
+                f"the result is {other.dtype_name} {shape}"
+            )
+        self.check_writable(name)
+
+    def store(self, flat: Array) -> None:
+        """Take the elements from what ``flat`` returned, if that was a copy."""
+        if not self.array.flags.c_contiguous:
+            self.array[...] = flat.reshape(self.shape)
+
+
+def operand(value: Any, name: str = "array") -> Operand:
+    """Return an array or tensor as an operand.
+
+    Raises:
+        UnsupportedTypeError: It is neither, or of a kind that is not carried.
+    """
+    if is_plain_array(value):
+        if dtype_code(value.dtype) is None:
+            advice = f"Arrays of dtype {value.dtype} are not carried."
+            raise UnsupportedTypeError(name, type(value).__qualname__, advice)
+        return Operand(value, value, _name_of(value.dtype), is_bfloat16=False)
+    if is_tensor(value):
+        obstacle = tensor_advice(value)
+        if obstacle is not None:
+            raise UnsupportedTypeError(name, type(value).__qualname__, obstacle)
+        return _tensor_operand(value, name)
+    advice = "Pass a numpy array or a torch tensor; numpy.asarray(...) makes one."
+    raise UnsupportedTypeError(name, type(value).__qualname__, advice)
+
+
+def new_like(other: Operand, shape: tuple[int, ...]) -> Operand:
+    """Return a new operand of the same kind and dtype, with whatever its memory holds."""
+    if isinstance(other.value, np.ndarray):
+        return operand(np.empty(shape, other.array.dtype))
+    torch = sys.modules["torch"]
+    return _tensor_operand(torch.empty(shape, dtype=other.value.dtype), "out")
+
+
+@lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """Return what to call a dtype: one name for each, and one that reads well."""
+    return f"big-endian {dtype.name}" if dtype.str.startswith(">") else dtype.name
+
+
+def _tensor_operand(tensor: Any, name: str) -> Operand:
+    torch = sys.modules["torch"]
+    dense = tensor.detach()
+    is_bfloat16 = dense.dtype == torch.bfloat16
+    if dense.is_conj() or dense.is_neg():
+        call = ".resolve_conj()" if dense.is_conj() else ".resolve_neg()"
+        raise UnsupportedTypeError(name, "Tensor", f"It is a lazy view: call {call} first.")
+    array: Array = (dense.view(torch.int16) if is_bfloat16 else dense).numpy()
+    dtype_name = "bfloat16" if is_bfloat16 else _name_of(array.dtype)
+    return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16)

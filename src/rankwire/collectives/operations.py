@@ -1,0 +1,474 @@
+"""The collectives on arrays, as users call them.
+
+Each function checks its arguments, says in words what it is going to do (``fingerprints``), and
+hands the steps to the group's team, which runs them here or in the background. All ranks of the
+backend must call the same functions in the same order with fitting arguments; if they do not, all
+of them get a ``CollectiveMismatchError``.
+
+Arrays are numpy arrays or dense torch tensors on the CPU; results are of the kind that was passed.
+The array of an operation in the background must not be changed, nor read if it is the result,
+before the operation is done. Every function is safe from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.payloads import to_array
+from rankwire.collectives import algorithms, selection
+from rankwire.collectives.algorithms import Array, split
+from rankwire.collectives.exchange import Exchange
+from rankwire.collectives.explaining import explained
+from rankwire.collectives.fingerprints import describe
+from rankwire.collectives.operands import Operand, new_like, operand
+from rankwire.collectives.reductions import Reduction, reduction
+from rankwire.collectives.team import Team
+from rankwire.collectives.uneven import Uneven
+from rankwire.errors import ConfigurationError
+from rankwire.wire.array_messages import pack_array
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+T = TypeVar("T")
+
+# Arrays up to this size are sent together by all_reduce_coalesced; larger ones gain nothing.
+_COALESCE_UP_TO = 1 << 20
+
+
+@explained
+def all_reduce(
+    backend: Backend,
+    array: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    ordered: bool = False,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Reduce an array over all ranks; every rank gets the result.
+
+    Args:
+        backend: The group.
+        array: This rank's contribution, and the result.
+        op: ``sum``, ``mean``, ``product``, ``min``, ``max``, ``bitwise_and``, ``bitwise_or`` or
+            ``bitwise_xor``. float16 and bfloat16 are added up in float32.
+        out: Where the result goes instead; ``array`` is then unchanged.
+        ordered: Whether to combine in the order of the ranks, whatever the size and the number of
+            ranks. The result is the same on all ranks, bit for bit, either way.
+        async_op: Whether to return a ``Work`` at once.
+        timeout: Seconds for all of it; None is the backend's default.
+
+    Returns:
+        ``array``, or ``out`` if that is given; or the ``Work`` whose ``wait`` returns it.
+
+    Raises:
+        CollectiveMismatchError: Ranks called different things.
+        PeerLostError: A rank is gone.
+        CollectiveAbortedError: A rank failed in it.
+        DeadlineExceededError: ``waiting_for`` has the ranks that did not come.
+    """
+    source = operand(array)
+    target = source if out is None else _target(source, source.shape, out)
+    target.check_writable("array")
+    r = _reduction(op, source)
+
+    def run(x: Exchange) -> Any:
+        own = source.flat()
+        result = own if target is source else target.flat()
+        if target is not source:
+            own = _apart(own, target)
+        selection.all_reduce(x, own, result, r, ordered=ordered)
+        return _stored(target, result)
+
+    kind = "ordered all_reduce" if ordered else "all_reduce"
+    what = describe(kind, op, source.dtype_name, source.shape)
+    return _run(backend, what, run, async_op, timeout)
+
+
+@explained
+def reduce(
+    backend: Backend,
+    array: Any,
+    root: int = 0,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Reduce an array over all ranks; the root gets the result, the others None.
+
+    Args:
+        backend: The group.
+        array: This rank's contribution; unchanged.
+        root: The rank that gets the result.
+        op: As for ``all_reduce``.
+        out: At the root: where the result goes; it may be ``array``.
+        async_op: Whether to return a ``Work`` at once.
+        timeout: Seconds for all of it; None is the backend's default.
+    """
+    source = operand(array)
+    target = _target_at_root(backend, source, source.shape, root, out)
+    r = _reduction(op, source)
+
+    def run(x: Exchange) -> Any:
+        result = None if target is None else target.flat()
+        own = source.flat() if target is None else _apart(source.flat(), target)
+        selection.reduce(x, own, result, root, r)
+        return _stored(target, result)
+
+    what = describe("reduce", op, f"root {root}", source.dtype_name, source.shape)
+    return _run(backend, what, run, async_op, timeout)
+
+
+@explained
+def broadcast(
+    backend: Backend,
+    array: Any,
+    root: int = 0,
+    *,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Copy the root's array into the arrays of all ranks, which have its dtype and shape.
+
+    Returns:
+        ``array``, or the ``Work`` whose ``wait`` returns it.
+    """
+    target = operand(array)
+    check_rank(root, backend.world_size)
+    if backend.rank != root:
+        target.check_writable("array")
+
+    def run(x: Exchange) -> Any:
+        flat = target.flat()
+        selection.broadcast(x, flat, root)
+        if x.rank != root:
+            target.store(flat)
+        return target.value
+
+    what = describe("broadcast", f"root {root}", target.dtype_name, target.shape)
+    return _run(backend, what, run, async_op, timeout)
+
+
+@explained
+def all_gather(
+    backend: Backend,
+    array: Any,
+    *,
+    out: Any = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Return the arrays of all ranks in rank order, joined along dim 0.
+
+    Arrays of shape ``(k, ...)`` give one of shape ``(N * k, ...)``; 0-d ones give ``(N,)``.
+    """
+    source = operand(array)
+    shape = (backend.world_size * source.rows, *source.shape[1:])
+    target = _target(source, shape, out)
+
+    def run(x: Exchange) -> Any:
+        result = target.flat()
+        selection.all_gather(x, _apart(source.flat(), target), result)
+        return _stored(target, result)
+
+    what = describe("all_gather", source.dtype_name, source.shape)
+    return _run(backend, what, run, async_op, timeout)
+
+
+@explained
+def gather(
+    backend: Backend,
+    array: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Return what ``all_gather`` returns at the root, and None elsewhere."""
+    source = operand(array)
+    shape = (backend.world_size * source.rows, *source.shape[1:])
+    target = _target_at_root(backend, source, shape, root, out)
+
+    def run(x: Exchange) -> Any:
+        result = None if target is None else target.flat()
+        own = source.flat() if target is None else _apart(source.flat(), target)
+        parts = None if result is None else split(result, x.size)
+        algorithms.gather_directly(x, own, parts, root)
+        if parts is not None:
+            parts[root][...] = own
+        return _stored(target, result)
+
+    what = describe("gather", f"root {root}", source.dtype_name, source.shape)
+    return _run(backend, what, run, async_op, timeout)
+
+
+@explained
+def scatter(
+    backend: Backend,
+    array: Any = None,
+    root: int = 0,
+    *,
+    out: Any = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Cut the root's array along dim 0 into N equal parts and return this rank's part.
+
+    Args:
+        backend: The group.
+        array: At the root: shape ``(N * k, ...)``. Elsewhere it is not looked at.
+        root: The rank that has it.
+        out: Where this rank's part goes; dtype and shape must fit.
+        async_op: Whether to return a ``Work`` at once.
+        timeout: Seconds for all of it; None is the backend's default.
+    """
+    check_rank(root, backend.world_size)
+    if backend.rank == root:
+        source = operand(array)
+        shape = _part_shape(backend, source)
+        mine = _target(source, shape, out)
+    elif out is not None:
+        operand(out, "out").check_writable("out")
+
+    def run(x: Exchange) -> Any:
+        algorithms.meet(x)
+        if x.rank != root:
+            return to_array(x.receive(root, algorithms.SPREAD_STEP), out)
+        parts = split(_apart(source.flat(), mine), x.size)
+        for dst in x.others:
+            part = _part_value(source, parts[dst], shape)
+            x.send_buffers(dst, algorithms.SPREAD_STEP, *pack_array(part))
+        mine.array[...] = parts[root].reshape(shape)
+        return mine.value
+
+    return _run(backend, describe("scatter", f"root {root}"), run, async_op, timeout)
+
+
+@explained
+def reduce_scatter(
+    backend: Backend,
+    array: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Reduce over all ranks, and return this rank's part: dim 0 divided by N.
+
+    Args:
+        backend: The group.
+        array: Shape ``(N * k, ...)``; unchanged.
+        op: As for ``all_reduce``.
+        out: Where the part goes, shape ``(k, ...)``.
+        async_op: Whether to return a ``Work`` at once.
+        timeout: Seconds for all of it; None is the backend's default.
+    """
+    source = operand(array)
+    shape = _part_shape(backend, source)
+    target = _target(source, shape, out)
+    r = _reduction(op, source)
+
+    def run(x: Exchange) -> Any:
+        result = target.flat()
+        own = _apart(source.flat(), target)
+        algorithms.reduce_scatter_directly(x, split(own, x.size), result, r)
+        return _stored(target, result)
+
+    what = describe("reduce_scatter", op, source.dtype_name, source.shape)
+    return _run(backend, what, run, async_op, timeout)
+
+
+@explained
+def all_to_all(
+    backend: Backend,
+    array: Any,
+    *,
+    send_counts: Sequence[int] | None = None,
+    recv_counts: Sequence[int] | None = None,
+    out: Any = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Send part i of dim 0 to rank i, and return the parts from all ranks, joined in rank order.
+
+    Args:
+        backend: The group.
+        array: Shape ``(N * k, ...)``, or ``(sum(send_counts), ...)``; unchanged.
+        send_counts: Rows for each rank, if the parts are not equal. On all ranks or on none.
+        recv_counts: Rows from each rank; if given, they are checked against what the others send.
+        out: Where the result goes.
+        async_op: Whether to return a ``Work`` at once.
+        timeout: Seconds for all of it; None is the backend's default.
+
+    Returns:
+        An array of the same shape; with counts, of as many rows as the others send.
+    """
+    source = operand(array)
+    if send_counts is not None or recv_counts is not None:
+        uneven = Uneven(source, send_counts, recv_counts, out, backend.world_size)
+        return _run(backend, uneven.description, uneven.run, async_op, timeout)
+    _part_shape(backend, source)
+    target = _target(source, source.shape, out)
+
+    def run(x: Exchange) -> Any:
+        result = target.flat()
+        own = _apart(source.flat(), target)
+        algorithms.meet_before_much(x, own.nbytes // x.size)
+        algorithms.all_to_all_directly(x, split(own, x.size), split(result, x.size))
+        return _stored(target, result)
+
+    what = describe("all_to_all", source.dtype_name, source.shape)
+    return _run(backend, what, run, async_op, timeout)
+
+
+@explained
+def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None = None) -> Any:
+    """Return once every rank has come, after log2(N) messages from each.
+
+    ``Backend.barrier`` sends one to every other rank instead; this one is for many ranks.
+    """
+    return _run(backend, "barrier()", algorithms.meet, async_op, timeout)
+
+
+@explained
+def all_reduce_coalesced(
+    backend: Backend,
+    arrays: Sequence[Any],
+    op: str = "sum",
+    *,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Reduce many arrays at once, in place: those of one dtype travel together.
+
+    Returns:
+        The list of the arrays, or the ``Work`` whose ``wait`` returns it.
+    """
+    targets = [operand(array) for array in arrays]
+    reductions = [_reduction(op, target) for target in targets]
+    for target in targets:
+        target.check_writable("an array")
+
+    def run(x: Exchange) -> list[Any]:
+        if not targets:
+            algorithms.meet(x)
+        for part, indices in enumerate(_bundles(targets)):
+            flats = [targets[index].flat() for index in indices]
+            joined = flats[0] if len(flats) == 1 else np.concatenate(flats)
+            x.begin_part(part)
+            selection.all_reduce(x, joined, joined, reductions[indices[0]], ordered=False)
+            x.settle()
+            start = 0
+            for index, flat in zip(indices, flats, strict=True):
+                if flat is not joined:
+                    flat[...] = joined[start : start + flat.size]
+                targets[index].store(flat)
+                start += flat.size
+        return [target.value for target in targets]
+
+    kinds = tuple((target.dtype_name, target.shape) for target in targets)
+    return _run(backend, describe("all_reduce_coalesced", op, kinds), run, async_op, timeout)
+
+
+def _bundles(targets: Sequence[Operand]) -> list[list[int]]:
+    """Return the indices of arrays that travel together."""
+    bundles: list[list[int]] = []
+    open_bundles: dict[str, list[int]] = {}
+    for index, target in enumerate(targets):
+        if target.array.nbytes > _COALESCE_UP_TO:
+            bundles.append([index])
+        elif target.dtype_name in open_bundles:
+            open_bundles[target.dtype_name].append(index)
+        else:
+            open_bundles[target.dtype_name] = [index]
+            bundles.append(open_bundles[target.dtype_name])
+    return bundles
+
+
+# -- what they share -------------------------------------------------------------------------------
+
+
+def _run(
+    backend: Backend,
+    description: str,
+    run: Callable[[Exchange], T],
+    async_op: bool,
+    timeout: float | None,
+) -> Any:
+    return Team.of(backend).run(description, run, timeout=timeout, async_op=async_op)
+
+
+def _apart(own: Array, target: Operand) -> Array:
+    """Return what to send: a copy, if the result may overwrite it while others still read it."""
+    return own.copy() if np.may_share_memory(own, target.array) else own
+
+
+def _reduction(op: str, source: Operand) -> Reduction:
+    if not isinstance(op, str):
+        raise ConfigurationError(f"an op is a name such as 'sum', not {op!r}")
+    return reduction(op, source.array.dtype, is_bfloat16=source.is_bfloat16)
+
+
+def _target_at_root(
+    backend: Backend, source: Operand, shape: tuple[int, ...], root: int, out: Any
+) -> Operand | None:
+    """Return where the root's result goes; None on other ranks."""
+    check_rank(root, backend.world_size)
+    if backend.rank != root:
+        return None
+    return _target(source, shape, out)
+
+
+def _target(source: Operand, shape: tuple[int, ...], out: Any) -> Operand:
+    """Return where a result goes: new memory, or what the user gave for it."""
+    if out is None:
+        return new_like(source, shape)
+    target = operand(out, "out")
+    target.check_like(source, shape, "out")
+    return target
+
+
+def _part_shape(backend: Backend, source: Operand) -> tuple[int, ...]:
+    """Return the shape of one of N equal parts along dim 0."""
+    count = backend.world_size
+    if not source.shape or source.shape[0] % count:
+        raise ConfigurationError(
+            f"dim 0 of an array of shape {source.shape} is not evenly divisible among {count} ranks"
+        )
+    return (source.shape[0] // count, *source.shape[1:])
+
+
+def _part_value(source: Operand, flat: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Any:
+    """Return a flat part as an array or tensor that says what it is."""
+    if isinstance(source.value, np.ndarray):
+        return flat.reshape(shape)
+    part = new_like(source, shape)
+    part.array[...] = flat.reshape(shape)
+    return part.value
+
+
+def _stored(target: Operand | None, flat: np.ndarray[Any, Any] | None) -> Any:
+    if target is None or flat is None:
+        return None
+    target.store(flat)
+    return target.value

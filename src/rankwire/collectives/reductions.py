@@ -1,0 +1,183 @@
+"""Reductions: how the contributions of all ranks become one array.
+
+A reduction takes the pieces of all ranks in rank order and combines them in that order, so its
+result depends on nothing but them. float16 and bfloat16 are added up in float32 and rounded once.
+Pure: arrays in, arrays out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from rankwire.errors import ConfigurationError
+
+__all__ = ["OPS", "Reduction", "reduction"]
+
+Array = np.ndarray[Any, Any]
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "mean": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "bitwise_and": np.bitwise_and,
+    "bitwise_or": np.bitwise_or,
+    "bitwise_xor": np.bitwise_xor,
+}
+OPS = tuple(_UFUNCS)
+
+# Kinds of numpy dtypes for which each op means something.
+_NUMBERS = "biufc"
+_KINDS = {
+    "sum": _NUMBERS,
+    "mean": "fc",
+    "product": _NUMBERS,
+    "min": "biuf",
+    "max": "biuf",
+    "bitwise_and": "biu",
+    "bitwise_or": "biu",
+    "bitwise_xor": "biu",
+}
+_WHY_NOT = {
+    "mean": "the mean of whole numbers is not one; convert to a float first, or use sum",
+    "min": "complex numbers have no order",
+    "max": "complex numbers have no order",
+    "bitwise_and": "it is for whole numbers and bool",
+    "bitwise_or": "it is for whole numbers and bool",
+    "bitwise_xor": "it is for whole numbers and bool",
+}
+
+
+class Reduction:
+    """One op on one dtype.
+
+    Attributes:
+        op: Its name.
+        dtype: Of the arrays, as they lie in memory.
+    """
+
+    def __init__(self, op: str, dtype: np.dtype[Any], *, is_bfloat16: bool) -> None:
+        self.op = op
+        self.dtype = dtype
+        self._ufunc = _UFUNCS[op]
+        self._mean = op == "mean"
+        self._quiet = dtype.kind not in "fc" and not is_bfloat16  # whole numbers never warn
+        self._widen: Callable[[Array], Array] | None = None
+        self._narrow: Callable[[Array, Array], None] = _copy
+        if is_bfloat16:
+            self._widen, self._narrow = _from_bfloat16, _to_bfloat16
+        elif dtype.kind == "f" and dtype.itemsize == 2:
+            self._widen = _from_float16
+
+    def fold(
+        self,
+        pieces: Iterable[Array],
+        count: int,
+        out: Array,
+        *,
+        own: int = 0,
+        spare: Array | None = None,
+    ) -> None:
+        """Reduce the pieces of all ranks, in this order, into ``out``.
+
+        Overflow and invalid operations give what the dtype gives, silently.
+
+        Args:
+            pieces: Each is used before the next one is asked for, and may share its memory.
+            count: How many.
+            out: The result.
+            own: The index of the piece that ``out`` may be; ``out`` is not written before it.
+            spare: Memory of the size of ``out`` for what comes before, if ``own`` is above 1.
+        """
+        if self._quiet:
+            self._fold(pieces, count, out, own, spare)
+        else:
+            with np.errstate(all="ignore"):
+                self._fold(pieces, count, out, own, spare)
+
+    def _fold(
+        self, pieces: Iterable[Array], count: int, out: Array, own: int, spare: Array | None
+    ) -> None:
+        total: Array | None = None
+        for index, piece in enumerate(pieces):
+            if self._widen is not None:
+                wide = self._widen(piece)
+                total = wide if total is None else self._ufunc(total, wide, out=total)
+            elif total is None:
+                total = piece
+                if own > 1:  # the next one may be fetched to the same place
+                    assert spare is not None
+                    total = spare[: piece.size]
+                    np.copyto(total, piece)
+            else:
+                total = self._ufunc(total, piece, out=out if index >= own else total)
+        assert total is not None
+        if self._mean:
+            total = np.divide(total, count, out=total if self._widen is not None else out)
+        if total is not out:
+            self._narrow(total, out)
+
+    def merge(self, total: Array, piece: Array) -> None:
+        """Add a contribution to a total, in place. Not for types that are added up wider."""
+        assert self._widen is None
+        with np.errstate(all="ignore"):
+            self._ufunc(total, piece, out=total)
+
+    def finish(self, total: Array, count: int) -> None:
+        """Turn a total of ``count`` merged contributions into the result, in place."""
+        if self._mean:
+            with np.errstate(all="ignore"):
+                np.divide(total, count, out=total)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether contributions are added up in a wider type, and so must come together."""
+        return self._widen is not None
+
+
+@lru_cache(maxsize=256)
+def reduction(op: str, dtype: np.dtype[Any], *, is_bfloat16: bool = False) -> Reduction:
+    """Return the reduction of an op for a dtype.
+
+    Args:
+        op: One of ``OPS``.
+        dtype: Of the arrays.
+        is_bfloat16: Whether they hold bfloat16, for which numpy has no dtype.
+
+    Raises:
+        ConfigurationError: There is no such op, or it means nothing for the dtype.
+    """
+    if op not in _UFUNCS:
+        raise ConfigurationError(f"there is no op {op!r}; there are {', '.join(OPS)}")
+    kind = "f" if is_bfloat16 else dtype.kind
+    if kind not in _KINDS[op]:
+        name = "bfloat16" if is_bfloat16 else dtype.name
+        why = _WHY_NOT.get(op, "it is for numbers") if kind in _NUMBERS else "it is for numbers"
+        raise ConfigurationError(f"op {op!r} on {name}: {why}")
+    return Reduction(op, dtype, is_bfloat16=is_bfloat16)
+
+
+def _copy(source: Array, out: Array) -> None:
+    np.copyto(out, source, casting="unsafe")
+
+
+def _from_float16(piece: Array) -> Array:
+    return piece.astype(np.float32)
+
+
+def _from_bfloat16(piece: Array) -> Array:
+    """bfloat16 is the upper half of a float32."""
+    return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bfloat16(wide: Array, out: Array) -> None:
+    """Round to the nearest, halves to even; a NaN stays one."""
+    bits = wide.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    quiet_nan = (bits >> 16) | 0x0040
+    out.view(np.uint16)[...] = np.where(np.isnan(wide), quiet_nan, rounded)

@@ -1,0 +1,269 @@
+"""DeviceMesh: the ranks of a world as a grid, and the groups along its axes.
+
+Index arithmetic in row-major order, as numpy's: the last axis varies fastest, so in a mesh of
+(nodes, ranks a node) the ranks of a node are consecutive. Only ``subgroup`` and ``subgroups``
+communicate, by making a ``SubBackend``; the rest is pure.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from rankwire.backends.base import Backend, check_rank, check_world
+from rankwire.backends.sub import SubBackend
+from rankwire.errors import ConfigurationError
+
+__all__ = ["DeviceMesh"]
+
+
+class DeviceMesh:
+    """The ranks 0..size-1, laid out as a grid in row-major order.
+
+    It never changes, so it is safe from any thread; two of the same shape and names are equal.
+    Numpy's integers count as integers. An axis is given by its index, negative ones from the end as
+    in numpy, or by its name. Ranks and coordinates are never negative.
+
+    Args:
+        shape: The number of ranks along each axis, at least 1.
+        world_size: The number of ranks, which must be the product of the shape.
+        names: A name for each axis.
+
+    Raises:
+        ConfigurationError: The shape is empty, has something else than positive integers, or does
+            not fill the world; the names are not as many as the axes, or not different strings.
+        InvalidWorldSizeError: The world size is not a positive integer.
+    """
+
+    def __init__(
+        self, shape: Iterable[int], world_size: int, *, names: Iterable[str] | None = None
+    ) -> None:
+        self._shape = _checked_shape(shape)
+        check_world(0, world_size)
+        self._size = math.prod(self._shape)
+        if self._size != world_size:
+            raise ConfigurationError(
+                f"a mesh of shape {self._shape} has {self._size} ranks, the world {world_size}"
+            )
+        self._names = None if names is None else _checked_names(names, self.ndim)
+        # How far apart neighbours along each axis are.
+        self._strides = tuple(math.prod(self._shape[axis + 1 :]) for axis in range(self.ndim))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of ranks along each axis."""
+        return self._shape
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The names of the axes, or None if they have none."""
+        return self._names
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    # -- arithmetic --------------------------------------------------------------------------------
+
+    def coords(self, rank: int) -> tuple[int, ...]:
+        """Return where a rank is: its index along each axis.
+
+        Raises:
+            InvalidRankError: It is not a rank of this mesh.
+        """
+        check_rank(rank, self._size)
+        rank = operator.index(rank)
+        return tuple(
+            rank // stride % length
+            for stride, length in zip(self._strides, self._shape, strict=True)
+        )
+
+    def rank_of(self, coords: Iterable[int]) -> int:
+        """Return the rank at the given index along each axis.
+
+        Raises:
+            ConfigurationError: They are not as many as the axes, or one is out of range.
+        """
+        chosen = _as_tuple(coords, "coordinates")
+        if len(chosen) != self.ndim:
+            raise ConfigurationError(
+                f"a mesh of shape {self._shape} has {self.ndim} coordinates, not {chosen!r}"
+            )
+        rank = 0
+        for axis, (coordinate, length) in enumerate(zip(chosen, self._shape, strict=True)):
+            index = _as_index(coordinate)
+            if index is None or not 0 <= index < length:
+                raise ConfigurationError(
+                    f"coordinate {coordinate!r} of {chosen!r} is not an integer from 0 to "
+                    f"{length - 1}, as {self._called(axis)} has"
+                )
+            rank += index * self._strides[axis]
+        return rank
+
+    def ranks_along_dim(self, axis: int | str, rank: int) -> list[int]:
+        """Return the ranks, ascending, that differ from this one along one axis only, and itself.
+
+        Raises:
+            ConfigurationError: There is no such axis.
+            InvalidRankError: It is not a rank of this mesh.
+        """
+        chosen = self._axis(axis)
+        index = self.coords(rank)[chosen]
+        first = operator.index(rank) - index * self._strides[chosen]
+        return self._line(chosen, first)
+
+    def groups_along_dim(self, axis: int | str) -> list[list[int]]:
+        """Return all groups along an axis: each rank is in one, and lower first members come first.
+
+        Raises:
+            ConfigurationError: There is no such axis.
+        """
+        chosen = self._axis(axis)
+        return [
+            self._line(chosen, rank) for rank in range(self._size) if self.coords(rank)[chosen] == 0
+        ]
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def subgroup(
+        self, backend: Backend, axis: int | str, *, timeout: float | None = None
+    ) -> SubBackend:
+        """Make the group of this rank along an axis. A collective of the ranks of that group.
+
+        Ranks that make groups along several axes make them in the same order.
+
+        Args:
+            backend: The ranks of this mesh. It must stay open; the caller closes the group.
+            axis: An index or a name.
+            timeout: Seconds for the agreement, and for every operation of the group without a limit
+                of its own; None is the backend's.
+
+        Raises:
+            ConfigurationError: There is no such axis, or the backend has another number of ranks.
+            MembershipError: Another member makes a different group, as with another mesh.
+            DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time.
+        """
+        chosen = self._axis(axis)
+        if backend.world_size != self._size:
+            raise ConfigurationError(
+                f"a mesh of shape {self._shape} has {self._size} ranks, "
+                f"the backend {backend.world_size}"
+            )
+        return SubBackend(backend, self.ranks_along_dim(chosen, backend.rank), timeout=timeout)
+
+    def subgroups(
+        self, backend: Backend, *, timeout: float | None = None
+    ) -> tuple[SubBackend, ...]:
+        """Make the group of this rank along every axis. A collective of all ranks.
+
+        Args:
+            backend: The ranks of this mesh. It must stay open; the caller closes the groups.
+            timeout: As of ``subgroup``, for each of the groups.
+
+        Returns:
+            One group an axis, in the order of the axes.
+
+        Raises:
+            ConfigurationError: The backend has another number of ranks.
+            MembershipError: Another rank makes a different group, as with another mesh.
+            DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time. As
+                after any error, the groups made so far are closed.
+        """
+        with ExitStack() as unfinished:
+            groups = tuple(
+                unfinished.enter_context(self.subgroup(backend, axis, timeout=timeout))
+                for axis in range(self.ndim)
+            )
+            unfinished.pop_all()
+        return groups
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        names = "" if self._names is None else f", names={self._names}"
+        return f"DeviceMesh({self._shape}, {self._size}{names})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DeviceMesh):
+            return NotImplemented
+        return (self._shape, self._names) == (other._shape, other._names)
+
+    def __hash__(self) -> int:
+        return hash((self._shape, self._names))
+
+    def _line(self, axis: int, first: int) -> list[int]:
+        stride = self._strides[axis]
+        return list(range(first, first + stride * self._shape[axis], stride))
+
+    def _axis(self, axis: int | str) -> int:
+        """Return the index of an axis, from 0."""
+        if isinstance(axis, str):
+            if self._names is None:
+                raise ConfigurationError(f"no axis {axis!r}: the axes of this mesh have no names")
+            if axis not in self._names:
+                raise ConfigurationError(f"no axis {axis!r}: the names are {self._names}")
+            return self._names.index(axis)
+        index = _as_index(axis)
+        if index is None:
+            raise ConfigurationError(f"an axis is an integer or a name, not {axis!r}")
+        if not -self.ndim <= index < self.ndim:
+            raise ConfigurationError(
+                f"no axis {index}: a mesh of shape {self._shape} has {-self.ndim}..{self.ndim - 1}"
+            )
+        return index % self.ndim
+
+    def _called(self, axis: int) -> str:
+        return f"axis {axis}" if self._names is None else f"axis {axis} ({self._names[axis]!r})"
+
+
+def _checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    given = _as_tuple(shape, "the shape of a mesh")
+    if not given:
+        raise ConfigurationError(f"a mesh needs at least 1 axis, not the shape {given}")
+    lengths = []
+    for length in given:
+        index = _as_index(length)
+        if index is None or index < 1:
+            raise ConfigurationError(
+                f"a mesh has positive integers as its shape, not {length!r} as in {given!r}"
+            )
+        lengths.append(index)
+    return tuple(lengths)
+
+
+def _checked_names(names: Iterable[str], ndim: int) -> tuple[str, ...]:
+    if isinstance(names, str):  # "dp" would be the axes "d" and "p"
+        raise ConfigurationError(f"the names of axes are a sequence of strings, not {names!r}")
+    given = _as_tuple(names, "the names of axes")
+    if len(given) != ndim:
+        raise ConfigurationError(f"a mesh with {ndim} axes has as many names, not {given!r}")
+    for name in given:
+        if not isinstance(name, str):
+            raise ConfigurationError(f"the name of an axis is a string, not {name!r}")
+        if given.count(name) > 1:
+            raise ConfigurationError(f"the name {name!r} is given to several axes: {given!r}")
+    return given
+
+
+def _as_tuple(values: Iterable[Any], what: str) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ConfigurationError(f"{what} are one value an axis, not {values!r}") from None
+
+
+def _as_index(value: int) -> int | None:
+    """Return an integer as Python's own; None for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,116 @@
+"""Array messages: an array or tensor as one message that says what it is.
+
+Layout, little-endian::
+
+    u8 kind (0 array, 1 tensor) | u8 zero | u16 length of the description | description | padding
+
+and then the elements, from a multiple of 64 on, as they lie in memory. The description is the one
+of ``wire.arrays``. The head always fits in ``HEAD_NBYTES``, so a receiver that reads that much
+knows where the elements belong before it reads them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+from rankwire.errors import InvalidMessageError, UnsupportedTypeError
+from rankwire.wire.arrays import (
+    ArrayHead,
+    array_body,
+    array_bytes,
+    array_head,
+    is_plain_array,
+    is_tensor,
+    tensor_advice,
+    tensor_body,
+    tensor_head,
+    view_array,
+    view_tensor,
+)
+from rankwire.wire.frames import Buffer
+
+__all__ = ["HEAD_NBYTES", "ArrayMessage", "pack_array", "unpack_head"]
+
+_PREFIX = struct.Struct("<BBH")
+_ARRAY, _TENSOR = 0, 1
+_ALIGNMENT = 64
+HEAD_NBYTES = 512  # a description of 32 extents of 9 bytes each has 300
+
+
+class ArrayMessage(NamedTuple):
+    """What a message holds."""
+
+    head: ArrayHead
+    tensor_dtype: str  # torch's name for it; empty for an array
+    start: int  # where the elements begin
+
+    @property
+    def nbytes(self) -> int:
+        """The length that the whole message must have."""
+        return self.start + self.head.nbytes
+
+    def view(self, payload: bytearray) -> Any:
+        """Return the array or tensor in a whole message, as a view of it.
+
+        Raises:
+            InvalidMessageError: The elements are no values of the dtype.
+        """
+        array = view_array(self.head, payload, self.start)
+        return view_tensor(self.tensor_dtype, array) if self.tensor_dtype else array
+
+    def describe(self) -> str:
+        """Return dtype and shape as text."""
+        return f"{self.tensor_dtype or self.head.dtype.name} {self.head.shape}"
+
+
+def pack_array(value: Any) -> tuple[list[Buffer], int]:
+    """Return the buffers of the message that carries an array, and their total size.
+
+    The elements are the caller's own memory, or a copy if they have gaps.
+
+    Raises:
+        UnsupportedTypeError: It is no array or tensor that can be carried.
+    """
+    if is_plain_array(value):
+        kind, body = _ARRAY, array_body(value)
+        if body is None:
+            advice = f"Arrays of dtype {value.dtype} are not carried."
+            raise UnsupportedTypeError("array", type(value).__qualname__, advice)
+        elements: Buffer = array_bytes(value)
+    elif is_tensor(value):
+        obstacle = tensor_advice(value)
+        if obstacle is not None:
+            raise UnsupportedTypeError("array", type(value).__qualname__, obstacle)
+        kind = _TENSOR
+        body, elements = tensor_body(value)
+    else:
+        advice = "Send a numpy array or a torch tensor; numpy.asarray(...) makes one."
+        raise UnsupportedTypeError("array", type(value).__qualname__, advice)
+    head = _PREFIX.pack(kind, 0, len(body)) + body
+    head += bytes(-len(head) % _ALIGNMENT)
+    return [head, elements], len(head) + len(elements)
+
+
+def unpack_head(beginning: bytearray | memoryview, nbytes: int) -> ArrayMessage:
+    """Return what a message of ``nbytes`` holds, from its first ``HEAD_NBYTES``.
+
+    Raises:
+        InvalidMessageError: It is no array message.
+    """
+    try:
+        kind, reserved, length = _PREFIX.unpack_from(beginning)
+        body = memoryview(beginning)[_PREFIX.size : _PREFIX.size + length]
+        if kind > _TENSOR or reserved or len(body) != length:
+            raise InvalidMessageError("the message was not sent by send_array")
+        end = _PREFIX.size + length
+        start = end + -end % _ALIGNMENT
+        name, head = ("", array_head(body)) if kind == _ARRAY else tensor_head(body)
+    except InvalidMessageError:
+        raise
+    except Exception as error:  # whatever struct and msgspec have to say about foreign bytes
+        raise InvalidMessageError("the message was not sent by send_array") from error
+    message = ArrayMessage(head, name, start)
+    if message.nbytes != nbytes:
+        raise InvalidMessageError(f"an array of {message.nbytes} bytes in a message of {nbytes}")
+    return message

@@ -1,0 +1,346 @@
+"""The messages of one operation: blocks and pieces, envelopes, patience, what is lent."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sums import on_all, run_algorithm
+
+from rankwire.backends.base import Backend
+from rankwire.backends.transport import Offer
+from rankwire.collectives import exchange
+from rankwire.collectives.exchange import Exchange, Piece, blocks, scratch
+from rankwire.collectives.fingerprints import tag_of
+from rankwire.deadline import Deadline
+from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, SizeMismatchError
+from rankwire.testing import simulated_world
+from rankwire.wire.frames import Channel
+from rankwire.wire.loans import Parcel
+
+
+class Lying(Parcel):
+    """A payload that lies with its sender; it counts how it is used."""
+
+    def __init__(self, payload):
+        self.payload = payload
+        self.reads = []
+        self.returned = 0
+
+    def __len__(self):
+        return len(self.payload)
+
+    def read_into(self, start, view):
+        self.reads.append((start, len(view)))
+        view[:] = self.payload[start : start + len(view)]
+
+    def whole(self):
+        self.give_back()
+        return bytearray(self.payload)
+
+    def give_back(self):
+        self.returned += 1
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 100), st.sampled_from(["u1", "f2", "f4", "f8", "c16"]))
+def test_blocks_cover_every_element_once(count, dtype):
+    dtype = np.dtype(dtype)
+    covered = [i for start, stop in blocks(count, dtype) for i in range(start, stop)]
+    assert covered == list(range(count))
+
+
+def test_blocks_have_the_size_that_was_measured(monkeypatch):
+    monkeypatch.setattr(exchange, "BLOCK_NBYTES", 100)
+    assert list(blocks(30, np.dtype("f8"))) == [(0, 12), (12, 24), (24, 30)]
+    monkeypatch.setattr(exchange, "BLOCK_NBYTES", 4)
+    assert list(blocks(3, np.dtype("f8"))) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_scratch_memory_holds_a_block_and_is_a_threads_own():
+    first, second = scratch(np.dtype("f4"))
+    assert first.nbytes == second.nbytes == exchange.BLOCK_NBYTES
+    assert not np.shares_memory(first, second)
+    assert np.shares_memory(first, scratch(np.dtype("c16"))[0])
+    others = []
+    thread = threading.Thread(target=lambda: others.extend(scratch(np.dtype("f4"))))
+    thread.start()
+    thread.join()
+    assert not any(np.shares_memory(first, other) for other in others)
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [bytearray, Lying])
+def test_a_piece_is_read_in_blocks_or_as_a_whole(kind):
+    array = np.arange(10, dtype=np.int32)
+    piece = Piece(kind(array.tobytes()), array.dtype)
+    assert len(piece) == 10
+    memory = np.empty(5, np.int32)
+    assert piece.block(3, 7, memory).tolist() == [3, 4, 5, 6]
+    assert piece.block(9, 10, memory).tolist() == [9]
+    out = np.empty(10, np.int32)
+    piece.copy_into(out)
+    assert out.tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("kind", [bytearray, Lying])
+def test_a_whole_piece_has_memory_of_its_own(kind):
+    array = np.arange(10, dtype=np.int32)
+    payload = kind(array.tobytes())
+    whole = Piece(payload, array.dtype).whole()
+    assert whole.tolist() == list(range(10))
+    if kind is Lying:
+        assert payload.returned == 1
+
+
+def test_a_piece_that_lies_with_its_sender_is_read_once_and_given_back():
+    payload = Lying(np.arange(10, dtype=np.int32).tobytes())
+    piece = Piece(payload, np.dtype(np.int32))
+    piece.block(3, 7, np.empty(5, np.int32))
+    assert payload.reads == [(12, 16)]
+    assert not payload.returned
+    piece.give_back()
+    assert payload.returned == 1
+    payload = Lying(np.arange(10, dtype=np.int32).tobytes())
+    Piece(payload, np.dtype(np.int32)).copy_into(np.empty(10, np.int32))
+    assert (payload.reads, payload.returned) == ([(0, 40)], 1)
+
+
+def test_an_empty_piece():
+    piece = Piece(bytearray(), np.dtype("f8"))
+    assert len(piece) == 0
+    piece.copy_into(np.empty(0))
+    piece.give_back()
+    assert piece.whole().size == 0
+
+
+# -- who is there ----------------------------------------------------------------------------------
+
+
+def test_the_others_begin_with_the_next_one():
+    results, _ = run_algorithm(4, lambda x: (x.rank, x.size, x.others))
+    assert results == [(0, 4, [1, 2, 3]), (1, 4, [2, 3, 0]), (2, 4, [3, 0, 1]), (3, 4, [0, 1, 2])]
+    assert run_algorithm(1, lambda x: x.others)[0] == [[]]
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("aaa", True), ("aab", False), ("baa", False)])
+def test_one_host_or_several(monkeypatch, hosts, expected):
+    monkeypatch.setattr(Backend, "hosts", property(lambda self: list(hosts)))
+    results, _ = run_algorithm(3, lambda x: x.is_one_host)
+    assert results == [expected] * 3
+
+
+# -- envelopes -------------------------------------------------------------------------------------
+
+
+class Watching:
+    """Stands in for an operation: counts the looks, and may have a reason to give up."""
+
+    def __init__(self):
+        self.looks = []
+        self.reason = None
+
+    def look(self, src):
+        self.looks.append(src)
+        if self.reason is not None:
+            raise self.reason
+
+    def too_late(self, src):
+        return DeadlineExceededError(0.0, waiting_for=[src])
+
+    def tag_of_part(self, part):
+        return tag_of(f"part {part}", 0)
+
+
+def exchange_of(backend, seconds=20.0, words="test()"):
+    return Exchange(backend, Watching(), tag_of(words, 0), Deadline(seconds))
+
+
+@pytest.fixture
+def pair():
+    with simulated_world(2) as world:
+        yield world
+
+
+def test_a_message_has_the_envelope_of_its_operation_and_step(pair):
+    array = np.arange(3.0)
+    exchange_of(pair[0]).send(1, 5, array)
+    tag = tag_of("test()", 0) + 5
+    payload = pair[1].receive(0, Channel.COLLECTIVE, pair[1].group, tag, Deadline(10.0))
+    assert payload == array.tobytes()
+
+
+def test_steps_and_operations_never_mix(pair):
+    first, other = exchange_of(pair[0]), exchange_of(pair[0], words="other()")
+    other.send(1, 0, np.array([3]))
+    first.send(1, 1, np.array([2]))
+    first.send(1, 0, np.array([1]))
+    here, there = exchange_of(pair[1]), exchange_of(pair[1], words="other()")
+    like = np.empty(1, int)
+    assert here.receive_piece(0, 0, like).whole() == [1]
+    assert here.receive_piece(0, 1, like).whole() == [2]
+    assert there.receive_piece(0, 0, like).whole() == [3]
+
+
+def test_parts_of_an_operation_begin_their_steps_again(pair):
+    first, second = map(exchange_of, pair)
+    for part in (0, 1):
+        first.begin_part(part)
+        first.send(1, 0, np.array([part]))
+    for part in (1, 0):
+        second.begin_part(part)
+        assert second.receive_piece(0, 0, np.empty(1, int)).whole() == [part]
+
+
+def test_pieces_of_all_others_by_rank():
+    def each(backend):
+        x = exchange_of(backend)
+        for dst in x.others:
+            x.send(dst, 0, np.full(2, backend.rank))
+        pieces = x.receive_pieces(0, [np.empty(2, int)] * 3)
+        return [None if piece is None else piece.whole().tolist() for piece in pieces]
+
+    with simulated_world(3) as world:
+        results = on_all(world, each)
+    assert results == [[None, [1, 1], [2, 2]], [[0, 0], None, [2, 2]], [[0, 0], [1, 1], None]]
+
+
+def test_a_message_of_another_size_is_not_taken(pair):
+    exchange_of(pair[0]).send(1, 0, np.ones(3))
+    with pytest.raises(SizeMismatchError):
+        exchange_of(pair[1]).receive_piece(0, 0, np.empty(4))
+
+
+def test_bytes_in_pieces_are_one_message(pair):
+    exchange_of(pair[0]).send_buffers(1, 0, (b"ab", b"", b"cd"), 4)
+    assert exchange_of(pair[1]).receive(0, 0) == b"abcd"
+
+
+# -- patience --------------------------------------------------------------------------------------
+
+
+def test_who_waits_looks_up_now_and_then(pair, monkeypatch):
+    monkeypatch.setattr(exchange, "LOOK_EVERY", 0.01)
+    waiting = exchange_of(pair[1])
+    sender = threading.Timer(0.1, lambda: exchange_of(pair[0]).send(1, 0, np.array([7])))
+    sender.start()
+    assert waiting.receive_piece(0, 0, np.empty(1, int)).whole() == [7]
+    sender.join()
+    assert 2 <= len(waiting._operation.looks) <= 12
+
+
+def test_who_does_not_wait_does_not_look(pair):
+    exchange_of(pair[0]).send(1, 0, np.array([7]))
+    waiting = exchange_of(pair[1])
+    waiting.receive_piece(0, 0, np.empty(1, int))
+    assert waiting._operation.looks == []
+
+
+def test_what_a_look_finds_ends_the_wait(pair):
+    waiting = exchange_of(pair[1])
+    waiting._operation.reason = CollectiveMismatchError("elsewhere")
+    begin = time.monotonic()
+    with pytest.raises(CollectiveMismatchError):
+        waiting.receive(0, 0)
+    assert time.monotonic() - begin < 5.0
+
+
+def test_the_deadline_is_that_of_the_whole_operation(pair):
+    waiting = exchange_of(pair[1], seconds=0.12)
+    begin = time.monotonic()
+    for step in (0, 1):
+        with pytest.raises(DeadlineExceededError) as caught:
+            waiting.receive(0, step)
+        assert caught.value.waiting_for == [0]
+    assert 0.11 < time.monotonic() - begin < 5.0
+
+
+# -- what is lent ----------------------------------------------------------------------------------
+
+
+class Lending:
+    """A backend whose messages stay with their sender until ``taken`` is set."""
+
+    rank, world_size, group, max_message_nbytes = 0, 3, 0, 1 << 30
+
+    def __init__(self):
+        self.offers = []
+
+    def offer(self, dst, *message, check=None):
+        self.offers.append(OfferTo(dst))
+        return self.offers[-1]
+
+
+class OfferTo(Offer):
+    def __init__(self, dst):
+        self.dst = dst
+        self.taken = threading.Event()
+        self.revoked = 0
+
+    def wait(self, deadline):
+        return self.taken.wait(deadline.sleep_limit())
+
+    def revoke(self):
+        self.revoked += 1
+
+
+def test_settling_waits_until_everything_has_been_read(monkeypatch):
+    monkeypatch.setattr(exchange, "LOOK_EVERY", 0.01)
+    backend = Lending()
+    x = exchange_of(backend)
+    x.send(1, 0, np.ones(3))
+    x.send(2, 0, np.ones(3))
+    backend.offers[1].taken.set()
+    threading.Timer(0.05, backend.offers[0].taken.set).start()
+    begin = time.monotonic()
+    x.settle()
+    assert time.monotonic() - begin > 0.04
+    assert 1 in x._operation.looks
+    assert [offer.revoked for offer in backend.offers] == [1, 1]
+    x.settle()  # there is nothing left
+    x.revoke()
+    assert [offer.revoked for offer in backend.offers] == [1, 1]
+
+
+def test_settling_ends_in_time_and_says_who_does_not_read(monkeypatch):
+    monkeypatch.setattr(exchange, "LOOK_EVERY", 0.01)
+    backend = Lending()
+    x = exchange_of(backend, seconds=0.05)
+    x.send(2, 0, np.ones(3))
+    with pytest.raises(DeadlineExceededError) as caught:
+        x.settle()
+    assert caught.value.waiting_for == [2]
+    x.revoke()
+    assert backend.offers[0].revoked == 1
+
+
+def test_an_operation_that_fails_takes_back_what_was_not_read():
+    backend = Lending()
+    x = exchange_of(backend)
+    x.send(1, 0, np.ones(3))
+    x._operation.reason = CollectiveMismatchError("elsewhere")
+    with pytest.raises(CollectiveMismatchError):
+        x.settle()
+    x.revoke()
+    assert backend.offers[0].revoked == 1
+
+
+def test_what_is_sent_is_the_callers_own_memory():
+    sent = []
+    backend = Lending()
+
+    def offer(dst, channel, group, tag, buffers, nbytes, deadline, check):
+        sent.append((buffers, nbytes))
+
+    backend.offer = offer
+    array = np.arange(4.0)
+    exchange_of(backend).send(1, 0, array)
+    ((buffers, nbytes),) = sent
+    assert nbytes == 32
+    assert np.shares_memory(np.frombuffer(buffers[0], np.uint8), array)

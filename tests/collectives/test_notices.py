@@ -1,0 +1,120 @@
+"""What ranks tell each other, there and back."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwire.collectives.notices import Notice, failure_notice, pack, unpack
+from rankwire.errors import (
+    ChannelClosedError,
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    DeadlineExceededError,
+    InvalidMessageError,
+    PeerLostError,
+)
+
+NOTICES = st.builds(
+    Notice,
+    sequence=st.integers(0, 2**60),
+    description=st.text(),
+    state=st.sampled_from(["waiting", "mismatch", "lost", "failed"]),
+    text=st.text(),
+    culprit=st.integers(-1, 10_000),
+)
+
+
+@given(NOTICES)
+def test_a_notice_arrives_as_it_was_sent(notice):
+    assert unpack(bytearray(pack(notice))) == notice
+
+
+def test_a_waiting_rank_is_no_failure():
+    assert not Notice(3, "barrier()").is_failure
+    assert Notice(3, "barrier()", "failed").is_failure
+
+
+@given(st.binary(max_size=40))
+def test_foreign_bytes_are_refused_or_a_notice(payload):
+    try:
+        notice = unpack(bytearray(payload))
+    except InvalidMessageError:
+        return
+    assert isinstance(notice, Notice)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        [1],
+        ["1", "barrier()"],
+        [1, "barrier()", "sleeping"],
+        [1, "barrier()", "failed", "", 0, "more"],
+        {"sequence": 1, "description": "barrier()"},
+    ],
+)
+def test_what_is_nearly_a_notice_is_refused(value):
+    with pytest.raises(InvalidMessageError):
+        unpack(bytearray(msgspec.msgpack.encode(value)))
+
+
+@given(NOTICES, st.data())
+def test_a_notice_cut_short_is_refused(notice, data):
+    payload = pack(notice)
+    cut = data.draw(st.integers(0, len(payload) - 1))
+    with pytest.raises(InvalidMessageError):
+        unpack(bytearray(payload[:cut]))
+
+
+# -- failures, from one rank's error to another's --------------------------------------------------
+
+
+def told(error, *, rank=2, sender=2):
+    notice = failure_notice(7, "barrier()", rank, error)
+    assert (notice.sequence, notice.description) == (7, "barrier()")
+    assert notice.is_failure
+    return unpack(bytearray(pack(notice))).error(sender)
+
+
+def test_a_disagreement_is_one_for_everybody():
+    error = told(CollectiveMismatchError("rank 0 is elsewhere").during(peer=0))
+    assert type(error) is CollectiveMismatchError
+    assert (error.message, error.peer) == ("rank 0 is elsewhere", 0)
+    assert told(CollectiveMismatchError("somebody is elsewhere")).peer == 2
+
+
+def test_a_lost_rank_is_named_by_everybody():
+    error = told(PeerLostError(1, "it was killed"))
+    assert type(error) is PeerLostError
+    assert error.peer == 1
+    assert "it was killed" in error.reason
+    assert "rank 2 says" in error.reason
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (ValueError("no such thing"), "ValueError('no such thing')"),
+        (KeyboardInterrupt(), "KeyboardInterrupt()"),
+        (ChannelClosedError("this backend is closed"), "this backend is closed"),
+    ],
+)
+def test_any_other_failure_ends_the_operation(cause, text):
+    error = told(cause)
+    assert type(error) is CollectiveAbortedError
+    assert error.peer == 2
+    assert text in error.reason
+    assert "barrier()" in error.reason
+
+
+def test_who_was_late_is_in_what_the_others_hear():
+    error = told(DeadlineExceededError(1.5, waiting_for=[3]))
+    assert "waiting for rank 3" in error.message
+
+
+def test_a_text_that_is_not_unicode_is_told_too():
+    # As in the name of a file, say. If this failed, the others would not hear of the failure.
+    error = told(InvalidMessageError("no file 'a\udc80'"))
+    assert "no file 'a" in error.reason

@@ -1,0 +1,323 @@
+"""torch tensors as operands of the collectives."""
+
+import numpy as np
+import pytest
+from sums import left_fold, run, run_algorithm
+
+import rankwire
+from rankwire.collectives.operands import new_like, operand
+from rankwire.collectives.reductions import reduction
+from rankwire.errors import CollectiveMismatchError, ConfigurationError, UnsupportedTypeError
+
+torch = pytest.importorskip("torch")
+
+DTYPES = [
+    getattr(torch, name)
+    for name in (
+        "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 "
+        "complex64 complex128"
+    ).split()
+]
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def tensors_of(size, shape=(6, 2), dtype=torch.float32):
+    """One a rank, of numbers whose sum is exact in every dtype that has room for them."""
+    generator = torch.Generator().manual_seed(1)
+    most = 2 if dtype == torch.bool else 8
+    return [torch.randint(0, most, shape, generator=generator).to(dtype) for _ in range(size)]
+
+
+def equal(result, expected):
+    assert type(result) is torch.Tensor
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    return torch.equal(result, expected)
+
+
+def total_of(tensors):
+    if tensors[0].dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot add these
+        return torch.from_numpy(left_fold([tensor.numpy() for tensor in tensors]))
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = total | tensor if tensor.dtype == torch.bool else total + tensor
+    return total
+
+
+# -- every operation -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype(dtype):
+    tensors = tensors_of(3, dtype=dtype)
+    total, joined = total_of(tensors), torch.cat(tensors)
+
+    def each(backend):
+        rank = backend.rank
+        mine = tensors[rank].clone()
+        part = slice(2 * rank, 2 * rank + 2)
+        assert rankwire.all_reduce(backend, mine) is mine
+        assert equal(mine, total)
+        mine = tensors[rank].clone()
+        at_root = rankwire.reduce(backend, mine, 1)
+        gathered = rankwire.gather(backend, mine, 1)
+        if rank == 1:
+            assert equal(at_root, total)
+            assert equal(gathered, joined)
+        else:
+            assert at_root is gathered is None
+        assert equal(rankwire.all_gather(backend, mine), joined)
+        assert equal(rankwire.reduce_scatter(backend, mine), total[part])
+        assert equal(rankwire.scatter(backend, mine, 2), tensors[2][part])
+        assert equal(rankwire.all_to_all(backend, mine), torch.cat([t[part] for t in tensors]))
+        uneven = rankwire.all_to_all(backend, mine, send_counts=[4, 1, 1])
+        cut = [slice(0, 4), slice(4, 5), slice(5, 6)][rank]
+        assert equal(uneven, torch.cat([t[cut] for t in tensors]))
+        assert equal(mine, tensors[rank]), "an input was changed"
+        assert rankwire.broadcast(backend, mine, 2) is mine
+        assert equal(mine, tensors[2])
+
+    run(3, each)
+
+
+@pytest.mark.parametrize("backend", ["auto", "tcp"])
+def test_large_tensors_over_sockets(backend):
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = tensors_of(3, (600_000,), dtype)
+
+        def each(backend, tensors=tensors):
+            mine = tensors[backend.rank].clone()
+            assert equal(rankwire.all_gather(backend, mine), torch.cat(tensors))
+            assert equal(rankwire.scatter(backend, mine), tensors[0].chunk(3)[backend.rank])
+            assert equal(rankwire.all_reduce(backend, mine), total_of(tensors))
+            assert equal(rankwire.broadcast(backend, mine, 1), total_of(tensors))
+
+        run(3, each, backend=backend)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1, 1, 1)])
+def test_shapes(shape):
+    def each(backend):
+        mine = torch.ones(shape, dtype=torch.bfloat16)
+        rows = (2 * shape[0], *shape[1:]) if shape else (2,)
+        assert rankwire.all_gather(backend, mine).shape == rows
+        assert equal(rankwire.all_reduce(backend, mine), torch.full(shape, 2.0).bfloat16())
+        assert rankwire.broadcast(backend, mine).shape == shape
+
+    run(2, each)
+
+
+# -- half precision --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "product", "min", "max"])
+@pytest.mark.parametrize("count", [7, 50_000])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_half_precision_is_torchs_result_in_single_rounded_once(dtype, count, op):
+    generator = torch.Generator().manual_seed(2)
+    tensors = [(100 * torch.randn(count, generator=generator)).to(dtype) for _ in range(4)]
+    wide = tensors[0].float()
+    for tensor in tensors[1:]:
+        if op in ("sum", "mean"):
+            wide = wide + tensor.float()
+        elif op == "product":
+            wide = wide * tensor.float()
+        else:
+            wide = getattr(torch, op + "imum")(wide, tensor.float())
+    expected = (wide / 4 if op == "mean" else wide).to(dtype)
+
+    def each(backend):
+        mine = tensors[backend.rank]
+        reduced = rankwire.all_reduce(backend, mine.clone(), op)
+        assert torch.equal(reduced.view(torch.int16), expected.view(torch.int16))
+
+    run(4, each)
+
+
+def test_every_bfloat16_is_rounded_as_torch_rounds():
+    """Sums of a number and half, or nearly half, of its last place; and all that is not finite."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    numbers = every.view(torch.bfloat16)
+    r = reduction("sum", np.dtype(np.int16), is_bfloat16=True)
+    for scale in (2**-8, 2**-9, 2**-8 + 2**-12, -(2**-9), 0.75):
+        other = (numbers.float() * scale).to(torch.bfloat16)
+        out = np.empty(1 << 16, np.int16)
+        r.fold([every.numpy(), other.view(torch.int16).numpy()], 2, out)
+        expected = (numbers.float() + other.float()).to(torch.bfloat16)
+        result = torch.from_numpy(out).view(torch.bfloat16)
+        assert torch.equal(result.isnan(), expected.isnan())
+        finite = ~expected.isnan()
+        assert torch.equal(result[finite].view(torch.int16), expected[finite].view(torch.int16))
+
+
+def test_bfloat16_and_int16_are_not_the_same():
+    def each(backend):
+        dtype = torch.bfloat16 if backend.rank else torch.int16
+        with pytest.raises(CollectiveMismatchError, match="bfloat16"):
+            rankwire.all_reduce(backend, torch.ones(3, dtype=dtype))
+
+    run(2, each)
+
+
+def test_bfloat16_and_int16_do_not_travel_together():
+    def each(backend):
+        tensors = [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int16)]
+        return rankwire.all_reduce_coalesced(backend, [*tensors, np.ones(1, np.int16)])
+
+    for halves, whole, array in run(3, each):
+        assert equal(halves, torch.full((3,), 3.0).bfloat16())
+        assert equal(whole, torch.full((2,), 3, dtype=torch.int16))
+        assert array.tolist() == [3]
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tensors_may_lie_in_memory_as_they_like(dtype):
+    tensors = tensors_of(2, (4, 6), dtype)
+
+    def each(backend):
+        strided = torch.zeros((8, 12), dtype=dtype)[::2, ::2]
+        strided[...] = tensors[backend.rank]
+        transposed = tensors[backend.rank].T.contiguous().T
+        for mine in (strided, transposed):
+            assert not mine.is_contiguous()
+            assert equal(rankwire.all_gather(backend, mine), torch.cat(tensors))
+            assert rankwire.all_reduce(backend, mine) is mine
+            assert equal(mine, total_of(tensors))
+        out = torch.zeros((6, 4), dtype=dtype).T
+        assert rankwire.all_reduce(backend, tensors[backend.rank].clone(), out=out) is out
+        assert equal(out, total_of(tensors))
+
+    run(2, each)
+
+
+def test_a_tensor_that_is_trained_is_reduced_in_place():
+    def each(backend):
+        weight = torch.ones(3, requires_grad=True)
+        (weight * (backend.rank + 1)).sum().backward()
+        rankwire.all_reduce(backend, weight.grad, "mean")
+        rankwire.broadcast(backend, weight)
+        assert weight.requires_grad
+        assert weight.grad.tolist() == [1.5] * 3
+        assert not rankwire.all_gather(backend, weight).requires_grad
+
+    run(2, each)
+
+
+def test_results_have_memory_of_their_own():
+    def each(backend):
+        mine = torch.ones(6)
+        for result in (
+            rankwire.all_gather(backend, mine),
+            rankwire.scatter(backend, mine),
+            rankwire.reduce_scatter(backend, mine),
+            rankwire.all_to_all(backend, mine),
+        ):
+            result.fill_(-1.0)
+        assert mine.tolist() == [1.0] * 6
+
+    run(2, each)
+
+
+# -- tensors and arrays ----------------------------------------------------------------------------
+
+
+def test_some_ranks_may_pass_tensors_and_others_arrays():
+    def each(backend):
+        mine = np.full(4, backend.rank, np.float32)
+        mine = torch.from_numpy(mine) if backend.rank == 1 else mine
+        kind = type(mine)
+        for result in (
+            rankwire.all_gather(backend, mine),
+            rankwire.reduce_scatter(backend, mine),
+            rankwire.all_reduce(backend, mine),
+        ):
+            assert type(result) is kind
+        return np.asarray(mine).tolist()
+
+    assert run(2, each) == [[1.0] * 4] * 2
+
+
+def test_what_a_root_scatters_says_what_it_is():
+    def each(backend):
+        return type(rankwire.scatter(backend, torch.ones(2) if backend.rank else None, 1))
+
+    assert run(2, each) == [torch.Tensor] * 2
+
+
+def test_out_may_be_of_the_other_kind():
+    def each(backend):
+        out = torch.empty(4, dtype=torch.float64)
+        assert rankwire.all_gather(backend, np.full(2, backend.rank, float), out=out) is out
+        assert out.tolist() == [0.0, 0.0, 1.0, 1.0]
+        out = np.empty(2, np.float32)
+        assert rankwire.all_reduce(backend, torch.ones(2), out=out) is out
+        assert out.tolist() == [2.0, 2.0]
+
+    run(2, each)
+
+
+def test_an_out_that_does_not_fit():
+    with pytest.raises(ConfigurationError, match=r"out is bfloat16 .* the result is int16"):
+        run(
+            1,
+            lambda b: rankwire.all_reduce(
+                b, torch.ones(2, dtype=torch.int16), out=torch.ones(2, dtype=torch.bfloat16)
+            ),
+        )
+
+
+def test_tensors_in_the_background_and_in_objects():
+    def each(backend):
+        mine = torch.full((3,), backend.rank + 1.0)
+        work = rankwire.all_reduce(backend, mine, async_op=True)
+        values = rankwire.all_gather_object(backend, {"w": torch.full((2,), backend.rank)})
+        assert [value["w"].tolist() for value in values] == [[0, 0], [1, 1]]
+        assert work.wait() is mine
+        assert mine.tolist() == [3.0] * 3
+
+    run(2, each)
+
+
+# -- operands --------------------------------------------------------------------------------------
+
+
+def test_an_operand_is_on_the_tensors_own_memory():
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.zeros((2, 3), dtype=dtype)
+        whole = operand(tensor)
+        assert whole.value is tensor
+        assert whole.flat().ctypes.data == tensor.data_ptr()
+        assert whole.dtype_name == str(dtype).removeprefix("torch.")
+        assert whole.is_bfloat16 == (dtype == torch.bfloat16)
+        new = new_like(whole, (5,))
+        assert (new.value.dtype, tuple(new.value.shape)) == (dtype, (5,))
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: torch.ones(2).to_sparse(), "to_dense"),
+        (lambda: torch.nn.Parameter(torch.ones(2)), "subclass"),
+        (lambda: torch.ones(2, device="meta"), "cpu"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
+        (lambda: torch.ones(2).to(torch.float8_e4m3fn), "not carried"),
+    ],
+    ids=["sparse", "Parameter", "meta", "conjugate", "negative", "float8"],
+)
+def test_tensors_that_are_no_plain_memory_are_refused_with_advice(make, advice):
+    with pytest.raises(UnsupportedTypeError, match=advice) as caught:
+        operand(make(), "out")
+    assert caught.value.path == "out"
+
+
+def test_an_algorithm_sees_no_tensor():
+    seen = []
+
+    def each(x):
+        seen.append(type(operand(torch.ones(2)).flat()))
+
+    run_algorithm(2, each)
+    assert seen == [np.ndarray] * 2
