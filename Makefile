@@ -1,8 +1,11 @@
 # Every target sets up what it needs on first use; nothing but python3, pip and make has to be there.
+# (`make bench` also measures Open MPI where mpirun is installed.)
 PYTHON ?= python3
 VENV := .venv
 BENCH := .venv-bench
 N ?= 4
+TORCH_TESTS := tests/wire/test_torch_tensors.py tests/backends/test_torch_arrays.py \
+	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py
 
 .PHONY: help demo test check bench test-torch format clean
 
@@ -22,7 +25,7 @@ $(BENCH)/ready: pyproject.toml
 demo: $(VENV)/ready  ## train a model with a parameter server on N=4 ranks of this machine
 	$(VENV)/bin/rankwire run -n $(N) examples/parameter_server.py
 
-test: $(VENV)/ready  ## run the tests (under 5 minutes on 2 cores)
+test: $(VENV)/ready  ## run the tests (about 6 minutes on 2 cores)
 	$(VENV)/bin/pytest
 
 check: $(VENV)/ready  ## lint and type-check
@@ -32,10 +35,11 @@ check: $(VENV)/ready  ## lint and type-check
 
 bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the table and chart of the README
 	$(BENCH)/bin/python -m benchmarks.run
+	$(BENCH)/bin/python -m benchmarks.collectives.run
 	$(BENCH)/bin/python -m benchmarks.update_readme
 
 test-torch: $(BENCH)/ready  ## run the tests that need torch
-	$(BENCH)/bin/pytest tests/wire/test_torch_tensors.py
+	$(BENCH)/bin/pytest $(TORCH_TESTS)
 
 format: $(VENV)/ready  ## format the code
 	$(VENV)/bin/ruff check --fix .

@@ -7,11 +7,7 @@ client one line of JSON. A candidate's own prints go to stderr and cannot distur
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
-import signal
-import sys
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -20,12 +16,11 @@ from typing import TextIO
 import numpy as np
 
 from benchmarks.candidates import CANDIDATES, Candidate, Client
-from benchmarks.processes import exit_on_sigterm
+from benchmarks.processes import die_with_parent, exit_on_sigterm, take_stdout
 
 __all__ = ["main"]
 
 MIB = 1 << 20
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # Share of the measured time spent before it: first calls dial, import, grow pools, settle clocks.
 WARM_UP_SHARE = 0.25
@@ -138,18 +133,6 @@ def call_rate(client: Client, *, seconds: float, in_flight: int) -> float:
     probe = clock(lambda: client.many(RATE_PROBE_CALLS, in_flight))
     count = max(RATE_PROBE_CALLS, int(RATE_PROBE_CALLS / probe * seconds))
     return count / clock(lambda: client.many(count, in_flight))
-
-
-def take_stdout() -> TextIO:
-    """Return the real stdout for the report, and point everyone else's at stderr."""
-    report = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return report
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process if the harness is killed outright."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

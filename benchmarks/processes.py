@@ -7,6 +7,7 @@ so no pipe can fill up, and is shown when something fails.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -18,14 +19,22 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
-__all__ = ["Child", "ChildError", "exit_on_sigterm", "free_address"]
+__all__ = [
+    "Child",
+    "ChildError",
+    "die_with_parent",
+    "exit_on_sigterm",
+    "free_address",
+    "take_stdout",
+]
 
 # Long enough to close sockets and remove files; short enough not to be felt when a peer ignores it.
 GRACE = 5.0
 POLL_INTERVAL = 0.005
 STDERR_TAIL_NBYTES = 4096
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ChildError(Exception):
@@ -159,3 +168,15 @@ def exit_on_sigterm() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
+
+
+def take_stdout() -> TextIO:
+    """Return the real stdout for the report, and point everyone else's at stderr."""
+    report = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return report
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process if the harness is killed outright."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -10,9 +10,18 @@ from rich.table import Table
 
 from benchmarks.candidates import CANDIDATES, REFERENCE
 from benchmarks.results import CandidateResult, Results
-from benchmarks.targets import judge, speedup
+from benchmarks.targets import Verdict, judge, speedup
 
-__all__ = ["COLUMNS", "Column", "format_rate", "format_time", "markdown", "print_report"]
+__all__ = [
+    "COLUMNS",
+    "Column",
+    "format_factor",
+    "format_rate",
+    "format_time",
+    "markdown",
+    "print_report",
+    "print_verdicts",
+]
 
 
 def format_time(seconds: float) -> str:
@@ -27,6 +36,12 @@ def format_rate(calls_per_second: float) -> str:
     if calls_per_second >= 1e3:
         return f"{_three_digits(calls_per_second / 1e3)} k/s"
     return f"{calls_per_second:.0f} /s"
+
+
+def format_factor(value: float) -> str:
+    return (
+        f"{value:.0f}x" if value >= 9.95 else f"{value:.1f}x" if value >= 0.95 else f"{value:.2g}x"
+    )
 
 
 def _three_digits(value: float) -> str:
@@ -67,15 +82,20 @@ def print_report(results: Results, console: Console) -> None:
         )
     console.print(comparison)
 
+    print_verdicts(judge(results), console)
+    if results.startup is not None:
+        console.print(_startup_sentence(results).replace("`", ""), highlight=False)
+
+
+def print_verdicts(verdicts: Iterable[Verdict], console: Console) -> None:
+    """Print every target beside what was measured."""
     targets = Table(title="Targets")
     for title in ("", "wanted", "measured", ""):
         targets.add_column(title)
     styles = {True: "[green]met[/]", False: "[red]missed[/]", None: "[dim]not measured[/]"}
-    for verdict in judge(results):
+    for verdict in verdicts:
         targets.add_row(verdict.label, verdict.wanted, verdict.measured, styles[verdict.met])
     console.print(targets)
-    if results.startup is not None:
-        console.print(_startup_sentence(results).replace("`", ""), highlight=False)
 
 
 def markdown(results: Results) -> str:
@@ -104,19 +124,13 @@ def _cells(results: Results, name: str) -> list[str]:
         text = "-" if value is None else column.format(value)
         factor = speedup(results, name, column.key)
         if factor is not None and name != REFERENCE:
-            text += f" ({_factor(factor)})"
+            text += f" ({format_factor(factor)})"
         cells.append(text)
     return cells
 
 
 def _label(result: CandidateResult) -> str:
     return result.label if result.status == "measured" else f"{result.label} ({result.status})"
-
-
-def _factor(value: float) -> str:
-    return (
-        f"{value:.0f}x" if value >= 9.95 else f"{value:.1f}x" if value >= 0.95 else f"{value:.2g}x"
-    )
 
 
 def _method(results: Results) -> str:

@@ -10,6 +10,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -17,6 +18,7 @@ from typing import Literal
 import msgspec
 
 __all__ = [
+    "CHART_PATH",
     "ROOT",
     "RESULTS_PATH",
     "CandidateResult",
@@ -34,6 +36,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_PATH = ROOT / "benchmarks" / "results" / "rpc.json"
+CHART_PATH = ROOT / "docs" / "images" / "rpc-latency.svg"
 PACKAGES = ("rankwire", "numpy", "msgspec", "torch", "grpcio", "rpyc", "pyzmq")
 
 
@@ -120,13 +123,14 @@ def median_of(rounds: list[Metrics]) -> Metrics:
     return msgspec.convert(figures, Metrics)
 
 
-def describe_machine() -> Machine:
+def describe_machine(packages: Iterable[str] = PACKAGES) -> Machine:
+    """Describe this machine, with the versions of those packages that are installed."""
     return Machine(
         cpu=_cpu_model(),
         cores=len(os.sched_getaffinity(0)),
         kernel=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        packages=_package_versions(),
+        packages=_package_versions(packages),
         load_before=round(os.getloadavg()[0], 2),
     )
 
@@ -135,7 +139,7 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def save(results: Results, path: Path) -> None:
+def save(results: msgspec.Struct, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
 
@@ -155,9 +159,9 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _package_versions() -> dict[str, str]:
+def _package_versions(packages: Iterable[str]) -> dict[str, str]:
     versions = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

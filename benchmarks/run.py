@@ -12,33 +12,37 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.candidates import CANDIDATES, Candidate
+from benchmarks.command import (
+    add_options,
+    complain,
+    is_partial,
+    output_console,
+    progress_bar,
+    save_all,
+    select,
+)
 from benchmarks.measure import Settings, measure
 from benchmarks.processes import ChildError, exit_on_sigterm
 from benchmarks.report import markdown, print_report
 from benchmarks.results import (
+    CHART_PATH,
     RESULTS_PATH,
-    ROOT,
     CandidateResult,
     Results,
     Run,
     Startup,
     describe_machine,
     median_of,
-    save,
     today,
 )
 from benchmarks.startup import count_steps, measure_startup
 
 __all__ = ["main"]
-
-# Into a file or a log the tables go unfolded.
-FILE_WIDTH = 120
 
 EPILOG = """\
 candidates:
@@ -85,19 +89,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     plan = build_plan(parser, arguments)
     exit_on_sigterm()
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
     notes = Console(stderr=True)
     try:
         results = execute(plan, notes)
     except KeyboardInterrupt:
         notes.print("stopped; nothing saved")
         return 130
-    print_report(results, console)
+    print_report(results, output_console())
     if arguments.markdown:
         print(markdown(results))
-    save_all(results, arguments, notes, by_default=not (plan.quick or arguments.only))
+    save_all(
+        results,
+        notes,
+        json_path=arguments.json or (None if is_partial(arguments) else RESULTS_PATH),
+        chart_path=arguments.chart or (None if is_partial(arguments) else CHART_PATH),
+        chart_module="benchmarks.chart",
+    )
     return 0
 
 
@@ -109,51 +116,19 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG.format(candidates=names),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", metavar="NAME,...", help="measure these candidates only")
-    parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds (default: 3)")
-    parser.add_argument(
-        "--seconds", type=float, metavar="S", help="time for each figure in a round (default: 2)"
-    )
-    parser.add_argument("--quick", action="store_true", help="smoke run: one short round")
-    parser.add_argument(
-        "--markdown", action="store_true", help="also print the README's table to stdout"
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="PATH",
-        help="where to save the results (default: benchmarks/results/rpc.json; "
-        "with --quick or --only: nowhere)",
-    )
-    parser.add_argument(
-        "--chart",
-        type=Path,
-        metavar="PATH",
-        help="where to save the chart (default: docs/images/rpc-latency.svg; "
-        "with --quick or --only: nowhere)",
+    add_options(
+        parser, seconds=Settings.seconds, rounds=Plan.rounds, home=RESULTS_PATH, chart=CHART_PATH
     )
     return parser
 
 
 def build_plan(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Plan:
-    candidates = CANDIDATES
-    if arguments.only:
-        names = [name.strip() for name in arguments.only.split(",")]
-        known = {candidate.name: candidate for candidate in CANDIDATES}
-        for name in names:
-            if name not in known:
-                parser.error(f"no candidate {name!r}; there are {', '.join(known)}")
-        candidates = tuple(candidate for candidate in CANDIDATES if candidate.name in names)
-    plan = Plan(candidates)
+    plan = Plan(select(parser, arguments.only, CANDIDATES))
     if arguments.quick:
         plan = plan.hurried()
     if arguments.rounds is not None:
-        if arguments.rounds < 1:
-            parser.error("--rounds must be at least 1")
         plan = replace(plan, rounds=arguments.rounds)
     if arguments.seconds is not None:
-        if arguments.seconds <= 0:
-            parser.error("--seconds must be above 0")
         plan = replace(plan, settings=replace(plan.settings, seconds=arguments.seconds))
     return plan
 
@@ -179,17 +154,7 @@ def execute(plan: Plan, notes: Console) -> Results:
             for candidate in plan.candidates
         },
     )
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=notes,
-        # Drawing costs cycles that a measured process may want on a small machine.
-        refresh_per_second=1,
-        transient=True,
-    )
-    with bar:
+    with progress_bar(notes) as bar:
         measure_rounds(plan, results, bar)
         if plan.includes_startup:
             results.startup = measure_start(plan, bar)
@@ -225,41 +190,6 @@ def measure_start(plan: Plan, bar: Progress) -> Startup | None:
     except ChildError as error:
         complain(bar, "start-up", error)
         return None
-
-
-def complain(bar: Progress, label: str, error: ChildError) -> None:
-    bar.console.print(f"{label}: {error.reason}", style="red", markup=False)
-    if error.stderr:
-        bar.console.print(error.stderr, style="dim", markup=False, highlight=False)
-
-
-def save_all(
-    results: Results, arguments: argparse.Namespace, notes: Console, *, by_default: bool
-) -> None:
-    """Write JSON and chart where asked, or to their homes after a full run."""
-    json_path = arguments.json or (RESULTS_PATH if by_default else None)
-    if json_path is not None:
-        save(results, json_path)
-        notes.print(f"saved {_shown(json_path)}")
-    if arguments.chart is None and not by_default:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        notes.print("matplotlib is not installed: no chart")
-        return
-    if not any(result.median for result in results.candidates.values()):
-        notes.print("nothing was measured: no chart")
-        return
-    # Imported late: matplotlib is slow to load, and may be missing.
-    from benchmarks.chart import CHART_PATH, draw
-
-    path = arguments.chart or CHART_PATH
-    draw(results, path)
-    notes.print(f"saved {_shown(path)}")
-
-
-def _shown(path: Path) -> Path:
-    path = path.resolve()
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 if __name__ == "__main__":
