@@ -210,8 +210,8 @@ class TcpBackend(Backend):
 
         def send_by_stream() -> None:
             limit = Deadline(self.timeout)  # once begun, it must be finished
-            connection.send_by_stream(
-                channel, group, tag, buffers, nbytes, limit, meanwhile=self._meanwhile
+            connection.send(
+                channel, group, tag, buffers, nbytes, limit, lend=False, meanwhile=self._meanwhile
             )
 
         return TcpOffer(connection, lent, self._meanwhile, send_by_stream)

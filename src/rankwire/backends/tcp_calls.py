@@ -382,8 +382,8 @@ class TcpCallPort(CallPort):
             try:
                 connection.settle(lent, deadline)
             except LoanRefusedError:
-                connection.send_by_stream(
-                    Channel.REPLY, self.service, request_id, buffers, nbytes, deadline
+                connection.send(
+                    Channel.REPLY, self.service, request_id, buffers, nbytes, deadline, lend=False
                 )
             finally:
                 del self._lent[connection, request_id]

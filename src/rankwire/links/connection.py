@@ -150,6 +150,7 @@ class Connection:
         deadline: Deadline,
         *,
         hold: bool = False,
+        lend: bool = True,
         meanwhile: Meanwhile | None = None,
     ) -> None:
         """Send one frame. Safe from any thread; the buffers are free again on return.
@@ -163,6 +164,7 @@ class Connection:
             deadline: For all of it, also for other threads' frames before it.
             hold: Whether a small frame may stay here until the next one leaves, or ``flush``.
                 Whoever holds frames back sees to it that they are flushed soon.
+            lend: Whether a large payload may be lent; not if the peer has refused to borrow it.
             meanwhile: What to read when the peer does not take more for now, so that two ends which
                 both send first do not wait for each other. The send lock may be held.
 
@@ -171,7 +173,7 @@ class Connection:
                 arrive.
             RankwireError: The connection has failed.
         """
-        if nbytes >= self.lend_from and self.can_lend:
+        if lend and nbytes >= self.lend_from and self.can_lend:
             if deadline.limit <= 0.0:  # nobody can have read it in no time
                 raise self._not_taken(deadline)
             lent = self.offer(channel, group, tag, buffers, nbytes, deadline, meanwhile=meanwhile)
@@ -183,20 +185,6 @@ class Connection:
             except LoanRefusedError:
                 hold = False  # memory of a kind that only this process can read
         self._send(channel, group, tag, buffers, nbytes, deadline, hold, meanwhile)
-
-    def send_by_stream(
-        self,
-        channel: int,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
-        deadline: Deadline,
-        *,
-        meanwhile: Meanwhile | None = None,
-    ) -> None:
-        """Send one frame whose payload the peer has refused to borrow."""
-        self._send(channel, group, tag, buffers, nbytes, deadline, False, meanwhile)
 
     def offer(
         self,
