@@ -16,7 +16,7 @@ Tree::
       AuthenticationError(ConnectionError)    the secrets differ, or a stranger answered
       RendezvousError(ConnectionError)        .missing .reason: the world did not form
       NoConnectionError(ConnectionError)      a peer that cannot be reached
-      PeerLostError(ConnectionError)          .reason .may_have_run: the peer died
+      PeerLostError(ConnectionError)          .reason .remote_traceback .may_have_run: it died
         PeerUnresponsiveError                 alive for the kernel, silent for too long
       ChannelClosedError(ConnectionError)     this side, or the peer in good order, has closed
       DeadlineExceededError(TimeoutError)     .limit .waiting_for .may_have_run
@@ -263,16 +263,25 @@ class PeerLostError(RankwireError, ConnectionError):
     """The peer died, or its connection broke. Every operation that needs it fails from now on.
 
     Attributes:
-        reason: How that was noticed.
+        reason: How that was noticed, or the error that the peer fell by.
+        remote_traceback: The traceback of that error, as text; else empty.
         may_have_run: For a call: whether the function may have run.
     """
 
     may_have_run: bool = False
 
-    def __init__(self, peer: int, reason: str) -> None:
+    def __init__(self, peer: int, reason: str, *, remote_traceback: str = "") -> None:
         super().__init__(f"rank {peer} is lost: {reason}")
         self.peer = peer
         self.reason = reason
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.remote_traceback:
+            quoted = "\n".join(f"  | {line}" for line in self.remote_traceback.splitlines())
+            text += f"\n\ntraceback on rank {self.peer}:\n{quoted}"
+        return text
 
 
 class PeerUnresponsiveError(PeerLostError):

@@ -57,7 +57,7 @@ class Paper(Backend):
     def open_calls(self, service):
         raise NotImplementedError
 
-    def close(self):
+    def close(self, *, error=None):
         self._closed = True
 
     @property

@@ -15,8 +15,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
 from rankwire.backends.meeting import meet
 from rankwire.backends.payloads import copy_into, share_memory, to_array
+from rankwire.backends.status import WorldStatus
 from rankwire.backends.transport import Transport
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -76,6 +78,7 @@ class Backend(Transport):
         self.timeout = timeout
         self.max_message_nbytes = max_message_nbytes
         self.team: Any = None  # what the collectives keep about this group; theirs alone
+        self._events = PeerEvents()
         self._barriers = itertools.count()
         self._barrier_lock = threading.Lock()
 
@@ -285,6 +288,42 @@ class Backend(Transport):
         except RankwireError as error:
             raise self._explained(error, "barrier", None, None, deadline) from error.__cause__
 
+    # -- the other ranks ---------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The ranks that have neither died nor left, this one included, as far as is known here."""
+        return tuple(
+            rank
+            for rank in range(self.world_size)
+            if rank == self.rank or self.failure_of(rank) is None
+        )
+
+    def status(self) -> WorldStatus:
+        """Return what this rank knows of each peer: whether it is up, and what is waited for."""
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        return WorldStatus(
+            self.rank, self.world_size, {rank: self.status_of(rank) for rank in others}
+        )
+
+    def on_peer_lost(self, callback: OnLost) -> Callable[[], None]:
+        """Have ``callback(error)`` called once for each peer that is lost, also before now.
+
+        Not for a peer that leaves in good order. Callbacks run one after the other on a thread of
+        their own.
+
+        Returns:
+            A function that removes the callback.
+        """
+        return self._events.on_lost(callback)
+
+    def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
+        """Have ``callback(rank, seconds)`` called when a peer has been silent for so long.
+
+        And with 0.0 seconds when it is heard again. Otherwise as ``on_peer_lost``.
+        """
+        return self._events.on_suspected(callback)
+
     def __enter__(self) -> Self:
         return self
 
@@ -294,7 +333,7 @@ class Backend(Transport):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(error=error)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""

@@ -19,15 +19,18 @@ from functools import partial
 from typing import Self
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend, check_world
+from rankwire.backends.falling import fall_by
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.simulated_calls import SimulatedCallPort, Switchboard
 from rankwire.backends.simulated_lanes import Inbox, Wanted
 from rankwire.backends.simulated_network import Network
+from rankwire.backends.status import PeerStatus, describe_wanted, state_of
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
     MessageTooLargeError,
+    PeerLostError,
     RankwireError,
 )
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
@@ -194,7 +197,7 @@ class SimulatedBackend(Backend):
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, *, error: BaseException | None = None) -> None:
         """See ``Backend.close``. Call ports of this rank are closed too.
 
         What this rank has sent can still be received. The last rank to close also waits for the
@@ -203,7 +206,12 @@ class SimulatedBackend(Backend):
         with self.network.changing():
             if not self._closed:
                 self._closed = True
-                self._leave()
+                fall = fall_by(error)
+                if fall is None:
+                    self._leave()
+                else:
+                    self.network.fall(self.rank, fall)
+                    self.end(ChannelClosedError("this backend is closed"))
         self.network.settle()
 
     def _leave(self) -> None:
@@ -241,6 +249,29 @@ class SimulatedBackend(Backend):
         if peer in self._inboxes:
             self._inboxes[peer].fail(error)
         self._switchboard.lose(self.rank, peer, error)
+        if isinstance(error, PeerLostError):
+            self._events.lost(error)
+
+    # -- the other ranks ---------------------------------------------------------------------------
+
+    def failure_of(self, rank: int) -> RankwireError | None:
+        """See ``Backend.failure_of``."""
+        with self.network.changing():
+            return self.network.why_lost(self.rank, rank)
+
+    def status_of(self, rank: int) -> PeerStatus:
+        """See ``Backend.status_of``."""
+        with self.network.changing():
+            failure = self.network.why_lost(self.rank, rank)
+            inbox = self._inboxes.get(rank)
+            return PeerStatus(
+                rank,
+                state_of(failure, is_suspected=False),
+                reason="" if failure is None else failure.message,
+                queued_nbytes=self.network.lane(self.rank, rank, _MESSAGES).load_nbytes,
+                in_flight=self._switchboard.in_flight(self.rank, rank),
+                waiting_for=describe_wanted(inbox.wanted()) if inbox is not None else (),
+            )
 
     def _raise_if_gone(self) -> None:
         loss = self.network.why_lost(self.rank, self.rank)

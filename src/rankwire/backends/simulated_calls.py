@@ -98,6 +98,10 @@ class Switchboard:
         for port in self._ports_of(rank):
             port.lose(peer, error)
 
+    def in_flight(self, rank: int, peer: int) -> int:
+        """Return how many calls of a rank wait for a reply of a peer. Lock held."""
+        return sum(port.in_flight_to(peer) for port in self._ports_of(rank))
+
     def _ports_of(self, rank: int) -> list[SimulatedCallPort]:
         return [ports[rank] for ports in self._ports.values() if rank in ports]
 
@@ -320,6 +324,11 @@ class SimulatedCallPort(CallPort):
         for inbox in [inbox for inbox in self._retired if inbox.lane.src == peer]:
             self.end_replies(inbox, error)
         self.caller_gone(peer)
+
+    def in_flight_to(self, peer: int) -> int:
+        """Return how many calls wait for a peer's reply. Lock held."""
+        inbox = self._replies.get(peer)
+        return 0 if inbox is None else inbox.in_flight
 
     def retire(self, dst: int) -> Inbox | None:
         """Let later calls have a new inbox; return the one that still gets what is under way."""

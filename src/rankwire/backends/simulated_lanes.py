@@ -164,6 +164,10 @@ class Inbox:
         """How many receives wait for a message."""
         return len(self._posted)
 
+    def wanted(self) -> list[Key]:
+        """Return what is waited for. Lock held."""
+        return self._mailbox.wanted_keys()
+
     @property
     def dropped(self) -> int:
         """How many messages came for which nobody waited any more."""

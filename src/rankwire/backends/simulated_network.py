@@ -27,6 +27,7 @@ from time import monotonic
 from typing import Protocol
 
 from rankwire.backends.base import check_rank
+from rankwire.backends.falling import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
 from rankwire.backends.simulated_lanes import Landing, Lane
 from rankwire.deadline import Deadline
@@ -38,6 +39,8 @@ from rankwire.errors import (
 from rankwire.wire.mailbox import Receive
 
 __all__ = ["Member", "Network"]
+
+_KILLED = Fall("it was killed", "")
 
 
 class Member(Protocol):
@@ -68,6 +71,7 @@ class Network:
         self._members: Sequence[Member] = ()
         self._left: set[int] = set()
         self._killed: set[int] = set()
+        self._falls: dict[int, Fall] = {}
         self._broken: set[Link] = set()
         self._lanes: dict[tuple[int, int, str], Lane] = {}
         self._sent: Counter[int] = Counter()
@@ -199,7 +203,8 @@ class Network:
         if rank in self._killed:
             return PeerLostError(rank, "this rank itself was killed")
         if peer in self._killed:
-            return PeerLostError(peer, "it was killed")
+            fall = self._falls.get(peer, _KILLED)
+            return PeerLostError(peer, fall.reason, remote_traceback=fall.traceback)
         if rank != peer and link_between(rank, peer) in self._broken:
             return PeerLostError(peer, "the link to it is broken")
         if peer in self._left:
@@ -215,6 +220,12 @@ class Network:
             elif lane.src == rank:
                 lane.refuse(ChannelClosedError("this backend is closed"))
         self._end_if_empty()
+
+    def fall(self, rank: int, fall: Fall) -> None:
+        """Let a rank leave because of an error: its peers lose it and learn why. Lock held."""
+        self._falls.setdefault(rank, fall)
+        self._kill(rank)
+        self._left.add(rank)
 
     def settle(self) -> None:
         """Wait for the end of the timetable's thread if all ranks are gone. Without the lock."""

@@ -20,10 +20,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import sleep
 
 from rankwire.backends.base import Backend, check_rank
 from rankwire.backends.calls import CallPort
+from rankwire.backends.events import OnLost, OnSuspected
+from rankwire.backends.status import PeerStatus
 from rankwire.backends.sub_agreement import Agreement, group_id, service_of_group
 from rankwire.backends.sub_calls import SubCallPort
 from rankwire.backends.transport import Offer
@@ -33,6 +36,7 @@ from rankwire.errors import (
     DeadlineExceededError,
     InvalidRankError,
     InvalidWorldSizeError,
+    PeerLostError,
     RankwireError,
 )
 from rankwire.wire.frames import Buffer, Channel, Payload
@@ -215,7 +219,40 @@ class SubBackend(Backend):
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def failure_of(self, rank: int) -> RankwireError | None:
+        """See ``Backend.failure_of``."""
+        failure = self._parent.failure_of(self.to_global(rank))
+        if failure is not None:
+            failure = failure.copy()
+            self._adopt(failure, rank)
+        return failure
+
+    def status_of(self, rank: int) -> PeerStatus:
+        """See ``Backend.status_of``: of the rank, also beyond this group."""
+        return replace(self._parent.status_of(self.to_global(rank)), rank=rank)
+
+    def on_peer_lost(self, callback: OnLost) -> Callable[[], None]:
+        """See ``Backend.on_peer_lost``: for members of this group."""
+
+        def lost(error: PeerLostError) -> None:
+            rank = self.to_local(error.peer) if error.peer is not None else None
+            if rank is not None:
+                self._adopt(error, rank)
+                callback(error)
+
+        return self._parent.on_peer_lost(lost)
+
+    def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
+        """See ``Backend.on_peer_suspected``: for members of this group."""
+
+        def suspected(parent_rank: int, seconds: float) -> None:
+            rank = self.to_local(parent_rank)
+            if rank is not None:
+                callback(rank, seconds)
+
+        return self._parent.on_peer_suspected(suspected)
+
+    def close(self, *, error: BaseException | None = None) -> None:
         """End the view and its call ports, not the parent. Idempotent.
 
         Receives and barriers that wait, also those of groups made of this one, and all later

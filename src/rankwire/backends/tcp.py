@@ -20,9 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
+from rankwire.backends.falling import fall_by
+from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
 from rankwire.backends.tcp_calls import TcpCallPort
 from rankwire.backends.tcp_formation import Formation
@@ -36,13 +39,21 @@ from rankwire.errors import (
     DeadlineExceededError,
     NoConnectionError,
     PeerLostError,
+    PeerUnresponsiveError,
     RankwireError,
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spinning import Spin, default_spin
-from rankwire.rendezvous.messages import Gone, World
+from rankwire.rendezvous.messages import (
+    DEFAULT_PATIENCE,
+    Fallen,
+    Gone,
+    Patience,
+    Suspected,
+    World,
+)
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
@@ -59,6 +70,9 @@ DEFAULT_JOIN_TIMEOUT = 300.0
 _REFUSED_PATIENCE = 0.5
 _FAREWELL_PATIENCE = 0.2
 _INTRODUCTION_DELAY = 0.2
+# A host that is there answers at once, whatever its processes do.
+_CONNECT_LIMIT = 5.0
+_UNANSWERED_LIMIT = 4.5
 
 
 class TcpBackend(Backend):
@@ -84,6 +98,13 @@ class TcpBackend(Backend):
         max_message_nbytes: Largest message sent or accepted.
         single_copy: Read large messages of ranks on this host straight out of their memory, where
             the kernel allows it; ``link_to`` tells.
+        suspect_after: Seconds of silence after which a rank is suspected, which is told
+            (``on_peer_suspected``) and changes nothing. The smallest of all ranks' counts.
+        fail_after: Seconds of silence after which a rank is given up with
+            ``PeerUnresponsiveError``, though its connection stands: it is stopped, swapping, or
+            holds the interpreter lock. Dead processes and cut links are noticed sooner. The
+            smallest of all ranks' counts.
+        has_coordinator: Whether a launcher coordinates at ``address``, and not rank 0.
         insecure: Run off loopback without a secret.
         listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
             from now on.
@@ -108,12 +129,20 @@ class TcpBackend(Backend):
         spin: float | None = None,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         single_copy: bool = True,
+        suspect_after: float = DEFAULT_PATIENCE.suspect_after,
+        fail_after: float = DEFAULT_PATIENCE.fail_after,
+        has_coordinator: bool = False,
         insecure: bool = False,
         listener: socket.socket | None = None,
     ) -> None:
         super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
         if transport not in ("auto", "tcp", "unix"):
             raise ConfigurationError(f'transport is "auto", "tcp" or "unix", not {transport!r}')
+        if not 0 < suspect_after <= fail_after:  # also refuses NaN
+            raise ConfigurationError(
+                "a rank is suspected before it is given up: 0 < suspect_after <= fail_after, not "
+                f"{suspect_after!r} and {fail_after!r}"
+            )
         self._transport = transport
         self._single_copy = single_copy
         self._wanted_spin = spin
@@ -124,6 +153,7 @@ class TcpBackend(Backend):
         self._services_closed: set[int] = set()
         self._callers_waiting: dict[int, list[Connection]] = {}
         self._peers: dict[int, Peer] = {}
+        self._is_watched = True
         self._closing = threading.Event()
         self._introductions = threading.Thread(
             target=self._introduce, name="rankwire-introductions", daemon=True
@@ -136,6 +166,8 @@ class TcpBackend(Backend):
             insecure=insecure,
             share_files=transport != "tcp",
             listener=listener,
+            patience=Patience(float(suspect_after), float(fail_after)),
+            has_coordinator=has_coordinator,
         )
         try:
             self._formation.form(Deadline(join_timeout))
@@ -149,7 +181,14 @@ class TcpBackend(Backend):
         local = sum(member.host_id == self._me.host_id for member in world.members)
         self.spin = default_spin(local) if self._wanted_spin is None else self._wanted_spin
         self._hosts = [member.host_id for member in world.members]
-        self._peers = {m.rank: Peer(m) for m in world.members if m.rank != self.rank}
+        self._coordinator = world.coordinator
+        self._peers = {
+            member.rank: Peer(
+                member, expects_verdict=self._expects_verdict, on_lost=self._events.lost
+            )
+            for member in world.members
+            if member.rank != self.rank
+        }
         self._meanwhile = ReadingAll(self._peers)
 
     @property
@@ -364,7 +403,13 @@ class TcpBackend(Backend):
                 # then TCP tells.
                 if self._transport == "unix" or os.path.exists(member.unix_path):
                     raise
-        return connect_tcp(TcpAddress(member.host, member.port), deadline, check=peer.check)
+        limit = deadline.sooner(_CONNECT_LIMIT)
+        try:
+            return connect_tcp(TcpAddress(member.host, member.port), limit, check=peer.check)
+        except DeadlineExceededError as error:
+            if limit is deadline:
+                raise
+            raise NoConnectionError(f"{error.detail} for {limit.limit:g} s") from error
 
     def _adopt(self, peer: Peer, sock: socket.socket, *, incoming: bool = False) -> Connection:
         connection = Connection(
@@ -427,18 +472,79 @@ class TcpBackend(Backend):
 
     def on_gone(self, gone: Gone) -> None:
         """Hear from the control plane that a rank has died or left."""
-        peer = self._peers.get(gone.rank)
-        if peer is None:
+        if gone.rank == self.rank:
+            for rank, peer in self._peers.items():
+                reason = f"the others have given up this rank: {gone.reason}"
+                peer.judge(PeerLostError(rank, reason))
             return
+        peer = self._peers[gone.rank]
         if gone.orderly:
             peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
+            return
+        kind = PeerUnresponsiveError if gone.silent else PeerLostError
+        peer.judge(kind(gone.rank, gone.reason, remote_traceback=gone.traceback))
+        if not gone.silent and peer.member.host_id == self._me.host_id and peer.member.unix_path:
+            with suppress(OSError):
+                os.unlink(peer.member.unix_path)  # a killed process cannot remove its own
+
+    def on_suspected(self, suspected: Suspected) -> None:
+        """Hear from the control plane that a rank has become silent, or is heard again."""
+        rank, seconds = suspected.rank, suspected.seconds
+        peer = self._peers.get(rank)
+        if peer is None:
+            return  # this rank itself, or a launcher
+        peer.is_suspected = seconds > 0.0
+        if peer.is_suspected:
+            _log.warning("rank %d has been silent for %.1f s", rank, seconds)
         else:
-            peer.fail(PeerLostError(gone.rank, gone.reason))
-            if peer.member.host_id == self._me.host_id and peer.member.unix_path:
-                with suppress(OSError):
-                    os.unlink(peer.member.unix_path)  # a killed process cannot remove its own
-        if gone.rank == 0:
-            self._introductions.start()
+            _log.warning("rank %d is heard again", rank)
+        self._events.suspected(rank, seconds)
+
+    def on_silences(self, silent: dict[int, float]) -> None:
+        """Hear from the coordinator who missed a beat."""
+        for rank, peer in self._peers.items():
+            peer.silent_for = silent.get(rank, 0.0)
+
+    def on_coordinator_gone(self, error: RankwireError) -> None:
+        """Hear that nobody tells any more who is gone."""
+        self._is_watched = False
+        peer = self._peers.get(self._coordinator)
+        if peer is not None:
+            if isinstance(error, ChannelClosedError):
+                peer.leave(
+                    ChannelClosedError(f"rank {peer.member.rank} has left").during(
+                        peer=peer.member.rank
+                    )
+                )
+            else:
+                peer.judge(error)
+        self._introductions.start()
+
+    def look_for_silence(self) -> None:
+        """Give up peers whose hosts do not answer on a busy connection. Every second."""
+        for peer in self._peers.values():
+            peer.look_for_silence(_UNANSWERED_LIMIT)
+
+    def _expects_verdict(self) -> bool:
+        return self._is_watched and not self._closed and not self._formation.is_doorkeeper
+
+    def failure_of(self, rank: int) -> RankwireError | None:
+        """See ``Backend.failure_of``."""
+        self._check_peer(rank)
+        return self._peers[rank].failure
+
+    def status_of(self, rank: int) -> PeerStatus:
+        """See ``Backend.status_of``."""
+        self._check_peer(rank)
+        with self._lock:
+            ports = list(self._ports.values())
+        status = self._peers[rank].status()
+        silences = self._formation.silences()
+        return replace(
+            status,
+            silent_for=silences.get(rank, status.silent_for),
+            in_flight=sum(port.in_flight_to(rank) for port in ports),
+        )
 
     def _introduce(self) -> None:
         """Connect to everyone, because the coordinator is gone.
@@ -448,18 +554,31 @@ class TcpBackend(Backend):
         """
         if self._closing.wait(_INTRODUCTION_DELAY):
             return
-        for peer in self._peers.values():
-            try:
-                deadline = Deadline(self.timeout)
-                self._dial_messages(peer, deadline).greet(deadline)
-            except PeerLostError as error:
-                peer.fail(error)
-            except RankwireError as error:
-                _log.debug("rank %d was not greeted: %s", peer.member.rank, error)
+        # All at once: one that is out of reach must not keep the others from being noticed.
+        threads = [
+            threading.Thread(
+                target=self._greet, args=(peer,), name="rankwire-introduction", daemon=True
+            )
+            for peer in self._peers.values()
+            if peer.failure is None
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _greet(self, peer: Peer) -> None:
+        try:
+            deadline = Deadline(self.timeout)
+            self._dial_messages(peer, deadline).greet(deadline)
+        except PeerLostError as error:
+            peer.fail(error)
+        except RankwireError as error:
+            _log.debug("rank %d was not greeted: %s", peer.member.rank, error)
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, *, error: BaseException | None = None) -> None:
         """See ``Backend.close``. Agents on this backend are ended too."""
         with self._close_lock:
             with self._lock:
@@ -474,8 +593,11 @@ class TcpBackend(Backend):
             for port in ports:
                 port.shut_down(cause)
             patience = Deadline(_FAREWELL_PATIENCE)
+            fall = fall_by(error)
+            if fall is not None:  # first of all, before anyone sees a connection end
+                self._formation.close(Fallen(fall.reason, fall.traceback))
             for peer in self._peers.values():
-                peer.close(cause, patience)
+                peer.close(cause, patience, orderly=fall is None)
             for connection in waiting:
                 connection.close()
             self._formation.close()

@@ -195,6 +195,11 @@ class TcpCallPort(CallPort):
         """See ``CallPort.in_flight``."""
         return sum(inbox.in_flight for inbox in list(self._outgoing.values()))
 
+    def in_flight_to(self, dst: int) -> int:
+        """Return how many calls wait for a reply of one rank."""
+        inbox = self._outgoing.get(dst)
+        return 0 if inbox is None else inbox.in_flight
+
     def _dial(self, dst: int, deadline: Deadline) -> Inbox:
         with self._lock:
             dial_lock = self._dial_locks.setdefault(dst, threading.Lock())

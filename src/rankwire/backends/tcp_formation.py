@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from rankwire.deadline import Deadline
-from rankwire.errors import ChannelClosedError, ConfigurationError, RankwireError
+from rankwire.errors import ConfigurationError
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.sockets import (
@@ -27,21 +27,20 @@ from rankwire.links.sockets import (
     listen_unix,
     start_listening,
 )
+from rankwire.rendezvous.attendance import Attendance, Audience
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.host import host_id, new_socket_path, sweep_socket_files
-from rankwire.rendezvous.joining import join
-from rankwire.rendezvous.messages import Gone, Member, World, unpack
+from rankwire.rendezvous.joining import MAX_CONTROL_NBYTES, join
+from rankwire.rendezvous.messages import Fallen, Member, Patience, World
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
-from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
-from rankwire.wire.loans import whole_of
 
 __all__ = ["Formation"]
 
-_MAX_CONTROL_NBYTES = 64 << 20
+_LOOK_EVERY = 0.5  # seconds between two looks at connections that may be cut
 
 
-class _Owner(Protocol):
+class _Owner(Audience, Protocol):
     """The backend, as far as it is known here."""
 
     rank: int
@@ -50,7 +49,7 @@ class _Owner(Protocol):
     def admit(self, hello: Hello) -> tuple[Status, int]: ...
     def enter(self, hello: Hello, sock: socket.socket) -> None: ...
     def on_formed(self, world: World) -> None: ...
-    def on_gone(self, gone: Gone) -> None: ...
+    def look_for_silence(self) -> None: ...
 
 
 class Formation:
@@ -66,9 +65,13 @@ class Formation:
         insecure: bool,
         share_files: bool,
         listener: socket.socket | None,
+        patience: Patience,
+        has_coordinator: bool,
     ) -> None:
-        if owner.rank != 0 and listener is not None:
-            raise ConfigurationError("only rank 0 takes a listener")
+        if listener is not None and (owner.rank != 0 or has_coordinator):
+            raise ConfigurationError("only a rank 0 that coordinates takes a listener")
+        self._patience = patience
+        self._has_coordinator = has_coordinator
         self.address = address
         self.key = b""
         self._owner = owner
@@ -85,7 +88,7 @@ class Formation:
         self._epoch = 0
         self._doorkeeper: Doorkeeper | None = None
         self._coordinator: Coordinator | None = None
-        self._control: Connection | None = None
+        self._attendance: Attendance | None = None
 
     # -- forming -----------------------------------------------------------------------------------
 
@@ -94,27 +97,29 @@ class Formation:
         if self._owner.world_size == 1:
             alone = Member(0, os.getpid(), self.address.host, 0, "", host_id())
             self._formed(World(1, [alone]))
-        elif self._owner.rank == 0:
+        elif self._owner.rank == 0 and not self._has_coordinator:
             self._coordinate(deadline)
         else:
             self._join(deadline)
 
     def _join(self, deadline: Deadline) -> None:
-        world, self._control, rest = join(
+        world, control, rest = join(
             self.address,
             self.hello(Purpose.JOIN, 0),
             find_key=self._find_key,
             describe=self._describe,
             deadline=deadline,
+            patience=self._patience,
         )
-        # Rank 0 may listen on all interfaces: it is reached where it was reached.
-        reached = msgspec.structs.replace(world.members[0], host=self.address.host)
-        self._formed(World(world.epoch, [reached, *world.members[1:]]))
+        if world.coordinator == 0:
+            # Rank 0 may listen on all interfaces: it is reached where it was reached.
+            world.members[0] = msgspec.structs.replace(world.members[0], host=self.address.host)
+        self._formed(world)
         # Only now are peers let in: those that dialled already have waited in the listeners'
         # backlog.
         doorkeeper = self._employ_doorkeeper()
-        doorkeeper.watch(self._control, self._heard, self._coordinator_ended)
-        self._heard(rest)
+        self._attendance = Attendance(control, world, doorkeeper, self._owner)
+        self._attendance.begin(rest)
         doorkeeper.start()
 
     def _formed(self, world: World) -> None:
@@ -137,8 +142,10 @@ class Formation:
             me,
             self._owner.world_size,
             doorkeeper,
+            patience=self._patience,
             on_formed=self._formed,
             on_gone=self._owner.on_gone,
+            on_suspected=self._owner.on_suspected,
         )
         start_listening(listener)
         doorkeeper.start()
@@ -175,6 +182,7 @@ class Formation:
 
     def _employ_doorkeeper(self) -> Doorkeeper:
         self._doorkeeper = Doorkeeper(self, key=self.key)
+        self._doorkeeper.call_every(_LOOK_EVERY, self._owner.look_for_silence)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
                 self._doorkeeper.listen(listener)
@@ -216,30 +224,32 @@ class Formation:
         assert self._coordinator is not None
         expect_prompt_reading(sock)
         self._coordinator.enter(
-            hello.rank, Connection(sock, peer=hello.rank, max_nbytes=_MAX_CONTROL_NBYTES)
+            hello.rank, Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES)
         )
 
-    def _heard(self, frames: list[Frame]) -> None:
-        for frame in frames:
-            message = unpack(whole_of(frame.payload))
-            if isinstance(message, Gone):
-                self._owner.on_gone(message)
+    @property
+    def is_doorkeeper(self) -> bool:
+        """Whether the caller runs on the doorkeeper's thread, which must not wait."""
+        return self._doorkeeper is not None and self._doorkeeper.is_current_thread
 
-    def _coordinator_ended(self, error: RankwireError) -> None:
-        orderly = isinstance(error, ChannelClosedError)
-        self._owner.on_gone(Gone(0, getattr(error, "reason", error.message), orderly))
+    def silences(self) -> dict[int, float]:
+        """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""
+        return {} if self._coordinator is None else self._coordinator.silences()
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Leave: farewell to the control connections, no more doors, no files. Idempotent."""
+    def close(self, fallen: Fallen | None = None) -> None:
+        """Leave: last words on the control connections, no more doors, no files. Idempotent.
+
+        Args:
+            fallen: The error because of which this rank leaves, if there is one.
+        """
         if self._doorkeeper is not None:
             self._doorkeeper.close()
         if self._coordinator is not None:
-            self._coordinator.close()
-        if self._control is not None:
-            self._control.farewell(Deadline(0.0))
-            self._control.close()
+            self._coordinator.close(fallen)
+        if self._attendance is not None:
+            self._attendance.leave(fallen)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
                 listener.close()

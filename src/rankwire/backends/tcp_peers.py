@@ -3,20 +3,28 @@
 The failure of a peer is sticky and spreads: the first cause ends every connection to it, so that
 every operation that needs it fails at once and names the same cause. Readers drain what had arrived
 before they see the failure.
+
+Whoever sees a connection end sees only that. The control plane knows more, and tells all ranks the
+same, mostly within a millisecond: its *verdict* is waited for, for a moment, before the loss is
+declared.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
+from rankwire.backends.status import PeerStatus, describe_wanted, state_of
 from rankwire.deadline import Deadline
-from rankwire.errors import RankwireError
+from rankwire.errors import PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.rendezvous.messages import Member
 from rankwire.wire.mailbox import Mailbox
 
 __all__ = ["Peer"]
+
+_VERDICT_PATIENCE = 0.03  # seconds
 
 
 class Peer:
@@ -29,10 +37,28 @@ class Peer:
         dial_lock: Held while the outgoing message connection is opened. Nothing else is taken under
             it but ``_lock``.
         messages: The outgoing message connection, once opened.
+        silent_for: Seconds of silence that the last beat told of.
+        is_suspected: Whether the control plane suspects it.
+
+    Args:
+        member: Where it is.
+        expects_verdict: Whether the control plane may still tell more, and the caller may wait.
+        on_lost: Called once if the peer is lost.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(
+        self,
+        member: Member,
+        *,
+        expects_verdict: Callable[[], bool] = lambda: False,
+        on_lost: Callable[[PeerLostError], None] = lambda error: None,
+    ) -> None:
         self.member = member
+        self._expects_verdict = expects_verdict
+        self._on_lost = on_lost
+        self._has_verdict = threading.Event()
+        self.silent_for = 0.0
+        self.is_suspected = False
         self.inbox = Inbox(member.rank, Mailbox())
         self.failure: RankwireError | None = None
         self.dial_lock = threading.Lock()
@@ -58,13 +84,24 @@ class Peer:
         if self.failure is not None:
             raise self.failure.copy()
 
-    def fail(self, cause: RankwireError) -> None:
-        """Give the peer up: every connection to it ends now. The first cause stays."""
+    def fail(self, cause: RankwireError) -> RankwireError:
+        """Give the peer up: every connection to it ends now. Returns the cause that stays."""
+        if self.failure is None and type(cause) is PeerLostError and self._expects_verdict():
+            self._has_verdict.wait(_VERDICT_PATIENCE)
+        return self.judge(cause)
+
+    def judge(self, cause: RankwireError) -> RankwireError:
+        """Do the same at once, because the control plane has said so."""
         if self._mark(cause):
+            self._has_verdict.set()
             for connection in self._all():
                 connection.fail(cause)
             if self.inbox.connection is None:
                 self.inbox.fail(cause)
+            if isinstance(cause, PeerLostError):
+                self._on_lost(cause)
+        assert self.failure is not None
+        return self.failure
 
     def leave(self, cause: RankwireError) -> None:
         """The peer has left in good order: nothing more can be sent to it.
@@ -73,6 +110,7 @@ class Peer:
         that are read end by themselves.
         """
         if self._mark(cause):
+            self._has_verdict.set()
             if self.messages is not None:
                 self.messages.fail(cause)
             if self.inbox.connection is None:
@@ -89,11 +127,30 @@ class Peer:
         with self._lock:
             return list(self._connections)
 
-    def close(self, cause: RankwireError, patience: Deadline) -> None:
-        """Say farewell on every connection, end every wait, and close."""
+    def status(self) -> PeerStatus:
+        """Return what is known of it, its calls apart."""
+        failure, messages = self.failure, self.messages
+        return PeerStatus(
+            self.member.rank,
+            state_of(failure, is_suspected=self.is_suspected),
+            reason=getattr(failure, "reason", ""),
+            silent_for=self.silent_for,
+            link=messages.transport if messages is not None else "",
+            queued_nbytes=sum(c.queued_nbytes for c in self._all() if c.failure is None),
+            waiting_for=describe_wanted(self.inbox.wanted()),
+        )
+
+    def look_for_silence(self, seconds: float) -> None:
+        """Give it up if its host has not answered on a busy connection for so long."""
+        if self.failure is None and any(c.is_unanswered(seconds) for c in self._all()):
+            reason = f"its host has not answered for {seconds:g} s"
+            self.judge(PeerLostError(self.member.rank, reason))
+
+    def close(self, cause: RankwireError, patience: Deadline, *, orderly: bool = True) -> None:
+        """End every wait and close; say farewell on every connection if this is a good end."""
         self._mark(cause)
         for connection in self._all():
-            if connection.failure is None:
+            if connection.failure is None and orderly:
                 connection.farewell(patience)
         self.inbox.close(cause)
         for connection in self._all():

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from rankwire.backends.calls import CallPort
+from rankwire.backends.status import PeerStatus, state_of
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.wire.frames import WORLD_GROUP, Buffer, Channel, Payload
@@ -131,11 +132,21 @@ class Transport(ABC):
         There is one port a service number and rank at a time.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Leave: peers see an orderly end, waiting threads get ``ChannelClosedError``.
+    def failure_of(self, rank: int) -> RankwireError | None:
+        """Return why a peer is gone (``ChannelClosedError`` if it left in good order), or None."""
+        return None
 
-        Idempotent.
+    def status_of(self, rank: int) -> PeerStatus:
+        """Return what is known about a peer."""
+        return PeerStatus(rank, state_of(self.failure_of(rank), is_suspected=False))
+
+    @abstractmethod
+    def close(self, *, error: BaseException | None = None) -> None:
+        """Leave: waiting threads get ``ChannelClosedError``. Idempotent.
+
+        Args:
+            error: Why, if not in good order. Then the other ranks get ``PeerLostError`` with this
+                error's text and traceback; without it they see an orderly end.
         """
 
     @property

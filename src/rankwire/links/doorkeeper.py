@@ -6,8 +6,8 @@ stranger costs a slot for at most five seconds: silent, garbage and wrong-secret
 dropped without a word, and when all slots are taken the oldest goes.
 
 It also reads the *control connections* handed to ``watch``: their frames, and their end, are
-reported to the owner on this thread. All state belongs to the thread; other threads only use
-``call_soon`` and ``close``.
+reported to the owner on this thread, and it does small things at regular times (``call_every``).
+All state belongs to the thread; other threads only use ``call_soon`` and ``close``.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Doorkeeper:
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
         self._posted: deque[Callable[[], None]] = deque()
+        self._timers: list[_Timer] = []
         self._listeners: list[socket.socket] = []
         self._accepting_again: Deadline | None = None
         self._strangers: dict[_Stranger, None] = {}
@@ -96,6 +97,22 @@ class Doorkeeper:
         self._posted.append(action)
         if not self._closing:
             self._wake()
+
+    def call_every(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run ``action`` again and again. On the doorkeeper's thread, or before ``start``.
+
+        Connections that are readable at the same moment are read first.
+        """
+        self._timers.append(_Timer(seconds, action))
+
+    def call_no_more(self, action: Callable[[], None]) -> None:
+        """End what ``call_every`` began. On the doorkeeper's thread, or after it has stopped."""
+        self._timers = [timer for timer in self._timers if timer.action != action]
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs on the doorkeeper's thread."""
+        return threading.current_thread() is self._thread
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # full of wake-ups: it will wake up
@@ -181,6 +198,10 @@ class Doorkeeper:
                 if self._selector.get_map().get(key.fd) is key:
                     self._handle(key.data)
             self._drop_late_strangers()
+            for timer in self._timers:
+                if timer.deadline.expired:
+                    timer.deadline = Deadline(timer.seconds)
+                    self._handle(timer.action)
             if self._accepting_again is not None and self._accepting_again.expired:
                 self._resume_accepting()
 
@@ -192,6 +213,7 @@ class Doorkeeper:
 
     def _patience(self) -> float | None:
         waits = [stranger.deadline.remaining() for stranger in self._strangers]
+        waits += [timer.deadline.remaining() for timer in self._timers]
         if self._accepting_again is not None:
             waits.append(self._accepting_again.remaining())
         return min(waits) if waits else None
@@ -284,6 +306,15 @@ class Doorkeeper:
         if self._strangers.pop(stranger, self) is None:
             self._selector.unregister(stranger.sock)
             stranger.sock.close()
+
+
+class _Timer:
+    """Something to do every ``seconds``."""
+
+    def __init__(self, seconds: float, action: Callable[[], None]) -> None:
+        self.seconds = seconds
+        self.action = action
+        self.deadline = Deadline(seconds)
 
 
 class _Stranger:

@@ -27,7 +27,7 @@ from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Frame, Payload
-from rankwire.wire.mailbox import Mailbox, Receive
+from rankwire.wire.mailbox import Key, Mailbox, Receive
 
 __all__ = ["Inbox"]
 
@@ -249,6 +249,10 @@ class Inbox:
     def in_flight(self) -> int:
         """How many receives wait for a message."""
         return self._mailbox.keys_wanted
+
+    def wanted(self) -> list[Key]:
+        """Return what is waited for."""
+        return self._mailbox.wanted_keys()
 
     @property
     def is_read(self) -> bool:

@@ -1,11 +1,16 @@
-"""The coordinator: rank 0's side of the rendezvous, and of the control connections afterwards.
+"""The coordinator's side of the rendezvous, and of the control connections afterwards.
 
-States, each left only downwards::
+It runs in rank 0, or in the launcher: then rank 0 is a rank like any other. States, each left only
+downwards::
 
     FORMING   ranks join in any order; one that hangs up frees its place        -> FORMED, FAILED
     FORMED    every rank has the list; an end of a control connection is a death -> CLOSED
     FAILED    the deadline passed; everyone present was told who is missing      -> CLOSED
     CLOSED
+
+Once formed, everyone says every beat that it lives. Who is silent for too long is suspected, then
+given up; who falls by an error says so first. All this is told to all others at once, so that they
+name the same rank and the same cause.
 
 All methods but ``wait_formed`` and ``close`` run on the doorkeeper's thread. One lock guards the
 state because ``wait_formed`` looks at it.
@@ -18,27 +23,40 @@ import secrets
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
+from time import monotonic
 
 from rankwire.deadline import Deadline
-from rankwire.errors import ChannelClosedError, ProtocolError, RankwireError, RendezvousError
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    ProtocolError,
+    RankwireError,
+    RendezvousError,
+)
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.rendezvous.messages import (
+    DEFAULT_PATIENCE,
+    Beat,
     Failed,
+    Fallen,
     Gone,
     Join,
     Member,
     Message,
+    Patience,
+    Suspected,
     Waiting,
     World,
     pack,
     unpack,
 )
+from rankwire.rendezvous.silence import Change, Silence
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Coordinator", "is_last_moment"]
+__all__ = ["Coordinator", "is_last_moment", "silent_reason", "tell"]
 
 _log = logging.getLogger("rankwire")
 
@@ -61,30 +79,39 @@ class Coordinator:
     """Gathers the ranks of a world.
 
     Args:
-        me: Rank 0 itself.
+        me: Rank 0, if this is it; None in a launcher.
         world_size: How many ranks to wait for.
         doorkeeper: Reads the control connections.
+        patience: How long a rank may be silent; ranks that join may ask for less.
         on_formed: Called on the doorkeeper's thread when the world is complete, before any other
             rank is told.
         on_gone: Called on the doorkeeper's thread when a rank has died or left after the world
             formed.
+        on_suspected: Called there when a rank has become silent, or is heard again.
     """
 
     def __init__(
         self,
-        me: Member,
+        me: Member | None,
         world_size: int,
         doorkeeper: Doorkeeper,
         *,
+        patience: Patience = DEFAULT_PATIENCE,
         on_formed: Callable[[World], None],
         on_gone: Callable[[Gone], None],
+        on_suspected: Callable[[Suspected], None] = lambda suspected: None,
     ) -> None:
+        self._me = me
         self._world_size = world_size
         self._doorkeeper = doorkeeper
+        self._patience = patience
         self._on_formed = on_formed
         self._on_gone = on_gone
-        self._members: dict[int, Member] = {0: me}
+        self._on_suspected = on_suspected
+        self._members: dict[int, Member] = {} if me is None else {me.rank: me}
         self._controls: dict[int, Connection] = {}
+        self._silence = Silence(patience, (), monotonic())
+        self._given_up: set[int] = set()
         self._state = _State.FORMING
         self._deadline: Deadline | None = None
         self._gave_up: set[int] = set()
@@ -96,13 +123,9 @@ class Coordinator:
         """Judge a rank that wants to join."""
         if hello.world_size != self._world_size:
             return Status.WRONG_WORLD_SIZE, self._world_size
-        if not 0 < hello.rank < self._world_size:
-            return (
-                (Status.DUPLICATE_RANK, self._members[0].pid)
-                if hello.rank == 0
-                else (Status.INVALID_RANK, self._world_size)
-            )
-        if hello.rank in self._controls:
+        if not 0 <= hello.rank < self._world_size:
+            return Status.INVALID_RANK, self._world_size
+        if hello.rank in self._controls or (self._me and hello.rank == self._me.rank):
             holder = self._members.get(hello.rank)
             return Status.DUPLICATE_RANK, holder.pid if holder else 0
         if self._state is not _State.FORMING:
@@ -144,30 +167,63 @@ class Coordinator:
         return [rank for rank in range(self._world_size) if rank not in present]
 
     def _heard(self, rank: int, frames: list[Frame]) -> None:
+        self._silence.heard(rank, monotonic())
         for frame in frames:
-            message = unpack(whole_of(frame.payload))
-            if not isinstance(message, Join) or message.member.rank != rank:
-                self._controls[rank].fail(ProtocolError(f"unexpected {type(message).__name__}"))
-                return
-            self._join(message.member)
+            match unpack(whole_of(frame.payload)):
+                case Beat():
+                    pass
+                case Join(member, patience) if member.rank == rank:
+                    self._join(member, patience)
+                case Fallen(reason, traceback):
+                    self._lose(Gone(rank, reason, traceback=traceback))
+                    return
+                case message:
+                    self._controls[rank].fail(ProtocolError(f"unexpected {type(message).__name__}"))
+                    return
 
-    def _join(self, member: Member) -> None:
+    def _join(self, member: Member, patience: Patience) -> None:
         with self._changed:
             if self._state is not _State.FORMING:
                 return
             self._members[member.rank] = member
+            self._patience = self._patience.shorter(patience)
             if len(self._members) == self._world_size:
-                members = [self._members[rank] for rank in range(self._world_size)]
-                world = World(secrets.randbits(32) or 1, members)
-                self._on_formed(world)
-                # Told before this rank goes on, so that all are ready together.
-                self._tell_all(world)
-                self._state = _State.FORMED
-                self._changed.notify_all()
+                self._form()
                 return
         self._tell_all(Waiting(self._missing()))
 
+    def _form(self) -> None:
+        members = [self._members[rank] for rank in range(self._world_size)]
+        coordinator = -1 if self._me is None else self._me.rank
+        world = World(secrets.randbits(32) or 1, members, self._patience, coordinator)
+        self._on_formed(world)
+        # Told before this rank goes on, so that all are ready together.
+        self._tell_all(world)
+        self._silence = Silence(self._patience, self._controls, monotonic())
+        self._doorkeeper.call_every(self._patience.beat, self._beat)
+        self._state = _State.FORMED
+        self._changed.notify_all()
+
     # -- afterwards --------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Say that this process lives, and judge who has not said so."""
+        beat = Beat(self._silence.lengths(monotonic()))
+        for connection in self._controls.values():
+            tell(connection, beat)
+        for rank, change, seconds in self._silence.judge(monotonic()):
+            if change is Change.FAILED:
+                self._lose(Gone(rank, silent_reason(seconds), silent=True))
+            else:
+                suspected = Suspected(rank, seconds)
+                self._on_suspected(suspected)
+                self._tell_all(suspected)
+
+    def _lose(self, gone: Gone) -> None:
+        """Give up a rank whose connection stands; it is told too, in case it wakes up."""
+        self._silence.forget(gone.rank)
+        self._given_up.add(gone.rank)
+        self.report(gone)
 
     def _ended(self, rank: int, error: RankwireError) -> None:
         connection = self._controls.pop(rank)
@@ -181,11 +237,14 @@ class Coordinator:
         if not formed:
             self._tell_all(Waiting(self._missing()))
             return
-        self.report(
-            Gone(
-                rank, getattr(error, "reason", error.message), isinstance(error, ChannelClosedError)
-            )
-        )
+        self._silence.forget(rank)
+        if rank not in self._given_up:
+            orderly = isinstance(error, ChannelClosedError)
+            self.report(Gone(rank, getattr(error, "reason", error.message), orderly))
+
+    def silences(self) -> dict[int, float]:
+        """Return the seconds of silence of the ranks that missed a beat. Safe from any thread."""
+        return self._silence.lengths(monotonic())
 
     def report(self, gone: Gone) -> None:
         """Tell everyone that a rank is gone."""
@@ -194,7 +253,7 @@ class Coordinator:
 
     def _tell_all(self, message: Message) -> None:
         for connection in list(self._controls.values()):
-            _tell(connection, message)
+            tell(connection, message)
 
     def _tell_failed(self, reason: str, missing: list[int]) -> None:
         told = threading.Event()
@@ -206,22 +265,47 @@ class Coordinator:
         self._doorkeeper.call_soon(tell)
         told.wait(1.0)
 
-    def close(self) -> None:
-        """Say farewell to all. After the doorkeeper has stopped."""
+    def dissolve(self) -> None:
+        """Leave a world to itself. On the doorkeeper's thread, which goes on."""
+        self._doorkeeper.call_no_more(self._beat)
+        for connection in self._controls.values():
+            self._doorkeeper.unwatch(connection)
+        self.close()
+
+    def close(self, fallen: Fallen | None = None) -> None:
+        """Leave. After the doorkeeper has stopped.
+
+        Args:
+            fallen: The error because of which rank 0 leaves, if it does not leave in good order.
+        """
         self._state = _State.CLOSED
         for connection in self._controls.values():
-            connection.farewell(Deadline(0.0))
+            if fallen is None or self._me is None:
+                connection.farewell(Deadline(0.0))
+            else:
+                tell(connection, Gone(self._me.rank, fallen.reason, traceback=fallen.traceback))
             connection.close()
         self._controls.clear()
 
 
-def _tell(connection: Connection, message: Message) -> None:
+def silent_reason(seconds: float) -> str:
+    """Return the reason for giving up a rank whose connection stands."""
+    return (
+        f"its process has been silent for {seconds:.3g} s although its connection stands: stopped, "
+        "out of memory, or busy in native code with the interpreter lock held"
+    )
+
+
+def tell(connection: Connection, message: Message) -> None:
     """Send a control message, which is small, without waiting.
 
-    A member that does not take it is as good as gone.
+    A member that does not take it is as good as gone, but for a beat, of which one may be left out.
     """
     payload = pack(message)
     try:
         connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.0))
+    except DeadlineExceededError as error:
+        if not isinstance(message, Beat):
+            connection.fail(error)
     except RankwireError as error:
         connection.fail(error)

@@ -27,19 +27,29 @@ from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.coordinator import is_last_moment
-from rankwire.rendezvous.messages import Failed, Join, Member, Waiting, World, pack, unpack
+from rankwire.rendezvous.messages import (
+    DEFAULT_PATIENCE,
+    Failed,
+    Join,
+    Member,
+    Patience,
+    Waiting,
+    World,
+    pack,
+    unpack,
+)
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
 
-__all__ = ["join"]
+__all__ = ["MAX_CONTROL_NBYTES", "join"]
 
 _log = logging.getLogger("rankwire")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
 _AUTHENTICATION_TRIES = 3  # a full doorkeeper drops strangers too, so one refusal proves nothing
 _REPORT_EVERY = 10.0
-_MAX_CONTROL_NBYTES = 64 << 20
+MAX_CONTROL_NBYTES = 64 << 20
 
 
 def join(
@@ -49,6 +59,7 @@ def join(
     find_key: Callable[[], bytes | None],
     describe: Callable[[str], Member],
     deadline: Deadline,
+    patience: Patience = DEFAULT_PATIENCE,
 ) -> tuple[World, Connection, list[Frame]]:
     """Dial rank 0 and wait until the whole world has joined.
 
@@ -59,6 +70,7 @@ def join(
         describe: Given the local address that reached rank 0, starts to listen there and says
             where.
         deadline: For all of it.
+        patience: How long this rank would let others be silent.
 
     Returns:
         The world, the control connection, and frames that came on it right behind the world.
@@ -67,7 +79,7 @@ def join(
         RendezvousError: Rank 0 refused, was not reached, or ranks are missing.
         AuthenticationError: The secrets differ.
     """
-    attempt = _Attempt(address, hello, find_key, describe, deadline)
+    attempt = _Attempt(address, hello, find_key, describe, deadline, patience)
     pause = _FIRST_PAUSE
     while True:
         try:
@@ -98,7 +110,9 @@ class _Attempt:
         find_key: Callable[[], bytes | None],
         describe: Callable[[str], Member],
         deadline: Deadline,
+        patience: Patience,
     ) -> None:
+        self._patience = patience
         self._address = address
         self._hello = hello
         self._find_key = find_key
@@ -116,8 +130,8 @@ class _Attempt:
             self._authenticate(sock)
             member = self._describe(sock.getsockname()[0])
             expect_prompt_reading(sock)
-            control = Connection(sock, peer=0, max_nbytes=_MAX_CONTROL_NBYTES)
-            payload = pack(Join(member))
+            control = Connection(sock, peer=0, max_nbytes=MAX_CONTROL_NBYTES)
+            payload = pack(Join(member, self._patience))
             control.send(Channel.CONTROL, 0, 0, [payload], len(payload), self._deadline)
             world, rest = self._await_world(control)
             return world, control, rest

@@ -10,7 +10,22 @@ import msgspec
 
 from rankwire.errors import InvalidMessageError
 
-__all__ = ["Failed", "Gone", "Join", "Member", "Message", "Waiting", "World", "pack", "unpack"]
+__all__ = [
+    "DEFAULT_PATIENCE",
+    "Beat",
+    "Failed",
+    "Fallen",
+    "Gone",
+    "Join",
+    "Member",
+    "Message",
+    "Patience",
+    "Suspected",
+    "Waiting",
+    "World",
+    "pack",
+    "unpack",
+]
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -33,10 +48,38 @@ class Member(msgspec.Struct, frozen=True):
     host_id: str
 
 
+class Patience(msgspec.Struct, frozen=True):
+    """How long a rank may be silent.
+
+    Attributes:
+        suspect_after: Seconds until it is suspected, which is told but changes nothing.
+        fail_after: Seconds until it is given up.
+    """
+
+    suspect_after: float
+    fail_after: float
+
+    @property
+    def beat(self) -> float:
+        """Seconds between two signs of life: several fit into the shorter limit."""
+        return max(_SHORTEST_BEAT, min(1.0, self.suspect_after / 4, self.fail_after / 4))
+
+    def shorter(self, other: Patience) -> Patience:
+        """Return the shorter of each limit."""
+        return Patience(
+            min(self.suspect_after, other.suspect_after), min(self.fail_after, other.fail_after)
+        )
+
+
+DEFAULT_PATIENCE = Patience(5.0, 30.0)
+_SHORTEST_BEAT = 0.01
+
+
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Member to coordinator: I am here."""
+    """Member to coordinator: I am here, and this is how long I would wait for others."""
 
     member: Member
+    patience: Patience = DEFAULT_PATIENCE
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
@@ -51,10 +94,14 @@ class World(msgspec.Struct, frozen=True, tag="world"):
     Attributes:
         epoch: Which incarnation of the job this is; connections of another one are refused.
         members: All ranks, in order.
+        patience: The shortest that any of them asked for.
+        coordinator: The rank that coordinates, or -1 if that is the launcher.
     """
 
     epoch: int
     members: list[Member]
+    patience: Patience = DEFAULT_PATIENCE
+    coordinator: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -64,15 +111,54 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     missing: list[int]
 
 
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """Either way: I am alive.
+
+    Attributes:
+        silent: From the coordinator: seconds of silence of the ranks that missed a beat.
+    """
+
+    silent: dict[int, float] = {}
+
+
+class Suspected(msgspec.Struct, frozen=True, tag="suspected"):
+    """Coordinator to members: a rank has been silent for so many seconds; 0 if it is back."""
+
+    rank: int
+    seconds: float
+
+
+class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
+    """Member to coordinator: I leave because of an error.
+
+    Attributes:
+        reason: The error, in one line.
+        traceback: Its traceback.
+    """
+
+    reason: str
+    traceback: str
+
+
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Coordinator to members: a rank has died, or has left in good order."""
+    """Coordinator to members: a rank has died, or has left in good order.
+
+    Attributes:
+        rank: Which.
+        reason: How that was noticed, or what the rank said.
+        orderly: Whether it has left in good order.
+        silent: Whether it was given up although its connection stood.
+        traceback: Of the error that it fell by, if it said so.
+    """
 
     rank: int
     reason: str
-    orderly: bool
+    orderly: bool = False
+    silent: bool = False
+    traceback: str = ""
 
 
-Message = Join | Waiting | World | Failed | Gone
+Message = Join | Waiting | World | Failed | Beat | Suspected | Fallen | Gone
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -118,6 +118,10 @@ class Mailbox:
         """How many receives are posted and not done."""
         return sum(map(len, self._wanted.values()))
 
+    def wanted_keys(self) -> list[Key]:
+        """Return what is wanted."""
+        return list(self._wanted)
+
     @property
     def keys_wanted(self) -> int:
         """How many different keys are wanted.

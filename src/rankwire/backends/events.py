@@ -1,0 +1,91 @@
+"""Events: telling the user's callbacks that a peer is lost or silent.
+
+Callbacks run one at a time, in order, on a thread of their own that exists only while there is
+something to tell: whoever notices a loss must not wait for a callback. This module knows nothing of
+how a loss is noticed.
+
+Lock: ``_lock`` guards the lists; it is a leaf, callbacks run without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from rankwire.errors import PeerLostError
+
+__all__ = ["OnLost", "OnSuspected", "PeerEvents"]
+
+_log = logging.getLogger("rankwire")
+
+OnLost = Callable[[PeerLostError], object]
+OnSuspected = Callable[[int, float], object]
+
+
+class PeerEvents:
+    """Who wants to know, and what is still to tell. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._on_lost: list[OnLost] = []
+        self._on_suspected: list[OnSuspected] = []
+        self._losses: list[PeerLostError] = []
+        self._untold: deque[Callable[[], object]] = deque()
+        self._is_telling = False
+
+    def on_lost(self, callback: OnLost) -> Callable[[], None]:
+        """Add a callback, and tell it of the losses so far; return what removes it."""
+        with self._lock:
+            self._on_lost.append(callback)
+            losses = [partial(callback, loss.copy()) for loss in self._losses]
+        self._tell(losses)
+        return partial(self._remove, self._on_lost, callback)
+
+    def on_suspected(self, callback: OnSuspected) -> Callable[[], None]:
+        """Add a callback; return what removes it."""
+        with self._lock:
+            self._on_suspected.append(callback)
+        return partial(self._remove, self._on_suspected, callback)
+
+    def lost(self, error: PeerLostError) -> None:
+        """Tell that a peer is lost."""
+        with self._lock:
+            self._losses.append(error)
+            calls = [partial(callback, error.copy()) for callback in self._on_lost]
+        self._tell(calls)
+
+    def suspected(self, rank: int, seconds: float) -> None:
+        """Tell that a peer has been silent for some time, or with 0 that it is heard again."""
+        with self._lock:
+            calls = [partial(callback, rank, seconds) for callback in self._on_suspected]
+        self._tell(calls)
+
+    def _remove(self, callbacks: list[Callable[..., object]], callback: object) -> None:
+        with self._lock:
+            if callback in callbacks:
+                callbacks.remove(callback)
+
+    def _tell(self, calls: list[partial[object]]) -> None:
+        if not calls:
+            return
+        with self._lock:
+            self._untold.extend(calls)
+            if self._is_telling:
+                return
+            self._is_telling = True
+        threading.Thread(target=self._run, name="rankwire-events", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._untold:
+                    self._is_telling = False
+                    return
+                call = self._untold.popleft()
+            try:
+                call()
+            except Exception:  # a user's callback may raise anything
+                _log.exception("a callback for a lost or silent peer raised")

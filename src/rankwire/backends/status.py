@@ -1,0 +1,105 @@
+"""Status: what a rank knows about its peers, as values to look at or to print. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rankwire.errors import ChannelClosedError, RankwireError
+from rankwire.wire.frames import Channel
+from rankwire.wire.mailbox import Key
+
+__all__ = ["PeerState", "PeerStatus", "WorldStatus", "describe_wanted", "state_of"]
+
+PeerState = Literal["up", "suspected", "left", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """One peer, seen from a rank.
+
+    Attributes:
+        rank: Which.
+        state: ``"up"``, ``"suspected"`` (silent, and may come back), ``"left"`` in good order, or
+            ``"lost"``.
+        reason: Why it is lost; else empty.
+        silent_for: Seconds since it was last heard, as far as beats tell; 0 if it missed none.
+        link: How messages to it travel, ``"unix"`` or ``"tcp"``; empty before the first one.
+        queued_nbytes: Bytes on their way to it that it has not taken.
+        in_flight: Calls that wait for its reply.
+        waiting_for: What this rank waits for, from it.
+    """
+
+    rank: int
+    state: PeerState
+    reason: str = ""
+    silent_for: float = 0.0
+    link: str = ""
+    queued_nbytes: int = 0
+    in_flight: int = 0
+    waiting_for: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"rank {self.rank}: {self.state}"]
+        if self.link:
+            parts.append(f"by {self.link}")
+        if self.silent_for:
+            parts.append(f"silent for {self.silent_for:.1f} s")
+        if self.queued_nbytes:
+            parts.append(f"{self.queued_nbytes} bytes queued")
+        if self.in_flight:
+            parts.append(f"{self.in_flight} calls in flight")
+        if self.waiting_for:
+            parts.append(f"waited for: {', '.join(self.waiting_for)}")
+        if self.reason:
+            parts.append(self.reason)
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldStatus:
+    """What a rank knows of all others; ``print`` it.
+
+    Attributes:
+        rank: The rank whose view it is.
+        world_size: The number of ranks.
+        peers: One entry a peer, by rank.
+    """
+
+    rank: int
+    world_size: int
+    peers: Mapping[int, PeerStatus]
+
+    @property
+    def waiting_on(self) -> list[int]:
+        """The ranks that this one waits for at this moment."""
+        return [peer.rank for peer in self.peers.values() if peer.waiting_for or peer.in_flight]
+
+    def __str__(self) -> str:
+        head = f"rank {self.rank} of {self.world_size}"
+        return "\n  ".join([head, *map(str, self.peers.values())])
+
+
+def state_of(failure: RankwireError | None, *, is_suspected: bool) -> PeerState:
+    """Return the state of a peer that has failed in this way, or not at all."""
+    if failure is not None:
+        return "left" if isinstance(failure, ChannelClosedError) else "lost"
+    return "suspected" if is_suspected else "up"
+
+
+def describe_wanted(keys: Iterable[Key]) -> tuple[str, ...]:
+    """Return, in words, what receives are waited for."""
+    return tuple(sorted({_describe(channel, tag) for _, channel, tag in keys}))
+
+
+def _describe(channel: int, tag: int) -> str:
+    match channel:
+        case Channel.MESSAGE:
+            return f"a message with tag {tag}"
+        case Channel.BARRIER:
+            return f"barrier {tag}"
+        case Channel.COLLECTIVE:
+            return "a collective"
+        case _:
+            return "a reply"

@@ -1,0 +1,98 @@
+"""Attendance: a member's side of its control connection once the world has formed.
+
+It says every beat that this process lives, hears from the coordinator who is silent or gone, and
+judges the coordinator itself by its beats. Runs on the doorkeeper's thread; the mirror is
+``coordinator``.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Protocol
+
+from rankwire.deadline import Deadline
+from rankwire.errors import PeerUnresponsiveError, RankwireError
+from rankwire.links.connection import Connection
+from rankwire.links.doorkeeper import Doorkeeper
+from rankwire.rendezvous.coordinator import silent_reason, tell
+from rankwire.rendezvous.messages import Beat, Fallen, Gone, Suspected, World, pack, unpack
+from rankwire.rendezvous.silence import Change, Silence
+from rankwire.wire.frames import Channel, Frame
+from rankwire.wire.loans import whole_of
+
+__all__ = ["Attendance", "Audience"]
+
+
+class Audience(Protocol):
+    """Who wants to know. Called on the doorkeeper's thread; must not block."""
+
+    def on_gone(self, gone: Gone) -> None:
+        """A rank has died or left."""
+
+    def on_suspected(self, suspected: Suspected) -> None:
+        """A rank has become silent, or is heard again."""
+
+    def on_silences(self, silent: dict[int, float]) -> None:
+        """A beat has come, with the ranks that missed theirs."""
+
+    def on_coordinator_gone(self, error: RankwireError) -> None:
+        """The control connection has ended: nobody tells any more who is gone."""
+
+
+class Attendance:
+    """See the module. ``begin`` before the doorkeeper starts, ``leave`` after it has stopped."""
+
+    def __init__(
+        self, control: Connection, world: World, doorkeeper: Doorkeeper, audience: Audience
+    ) -> None:
+        self._control = control
+        self._coordinator = world.coordinator
+        self._patience = world.patience
+        self._doorkeeper = doorkeeper
+        self._audience = audience
+        self._silence = Silence(self._patience, [self._coordinator], monotonic())
+        self._has_ended = False
+
+    def begin(self, heard_already: list[Frame]) -> None:
+        """Begin with what came right behind the world."""
+        self._doorkeeper.watch(self._control, self._heard, self._ended)
+        self._doorkeeper.call_every(self._patience.beat, self._beat)
+        self._heard(heard_already)
+
+    def _heard(self, frames: list[Frame]) -> None:
+        self._silence.heard(self._coordinator, monotonic())
+        for frame in frames:
+            match unpack(whole_of(frame.payload)):
+                case Beat(silent):
+                    self._audience.on_silences(silent)
+                case Suspected() as suspected:
+                    self._audience.on_suspected(suspected)
+                case Gone() as gone:
+                    self._audience.on_gone(gone)
+
+    def _beat(self) -> None:
+        if self._has_ended:
+            return
+        tell(self._control, Beat())
+        for rank, change, seconds in self._silence.judge(monotonic()):
+            if change is not Change.FAILED:
+                self._audience.on_suspected(Suspected(rank, seconds))
+                continue
+            self._doorkeeper.unwatch(self._control)
+            self._ended(self._control.fail(PeerUnresponsiveError(rank, silent_reason(seconds))))
+
+    def _ended(self, error: RankwireError) -> None:
+        self._has_ended = True
+        self._audience.on_coordinator_gone(error)
+
+    def leave(self, fallen: Fallen | None) -> None:
+        """Leave the world, in good order or by an error, which the coordinator then tells all."""
+        if fallen is None:
+            self._control.farewell(Deadline(0.0))
+        else:
+            payload = pack(fallen)
+            try:
+                self._control.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.2))
+            except RankwireError as error:
+                self._control.fail(error)
+        self._control.close()

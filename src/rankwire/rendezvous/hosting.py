@@ -1,0 +1,107 @@
+"""A coordinator on its own: for a launcher, so that rank 0 is a rank like any other.
+
+It listens, admits the ranks of one job and nothing else, and coordinates one world after the other:
+when all ranks of one have gone, or are to be started again (``expect``), the next may form. Owns a
+doorkeeper's thread.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from rankwire.links.connection import Connection
+from rankwire.links.doorkeeper import Doorkeeper
+from rankwire.links.sockets import expect_prompt_reading, start_listening
+from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.joining import MAX_CONTROL_NBYTES
+from rankwire.rendezvous.messages import Gone, Suspected, World
+from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
+
+__all__ = ["CoordinatorHost"]
+
+
+class CoordinatorHost:
+    """Coordinates worlds without being a rank.
+
+    Args:
+        listener: A bound TCP socket. Owned from now on.
+        world_size: How many ranks a world has.
+        secret: What every rank proves to know.
+        job: The name of the job.
+        on_formed: Called when a world is complete; this and the following on the host's own
+            thread, they must not block.
+        on_gone: Called when a rank has died or left.
+        on_suspected: Called when a rank has become silent, or is heard again.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        world_size: int,
+        *,
+        secret: bytes,
+        job: str,
+        on_formed: Callable[[World], None] = lambda world: None,
+        on_gone: Callable[[Gone], None] = lambda gone: None,
+        on_suspected: Callable[[Suspected], None] = lambda suspected: None,
+    ) -> None:
+        self._world_size = world_size
+        self._job = job_id(job)
+        self._on_formed = on_formed
+        self._on_gone = on_gone
+        self._present: set[int] = set()
+        self._on_suspected = on_suspected
+        self._doorkeeper = Doorkeeper(self, key=handshake_key(secret))
+        self._doorkeeper.listen(listener)
+        self._coordinator = self._new_coordinator()
+        start_listening(listener)
+        self._doorkeeper.start()
+
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(
+            None,
+            self._world_size,
+            self._doorkeeper,
+            on_formed=self._formed,
+            on_gone=self._gone,
+            on_suspected=self._on_suspected,
+        )
+
+    def _formed(self, world: World) -> None:
+        self._present = {member.rank for member in world.members}
+        self._on_formed(world)
+
+    def _gone(self, gone: Gone) -> None:
+        self._present.discard(gone.rank)
+        self._on_gone(gone)
+        if not self._present:
+            self.expect()
+
+    def admit(self, hello: Hello) -> tuple[Status, int]:
+        """See ``House``."""
+        if hello.job != self._job:
+            return Status.OTHER_JOB, 0
+        if hello.purpose is not Purpose.JOIN:
+            return Status.INVALID_RANK, self._world_size
+        return self._coordinator.admit(hello)
+
+    def enter(self, hello: Hello, sock: socket.socket) -> None:
+        """See ``House``."""
+        expect_prompt_reading(sock)
+        connection = Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES)
+        self._coordinator.enter(hello.rank, connection)
+
+    def expect(self) -> None:
+        """Begin anew: the next world's ranks may join. Safe from any thread."""
+
+        def begin() -> None:
+            self._coordinator.dissolve()
+            self._coordinator = self._new_coordinator()
+
+        self._doorkeeper.call_soon(begin)
+
+    def close(self) -> None:
+        """Leave the world to itself. Idempotent."""
+        self._doorkeeper.close()
+        self._coordinator.close()
