@@ -28,6 +28,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.dialing import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous import secret as secret_module
+from rankwire.rendezvous.host import host_id
 from rankwire.rendezvous.messages import Join, Member, pack
 from rankwire.rendezvous.secret import AgreedSecret
 from rankwire.wire.frames import Channel
@@ -634,13 +635,104 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
         hello = Hello(Purpose.JOIN, job_id("default"), 0, 3, 1, 0)
         authenticate(sock, hello, key=handshake_key(SECRET), deadline=deadline)
         with contextlib.closing(Connection(sock, peer=0, max_nbytes=1 << 20)) as liar:
-            payload = pack(Join(Member(1, pid, "127.0.0.1", 9, "", "")))
+            payload = pack(Join(Member(1, pid, "127.0.0.1", 9, "", host_id())))
             liar.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline)
             liar.read(deadline)  # who is missing: it has joined
             with pytest.raises(RendezvousError, match="is taken"):
                 TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=1.0)
         workers = [forming.start(rank) for rank in (1, 2)]
         say_hello([rank.result(5.0) for rank in (zero, *workers)])
+
+
+# -- addresses
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Ranks that seem to be on another host than the coordinator."""
+    monkeypatch.setattr("rankwire.backends.tcp_formation.host_id", lambda: "elsewhere")
+
+
+def free_range(count: int) -> int:
+    """Return the first of some consecutive ports that nobody has."""
+    for low in range(21000, 60000, count + 3):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(low, low + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return low
+    raise AssertionError("no ports")
+
+
+def test_ranks_listen_in_the_range_that_they_are_given(elsewhere):
+    low = free_range(3)
+    with Forming(4, listen=f":{low}-{low + 2}", transport="tcp") as forming:
+        zero = forming.start(0, listen=None)
+        world = [zero.result, *(forming.start(rank).result for rank in (1, 2, 3))]
+        say_hello([result() for result in world])
+        assert {port for _, port in listening()} >= {low, low + 1, low + 2}
+
+
+def test_a_range_without_a_free_port_is_an_error_that_says_so():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Forming(2, secret=SECRET) as forming:
+            forming.start(0, join_timeout=2.0)
+            error = forming.start(1, listen=f"127.0.0.1:{port}").error()
+            assert isinstance(error, ConfigurationError)
+            assert str(port) in str(error)
+
+
+def test_f58_a_rank_that_cannot_be_called_back_is_told_at_once_and_the_others_at_the_end(elsewhere):
+    with Forming(2, secret=SECRET, transport="tcp") as forming:
+        zero = forming.start(0, join_timeout=2.0)
+        one = forming.start(1, advertise="127.0.0.99")
+        error = one.error()
+        assert isinstance(error, RendezvousError)
+        assert "rank 1 cannot be reached at 127.0.0.99:" in str(error)
+        assert "advertise=" in str(error)
+        assert one.seconds < 1.5
+        error = zero.error()
+        assert error.missing == [1]
+        assert "cannot be reached at 127.0.0.99:" in str(error)
+
+
+def test_f58_an_advertised_address_that_can_be_called_back_is_used(elsewhere):
+    with Forming(2, secret=SECRET, transport="tcp") as forming:
+        zero = forming.start(0)
+        one = forming.start(1, listen="0.0.0.0", advertise="127.0.0.1")
+        world = [zero.result(), one.result()]
+        say_hello(world)
+        assert world[0]._peers[1].member.host == "127.0.0.1"
+
+
+def test_rank_0_may_listen_elsewhere_than_at_its_address(elsewhere):
+    """Its name may stand for an address that is translated on the way."""
+    listener = bound_socket()
+    port = listener.getsockname()[1]
+    listener.close()
+    options = {"secret": SECRET, "join_timeout": PATIENCE}
+    zero = Running(TcpBackend, 0, 2, f"localhost:{port}", listen="0.0.0.0", **options)
+    one = Running(TcpBackend, 1, 2, f"127.0.0.1:{port}", **options)
+    with zero.result() as zero, one.result() as one:
+        assert ("0.0.0.0", port) in listening()
+        zero.send(b"x", 1)
+        assert one.recv(0) == b"x"
+
+
+def test_f58_a_name_with_several_addresses_is_reached_at_the_one_that_answers(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
+            for host in ("127.0.0.98", "127.0.0.99", "127.0.0.1")
+        ]
+        monkeypatch.setattr(sockets.socket, "getaddrinfo", lambda *_, **__: found)
+        connect_tcp(TcpAddress("some.host", port), Deadline(PATIENCE)).close()
+        server.close()
+        with pytest.raises(NoConnectionError) as caught:
+            connect_tcp(TcpAddress("some.host", port), Deadline(PATIENCE))
+        for host in ("127.0.0.98", "127.0.0.99", "127.0.0.1"):
+            assert f"{host}:{port}" in str(caught.value)
 
 
 # -- the secret

@@ -16,6 +16,7 @@ from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.sockets import wait_for
 from rankwire.rendezvous import coordinator as coordinator_module
 from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.host import host_id
 from rankwire.rendezvous.messages import Failed, Gone, Join, Member, Waiting, World, pack, unpack
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
@@ -23,7 +24,8 @@ from worlds import PATIENCE, Running, eventually
 
 
 def member(rank: int, pid: int | None = None) -> Member:
-    return Member(rank, 1000 + rank if pid is None else pid, "127.0.0.1", 4000 + rank, "", "host")
+    pid = 1000 + rank if pid is None else pid
+    return Member(rank, pid, "127.0.0.1", 4000 + rank, "", host_id())
 
 
 def hello(rank: int, world_size: int) -> Hello:

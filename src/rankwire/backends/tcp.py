@@ -98,6 +98,12 @@ class TcpBackend(Backend):
         max_message_nbytes: Largest message sent or accepted.
         single_copy: Read large messages of ranks on this host straight out of their memory, where
             the kernel allows it; ``link_to`` tells.
+        listen: Where this rank listens: ``host``, ``host:port``, ``host:low-high`` or
+            ``:low-high``; the host may be a network interface. Without it: the address that reached
+            the rendezvous, and any free port. One port serves everything. For rank 0, where to
+            listen if the host of ``address`` is not one of its own.
+        advertise: The host by which others reach this rank, if that is not where it listens. The
+            coordinator tries it before it lets the rank in.
         suspect_after: Seconds of silence after which a rank is suspected, which is told
             (``on_peer_suspected``) and changes nothing. The smallest of all ranks' counts.
         fail_after: Seconds of silence after which a rank is given up with
@@ -129,6 +135,8 @@ class TcpBackend(Backend):
         spin: float | None = None,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         single_copy: bool = True,
+        listen: str | None = None,
+        advertise: str | None = None,
         suspect_after: float = DEFAULT_PATIENCE.suspect_after,
         fail_after: float = DEFAULT_PATIENCE.fail_after,
         has_coordinator: bool = False,
@@ -168,6 +176,8 @@ class TcpBackend(Backend):
             listener=listener,
             patience=Patience(float(suspect_after), float(fail_after)),
             has_coordinator=has_coordinator,
+            listen=listen,
+            advertise=advertise,
         )
         try:
             self._formation.form(Deadline(join_timeout))

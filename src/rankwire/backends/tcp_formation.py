@@ -20,6 +20,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
+from rankwire.links.places import ListeningPlace, listen_somewhere
 from rankwire.links.sockets import (
     TcpAddress,
     expect_prompt_reading,
@@ -67,9 +68,13 @@ class Formation:
         listener: socket.socket | None,
         patience: Patience,
         has_coordinator: bool,
+        listen: str | None,
+        advertise: str | None,
     ) -> None:
         if listener is not None and (owner.rank != 0 or has_coordinator):
             raise ConfigurationError("only a rank 0 that coordinates takes a listener")
+        self._place = ListeningPlace() if listen is None else ListeningPlace.parse(listen)
+        self._advertised = advertise
         self._patience = patience
         self._has_coordinator = has_coordinator
         self.address = address
@@ -128,7 +133,7 @@ class Formation:
         self._owner.on_formed(world)
 
     def _coordinate(self, deadline: Deadline) -> None:
-        listener = self._tcp_listener or listen_tcp(self.address)
+        listener = self._tcp_listener or listen_tcp(self._place_of_rank_0())
         self._tcp_listener = listener
         self.address = TcpAddress(self.address.host, listener.getsockname()[1])
         if self._given_secret is None:
@@ -151,6 +156,13 @@ class Formation:
         doorkeeper.start()
         self._coordinator.wait_formed(deadline)
 
+    def _place_of_rank_0(self) -> TcpAddress:
+        """Return where to listen: at the address, unless its host is not one of this host's own."""
+        place = self._place
+        if place.low != place.high:
+            raise ConfigurationError("rank 0 listens at the one port of its address")
+        return TcpAddress(place.host or self.address.host, place.low or self.address.port)
+
     def _find_key(self) -> bytes | None:
         secret = self._given_secret or AgreedSecret(self.address.port).read()
         if secret is None:
@@ -163,8 +175,7 @@ class Formation:
         if self._member is not None:
             return self._member
         if self._tcp_listener is None:
-            self._tcp_listener = listen_tcp(TcpAddress(host, 0))
-            start_listening(self._tcp_listener)
+            self._tcp_listener = listen_somewhere(self._place, host)
         if self._share_files:
             sweep_socket_files()
             self._unix_path = new_socket_path()
@@ -173,7 +184,7 @@ class Formation:
         self._member = Member(
             self._owner.rank,
             os.getpid(),
-            host,
+            self._advertised or self._place.specific_host or host,
             self._tcp_listener.getsockname()[1],
             self._unix_path,
             host_id(),

@@ -33,8 +33,9 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
+from rankwire.links.kernel_view import Unanswered, unsent_nbytes
 from rankwire.links.single_copy import Borrowed, Lent, Meanwhile, lend, probe
-from rankwire.links.sockets import Unanswered, unsent_nbytes, wait_for, wait_patiently
+from rankwire.links.sockets import wait_for, wait_patiently
 from rankwire.links.spinning import Spin
 from rankwire.wire.frames import (
     HEADER_NBYTES,

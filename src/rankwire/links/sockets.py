@@ -6,19 +6,16 @@ The only place that knows address families. Everything returned is non-blocking.
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
-import math
 import os
 import select
 import socket
 import struct
 import sys
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic
+from typing import Any
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -30,7 +27,6 @@ from rankwire.errors import (
 
 __all__ = [
     "TcpAddress",
-    "Unanswered",
     "connect_tcp",
     "connect_unix",
     "expect_prompt_reading",
@@ -39,7 +35,6 @@ __all__ = [
     "start_listening",
     "tune",
     "unix_peer_uid",
-    "unsent_nbytes",
     "wait_for",
     "wait_patiently",
 ]
@@ -47,20 +42,19 @@ __all__ = [
 # A vanished host is noticed on an idle link by keepalive (2 s idle, 3 probes 1 s apart) and on a
 # busy one by the user timeout; neither alone covers both halves. The user timeout also ends a
 # connection whose peer lives but does not read, so it is for those that are always read; for the
-# others ``Unanswered`` asks the kernel.
+# others ``kernel_view.Unanswered`` asks the kernel.
 _KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_PROBES = 2, 1, 3
 _USER_TIMEOUT_MS = 4000
 # What is lost on the way is sent again at least every second (Linux 6.15 and later); otherwise the
 # pauses double, and a link that was cut for 3.1 s would be silent for 6.2.
 _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS = 44, 1000
-_TCP_INFO_NBYTES = 60
-_TCPI_UNACKED, _TCPI_LAST_ACK = 24, 56  # offsets of two 32-bit numbers in struct tcp_info
-_SIOCOUTQ = 0x5411
 # Room for a burst of small frames; the kernel bounds what it grants.
 _BUFFER_NBYTES = 1 << 20
 _CHECK_EVERY = 0.1  # seconds
-_ACK_TOLERANCE = 0.05  # seconds: the kernel counts milliseconds, and rounds
 _BACKLOG = 4096  # cut by the kernel to somaxconn
+
+# What the system calls take: host and port, and for IPv6 flow and scope too.
+_SocketAddress = tuple[Any, ...]
 
 
 def _nothing() -> None:
@@ -137,54 +131,9 @@ def expect_prompt_reading(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
-class Unanswered:
-    """For how long the other host has acknowledged nothing although there is something to.
-
-    A process that does not read is told from a host that is gone: a full window is acknowledged.
-    Neither keepalive (not while data is under way) nor the user timeout (which counts a full window
-    too) tells this. One thread asks, again and again.
-    """
-
-    __slots__ = ("_acknowledged", "_since")
-
-    def __init__(self) -> None:
-        self._since: Deadline | None = None
-        self._acknowledged = 0.0
-
-    def look(self, sock: socket.socket) -> Deadline | None:
-        """Return what was begun when the silence was first seen; None if there is none."""
-        if sys.platform != "linux" or sock.family == socket.AF_UNIX:
-            return None
-        try:
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
-        except OSError:
-            return None  # it is closed
-        (under_way,) = struct.unpack_from("=I", info, _TCPI_UNACKED)
-        (last_ms,) = struct.unpack_from("=I", info, _TCPI_LAST_ACK)
-        acknowledged = monotonic() - last_ms / 1000
-        if not under_way:
-            self._since = None
-        elif self._since is None or acknowledged > self._acknowledged + _ACK_TOLERANCE:
-            self._since = Deadline(math.inf)
-            self._acknowledged = acknowledged
-        return self._since
-
-
-def unsent_nbytes(sock: socket.socket) -> int:
-    """Return how many bytes wait in the kernel for the other end to take them."""
-    if sys.platform != "linux":
-        return 0
-    count = array("i", [0])
-    try:
-        fcntl.ioctl(sock.fileno(), _SIOCOUTQ, count)
-    except (OSError, ValueError):
-        return 0  # it is closed
-    return count[0]
-
-
 def listen_tcp(address: TcpAddress) -> socket.socket:
     """Listen on exactly the address asked for; port 0 takes a free one."""
-    family, where = _resolve(address)
+    family, where = _resolve(address)[0]
     sock = _open_socket(family)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -221,7 +170,7 @@ def start_listening(sock: socket.socket) -> None:
 def connect_tcp(
     address: TcpAddress, deadline: Deadline, *, check: Callable[[], None] = _nothing
 ) -> socket.socket:
-    """Connect once.
+    """Connect once, to the first of a name's addresses that answers.
 
     Args:
         address: Where to.
@@ -232,9 +181,22 @@ def connect_tcp(
         NoConnectionError: Nobody listens there.
         DeadlineExceededError: No answer in time.
     """
-    family, where = _resolve(address)
-    sock = _open_socket(family)
-    return _connect(sock, where, str(address), deadline, check)
+    candidates = _resolve(address)
+    failures: list[str] = []
+    for index, (family, where) in enumerate(candidates):
+        is_last = index == len(candidates) - 1
+        # One that never answers leaves time for the others.
+        limit = deadline if is_last else deadline.sooner(deadline.remaining() / 2)
+        name = str(TcpAddress(str(where[0]), int(where[1])))
+        try:
+            return _connect(_open_socket(family), where, name, limit, check)
+        except NoConnectionError as error:
+            failures.append(error.message)
+        except DeadlineExceededError as error:
+            if is_last:
+                raise
+            failures.append(error.detail)
+    raise NoConnectionError("; ".join(failures))
 
 
 def connect_unix(
@@ -286,20 +248,21 @@ def wait_patiently(
             return False
 
 
-def _resolve(address: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]]:
+def _resolve(address: TcpAddress) -> list[tuple[int, _SocketAddress]]:
+    """Return the addresses that a name stands for, each once."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise NoConnectionError(f"cannot resolve {address.host!r}: {_why(error)}") from error
     # "localhost" may resolve to ::1 first where the listener is on 127.0.0.1: IPv4 first, at both
     # ends.
-    family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return family, where  # type: ignore[return-value]
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
 
 
 def _connect(
     sock: socket.socket,
-    where: tuple[str, int] | str,
+    where: _SocketAddress | str,
     name: str,
     deadline: Deadline,
     check: Callable[[], None],
@@ -332,7 +295,7 @@ def _open_socket(family: int) -> socket.socket:
         raise ResourceError(f"cannot open a socket: {_why(error)}") from error
 
 
-def _start_connecting(sock: socket.socket, where: tuple[str, int] | str, name: str) -> int:
+def _start_connecting(sock: socket.socket, where: _SocketAddress | str, name: str) -> int:
     try:
         return sock.connect_ex(where)
     except OSError as error:  # not even an address: a path that is too long

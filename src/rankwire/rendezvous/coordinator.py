@@ -35,6 +35,9 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
+from rankwire.links.sockets import TcpAddress
+from rankwire.rendezvous.callback import call_back
+from rankwire.rendezvous.host import host_id
 from rankwire.rendezvous.messages import (
     DEFAULT_PATIENCE,
     Beat,
@@ -112,6 +115,8 @@ class Coordinator:
         self._controls: dict[int, Connection] = {}
         self._silence = Silence(patience, (), monotonic())
         self._given_up: set[int] = set()
+        self._host_id = host_id()
+        self._unreached: dict[int, str] = {}
         self._state = _State.FORMING
         self._deadline: Deadline | None = None
         self._gave_up: set[int] = set()
@@ -158,6 +163,8 @@ class Coordinator:
                     self._state = _State.FAILED
             if self._state is _State.FAILED:
                 reason = f"the world did not form within {deadline.limit:g} s"
+                if self._unreached:
+                    reason += f" ({'; '.join(self._unreached.values())})"
                 self._tell_failed(reason, missing)
                 raise RendezvousError(reason, missing=missing)
             _log.warning("waiting for ranks %s (%.0f s)", missing, deadline.waited)
@@ -173,7 +180,7 @@ class Coordinator:
                 case Beat():
                     pass
                 case Join(member, patience) if member.rank == rank:
-                    self._join(member, patience)
+                    self._reach(member, patience)
                 case Fallen(reason, traceback):
                     self._lose(Gone(rank, reason, traceback=traceback))
                     return
@@ -181,11 +188,33 @@ class Coordinator:
                     self._controls[rank].fail(ProtocolError(f"unexpected {type(message).__name__}"))
                     return
 
+    def _reach(self, member: Member, patience: Patience) -> None:
+        """Let a rank in if others can connect to it; within this host they can."""
+        connection = self._controls[member.rank]
+        if member.host_id == self._host_id:
+            self._join(member, patience)
+            return
+
+        def answered(trouble: str) -> None:
+            if self._controls.get(member.rank) is not connection:
+                return  # it has gone meanwhile
+            if not trouble:
+                self._join(member, patience)
+                return
+            where = TcpAddress(member.host, member.port)
+            reason = f"rank {member.rank} cannot be reached at {where}, where it listens: {trouble}"
+            self._unreached[member.rank] = reason
+            advice = "choose the address by listen= or advertise= (RANKWIRE_LISTEN, _ADVERTISE)"
+            tell(connection, Failed(f"{reason}; {advice}", []))
+
+        call_back(member, lambda trouble: self._doorkeeper.call_soon(lambda: answered(trouble)))
+
     def _join(self, member: Member, patience: Patience) -> None:
         with self._changed:
             if self._state is not _State.FORMING:
                 return
             self._members[member.rank] = member
+            self._unreached.pop(member.rank, None)
             self._patience = self._patience.shorter(patience)
             if len(self._members) == self._world_size:
                 self._form()

@@ -1,0 +1,65 @@
+"""What the kernel knows about a connection and does not tell by itself. Linux only."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import socket
+import struct
+import sys
+from array import array
+from time import monotonic
+
+from rankwire.deadline import Deadline
+
+__all__ = ["Unanswered", "unsent_nbytes"]
+
+_TCP_INFO_NBYTES = 60
+_TCPI_UNACKED, _TCPI_LAST_ACK = 24, 56  # offsets of two 32-bit numbers in struct tcp_info
+_SIOCOUTQ = 0x5411
+_ACK_TOLERANCE = 0.05  # seconds: the kernel counts milliseconds, and rounds
+
+
+class Unanswered:
+    """For how long the other host has acknowledged nothing although there is something to.
+
+    A process that does not read is told from a host that is gone: a full window is acknowledged.
+    Neither keepalive (not while data is under way) nor the user timeout (which counts a full window
+    too) tells this. One thread asks, again and again.
+    """
+
+    __slots__ = ("_acknowledged", "_since")
+
+    def __init__(self) -> None:
+        self._since: Deadline | None = None
+        self._acknowledged = 0.0
+
+    def look(self, sock: socket.socket) -> Deadline | None:
+        """Return what was begun when the silence was first seen; None if there is none."""
+        if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+            return None
+        try:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+        except OSError:
+            return None  # it is closed
+        (under_way,) = struct.unpack_from("=I", info, _TCPI_UNACKED)
+        (last_ms,) = struct.unpack_from("=I", info, _TCPI_LAST_ACK)
+        acknowledged = monotonic() - last_ms / 1000
+        if not under_way:
+            self._since = None
+        elif self._since is None or acknowledged > self._acknowledged + _ACK_TOLERANCE:
+            self._since = Deadline(math.inf)
+            self._acknowledged = acknowledged
+        return self._since
+
+
+def unsent_nbytes(sock: socket.socket) -> int:
+    """Return how many bytes wait in the kernel for the other end to take them."""
+    if sys.platform != "linux":
+        return 0
+    count = array("i", [0])
+    try:
+        fcntl.ioctl(sock.fileno(), _SIOCOUTQ, count)
+    except (OSError, ValueError):
+        return 0  # it is closed
+    return count[0]

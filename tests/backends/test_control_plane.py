@@ -1,0 +1,260 @@
+"""Silence, death and falls: what the control plane notices, and what it tells everyone.
+
+Ranks are processes that are really stopped and killed. Limits are short, so that tests are.
+"""
+
+import signal
+import time
+
+import pytest
+
+from rankwire.backends.tcp import TcpBackend
+from rankwire.errors import (
+    ChannelClosedError,
+    ConfigurationError,
+    PeerLostError,
+    PeerUnresponsiveError,
+)
+from worlds import (
+    PATIENCE,
+    Running,
+    address_of,
+    bound_socket,
+    eventually,
+    nursery,
+    process_world,
+    runtime_folder_of_its_own,
+    tcp_world,
+)
+
+TIGHT = {"suspect_after": 0.3, "fail_after": 1.0}
+SOON = 1.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_nursery():
+    with nursery():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def folder():
+    with runtime_folder_of_its_own() as path:
+        yield path
+
+
+def watch(rank) -> None:
+    """Have a rank process note what it is told of its peers."""
+    rank.call("eval", "globals().update(lost=[], suspected=[])")
+    rank.call("eval", "backend.on_peer_lost(lambda e: lost.append((e.peer, e.reason))) and None")
+    rank.call("eval", "backend.on_peer_suspected(lambda r, s: suspected.append((r, s))) and None")
+
+
+@pytest.mark.parametrize("stopped", [0, 1], ids=["the coordinator", "another"])
+def test_f03_a_stopped_rank_is_given_up_after_the_limit_by_all(stopped):
+    with process_world(3, **TIGHT) as ranks:
+        others = [rank for rank in ranks if rank.rank != stopped]
+        waiting = [rank.start("recv", stopped) for rank in others]
+        at = ranks[stopped].signal(signal.SIGSTOP)
+        errors = [command.error() for command in waiting]
+        assert [type(error) for error in errors] == [PeerUnresponsiveError] * 2
+        assert [error.peer for error in errors] == [stopped] * 2
+        assert "silent" in errors[0].reason
+        assert all(0.7 < command.ended - at < 1.0 + SOON for command in waiting)
+        # The others go on with each other.
+        others[0].call("send", b"still here", others[1].rank)
+        assert others[1].call("recv", others[0].rank) == b"still here"
+
+
+def test_f03_a_rank_that_goes_on_before_the_limit_has_lost_nothing():
+    with process_world(3, suspect_after=0.3, fail_after=20.0) as ranks:
+        watch(ranks[2])
+        waiting = ranks[2].start("recv", 1)
+        ranks[1].signal(signal.SIGSTOP)
+        eventually(lambda: ranks[2].call("eval", "suspected"))
+        status = ranks[2].call("eval", "backend.status().peers[1]")
+        assert status.state == "suspected"
+        assert status.waiting_for == ("a message with tag 0",)
+        sent = ranks[0].start("send", b"for later", 1)
+        ranks[1].signal(signal.SIGCONT)
+        eventually(lambda: len(ranks[2].call("eval", "suspected")) == 2)
+        (first, silent), (second, heard_again) = ranks[2].call("eval", "suspected")
+        assert first == second == 1
+        assert silent >= 0.3
+        assert heard_again == 0.0
+        sent.result()
+        assert ranks[1].call("recv", 0) == b"for later"
+        ranks[1].call("send", b"awake", 2)
+        assert waiting.result() == b"awake"
+        assert ranks[2].call("eval", "backend.status().peers[1].state") == "up"
+        assert ranks[2].call("eval", "lost") == []
+
+
+def test_f03_a_rank_that_wakes_up_too_late_learns_that_it_was_given_up():
+    with process_world(3, **TIGHT) as ranks:
+        waiting = ranks[1].start("recv", 2)
+        ranks[1].signal(signal.SIGSTOP)
+        ranks[0].start("recv", 1).error()
+        ranks[1].signal(signal.SIGCONT)
+        error = waiting.error()
+        assert isinstance(error, PeerLostError)
+        assert "given up this rank" in error.reason
+
+
+def test_f04_a_rank_that_holds_the_interpreter_lock_is_silent_too():
+    held = "__import__('ctypes').PyDLL(None).usleep(2_500_000)"
+    with process_world(3, **TIGHT) as ranks:
+        waiting = [ranks[0].start("recv", 1), ranks[2].start("recv", 1)]
+        ranks[1].start("eval", held)
+        assert [type(command.error()) for command in waiting] == [PeerUnresponsiveError] * 2
+
+
+def test_a_judge_that_was_stopped_itself_gives_up_nobody():
+    with process_world(3, **TIGHT) as ranks:
+        for rank in ranks:  # all at once: nobody hears anybody
+            rank.signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        for rank in ranks:
+            rank.signal(signal.SIGCONT)
+        for command in [rank.start("barrier") for rank in ranks]:
+            command.result()
+        assert [rank.call("eval", "backend.alive") for rank in ranks] == [(0, 1, 2)] * 3
+
+
+@pytest.mark.parametrize("killed", [0, 2], ids=["the coordinator", "another"])
+def test_f01_all_survivors_name_the_same_rank_and_cause(killed):
+    with process_world(4) as ranks:
+        survivors = [rank for rank in ranks if rank.rank != killed]
+        waiting = [rank.start("recv", killed) for rank in survivors]
+        for rank in survivors:  # some talk to it directly, some only know of it
+            if rank.rank != 3:
+                ranks[killed].call("send", b"", rank.rank, tag=9)
+        ranks[killed].kill()
+        errors = [command.error() for command in waiting]
+        assert {(type(error), error.peer, error.reason) for error in errors} == {
+            (PeerLostError, killed, "its connection ended")
+        }
+        eventually(
+            lambda: all(killed not in rank.call("eval", "backend.alive") for rank in survivors)
+        )
+
+
+@pytest.mark.parametrize("fallen", [0, 1], ids=["the coordinator", "another"])
+def test_the_error_that_a_rank_falls_by_reaches_all_others_with_its_traceback(fallen):
+    with tcp_world(3) as world:
+        others = [backend for backend in world if backend.rank != fallen]
+        waiting = [Running(backend.recv, fallen) for backend in others]
+
+        def bad_batch():
+            raise ValueError("bad batch")
+
+        with pytest.raises(ValueError, match="bad batch"), world[fallen]:
+            bad_batch()
+        for running in waiting:
+            error = running.error()
+            assert isinstance(error, PeerLostError)
+            assert error.peer == fallen
+            assert error.reason == "it raised ValueError: bad batch"
+            assert "in bad_batch" in error.remote_traceback
+            assert f"traceback on rank {fallen}:\n  | Traceback" in str(error)
+        others[0].send(b"we go on", others[1].rank)
+        assert others[1].recv(others[0].rank) == b"we go on"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SystemExit(3), "it exited with 3"),
+        (SystemExit("no data"), "it exited with 'no data'"),
+        (KeyboardInterrupt(), "it raised KeyboardInterrupt"),
+    ],
+    ids=repr,
+)
+def test_leaving_by_an_exit_code_or_an_interrupt_is_a_fall_too(error, reason):
+    with tcp_world(2) as (zero, one):
+        waiting = Running(one.recv, 0)
+        with pytest.raises(type(error)), zero:
+            raise error
+        assert waiting.error().reason == reason
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_f46_a_good_exit_code_is_an_orderly_end(code):
+    with tcp_world(2) as (zero, one):
+        waiting = Running(one.recv, 0)
+        with pytest.raises(SystemExit), zero:
+            raise SystemExit(code)
+        assert isinstance(waiting.error(), ChannelClosedError)
+        assert one.status().peers[0].state == "left"
+        assert one.alive == (1,)
+
+
+def test_who_asks_is_told_of_each_loss_once_also_of_earlier_ones():
+    with process_world(4) as ranks:
+        watch(ranks[0])
+        ranks[3].kill()
+        eventually(lambda: ranks[0].call("eval", "lost") == [(3, "its connection ended")])
+        ranks[2].call("close")
+        ranks[0].start("recv", 2).error()
+        ranks[1].kill()
+        eventually(lambda: ranks[0].call("eval", "len(lost)") == 2)
+        watch(ranks[0])
+        eventually(lambda: {peer for peer, _ in ranks[0].call("eval", "lost")} == {1, 3})
+        assert ranks[0].call("eval", "backend.alive") == (0,)
+
+
+def test_a_removed_callback_is_not_called():
+    with process_world(3) as ranks:
+        ranks[0].call("eval", "globals().update(lost=[], also=[])")
+        ranks[0].call(
+            "eval", "globals().update(remove=backend.on_peer_lost(lambda e: lost.append(e.peer)))"
+        )
+        ranks[0].call("eval", "backend.on_peer_lost(lambda e: also.append(e.peer)) and None")
+        ranks[0].call("eval", "remove() or remove()")
+        ranks[1].kill()
+        eventually(lambda: ranks[0].call("eval", "also") == [1])
+        assert ranks[0].call("eval", "lost") == []
+
+
+def test_the_status_tells_what_is_waited_for_and_what_is_queued():
+    with tcp_world(3, transport="tcp") as (zero, one, two):
+        waiting = [Running(zero.recv, 1, 7), Running(zero.barrier)]
+        eventually(lambda: len(zero.status().peers[1].waiting_for) == 2)
+        status = zero.status()
+        assert set(status.peers[1].waiting_for) == {"a message with tag 7", "barrier 0"}
+        assert status.waiting_on in ([1], [1, 2])
+        assert "waited for: a message with tag 7" in str(status)
+        for _ in range(64):
+            two.send(bytes(1 << 14), 0, tag=3)
+        assert two.status().peers[0].queued_nbytes > 1 << 14  # nobody reads it
+        assert two.status().peers[0].link == "tcp"
+        one.send(b"", 0, tag=7)
+        waiting += [Running(backend.barrier) for backend in (one, two)]
+        for running in waiting:
+            running.result()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [(0.0, 1.0), (2.0, 1.0), (float("nan"), 1.0), (-1.0, 5.0)],
+)
+def test_limits_that_cannot_work_are_refused(limits):
+    suspect_after, fail_after = limits
+    with pytest.raises(ConfigurationError, match="suspected before it is given up"):
+        TcpBackend(0, 1, "127.0.0.1:0", suspect_after=suspect_after, fail_after=fail_after)
+
+
+def test_the_shortest_limits_of_all_ranks_count():
+    listener = bound_socket()
+    zero = Running(TcpBackend, 0, 2, address_of(listener), listener=listener, fail_after=9.0)
+    one = Running(TcpBackend, 1, 2, address_of(listener), suspect_after=2.0, fail_after=20.0)
+    with zero.result() as zero, one.result() as one:
+        assert zero._formation._coordinator._patience == one._formation._attendance._patience
+        patience = one._formation._attendance._patience
+        assert (patience.suspect_after, patience.fail_after) == (2.0, 9.0)
+
+
+def test_silence_of_hours_is_allowed_if_asked_for():
+    with tcp_world(2, suspect_after=float("inf"), fail_after=float("inf")) as (zero, one):
+        zero.send(b"x", 1)
+        assert one.recv(0, timeout=PATIENCE) == b"x"

@@ -1,0 +1,117 @@
+"""A coordinator that is no rank."""
+
+import pytest
+
+from rankwire.backends.tcp import TcpBackend
+from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
+from rankwire.rendezvous.hosting import CoordinatorHost
+from worlds import SECRET, Running, address_of, bound_socket, eventually, runtime_folder_of_its_own
+
+
+@pytest.fixture(autouse=True)
+def folder():
+    with runtime_folder_of_its_own() as path:
+        yield path
+
+
+class Launcher:
+    """Notes what it is told."""
+
+    def __init__(self, world_size):
+        listener = bound_socket()
+        self.address = address_of(listener)
+        self.told = []
+        self.host = CoordinatorHost(
+            listener,
+            world_size,
+            secret=SECRET,
+            job="hosted",
+            on_formed=lambda world: self.told.append("formed"),
+            on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
+        )
+
+    def world(self, world_size):
+        forming = [
+            Running(
+                TcpBackend,
+                rank,
+                world_size,
+                self.address,
+                secret=SECRET,
+                job="hosted",
+                has_coordinator=True,
+                join_timeout=10.0,
+                timeout=10.0,
+            )
+            for rank in range(world_size)
+        ]
+        return [running.result() for running in forming]
+
+
+@pytest.fixture
+def launcher():
+    launcher = Launcher(3)
+    yield launcher
+    launcher.host.close()
+    launcher.host.close()
+
+
+def test_rank_0_joins_like_any_other_and_its_end_is_an_ordinary_one(launcher):
+    zero, one, two = launcher.world(3)
+    one.send(b"by way of the launcher's list", 0)
+    assert zero.recv(1).startswith(b"by way")
+    waiting = Running(two.recv, 0)
+    zero.close(error=ValueError("rank 0 fell"))
+    assert waiting.error().reason == "it raised ValueError: rank 0 fell"
+    two.send(b"on we go", 1)
+    assert one.recv(2) == b"on we go"
+    assert one.alive == (1, 2)
+    one.close()
+    two.close()
+    eventually(lambda: launcher.told == ["formed", (0, False), (1, True), (2, True)])
+
+
+def test_when_all_have_gone_the_next_world_may_form(launcher):
+    for _ in range(2):
+        world = launcher.world(3)
+        for backend in world:
+            backend.close()
+        eventually(lambda: len(launcher.told) % 4 == 0)
+    assert launcher.told.count("formed") == 2
+
+
+def test_a_launcher_begins_anew_while_an_old_rank_is_still_there(launcher):
+    old = launcher.world(3)
+    launcher.host.expect()
+    for backend in old:
+        eventually(lambda backend=backend: not backend._is_watched)
+    new = launcher.world(3)
+    new[1].send(b"new", 2)
+    assert new[2].recv(1) == b"new"
+    for backend in (*old, *new):
+        backend.close()
+
+
+def test_when_the_launcher_is_gone_ranks_still_notice_each_others_deaths(launcher):
+    world = launcher.world(3)
+    launcher.host.close()
+    for backend in world:
+        eventually(lambda backend=backend: not backend._is_watched)
+    waiting = Running(world[1].recv, 2)
+    world[2].close(error=ValueError("nobody tells this"))
+    assert isinstance(waiting.error(), PeerLostError)
+    for backend in world:
+        backend.close()
+
+
+def test_ranks_of_another_job_or_secret_or_size_are_refused(launcher):
+    common = {"has_coordinator": True, "join_timeout": 5.0}
+    with pytest.raises(RendezvousError, match="another job"):
+        TcpBackend(0, 3, launcher.address, secret=SECRET, job="other", **common)
+    with pytest.raises(RendezvousError, match="world size of 3"):
+        TcpBackend(0, 4, launcher.address, secret=SECRET, job="hosted", **common)
+
+
+def test_a_rank_that_does_not_coordinate_takes_no_listener():
+    with bound_socket() as listener, pytest.raises(ConfigurationError, match="listener"):
+        TcpBackend(0, 2, address_of(listener), listener=listener, has_coordinator=True)
