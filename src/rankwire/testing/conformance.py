@@ -23,6 +23,7 @@ from rankwire.errors import (
 )
 from rankwire.testing.conformance_collectives import COLLECTIVE_CHECKS
 from rankwire.testing.conformance_groups import GROUP_CHECKS
+from rankwire.testing.conformance_peers import PEER_CHECKS
 from rankwire.testing.conformance_rpc import RPC_CHECKS
 from rankwire.testing.expecting import expect
 from rankwire.testing.ranks import in_parallel
@@ -356,6 +357,7 @@ CHECKS: dict[str, Check] = {
         _barriers_and_messages_never_mix,
         _many_threads_each_get_their_own,
         _close_wakes_whoever_waits,
+        *PEER_CHECKS,
         *GROUP_CHECKS,
         *COLLECTIVE_CHECKS,
         *RPC_CHECKS,
