@@ -122,6 +122,24 @@ class Inbox:
             self._wake(receive)
         return withdrawn
 
+    def abort(self, receive: Receive, error: RankwireError) -> bool:
+        """End a receive with an error; False if it is done already.
+
+        A thread that waits for it and has the reading role notices when it looks up.
+        """
+        with self._mutex:
+            if not self._mailbox.withdraw(receive):
+                return False
+            receive.fail(error)
+            self._wake(receive)
+        _call_back([receive])
+        return True
+
+    def tags_wanted(self) -> list[int]:
+        """Return the tags of the receives that wait."""
+        with self._mutex:
+            return self._mailbox.tags_wanted()
+
     def watch(self) -> list[int]:
         """See ``Meanwhile``: what a thread that cannot send now reads from this peer."""
         connection = self.connection

@@ -31,6 +31,11 @@ class EventLoop:
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    @property
+    def ident(self) -> int | None:
+        """Its thread's identifier, once it runs."""
+        return None if self._thread is None else self._thread.ident
+
     def run(self, make: Callable[[], Coroutine[Any, Any, None]], holder: _HasTask) -> None:
         """Start a coroutine; its task is put on ``holder``, so that it can be cancelled."""
         loop = self._running_loop()

@@ -70,11 +70,13 @@ class Job(Protocol):
 
 
 class Worker:
-    """One thread of the pool."""
+    """One thread of a pool. Made by that thread."""
 
-    __slots__ = ("job", "wakeup")
+    __slots__ = ("ident", "job", "pool", "wakeup")
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.ident = threading.get_ident()
         self.job: Job | None = None  # what it runs; None while it polls or waits
         self.wakeup = threading.Lock()
         self.wakeup.acquire()
@@ -166,6 +168,11 @@ class Pool:
         """Whether this worker has the polling role."""
         return self._poller is worker
 
+    def queued(self) -> list[Job]:
+        """Return the jobs that wait for a worker."""
+        with self._mutex:
+            return list(self._queued)
+
     @property
     def busy(self) -> int:
         """How many jobs run or wait."""
@@ -202,7 +209,7 @@ class Pool:
         thread.start()
 
     def _live(self) -> None:
-        worker = Worker()
+        worker = Worker(self)
         try:
             while self._find_role(worker):
                 if self._poller is worker:
