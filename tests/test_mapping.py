@@ -29,6 +29,7 @@ SHOWN_IN = {
     "testing/conformance_groups": "conformance/test_conformance.py",
     "testing/conformance_rpc": "conformance/test_conformance.py",
     "rpc/messages": "rpc/test_rpc_messages.py",
+    "rpc/nested": "conformance/test_conformance.py",
 }
 
 

@@ -210,9 +210,9 @@ class RpcAgent:
             receive = lane.call(dst, request_id, buffers, nbytes, deadline)
             try:
                 if call is not None:
-                    self._wait_nested(
-                        call, Outgoing(lane, dst, request_id, name, receive), deadline
-                    )
+                    nested = Outgoing(lane, dst, request_id, name, receive)
+                    call.began(nested)
+                    self._nested.drive(call, nested, deadline, patient=True)
                 payload = lane.wait(dst, receive, deadline)
             except DeadlineExceededError as error:
                 error.may_have_run = True
@@ -226,6 +226,9 @@ class RpcAgent:
             except BaseException:  # an interrupt: the callee need not go on
                 lane.cancel(dst, request_id)
                 raise
+            finally:
+                if call is not None:
+                    call.ended(request_id)
             return decode_reply(self.codec, payload)
         except RankwireError as error:
             raise self._explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
@@ -331,13 +334,6 @@ class RpcAgent:
             raise call.cancellation()
         if call.worker is not None:
             self._server.about_to_block(call.worker)
-
-    def _wait_nested(self, call: Call, nested: Outgoing, deadline: Deadline) -> None:
-        call.began(nested)
-        try:
-            self._nested.drive(call, nested, deadline, patient=True)
-        finally:
-            call.ended(nested.request_id)
 
     def drive(self, future: RpcFuture, receive: Receive, deadline: Deadline) -> bool:
         """Wait for the reply of a future; False if the deadline passes first."""

@@ -43,6 +43,7 @@ from rankwire.rpc.messages import (
     Outcome,
     Request,
     decode_request,
+    describe_error,
     encode_failure,
     encode_reply,
     encode_result,
@@ -67,6 +68,7 @@ _REPLY_PATIENCE = 1.0
 _STOP_PATIENCE = 0.5
 _SMALL_REPLY = 65536
 _SHORT_TEXT = 200
+_LATE_CALLS = 64  # of which is remembered why they failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Server:
         self._draining = False
         self._loopback: Loopback | None = None
         self._active: dict[tuple[int, int], _Serving] = {}
+        self._late: dict[Key, ActiveCall] = {}
         self._unsent: dict[Any, deque[tuple[IncomingCall, Encoded]]] = {}
         self._unsent_lock = threading.Lock()
         self._event_loop: EventLoop | None = None
@@ -324,13 +327,24 @@ class Server:
 
     def account(self, keys: Iterable[Key]) -> dict[Key, ActiveCall]:
         """Tell of calls that are served here, and of those here that they need."""
-        return give_account(
+        keys = list(keys)
+        account = give_account(
             self._backend.rank,
             self._limits.workers,
             {Key(self._backend.rank, *key): job for key, job in list(self._active.items())},
             set(self._pool.queued()),
             keys,
         )
+        late = {key: call for key in keys if (call := self._late.get(key)) is not None}
+        return late | account
+
+    def remember_late(self, job: _Serving, error: BaseException) -> None:
+        """Keep why a call failed whose caller's time is up; it may be asking just now."""
+        key = Key(self._backend.rank, job.incoming.src, job.incoming.request_id)
+        text = f"failed too late with {describe_error(error)}"
+        self._late[key] = ActiveCall(job.call.name, job.depth, job.call.deadline.waited, text)
+        while len(self._late) > _LATE_CALLS:
+            self._late.pop(next(iter(self._late)), None)
 
     def key_of(self, call: Call) -> Key | None:
         """Return the name of a call in the whole world, if it is served here."""
@@ -446,6 +460,8 @@ class _Serving:
             value = self._function.target(*self._request.args, **self._request.kwargs)
         except BaseException as error:
             # Whatever it raises is the caller's business, and must not end the serving thread.
+            if self.call.deadline.expired:
+                self._server.remember_late(self, error)
             return self._server.encode_error(error)
         return self._server.encode_value(value)
 

@@ -32,6 +32,7 @@ __all__ = [
     "Request",
     "decode_reply",
     "decode_request",
+    "describe_error",
     "encode_failure",
     "encode_reply",
     "encode_request",
@@ -142,6 +143,11 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
     else:
         details = [kind[:longest], _printable(text[:longest]), ""]
     return encode_reply(codec, Outcome.RAISED, details)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's type and text, as long as they travel."""
+    return _printable(f"{_type_name(error)}: {_text(error)}")
 
 
 def decode_reply(codec: Codec, payload: bytearray) -> Any:
