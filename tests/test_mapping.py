@@ -14,6 +14,8 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "forking": "faults/test_f_ending.py",
+    "backends/ending": "faults/test_f_ending.py",
     "backends/meeting": "conformance/test_conformance.py",
     "backends/tcp": "backends/test_tcp_backend.py",
     "backends/tcp_calls": "conformance/test_conformance.py",

@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
+from rankwire.backends.ending import close_at_exit
 from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
 from rankwire.backends.tcp_calls import TcpCallPort
 from rankwire.backends.tcp_formation import Formation
@@ -142,6 +143,7 @@ class TcpBackend(Backend):
         except BaseException:
             self._formation.close()
             raise
+        close_at_exit(self)
 
     def on_formed(self, world: World) -> None:
         """Get to know the peers. Called once by the formation, before any of them can dial."""
@@ -481,6 +483,10 @@ class TcpBackend(Backend):
             self._formation.close()
             if self._introductions.ident is not None:
                 self._introductions.join()
+
+    def leave_at_exit(self) -> None:
+        """See ``Leaving``."""
+        self.close()
 
     def __repr__(self) -> str:
         gone = [rank for rank, peer in self._peers.items() if peer.failure is not None]

@@ -29,7 +29,13 @@ from rankwire.backends.calls import (
     RepliesDue,
 )
 from rankwire.deadline import Deadline
-from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    ForkedProcessError,
+    RankwireError,
+)
+from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.links.single_copy import Lent
@@ -68,7 +74,7 @@ class TcpCallPort(CallPort):
         self._backend = backend
         self._lock = threading.Lock()
         self._closed: ChannelClosedError | None = None
-        self._ended: ChannelClosedError | None = None
+        self._ended: RankwireError | None = None
         self._outgoing: dict[int, Inbox] = {}
         self._attended: dict[int, Inbox] = {}
         self._incoming: dict[int, Connection] = {}
@@ -81,6 +87,7 @@ class TcpCallPort(CallPort):
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll.register(self._wakeup, select.EPOLLIN)
+        guard(self)
 
     # -- outgoing ----------------------------------------------------------------------------------
 
@@ -468,6 +475,15 @@ class TcpCallPort(CallPort):
         self.wake()
         for inbox in list(self._outgoing.values()):
             inbox.fail(cause)
+
+    def forsake(self) -> None:
+        """See ``Forkable``. The epoll is shared with the parent: nothing is unregistered."""
+        self._ended = ForkedProcessError("this agent")
+        self._lock = threading.Lock()
+        if self._closed is None:
+            self._closed = ChannelClosedError(self._ended.message)
+            self._epoll.close()
+            os.close(self._wakeup)
 
     def close(self) -> None:
         """See ``CallPort.close``."""

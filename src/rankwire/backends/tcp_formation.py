@@ -18,6 +18,7 @@ import msgspec
 
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, ConfigurationError, RankwireError
+from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.sockets import (
@@ -86,6 +87,7 @@ class Formation:
         self._doorkeeper: Doorkeeper | None = None
         self._coordinator: Coordinator | None = None
         self._control: Connection | None = None
+        guard(self)
 
     # -- forming -----------------------------------------------------------------------------------
 
@@ -228,6 +230,14 @@ class Formation:
     def _coordinator_ended(self, error: RankwireError) -> None:
         orderly = isinstance(error, ChannelClosedError)
         self._owner.on_gone(Gone(0, getattr(error, "reason", error.message), orderly))
+
+    def forsake(self) -> None:
+        """See ``Forkable``. The files are the parent's to remove."""
+        for remove in self._files:
+            remove.detach()
+        for listener in (self._tcp_listener, self._unix_listener):
+            if listener is not None:
+                listener.close()
 
     # -- ending ------------------------------------------------------------------------------------
 

@@ -29,10 +29,12 @@ from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
+    ForkedProcessError,
     PeerLostError,
     ProtocolError,
     RankwireError,
 )
+from rankwire.forking import guard
 from rankwire.links.single_copy import Borrowed, Lent, Meanwhile, lend, probe
 from rankwire.links.sockets import wait_for, wait_patiently
 from rankwire.links.spinning import Spin
@@ -123,6 +125,7 @@ class Connection:
         self._send_lock = threading.Lock()
         self._sequence = 0
         self._held: list[Buffer] = []
+        guard(self)
 
     @property
     def transport(self) -> str:
@@ -594,6 +597,12 @@ class Connection:
         if self.failure is None:
             self.failure = ChannelClosedError("this connection is closed").during(peer=self.peer)
         self._shut_down()
+        self._sock.close()
+
+    def forsake(self) -> None:
+        """See ``Forkable``. Closed, not shut down: that would end the parent's connection."""
+        self.failure = ForkedProcessError("this connection")
+        self._send_lock = threading.Lock()
         self._sock.close()
 
     def _shut_down(self) -> None:

@@ -23,7 +23,13 @@ from collections.abc import Callable, Sequence
 from time import sleep
 
 from rankwire.deadline import Deadline
-from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
+from rankwire.errors import (
+    DeadlineExceededError,
+    ForkedProcessError,
+    PeerLostError,
+    RankwireError,
+)
+from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Frame, Payload
@@ -63,6 +69,7 @@ class Inbox:
         self._parked: dict[Receive, list[threading.Lock]] = {}
         self._backlog: deque[Frame] = deque()  # read, but there was no room to fetch what is lent
         self._in_hand: Frame | None = None  # out of the backlog, and being delivered
+        guard(self)
 
     def attach(self, connection: Connection) -> bool:
         """Take the connection; False if there is one already, or if the peer has been given up."""
@@ -262,6 +269,11 @@ class Inbox:
         self.fail(cause)
         if self.connection is not None:
             self.connection.close()
+
+    def forsake(self) -> None:
+        """See ``Forkable``. A callback may have forked, and goes on in here afterwards."""
+        self._mutex = threading.Lock()
+        self._mailbox.fail(ForkedProcessError("this inbox"))
 
     @property
     def in_flight(self) -> int:

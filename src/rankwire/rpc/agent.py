@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar, overload
 
 from rankwire.backends.base import Backend, check_rank
 from rankwire.backends.calls import IncomingCall
+from rankwire.backends.ending import close_at_exit
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -29,6 +30,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.forking import disown, guard
 from rankwire.rpc.accounts import QUESTION
 from rankwire.rpc.circles import ActiveCall, Key, unpack
 from rankwire.rpc.context import Call, describe_chain, serving
@@ -48,6 +50,7 @@ _log = logging.getLogger("rankwire")
 
 MAX_DEPTH = 32
 _ASK_LIMIT = 0.2  # seconds for asking what became of a call whose deadline has passed
+_EXIT_GRACE = 0.1  # seconds
 _MOST_EXPLAINED = 4  # futures that are late at the same moment
 _EXPIRY_CHECK_EVERY = 0.05  # seconds; a thread that waits in result() is exact
 
@@ -113,6 +116,8 @@ class RpcAgent:
         self._nested = Nested(self._server, self._ask)
         self._loopback = Loopback(backend.rank, self._server.serve_own, self._server.cancel_own)
         self._server.start(self._loopback)
+        guard(self)
+        close_at_exit(self)
 
     @property
     def rank(self) -> int:
@@ -471,6 +476,9 @@ class RpcAgent:
         New calls are refused; running ones, in both directions, have ``grace`` seconds to finish;
         the rest fails. Idempotent.
         """
+        self._close(grace)
+
+    def _close(self, grace: float, patience: float | None = None) -> None:
         with self._close_lock:
             if self._closed:
                 return
@@ -478,10 +486,20 @@ class RpcAgent:
             deadline = Deadline(grace)
             self._server.drain(deadline, lambda: not self._futures and not self._port.in_flight())
             try:
-                self._server.stop()
+                self._server.stop(patience)
             finally:
                 self._port.close()
                 self._end_all()
+
+    def leave_at_exit(self) -> None:
+        """See ``Leaving``. Functions that still run are not waited for."""
+        self._close(_EXIT_GRACE, _EXIT_GRACE)
+
+    def forsake(self) -> None:
+        """See ``Forkable``."""
+        for future in list(self._futures.values()):
+            disown(future)
+        disown(self)
 
     def _end_all(self) -> None:
         """End what still waits: this agent is closed, or its backend is."""

@@ -390,14 +390,18 @@ class Server:
                 return
             sleep(min(0.002, deadline.sleep_limit()))
 
-    def stop(self) -> None:
-        """Stop all threads; one that is inside a user's function ends when that does."""
+    def stop(self, patience: float | None = None) -> None:
+        """Stop all threads; one that is inside a user's function ends when that does.
+
+        Args:
+            patience: Seconds to wait for the event loop, and for the others; None is the default.
+        """
         for job in list(self._active.values()):
             job.cancel()
             job.call.give_up_nested()
         if self._event_loop is not None:
-            self._event_loop.close()
-        if not self._pool.close(Deadline(_STOP_PATIENCE)):
+            self._event_loop.close(*([] if patience is None else [patience]))
+        if not self._pool.close(Deadline.of(patience, _STOP_PATIENCE)):
             _log.warning("a function still runs while its agent is closed")
 
 

@@ -34,6 +34,7 @@ from typing import Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
+from rankwire.forking import guard
 
 __all__ = ["Job", "Pool", "Worker"]
 
@@ -127,6 +128,7 @@ class Pool:
         self._idle: list[Worker] = []
         self._threads: set[threading.Thread] = set()
         self._closing = False
+        guard(self)
 
     def start(self) -> None:
         """Start the poller and the standby."""
@@ -200,6 +202,11 @@ class Pool:
         return not any(
             thread.is_alive() for thread in threads if thread is not threading.current_thread()
         )
+
+    def forsake(self) -> None:
+        """See ``Forkable``. A function that has forked returns to here in the child, and ends."""
+        self._mutex = threading.Lock()
+        self._closing = True
 
     # -- a worker's life ---------------------------------------------------------------------------
 
