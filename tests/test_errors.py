@@ -10,11 +10,14 @@ import pytest
 from rankwire import errors
 from rankwire.errors import (
     AuthenticationError,
+    CallCancelledError,
     ChannelClosedError,
+    CircularCallError,
     CollectiveAbortedError,
     CollectiveMismatchError,
     ConfigurationError,
     DeadlineExceededError,
+    ForkedProcessError,
     FunctionNotFoundError,
     InvalidMessageError,
     InvalidRankError,
@@ -77,6 +80,13 @@ EXAMPLES = [
         TimeoutError,
         {"limit": 0.25, "waiting_for": [1, 3], "may_have_run": False},
     ),
+    (
+        lambda: CircularCallError([(0, "f"), (1, "g")], ["waits for 'g'", "waits for 'f'"]),
+        RuntimeError,
+        {"circle": [(0, "f"), (1, "g")], "may_have_run": True},
+    ),
+    (lambda: CallCancelledError("not wanted"), RuntimeError, {"may_have_run": True}),
+    (lambda: ForkedProcessError("this backend"), RuntimeError, {}),
     (lambda: OverloadedError("1024 calls in flight"), RuntimeError, {}),
     (
         lambda: FunctionNotFoundError("add", ["mul", "sub"]),
@@ -276,3 +286,10 @@ def test_the_class_tree_lets_families_be_caught():
         assert issubclass(kind, ConfigurationError)
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), RankwireError)
+
+
+def test_a_deadline_error_can_be_explained_afterwards():
+    error = DeadlineExceededError(1.5, waiting_for=[2]).explain("it is busy").explain("very")
+    assert error.detail == "it is busy; very"
+    assert str(error) == "no result within 1.5 s waiting for rank 2; it is busy; very"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error.copy()) == str(error)

@@ -14,6 +14,8 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "forking": "faults/test_f_ending.py",
+    "backends/ending": "faults/test_f_ending.py",
     "backends/meeting": "conformance/test_conformance.py",
     "backends/tcp": "backends/test_tcp_backend.py",
     "backends/tcp_calls": "conformance/test_conformance.py",
@@ -29,6 +31,7 @@ SHOWN_IN = {
     "testing/conformance_groups": "conformance/test_conformance.py",
     "testing/conformance_rpc": "conformance/test_conformance.py",
     "rpc/messages": "rpc/test_rpc_messages.py",
+    "rpc/nested": "conformance/test_conformance.py",
 }
 
 

@@ -22,6 +22,9 @@ Tree::
       DeadlineExceededError(TimeoutError)     .limit .waiting_for .may_have_run
       OverloadedError(RuntimeError)           a stated limit was reached; the call did not run
       ResourceError(RuntimeError)              out of file descriptors
+      CircularCallError(RuntimeError)         .circle .may_have_run: calls wait for each other
+      CallCancelledError(RuntimeError)        the call that this one served is not wanted any more
+      ForkedProcessError(RuntimeError)        used in a child of the process that made it
       FunctionNotFoundError(LookupError)      .name .known
       RemoteError(RuntimeError)               .remote_type .remote_message .remote_traceback
       CollectiveMismatchError(RuntimeError)   ranks disagree on what they are doing
@@ -41,11 +44,14 @@ from typing import Any, Self
 
 __all__ = [
     "AuthenticationError",
+    "CallCancelledError",
     "ChannelClosedError",
+    "CircularCallError",
     "CollectiveAbortedError",
     "CollectiveMismatchError",
     "ConfigurationError",
     "DeadlineExceededError",
+    "ForkedProcessError",
     "FunctionNotFoundError",
     "InvalidMessageError",
     "InvalidRankError",
@@ -309,20 +315,65 @@ class DeadlineExceededError(RankwireError, TimeoutError):
     may_have_run: bool = False
 
     def __init__(self, limit: float, *, waiting_for: Sequence[int] = (), detail: str = "") -> None:
-        text = f"no result within {limit:.6g} s"
-        if waiting_for:
-            noun = "ranks" if len(waiting_for) > 1 else "rank"
-            text += f" waiting for {noun} {', '.join(map(str, waiting_for))}"
-        if detail:
-            text += f"; {detail}"
-        super().__init__(text)
         self.limit = limit
         self.waiting_for = list(waiting_for)
         self.detail = detail
+        super().__init__(self._text())
+
+    def explain(self, detail: str) -> Self:
+        """Add to what is known, and return the error itself."""
+        self.detail = f"{self.detail}; {detail}" if self.detail else detail
+        self.message = self._text()
+        self.args = (self.message,)
+        return self
+
+    def _text(self) -> str:
+        text = f"no result within {self.limit:.6g} s"
+        if self.waiting_for:
+            noun = "ranks" if len(self.waiting_for) > 1 else "rank"
+            text += f" waiting for {noun} {', '.join(map(str, self.waiting_for))}"
+        return f"{text}; {self.detail}" if self.detail else text
 
 
 class OverloadedError(RankwireError, RuntimeError):
     """A stated limit was reached; the call did not run."""
+
+
+class CircularCallError(RankwireError, RuntimeError):
+    """Calls wait for each other in a circle, so none of them can end; this one was given up.
+
+    Attributes:
+        circle: The calls, as (rank, function name), each waiting for the next and the last one for
+            the first.
+        may_have_run: The function may have run in part.
+    """
+
+    may_have_run: bool = True
+
+    def __init__(self, circle: Iterable[tuple[int, str]], reasons: Iterable[str] = ()) -> None:
+        self.circle = [(rank, name) for rank, name in circle]
+        steps = [f"rank {rank} {name!r}" for rank, name in self.circle]
+        steps = [" ".join(step) for step in zip(steps, reasons, strict=True)] or steps
+        super().__init__(f"calls wait for each other in a circle: {'; '.join(steps)}")
+
+
+class CallCancelledError(RankwireError, RuntimeError):
+    """The function that made this call is served for a caller that does not want its result."""
+
+    may_have_run: bool = True
+
+
+class ForkedProcessError(RankwireError, RuntimeError):
+    """A child made by ``fork`` has used what belongs to its parent.
+
+    The child can make a backend of its own.
+    """
+
+    def __init__(self, what: str = "this") -> None:
+        super().__init__(
+            f"{what} belongs to the process that made it, and this is a child that was forked from "
+            "that; use it there, or make a new one here"
+        )
 
 
 class FunctionNotFoundError(RankwireError, LookupError):

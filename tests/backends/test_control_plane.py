@@ -3,7 +3,11 @@
 Ranks are processes that are really stopped and killed. Limits are short, so that tests are.
 """
 
+import contextlib
 import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -15,6 +19,7 @@ from rankwire.errors import (
     PeerLostError,
     PeerUnresponsiveError,
 )
+from rankwire.rpc.agent import RpcAgent
 from worlds import (
     PATIENCE,
     Running,
@@ -258,3 +263,47 @@ def test_silence_of_hours_is_allowed_if_asked_for():
     with tcp_world(2, suspect_after=float("inf"), fail_after=float("inf")) as (zero, one):
         zero.send(b"x", 1)
         assert one.recv(0, timeout=PATIENCE) == b"x"
+
+
+def test_a_call_to_a_rank_that_falls_ends_with_the_error_that_it_fell_by():
+    with tcp_world(2) as (zero, one):
+        release = threading.Event()
+        with RpcAgent(one) as caller:
+            running = None
+            with contextlib.suppress(ValueError), zero, RpcAgent(zero) as callee:
+                entered = []
+                callee.register("wait", lambda: entered.append(1) or release.wait(PATIENCE))
+                running = Running(caller.rpc_sync, 0, "wait")
+                future = caller.rpc_async(0, "wait")
+                eventually(lambda: len(entered) == 2)
+                raise ValueError("bad batch")
+            for error in (running.error(), future.exception(PATIENCE)):
+                assert isinstance(error, PeerLostError)
+                assert error.reason == "it raised ValueError: bad batch"
+                assert error.may_have_run
+            release.set()
+
+
+def test_an_uncaught_error_without_any_block_reaches_the_others_too(tmp_path):
+    script = tmp_path / "falls.py"
+    script.write_text(
+        "import rankwire\n"
+        "backend = rankwire.connect()\n"
+        "if backend.rank == 1:\n"
+        "    raise ValueError('bad batch')\n"
+        "try:\n"
+        "    backend.recv(1)\n"
+        "except rankwire.PeerLostError as error:\n"
+        "    print(backend.rank, error.reason, 'falls.py' in error.remote_traceback)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "rankwire", "run", "-n", "3", "--no-prefix", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert sorted(ended.stdout.splitlines()) == [
+        "0 it raised ValueError: bad batch True",
+        "2 it raised ValueError: bad batch True",
+    ]
+    assert ended.returncode == 1

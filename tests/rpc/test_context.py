@@ -1,7 +1,7 @@
 """A function can ask by whom it was called."""
 
 from rankwire.deadline import Deadline
-from rankwire.rpc.context import Call, current_call, serving
+from rankwire.rpc.context import Call, current_call, describe_chain, serving
 
 
 def test_outside_of_a_call_there_is_none():
@@ -9,7 +9,7 @@ def test_outside_of_a_call_there_is_none():
 
 
 def test_inside_of_a_call_it_is_known():
-    call = Call(3, "add", Deadline(5.0), 2)
+    call = Call(3, "add", Deadline(5.0), [[0, "f"], [3, "g"]])
     token = serving.set(call)
     try:
         assert current_call() is call
@@ -18,3 +18,10 @@ def test_inside_of_a_call_it_is_known():
     assert "add" in repr(call)
     assert "rank 3" in repr(call)
     assert not call.cancelled
+    assert call.depth == 2
+    assert call.chain == ((0, "f"), (3, "g"))
+
+
+def test_a_chain_reads_as_a_sentence():
+    chain = [[0, "f"], [1, "g"], [0, "h"]]
+    assert describe_chain(chain) == "rank 0 'f' -> rank 1 'g' -> rank 0 'h'"

@@ -89,7 +89,7 @@ def test_wrong_arguments_are_the_functions_error(agents):
 def test_handle_request_serves_on_the_calling_thread(agents):
     served_by = []
     agents[1].register("who", lambda: served_by.append(threading.current_thread()))
-    encoded, _ = encode_request(agents[1].codec, "who", 5.0, 0, (), {})
+    encoded, _ = encode_request(agents[1].codec, "who", 5.0, [], (), {})
     agents[1].handle_request(IncomingCall(0, 1, bytearray().join(encoded), None))
     assert served_by == [threading.current_thread()]
 

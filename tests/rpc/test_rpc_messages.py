@@ -27,6 +27,7 @@ from rankwire.rpc.messages import (
 from rankwire.wire.codec import Codec
 
 CODEC = Codec()
+CHAIN = [[0, "f"], [1, "g"]]
 
 
 def joined(encoded):
@@ -51,8 +52,8 @@ def raised(encoded):
     ],
 )
 def test_a_request_round_trips(name, args, kwargs):
-    request = decode_request(CODEC, joined(encode_request(CODEC, name, 1.5, 3, args, kwargs)))
-    assert request == (name, 1.5, 3, list(args), kwargs)
+    request = decode_request(CODEC, joined(encode_request(CODEC, name, 1.5, CHAIN, args, kwargs)))
+    assert request == (name, 1.5, CHAIN, list(args), kwargs)
 
 
 def test_a_result_round_trips():
@@ -118,16 +119,19 @@ def test_every_outcome_has_its_error(outcome, details, kind):
     "record",
     [
         [],
-        ["name", 1.0, 0, []],
-        ["name", 1.0, 0, [], {}, 1],
-        [1, 1.0, 0, [], {}],
-        ["name", 1, 0, [], {}],
-        ["name", float("nan"), 0, [], {}],
-        ["name", -1.0, 0, [], {}],
-        ["name", 1.0, -1, [], {}],
-        ["name", 1.0, True, [], {}],
-        ["name", 1.0, 0, (), {}],
-        ["name", 1.0, 0, [], {1: 2}],
+        ["name", 1.0, [], []],
+        ["name", 1.0, [], [], {}, 1],
+        [1, 1.0, [], [], {}],
+        ["name", 1, [], [], {}],
+        ["name", float("nan"), [], [], {}],
+        ["name", -1.0, [], [], {}],
+        ["name", 1.0, 0, [], {}],
+        ["name", 1.0, ["f"], [], {}],
+        ["name", 1.0, [[0, 1]], [], {}],
+        ["name", 1.0, [[True, "f"]], [], {}],
+        ["name", 1.0, [[0, "f", 1]], [], {}],
+        ["name", 1.0, [], (), {}],
+        ["name", 1.0, [], [], {1: 2}],
         "name",
         None,
     ],
@@ -154,7 +158,7 @@ def test_garbage_is_only_ever_a_protocol_error(data):
 
 def test_mutated_messages_are_only_ever_protocol_errors():
     source = random.Random(4)
-    good = joined(encode_request(CODEC, "add", 1.5, 3, (1, (2,), b"x" * 5000), {"key": [None]}))
+    good = joined(encode_request(CODEC, "add", 1.5, CHAIN, (1, (2,), b"x" * 5000), {"key": [None]}))
     for _ in range(20_000):
         bad = bytearray(good)
         for _ in range(source.randint(1, 4)):

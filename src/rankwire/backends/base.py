@@ -31,6 +31,7 @@ from rankwire.errors import (
     RankwireError,
     SelfSendError,
 )
+from rankwire.forking import disown, guard
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import (
     DEFAULT_MAX_MESSAGE_NBYTES,
@@ -81,6 +82,7 @@ class Backend(Transport):
         self._events = PeerEvents()
         self._barriers = itertools.count()
         self._barrier_lock = threading.Lock()
+        guard(self)
 
     # -- what users call ---------------------------------------------------------------------------
 
@@ -338,6 +340,10 @@ class Backend(Transport):
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
+
+    def forsake(self) -> None:
+        """See ``Forkable``."""
+        disown(self)
 
     # -- checks ------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankwire.deadline import Deadline
+from rankwire.errors import RankwireError
 from rankwire.wire.frames import Buffer
 from rankwire.wire.mailbox import Receive
 
@@ -38,14 +39,16 @@ class IncomingCall:
         payload: The request.
         origin: The port's own note of where the reply goes.
         link: What it came over, if its end is reported apart from the rank's (``CallerGone``).
+        is_wanted: Whether the caller wants the reply, as far as is known here.
     """
 
     # By hand: a frozen dataclass takes 0.63 us to make, this one 0.17, and there is one a call.
-    __slots__ = ("link", "origin", "payload", "request_id", "src")
+    __slots__ = ("is_wanted", "link", "origin", "payload", "request_id", "src")
 
     def __init__(
         self, src: int, request_id: int, payload: bytearray, origin: Any, link: Any = None
     ) -> None:
+        self.is_wanted = True
         self.link = link
         self.src = src
         self.request_id = request_id
@@ -133,6 +136,13 @@ class CallPort(ABC):
         """Give up a reply; False if it has come already."""
 
     @abstractmethod
+    def abort(self, dst: int, receive: Receive, error: RankwireError) -> bool:
+        """End a call with an error at this end, as if that were its reply; False if it has come.
+
+        Whoever waits for it gets the error within 0.1 s.
+        """
+
+    @abstractmethod
     def cancel(self, dst: int, request_id: int) -> None:
         """Tell the callee that the reply is not wanted, if that can be said at once."""
 
@@ -142,6 +152,10 @@ class CallPort(ABC):
 
         Returns False if the deadline passes first.
         """
+
+    @abstractmethod
+    def calls_to(self, dst: int) -> list[int]:
+        """Return the request ids of the calls to ``dst`` that are in flight."""
 
     @abstractmethod
     def attend(self, *, patiently: bool = False) -> bool:
@@ -189,6 +203,13 @@ class CallPort(ABC):
             hold: Whether it may be sent a moment later, together with others; ``flush`` or the next
                 ``poll`` sends it.
         """
+
+    def drop_reply(self, call: IncomingCall) -> None:
+        """Note that the caller does not want the reply; one that it is just reading is taken back.
+
+        Safe also while another thread is in ``reply`` for the same call.
+        """
+        call.is_wanted = False
 
     @abstractmethod
     def flush(self) -> None:

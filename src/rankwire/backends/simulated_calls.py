@@ -206,6 +206,11 @@ class SimulatedCallPort(CallPort):
         with self._network.changing():
             return _home(receive).withdraw(_wanted(receive))
 
+    def abort(self, dst: int, receive: Receive, error: RankwireError) -> bool:
+        """See ``CallPort.abort``."""
+        with self._network.changing():
+            return _home(receive).abort(_wanted(receive), error)
+
     def cancel(self, dst: int, request_id: int) -> None:
         """See ``CallPort.cancel``."""
         with self._network.changing():
@@ -220,6 +225,11 @@ class SimulatedCallPort(CallPort):
         with self._network.changing():
             inbox = self._replies.get(dst)
             return inbox is None or inbox.wait_for_fewer(limit, deadline)
+
+    def calls_to(self, dst: int) -> list[int]:
+        """See ``CallPort.calls_to``."""
+        with self._network.changing():
+            return self._replies[dst].tags_wanted() if dst in self._replies else []
 
     def attend(self, *, patiently: bool = False) -> bool:
         """See ``CallPort.attend``. Replies arrive by themselves, nobody has to look after them."""

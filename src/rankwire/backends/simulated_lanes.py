@@ -226,6 +226,18 @@ class Inbox:
         self._fewer.notify_all()
         return self._mailbox.withdraw(wanted)
 
+    def abort(self, wanted: Wanted, error: RankwireError) -> bool:
+        """End a receive with an error; False if it is done already."""
+        if not self._mailbox.withdraw(wanted):
+            return False
+        wanted.fail(error)
+        self._end(wanted)
+        return True
+
+    def tags_wanted(self) -> list[int]:
+        """Return the tags of the receives that wait."""
+        return self._mailbox.tags_wanted()
+
     def wait_for_fewer(self, limit: int, deadline: Deadline) -> bool:
         """Sleep until fewer than ``limit`` receives wait; False if the deadline passes."""
         while len(self._posted) >= limit:

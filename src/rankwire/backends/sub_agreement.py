@@ -21,6 +21,7 @@ import msgspec
 from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
+from rankwire.forking import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 
@@ -48,6 +49,7 @@ class Agreement:
 
     _of_parent: ClassVar[WeakKeyDictionary[Backend, Agreement]] = WeakKeyDictionary()
     _of_parent_lock = threading.Lock()
+    renew_in_child(_of_parent_lock)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

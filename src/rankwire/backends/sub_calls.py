@@ -15,6 +15,7 @@ from rankwire.backends.calls import (
     RepliesDue,
 )
 from rankwire.deadline import Deadline
+from rankwire.errors import RankwireError
 from rankwire.wire.frames import Buffer
 from rankwire.wire.mailbox import Receive
 
@@ -73,6 +74,10 @@ class SubCallPort(CallPort):
         """See ``CallPort.forget``."""
         return self._port.forget(self._group.to_global(dst), receive)
 
+    def abort(self, dst: int, receive: Receive, error: RankwireError) -> bool:
+        """See ``CallPort.abort``."""
+        return self._port.abort(self._group.to_global(dst), receive, error)
+
     def cancel(self, dst: int, request_id: int) -> None:
         """See ``CallPort.cancel``."""
         self._port.cancel(self._group.to_global(dst), request_id)
@@ -81,6 +86,10 @@ class SubCallPort(CallPort):
         """See ``CallPort.wait_for_room``."""
         with self._group.translating(dst) as rank:
             return self._port.wait_for_room(rank, limit, deadline)
+
+    def calls_to(self, dst: int) -> list[int]:
+        """See ``CallPort.calls_to``."""
+        return self._port.calls_to(self._group.to_global(dst))
 
     def attend(self, *, patiently: bool = False) -> bool:
         """See ``CallPort.attend``."""
@@ -107,6 +116,11 @@ class SubCallPort(CallPort):
         """See ``CallPort.reply``."""
         with self._group.translating(call.src):
             self._port.reply(call.origin, buffers, nbytes, deadline, hold=hold)
+
+    def drop_reply(self, call: IncomingCall) -> None:
+        """See ``CallPort.drop_reply``."""
+        super().drop_reply(call)
+        self._port.drop_reply(call.origin)
 
     def flush(self) -> None:
         """See ``CallPort.flush``."""

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
+from rankwire.backends.ending import close_at_exit
 from rankwire.backends.falling import fall_by
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
@@ -184,6 +185,7 @@ class TcpBackend(Backend):
         except BaseException:
             self._formation.close()
             raise
+        close_at_exit(self)
 
     def on_formed(self, world: World) -> None:
         """Get to know the peers. Called once by the formation, before any of them can dial."""
@@ -428,6 +430,7 @@ class TcpBackend(Backend):
             max_nbytes=self.max_message_nbytes,
             spin=Spin(self.spin),
             on_lost=peer.fail,
+            on_left=peer.explain_farewell,
             on_rest=self._formation.flush_when_possible,
             incoming=incoming,
             single_copy=self._single_copy,
@@ -613,6 +616,10 @@ class TcpBackend(Backend):
             self._formation.close()
             if self._introductions.ident is not None:
                 self._introductions.join()
+
+    def leave_at_exit(self, error: BaseException | None) -> None:
+        """See ``Leaving``."""
+        self.close(error=error)
 
     def __repr__(self) -> str:
         gone = [rank for rank, peer in self._peers.items() if peer.failure is not None]

@@ -29,7 +29,13 @@ from rankwire.backends.calls import (
     RepliesDue,
 )
 from rankwire.deadline import Deadline
-from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    ForkedProcessError,
+    RankwireError,
+)
+from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.links.single_copy import Lent
@@ -68,7 +74,7 @@ class TcpCallPort(CallPort):
         self._backend = backend
         self._lock = threading.Lock()
         self._closed: ChannelClosedError | None = None
-        self._ended: ChannelClosedError | None = None
+        self._ended: RankwireError | None = None
         self._outgoing: dict[int, Inbox] = {}
         self._attended: dict[int, Inbox] = {}
         self._incoming: dict[int, Connection] = {}
@@ -81,6 +87,7 @@ class TcpCallPort(CallPort):
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll.register(self._wakeup, select.EPOLLIN)
+        guard(self)
 
     # -- outgoing ----------------------------------------------------------------------------------
 
@@ -173,6 +180,11 @@ class TcpCallPort(CallPort):
         inbox: Inbox = receive.home
         return inbox.withdraw(receive)
 
+    def abort(self, dst: int, receive: Receive, error: RankwireError) -> bool:
+        """See ``CallPort.abort``."""
+        inbox: Inbox = receive.home
+        return inbox.abort(receive, error)
+
     def cancel(self, dst: int, request_id: int) -> None:
         """See ``CallPort.cancel``."""
         inbox = self._outgoing.get(dst)
@@ -190,6 +202,11 @@ class TcpCallPort(CallPort):
             return True
         self._send_held(inbox, deadline)
         return inbox.wait_until(lambda: inbox.in_flight < limit, deadline)
+
+    def calls_to(self, dst: int) -> list[int]:
+        """See ``CallPort.calls_to``."""
+        inbox = self._outgoing.get(dst)
+        return [] if inbox is None else inbox.tags_wanted()
 
     def in_flight(self) -> int:
         """See ``CallPort.in_flight``."""
@@ -338,9 +355,6 @@ class TcpCallPort(CallPort):
                     continue  # the caller gave up, or is gone: the next read says so
                 events.append(IncomingCall(connection.peer, tag, request, connection, connection))
             elif channel == Channel.CANCEL:
-                lent = self._lent.get((connection, tag))
-                if lent is not None:
-                    lent.revoke()
                 events.append(CallCancelled(connection.peer, tag))
         return events
 
@@ -364,7 +378,7 @@ class TcpCallPort(CallPort):
         """See ``CallPort.reply``."""
         connection: Connection = call.origin
         if nbytes >= connection.lend_from and deadline.limit > 0.0:
-            self._reply_at_length(connection, call.request_id, buffers, nbytes, deadline)
+            self._reply_at_length(connection, call, buffers, nbytes, deadline)
             return
         connection.send(
             Channel.REPLY, self.service, call.request_id, buffers, nbytes, deadline, hold=hold
@@ -375,23 +389,32 @@ class TcpCallPort(CallPort):
     def _reply_at_length(
         self,
         connection: Connection,
-        request_id: int,
+        call: IncomingCall,
         buffers: Sequence[Buffer],
         nbytes: int,
         deadline: Deadline,
     ) -> None:
         """Send a reply that the caller may read out of our memory, unless it cancels meanwhile."""
-        lent = connection.offer(Channel.REPLY, self.service, request_id, buffers, nbytes, deadline)
+        envelope = (Channel.REPLY, self.service, call.request_id)
+        lent = connection.offer(*envelope, buffers, nbytes, deadline)
+        if lent is None:
+            return
+        self._lent[connection, call.request_id] = lent
+        try:
+            if not call.is_wanted:  # whoever cancels sets this first, and then looks for a loan
+                lent.revoke()
+            connection.settle(lent, deadline)
+        except LoanRefusedError:
+            connection.send(*envelope, buffers, nbytes, deadline, lend=False)
+        finally:
+            del self._lent[connection, call.request_id]
+
+    def drop_reply(self, call: IncomingCall) -> None:
+        """See ``CallPort.drop_reply``."""
+        super().drop_reply(call)
+        lent = self._lent.get((call.origin, call.request_id))
         if lent is not None:
-            self._lent[connection, request_id] = lent
-            try:
-                connection.settle(lent, deadline)
-            except LoanRefusedError:
-                connection.send(
-                    Channel.REPLY, self.service, request_id, buffers, nbytes, deadline, lend=False
-                )
-            finally:
-                del self._lent[connection, request_id]
+            lent.revoke()
 
     def flush(self) -> None:
         """See ``CallPort.flush``."""
@@ -457,6 +480,15 @@ class TcpCallPort(CallPort):
         self.wake()
         for inbox in list(self._outgoing.values()):
             inbox.fail(cause)
+
+    def forsake(self) -> None:
+        """See ``Forkable``. The epoll is shared with the parent: nothing is unregistered."""
+        self._ended = ForkedProcessError("this agent")
+        self._lock = threading.Lock()
+        if self._closed is None:
+            self._closed = ChannelClosedError(self._ended.message)
+            self._epoll.close()
+            os.close(self._wakeup)
 
     def close(self) -> None:
         """See ``CallPort.close``."""

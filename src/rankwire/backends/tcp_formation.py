@@ -18,6 +18,7 @@ import msgspec
 
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
+from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.places import ListeningPlace, listen_somewhere
@@ -94,6 +95,7 @@ class Formation:
         self._doorkeeper: Doorkeeper | None = None
         self._coordinator: Coordinator | None = None
         self._attendance: Attendance | None = None
+        guard(self)
 
     # -- forming -----------------------------------------------------------------------------------
 
@@ -246,6 +248,14 @@ class Formation:
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""
         return {} if self._coordinator is None else self._coordinator.silences()
+
+    def forsake(self) -> None:
+        """See ``Forkable``. The files are the parent's to remove."""
+        for remove in self._files:
+            remove.detach()
+        for listener in (self._tcp_listener, self._unix_listener):
+            if listener is not None:
+                listener.close()
 
     # -- ending ------------------------------------------------------------------------------------
 

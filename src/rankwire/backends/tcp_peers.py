@@ -90,6 +90,12 @@ class Peer:
             self._has_verdict.wait(_VERDICT_PATIENCE)
         return self.judge(cause)
 
+    def explain_farewell(self, cause: RankwireError) -> RankwireError:
+        """Return why it says farewell: its agent closes first if an error passes its blocks."""
+        if self.failure is None and self._expects_verdict():
+            self._has_verdict.wait(_VERDICT_PATIENCE)
+        return self.failure if isinstance(self.failure, PeerLostError) else cause
+
     def judge(self, cause: RankwireError) -> RankwireError:
         """Do the same at once, because the control plane has said so."""
         if self._mark(cause):

@@ -32,6 +32,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.forking import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import LoanRevokedError, whole_of
 
@@ -262,6 +263,7 @@ class Team:
 
 
 _making = threading.Lock()
+renew_in_child(_making)
 
 
 class Operation:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
+from rankwire.forking import disown, guard
 
 __all__ = ["Work", "Worker"]
 
@@ -43,6 +44,7 @@ class Work(Future[T]):
         super().__init__()
         self.description = description
         self.set_running_or_notify_cancel()
+        guard(self)
 
     def wait(self, timeout: float | None = None) -> T:
         """Return the operation's result, or raise its error.
@@ -61,6 +63,10 @@ class Work(Future[T]):
             assert timeout is not None
             error = DeadlineExceededError(timeout, detail=f"{self.description} goes on")
             raise error.during(op="wait", waited=timeout) from None
+
+    def forsake(self) -> None:
+        """See ``Forkable``. Nobody will end it in the child."""
+        disown(self)
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio  # here, because it takes as long to load as all of this package

@@ -24,6 +24,7 @@ from typing import Any
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RendezvousError
+from rankwire.forking import renew_in_child
 
 __all__ = ["Place", "connect"]
 
@@ -161,6 +162,7 @@ class _Memory:
     def __init__(self) -> None:
         self.has_connected = False
         self._lock = threading.Lock()
+        renew_in_child(self._lock)
         self._secret: bytes | None = None
 
     def take_secret(self, environ: Environment) -> bytes | None:

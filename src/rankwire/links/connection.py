@@ -29,10 +29,12 @@ from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
+    ForkedProcessError,
     PeerLostError,
     ProtocolError,
     RankwireError,
 )
+from rankwire.forking import guard
 from rankwire.links.kernel_view import Unanswered, unsent_nbytes
 from rankwire.links.single_copy import Borrowed, Lent, Meanwhile, lend, probe
 from rankwire.links.sockets import wait_for, wait_patiently
@@ -85,6 +87,7 @@ class Connection:
         single_copy: Whether the peer's memory may be read, where the kernel allows it.
         on_lost: Called in any thread with the cause when the connection ends in any way but a good
             one; returns the cause to keep, because its owner may know better.
+        on_left: The same for a good end, if somebody waits for an answer.
     """
 
     # From here on a payload is lent. There and back take, lent and by stream: 238 and 126 us at 512
@@ -99,6 +102,7 @@ class Connection:
         max_nbytes: int,
         spin: Spin | None = None,
         on_lost: Callable[[RankwireError], RankwireError] | None = None,
+        on_left: Callable[[RankwireError], RankwireError] | None = None,
         on_rest: Callable[[Connection], None] | None = None,
         incoming: bool = False,
         single_copy: bool = True,
@@ -112,6 +116,7 @@ class Connection:
         self.peer = peer
         self.failure: RankwireError | None = None
         self._on_lost = on_lost
+        self._on_left = on_left
         self._sock = sock
         self._parser = FrameParser(max_nbytes=max_nbytes)
         self._spin = spin or Spin(0.0)
@@ -125,6 +130,7 @@ class Connection:
         self._send_lock = threading.Lock()
         self._sequence = 0
         self._held: list[Buffer] = []
+        guard(self)
 
     @property
     def transport(self) -> str:
@@ -571,6 +577,12 @@ class Connection:
         self._shut_down()
         return self.failure.copy()
 
+    def explain_end(self, error: RankwireError) -> RankwireError:
+        """Return the cause of an end for which somebody waits; a farewell may have a reason."""
+        if self._on_left is not None and isinstance(error, ChannelClosedError):
+            return self._on_left(error)
+        return error
+
     def farewell(self, deadline: Deadline) -> None:
         """Tell the peer that this end leaves in good order, if that can be said at once."""
         try:
@@ -609,6 +621,12 @@ class Connection:
         if self.failure is None:
             self.failure = ChannelClosedError("this connection is closed").during(peer=self.peer)
         self._shut_down()
+        self._sock.close()
+
+    def forsake(self) -> None:
+        """See ``Forkable``. Closed, not shut down: that would end the parent's connection."""
+        self.failure = ForkedProcessError("this connection")
+        self._send_lock = threading.Lock()
         self._sock.close()
 
     def _shut_down(self) -> None:

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
+from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT
 from rankwire.links.sockets import tune, unix_peer_uid
@@ -81,6 +82,7 @@ class Doorkeeper:
         self._strangers: dict[_Stranger, None] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="rankwire-doorkeeper", daemon=True)
+        guard(self)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept on this socket too; owned from now on. Before ``start``."""
@@ -185,6 +187,16 @@ class Doorkeeper:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def forsake(self) -> None:
+        """See ``Forkable``."""
+        for sock in (*self._listeners, *(stranger.sock for stranger in self._strangers)):
+            sock.close()
+        if not self._closing:  # else the numbers may be somebody else's by now
+            self._closing = True
+            self._selector.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     # -- the thread --------------------------------------------------------------------------------
 

@@ -23,7 +23,13 @@ from collections.abc import Callable, Sequence
 from time import sleep
 
 from rankwire.deadline import Deadline
-from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
+from rankwire.errors import (
+    DeadlineExceededError,
+    ForkedProcessError,
+    PeerLostError,
+    RankwireError,
+)
+from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Frame, Payload
@@ -63,6 +69,7 @@ class Inbox:
         self._parked: dict[Receive, list[threading.Lock]] = {}
         self._backlog: deque[Frame] = deque()  # read, but there was no room to fetch what is lent
         self._in_hand: Frame | None = None  # out of the backlog, and being delivered
+        guard(self)
 
     def attach(self, connection: Connection) -> bool:
         """Take the connection; False if there is one already, or if the peer has been given up."""
@@ -121,6 +128,24 @@ class Inbox:
             withdrawn = self._mailbox.withdraw(receive)
             self._wake(receive)
         return withdrawn
+
+    def abort(self, receive: Receive, error: RankwireError) -> bool:
+        """End a receive with an error; False if it is done already.
+
+        A thread that waits for it and has the reading role notices when it looks up.
+        """
+        with self._mutex:
+            if not self._mailbox.withdraw(receive):
+                return False
+            receive.fail(error)
+            self._wake(receive)
+        _call_back([receive])
+        return True
+
+    def tags_wanted(self) -> list[int]:
+        """Return the tags of the receives that wait."""
+        with self._mutex:
+            return self._mailbox.tags_wanted()
 
     def watch(self) -> list[int]:
         """See ``Meanwhile``: what a thread that cannot send now reads from this peer."""
@@ -200,6 +225,8 @@ class Inbox:
                 self.connection = None
                 connection.close()
                 return []
+        if connection is not None and self._mailbox.wanted:
+            error = connection.explain_end(error)
         return self._end_all(error)
 
     def drop_given_up(self) -> None:
@@ -244,6 +271,11 @@ class Inbox:
         self.fail(cause)
         if self.connection is not None:
             self.connection.close()
+
+    def forsake(self) -> None:
+        """See ``Forkable``. A callback may have forked, and goes on in here afterwards."""
+        self._mutex = threading.Lock()
+        self._mailbox.fail(ForkedProcessError("this inbox"))
 
     @property
     def in_flight(self) -> int:

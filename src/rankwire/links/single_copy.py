@@ -36,6 +36,7 @@ import numpy as np
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError, RankwireError
+from rankwire.forking import guard
 from rankwire.wire.frames import Buffer, allocate
 from rankwire.wire.loans import (
     DECIDING,
@@ -158,6 +159,7 @@ class _Arena:
         self.fence = threading.Lock()
         self._free: list[tuple[memoryview, int]] = []
         self.numbers = itertools.count(1)
+        guard(self)
 
     def take(self) -> tuple[memoryview, int]:
         """Return a pair and its address."""
@@ -170,6 +172,13 @@ class _Arena:
                     pair = words[index : index + 2]
                     self._free.append((pair, base + index * _WORD_NBYTES))
             return self._free.pop()
+
+    def forsake(self) -> None:
+        """See ``Forkable``. What the parent has lent is its own business."""
+        self._lock = threading.Lock()
+        self.fence = threading.Lock()
+        self._free = []
+        guard(self)  # a child may have children
 
     def put(self, pair: tuple[memoryview, int]) -> None:
         """Take a pair back whose receipt has come."""

@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError
+from rankwire.forking import renew_in_child
 from rankwire.rendezvous.host import runtime_folder
 
 __all__ = ["MIN_SECRET_NBYTES", "AgreedSecret", "given_secret"]
@@ -27,6 +28,7 @@ MIN_SECRET_NBYTES = 16
 _INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing
 
 _environment_lock = threading.Lock()
+renew_in_child(_environment_lock)
 _from_environment: bytes | None = None
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from rankwire.backends.base import Backend, check_rank
 from rankwire.backends.calls import IncomingCall
+from rankwire.backends.ending import close_at_exit
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -27,19 +30,29 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.rpc.context import serving
+from rankwire.forking import disown, guard
+from rankwire.rpc.accounts import QUESTION
+from rankwire.rpc.circles import ActiveCall, Key, unpack
+from rankwire.rpc.context import Call, describe_chain, serving
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.incoming import Limits, Server
 from rankwire.rpc.loopback import Loopback
-from rankwire.rpc.messages import Encoded, decode_reply, encode_request
-from rankwire.rpc.outgoing import Lane
+from rankwire.rpc.messages import Chain, Encoded, decode_reply, encode_request
+from rankwire.rpc.nested import Nested
+from rankwire.rpc.outgoing import Lane, Outgoing
 from rankwire.rpc.registry import Registry
 from rankwire.wire.codec import Codec
 from rankwire.wire.mailbox import Receive
 
 __all__ = ["MAX_DEPTH", "RpcAgent"]
 
+_log = logging.getLogger("rankwire")
+
 MAX_DEPTH = 32
+_ASK_LIMIT = 0.2  # seconds for asking what became of a call whose deadline has passed
+_EXIT_GRACE = 0.1  # seconds
+_MOST_EXPLAINED = 4  # futures that are late at the same moment
+_GRACE = 5.0
 _EXPIRY_CHECK_EVERY = 0.05  # seconds; a thread that waits in result() is exact
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -101,8 +114,11 @@ class RpcAgent:
             on_look=self._look,
             on_end=self._end_all,
         )
+        self._nested = Nested(self._server, self._ask)
         self._loopback = Loopback(backend.rank, self._server.serve_own, self._server.cancel_own)
         self._server.start(self._loopback)
+        guard(self)
+        close_at_exit(self)
 
     @property
     def rank(self) -> int:
@@ -182,30 +198,46 @@ class RpcAgent:
             DeadlineExceededError: No result in time; ``may_have_run`` tells whether it may have
                 run.
             PeerLostError: The peer is gone; the same attribute.
+            CircularCallError: While serving a call: this one and others wait for each other.
+            CallCancelledError: While serving a call: its caller does not want the result any more.
             OverloadedError: A limit was reached; it did not run.
             UnsupportedTypeError: An argument cannot be sent.
         """
-        deadline, depth = self._inherited(timeout)
+        call = serving.get()
+        deadline = self._deadline(timeout, call)
         name = self._registry.name_of(function)
         try:
             lane = self._lane(dst)
-            self._wait_for_room(lane, dst, deadline)
-            buffers, nbytes = self._encode(name, deadline, depth, args, kwargs)
+            self._wait_for_room(lane, dst, name, deadline, call)
+            buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
             request_id = next(self._ids)
-            self.before_waiting()
+            if call is not None:
+                self._before_waiting(call)
             receive = lane.call(dst, request_id, buffers, nbytes, deadline)
             try:
+                if call is not None:
+                    nested = Outgoing(lane, dst, request_id, name, receive)
+                    call.began(nested)
+                    self._nested.drive(call, nested, deadline, patient=True)
                 payload = lane.wait(dst, receive, deadline)
-            except (DeadlineExceededError, PeerLostError, ChannelClosedError) as error:
+            except DeadlineExceededError as error:
+                error.may_have_run = True
+                self._explain_delay(error, dst, request_id, name)
+                lane.cancel(dst, request_id)
+                raise
+            except (PeerLostError, ChannelClosedError) as error:
                 error.may_have_run = True
                 lane.cancel(dst, request_id)
                 raise
             except BaseException:  # an interrupt: the callee need not go on
                 lane.cancel(dst, request_id)
                 raise
+            finally:
+                if call is not None:
+                    call.ended(request_id)
             return decode_reply(self.codec, payload)
         except RankwireError as error:
-            raise self._explained(error, "rpc_sync", name, dst, deadline) from error.__cause__
+            raise self._explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
 
     def rpc_async(
         self,
@@ -222,15 +254,18 @@ class RpcAgent:
         are encoded, and large ones sent, before this returns: they may be changed afterwards. Wrong
         arguments raise here; what the network or the callee does ends the future.
         """
-        deadline, depth = self._inherited(timeout)
+        call = serving.get()
+        deadline = self._deadline(timeout, call)
         name = self._registry.name_of(function)
         try:
             lane = self._lane(dst)
-            self._wait_for_room(lane, dst, deadline)
-            buffers, nbytes = self._encode(name, deadline, depth, args, kwargs)
+            self._wait_for_room(lane, dst, name, deadline, call)
+            buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
         except RankwireError as error:
-            raise self._explained(error, "rpc_async", name, dst, deadline) from error.__cause__
-        future = RpcFuture(self, lane, dst, next(self._ids), name, deadline)
+            raise self._explained(
+                error, "rpc_async", name, dst, deadline, call
+            ) from error.__cause__
+        future = RpcFuture(self, lane, dst, next(self._ids), name, deadline, call)
         self._track(future)
         try:
             receive = lane.call(
@@ -245,8 +280,12 @@ class RpcAgent:
             future.sent(receive)
             if receive.done:
                 self._replied(future, receive)
+            elif call is not None:
+                call.began(future.outgoing(receive))
+                if future.done():  # at this moment
+                    call.ended(future.request_id)
         except RankwireError as error:
-            future.fail(self._explained(error, "rpc_async", name, dst, deadline))
+            future.fail(self._explained(error, "rpc_async", name, dst, deadline, call))
         return future
 
     def _lane(self, dst: int) -> Lane:
@@ -255,46 +294,105 @@ class RpcAgent:
         check_rank(dst, self.backend.world_size)
         return self._loopback if dst == self.backend.rank else self._port
 
-    def _inherited(self, timeout: float | None) -> tuple[Deadline, int]:
-        """Return the deadline and depth of a call made now, perhaps while serving another one."""
-        call = serving.get()
+    def _deadline(self, timeout: float | None, call: Call | None) -> Deadline:
+        """Return the deadline of a call made now, perhaps while serving another one."""
         deadline = Deadline.of(timeout, self.timeout)
-        if call is None:
-            return deadline, 0
-        if call.deadline.remaining() < deadline.limit:
-            deadline = Deadline(call.deadline.remaining())
-        return deadline, call.depth + 1
+        if call is not None and call.deadline.remaining() < deadline.limit:
+            return Deadline(call.deadline.remaining())
+        return deadline
 
     def _encode(
         self,
         name: str,
         deadline: Deadline,
-        depth: int,
+        call: Call | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Encoded:
+        chain = [] if call is None else self._chain(call)
         buffers, nbytes = encode_request(
-            self.codec, name, float(deadline.remaining()), depth, args, kwargs
+            self.codec, name, float(deadline.remaining()), chain, args, kwargs
         )
         if nbytes > self.backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self.backend.max_message_nbytes)
         return buffers, nbytes
 
-    def _wait_for_room(self, lane: Lane, dst: int, deadline: Deadline) -> None:
-        if not lane.wait_for_room(dst, self._max_in_flight, deadline):
-            raise OverloadedError(
-                f"{self._max_in_flight} calls to rank {dst} are in flight (max_in_flight)"
-            )
+    def _chain(self, call: Call) -> Chain:
+        """Return the chain of a call that is made while serving ``call``."""
+        return [*map(list, call.links), [self.backend.rank, call.name]]
 
-    def before_waiting(self) -> None:
-        """If a function being served is about to wait, let another thread serve meanwhile."""
-        call = serving.get()
-        if call is not None and call.worker is not None:
+    def _wait_for_room(
+        self, lane: Lane, dst: int, name: str, deadline: Deadline, call: Call | None
+    ) -> None:
+        limit = self._max_in_flight
+        if call is None:
+            has_room = lane.wait_for_room(dst, limit, deadline)
+        else:
+            has_room = self._nested.wait_for_room(call, lane, dst, name, limit, deadline)
+        if not has_room:
+            raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
+
+    # -- calls of functions that are being served --------------------------------------------------
+
+    def _before_waiting(self, call: Call) -> None:
+        """Let another thread serve while a function waits; not if nobody wants its result."""
+        if call.cancelled:
+            raise call.cancellation()
+        if call.worker is not None:
             self._server.about_to_block(call.worker)
 
+    def drive(self, future: RpcFuture, receive: Receive, deadline: Deadline) -> bool:
+        """Wait for the reply of a future; False if the deadline passes first."""
+        call = serving.get()
+        if call is None:
+            return future.lane.drive(future.dst, receive, deadline)
+        self._before_waiting(call)
+        # A function that waits for less than the call may take can go on without it.
+        patient = deadline is future.deadline
+        return self._nested.drive(call, future.outgoing(receive), deadline, patient=patient)
+
+    def _ask(
+        self, rank: int, keys: Iterable[Key], deadline: Deadline
+    ) -> dict[Key, ActiveCall] | None:
+        """Ask a rank about calls that it serves; None if it does not say."""
+        if rank == self.backend.rank:
+            return self._server.account(keys)
+        try:
+            arguments = tuple(list(key) for key in keys)
+            left = float(deadline.remaining())
+            encoded = encode_request(self.codec, QUESTION, left, [], arguments, {})
+            receive = self._port.call(rank, next(self._ids), *encoded, deadline)
+            return unpack(decode_reply(self.codec, self._port.wait(rank, receive, deadline)))
+        except RankwireError as error:
+            _log.debug("rank %d did not say what it is doing: %s", rank, error)
+            return None
+
+    def _explain_delay(
+        self, error: DeadlineExceededError, dst: int, request_id: int, name: str
+    ) -> None:
+        """Add what the callee is doing with a call, if it says so soon."""
+        patience = min(_ASK_LIMIT, error.limit / 4)
+        if patience <= 0.0:
+            return
+        key = Key(dst, self.backend.rank, request_id)
+        answer = self._ask(dst, [key], Deadline(patience))
+        if answer is None:
+            error.explain(f"rank {dst} does not say what it is doing")
+        elif key in answer:  # else its reply is on the way, or the request has not arrived
+            call = answer[key]
+            error.explain(f"rank {dst} has had {name!r} for {call.seconds:.3g} s; it {call.doing}")
+
     def _explained(
-        self, error: RankwireError, op: str, name: str, dst: int, deadline: Deadline
+        self,
+        error: RankwireError,
+        op: str,
+        name: str,
+        dst: int,
+        deadline: Deadline,
+        call: Call | None,
     ) -> RankwireError:
+        if call is not None and isinstance(error, DeadlineExceededError):
+            error.explain(f"the calls are {describe_chain([*self._chain(call), [dst, name]])}")
         return error.during(
             op=f"{op} {name!r}", rank=self.backend.rank, peer=dst, waited=deadline.waited
         )
@@ -321,18 +419,26 @@ class RpcAgent:
             future.resolve(value)
 
     def _fail(self, future: RpcFuture, error: RankwireError) -> None:
-        future.fail(self._explained(error, "rpc_async", future.name, future.dst, future.deadline))
+        future.fail(self._explained_future(error, future))
+
+    def _explained_future(self, error: RankwireError, future: RpcFuture) -> RankwireError:
+        return self._explained(
+            error, "rpc_async", future.name, future.dst, future.deadline, future.call
+        )
 
     def settled(self, future: RpcFuture) -> None:
         """Forget a future that is done."""
         self._futures.pop(future.request_id, None)
+        if future.call is not None:
+            future.call.ended(future.request_id)
 
-    def too_late(self, future: RpcFuture) -> DeadlineExceededError:
-        """Return the error of a future whose deadline has passed."""
+    def too_late(self, future: RpcFuture, *, explain: bool) -> RankwireError:
+        """Return the error of a future whose deadline has passed; ``explain`` takes a moment."""
         error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
         error.may_have_run = True
-        self._explained(error, "rpc_async", future.name, future.dst, future.deadline)
-        return error
+        if explain:
+            self._explain_delay(error, future.dst, future.request_id, future.name)
+        return self._explained_future(error, future)
 
     def look_after_replies(self) -> None:
         """Have replies read although no thread waits for them."""
@@ -347,9 +453,10 @@ class RpcAgent:
             return False
         if self._next_expiry_check.expired:
             self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY)
-            for future in list(self._futures.values()):
-                if future.deadline.expired:
-                    self._server.run_soon(future.expire)  # it may have callbacks
+            late = [f for f in list(self._futures.values()) if f.deadline.expired]
+            explain = len(late) <= _MOST_EXPLAINED
+            for future in late:  # not here: it may have callbacks
+                self._server.run_soon(partial(future.expire, explain=explain))
         self._port.attend(patiently=True)
         return True
 
@@ -364,12 +471,15 @@ class RpcAgent:
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def close(self, grace: float = 5.0) -> None:
+    def close(self, grace: float = _GRACE) -> None:
         """Stop.
 
         New calls are refused; running ones, in both directions, have ``grace`` seconds to finish;
         the rest fails. Idempotent.
         """
+        self._close(grace)
+
+    def _close(self, grace: float, patience: float | None = None) -> None:
         with self._close_lock:
             if self._closed:
                 return
@@ -377,10 +487,20 @@ class RpcAgent:
             deadline = Deadline(grace)
             self._server.drain(deadline, lambda: not self._futures and not self._port.in_flight())
             try:
-                self._server.stop()
+                self._server.stop(patience)
             finally:
                 self._port.close()
                 self._end_all()
+
+    def leave_at_exit(self, error: BaseException | None) -> None:
+        """See ``Leaving``. Functions that still run are not waited for."""
+        self._close(_EXIT_GRACE, _EXIT_GRACE)
+
+    def forsake(self) -> None:
+        """See ``Forkable``."""
+        for future in list(self._futures.values()):
+            disown(future)
+        disown(self)
 
     def _end_all(self) -> None:
         """End what still waits: this agent is closed, or its backend is."""
@@ -398,7 +518,8 @@ class RpcAgent:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        # By an error: others are told soon, and should not wait for calls that run here.
+        self.close(grace=_GRACE if error is None else 0.0)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._port.in_flight()} calls in flight"

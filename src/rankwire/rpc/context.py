@@ -1,17 +1,21 @@
-"""The call that is being served: who asked, how much time is left, how deep it is nested.
+"""The call that is being served: who asked, how much time is left, what it is nested in.
 
 A function asks for it with ``current_call()``. Calls that the function makes in turn inherit from
-it: their deadline cannot outlive its own, and their depth is one more.
+it: their deadline cannot outlive its own, their chain is its own and one more, and they are given
+up with it when its caller does not want the result any more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from rankwire.deadline import Deadline
+from rankwire.errors import CallCancelledError
+from rankwire.rpc.outgoing import Outgoing, Wait
 
-__all__ = ["Call", "current_call", "serving"]
+__all__ = ["Call", "current_call", "describe_chain", "serving"]
 
 
 class Call:
@@ -21,20 +25,70 @@ class Call:
         src: The rank that called.
         name: The function's name.
         deadline: When the caller gives up.
-        depth: 0 for a call made by a program, 1 for one made while serving that, and so on.
         cancelled: Whether the caller does not want the result any more. Long-running functions look
-            at it now and then.
+            at it now and then; calls that they wait for end with ``CallCancelledError``.
+        worker: The serving thread's record, None on the event loop.
+        outgoing: The calls that the function has in flight, by request id.
+        waiting: What the function's own thread waits for, if that is a call.
     """
 
-    __slots__ = ("cancelled", "deadline", "depth", "name", "src", "worker")
+    __slots__ = (
+        "cancelled",
+        "deadline",
+        "links",
+        "name",
+        "outgoing",
+        "src",
+        "waiting",
+        "worker",
+    )
 
-    def __init__(self, src: int, name: str, deadline: Deadline, depth: int) -> None:
+    def __init__(
+        self, src: int, name: str, deadline: Deadline, links: Sequence[Sequence[Any]]
+    ) -> None:
         self.src = src
         self.name = name
         self.deadline = deadline
-        self.depth = depth
+        self.links = links  # as they travel
         self.cancelled = False
-        self.worker: Any = None  # the serving thread's record, None on the event loop
+        self.worker: Any = None
+        self.outgoing: dict[int, Outgoing] = {}
+        self.waiting: Wait | None = None
+
+    @property
+    def depth(self) -> int:
+        """0 for a call made by a program, 1 for one made while serving that, and so on."""
+        return len(self.links)
+
+    @property
+    def chain(self) -> tuple[tuple[int, str], ...]:
+        """The calls that this one is nested in, outermost first, as (rank, function name).
+
+        Empty for a call made by a program.
+        """
+        return tuple((rank, name) for rank, name in self.links)
+
+    def began(self, nested: Outgoing) -> None:
+        """Have a call that the function makes share the fate of this one."""
+        self.outgoing[nested.request_id] = nested
+        if self.cancelled:  # whoever cancels sets this first, and then looks for calls
+            self.give_up_nested()
+
+    def ended(self, request_id: int) -> None:
+        """Forget a call that the function has made."""
+        self.outgoing.pop(request_id, None)
+
+    def give_up_nested(self) -> None:
+        """End the calls that the function has in flight; their callees are told."""
+        for nested in list(self.outgoing.values()):
+            nested.give_up(self.cancellation())
+
+    def cancellation(self) -> CallCancelledError:
+        """Return the error of a call that the function makes although nobody wants its result."""
+        return CallCancelledError(
+            f"it was made by {self.name!r}, whose caller, rank {self.src}, does not want the "
+            "result any more"
+        )
 
     def __repr__(self) -> str:
         return (
@@ -48,3 +102,8 @@ serving: ContextVar[Call | None] = ContextVar("rankwire_call", default=None)
 def current_call() -> Call | None:
     """Return the call that this function was called by, or None outside of one."""
     return serving.get()
+
+
+def describe_chain(chain: Iterable[Sequence[Any]]) -> str:
+    """Return a chain of calls as text."""
+    return " -> ".join(f"rank {rank} {name!r}" for rank, name in chain)

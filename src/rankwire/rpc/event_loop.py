@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from rankwire.forking import guard
+
 __all__ = ["EventLoop"]
 
 _CLOSE_PATIENCE = 1.0
@@ -30,6 +32,13 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._is_forsaken = False
+        guard(self)
+
+    @property
+    def ident(self) -> int | None:
+        """Its thread's identifier, once it runs."""
+        return None if self._thread is None else self._thread.ident
 
     def run(self, make: Callable[[], Coroutine[Any, Any, None]], holder: _HasTask) -> None:
         """Start a coroutine; its task is put on ``holder``, so that it can be cancelled."""
@@ -54,21 +63,25 @@ class EventLoop:
                 self._thread.start()
             return self._loop
 
-    @staticmethod
-    def _live(loop: asyncio.AbstractEventLoop) -> None:
+    def _live(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
         finally:
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
+            if not self._is_forsaken:
+                _end(loop)
 
-    def close(self) -> None:
-        """Cancel what runs and end the thread. Idempotent."""
+    def forsake(self) -> None:
+        """See ``Forkable``. A coroutine that has forked returns to the loop in the child.
+
+        It shares its selector with the parent's, so there it must do nothing more.
+        """
+        self._is_forsaken = True
+        if self._loop is not None:
+            self._loop.stop()
+
+    def close(self, patience: float = _CLOSE_PATIENCE) -> None:
+        """Cancel what runs and end the thread, if it ends within ``patience`` s. Idempotent."""
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
@@ -76,4 +89,13 @@ class EventLoop:
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             if thread is not threading.current_thread():  # a coroutine may close its own agent
-                thread.join(_CLOSE_PATIENCE)
+                thread.join(patience)
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()

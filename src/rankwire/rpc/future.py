@@ -14,11 +14,12 @@ from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from rankwire.deadline import Deadline
+from rankwire.rpc.outgoing import Lane, Outgoing
 from rankwire.wire.mailbox import Receive
 
 if TYPE_CHECKING:
     from rankwire.rpc.agent import RpcAgent
-    from rankwire.rpc.outgoing import Lane
+    from rankwire.rpc.context import Call
 
 __all__ = ["RpcFuture"]
 
@@ -29,12 +30,20 @@ class RpcFuture(Future[Any]):
     """The result of ``rpc_async``. Safe from any thread."""
 
     def __init__(
-        self, agent: RpcAgent, lane: Lane, dst: int, request_id: int, name: str, deadline: Deadline
+        self,
+        agent: RpcAgent,
+        lane: Lane,
+        dst: int,
+        request_id: int,
+        name: str,
+        deadline: Deadline,
+        call: Call | None,
     ) -> None:
         super().__init__()
         self._agent = agent
-        self._lane = lane
         self._receive: Receive | None = None
+        self.call = call  # what was served when it was made
+        self.lane = lane
         self.dst = dst
         self.request_id = request_id
         self.name = name
@@ -56,8 +65,8 @@ class RpcFuture(Future[Any]):
         if not super().cancel():
             return False
         if self._receive is not None:
-            self._lane.forget(self.dst, self._receive)
-            self._lane.cancel(self.dst, self.request_id)
+            self.lane.forget(self.dst, self._receive)
+            self.lane.cancel(self.dst, self.request_id)
         self._agent.settled(self)
         return True
 
@@ -71,6 +80,10 @@ class RpcFuture(Future[Any]):
         import asyncio  # here, because it takes as long to load as all of this package
 
         return asyncio.wrap_future(self).__await__()
+
+    def outgoing(self, receive: Receive) -> Outgoing:
+        """Return what its caller's side knows of it."""
+        return Outgoing(self.lane, self.dst, self.request_id, self.name, receive)
 
     def sent(self, receive: Receive) -> None:
         """Take note of what the reply will end."""
@@ -95,11 +108,12 @@ class RpcFuture(Future[Any]):
         except BaseException:  # a callback's, in whatever thread this happens to be
             _log.exception("a callback of %r raised", self)
 
-    def expire(self) -> None:
-        """The call's own deadline has passed."""
-        if self._receive is None or self._lane.forget(self.dst, self._receive):
-            self._lane.cancel(self.dst, self.request_id)
-            self.fail(self._agent.too_late(self))
+    def expire(self, *, explain: bool = True) -> None:
+        """The call's own deadline has passed; ``explain`` takes a moment to ask the callee why."""
+        if self._receive is None or self.lane.forget(self.dst, self._receive):
+            error = self._agent.too_late(self, explain=explain)
+            self.lane.cancel(self.dst, self.request_id)
+            self.fail(error)
 
     def _drive(self, timeout: float | None) -> float | None:
         """Read the connection until the reply is there; return what is left of ``timeout``.
@@ -109,8 +123,7 @@ class RpcFuture(Future[Any]):
         if self.done() or self._receive is None:
             return timeout
         limit = Deadline(math.inf if timeout is None else timeout)
-        self._agent.before_waiting()
-        self._lane.drive(self.dst, self._receive, self.deadline.sooner(limit.remaining()))
+        self._agent.drive(self, self._receive, self.deadline.sooner(limit.remaining()))
         if self.deadline.expired and not self._receive.done:
             self.expire()
         return None if timeout is None else limit.remaining()

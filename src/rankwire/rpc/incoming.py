@@ -3,6 +3,9 @@
 Every request gets exactly one terminal reply: a value, the function's error, no such function, a
 malformed request, overloaded, cancelled, closed. Nothing that a function does (any exception,
 ``SystemExit`` included, an unsendable or oversized result) harms the thread that runs it.
+
+Other ranks may also ask what became of calls that they made (``QUESTION``); the polling thread
+answers that at once, whatever the functions do.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
@@ -31,13 +34,16 @@ from rankwire.errors import (
     MessageTooLargeError,
     RankwireError,
 )
-from rankwire.rpc.context import Call, serving
+from rankwire.rpc.accounts import QUESTION, give_account
+from rankwire.rpc.circles import ActiveCall, Key, pack, unpack_keys
+from rankwire.rpc.context import Call, describe_chain, serving
 from rankwire.rpc.loopback import Loopback
 from rankwire.rpc.messages import (
     Encoded,
     Outcome,
     Request,
     decode_request,
+    describe_error,
     encode_failure,
     encode_reply,
     encode_result,
@@ -62,6 +68,7 @@ _REPLY_PATIENCE = 1.0
 _STOP_PATIENCE = 0.5
 _SMALL_REPLY = 65536
 _SHORT_TEXT = 200
+_LATE_CALLS = 64  # of which is remembered why they failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,7 @@ class Server:
         self._draining = False
         self._loopback: Loopback | None = None
         self._active: dict[tuple[int, int], _Serving] = {}
+        self._late: dict[Key, ActiveCall] = {}
         self._unsent: dict[Any, deque[tuple[IncomingCall, Encoded]]] = {}
         self._unsent_lock = threading.Lock()
         self._event_loop: EventLoop | None = None
@@ -152,14 +160,17 @@ class Server:
             self.answer_at_once(call, self.encode_refusal(Outcome.BAD_REQUEST, error.message))
             return None
         function = self._registry.find(request.name)
-        if self._draining:
+        if function is None and request.name == QUESTION:
+            refusal = self._answer_question(request)
+        elif self._draining:
             refusal = self.encode_refusal(
                 Outcome.CLOSED, f"the agent of rank {self._backend.rank} is closing"
             )
         elif function is None:
             refusal = self._encode_not_found(request.name)
-        elif request.depth > self._limits.max_depth:
-            reason = f"calls are nested more than {self._limits.max_depth} deep"
+        elif len(request.chain) > self._limits.max_depth:
+            chain = describe_chain([*request.chain, [self._backend.rank, request.name]])
+            reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
             refusal = self.encode_refusal(Outcome.OVERLOADED, reason)
         else:
             job = _Serving(self, call, request, function)
@@ -191,12 +202,20 @@ class Server:
                 self._loopback.reply(call.request_id, buffers)
             else:
                 if deadline is None or deadline.remaining() < _REPLY_PATIENCE:
+                    if deadline is not None and deadline.expired:  # the caller's is too
+                        self.answer_unwanted(call)
+                        return
                     deadline = Deadline(_REPLY_PATIENCE)
                 self._port.reply(call, buffers, nbytes, deadline, hold=hold)
                 if hold and worker is not None and not self._pool.is_poller(worker):
                     self._port.flush()
         except RankwireError as error:
             _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+
+    def answer_unwanted(self, call: IncomingCall) -> None:
+        """End a call whose caller has given up: with a small reply, and without waiting."""
+        refusal = self.encode_refusal(Outcome.CANCELLED, "not wanted any more")
+        self.answer_at_once(call, refusal)
 
     def answer_at_once(self, call: IncomingCall, encoded: Encoded) -> None:
         """Send a reply from a thread that must not wait for one caller: poller or event loop.
@@ -276,16 +295,70 @@ class Server:
     def _cancel(self, src: int, request_id: int) -> None:
         job = self._active.get((src, request_id))
         if job is not None:
-            job.cancel()
+            self._unwanted(job)
+
+    def _unwanted(self, job: _Serving) -> None:
+        """The caller does not want the result any more."""
+        if job.incoming.origin is None:
+            job.incoming.is_wanted = False
+        else:
+            self._port.drop_reply(job.incoming)
+        job.cancel()
+        if job.call.outgoing:
+            self.run_soon(job.call.give_up_nested)  # futures may have callbacks
 
     def _caller_gone(self, event: CallerGone) -> None:
         for job in list(self._active.values()):
             if job.call.src == event.src and event.link in (None, job.incoming.link):
-                job.cancel()
+                self._unwanted(job)
 
     def finished(self, job: _Serving) -> None:
         """Forget a job that has been answered."""
         self._active.pop((job.incoming.src, job.incoming.request_id), None)
+
+    # -- what others ask ---------------------------------------------------------------------------
+
+    def _answer_question(self, request: Request) -> Encoded:
+        try:
+            keys = unpack_keys(request.args)
+        except InvalidMessageError as error:
+            return self.encode_refusal(Outcome.BAD_REQUEST, error.message)
+        return encode_result(self._codec, pack(self.account(keys)))
+
+    def account(self, keys: Iterable[Key]) -> dict[Key, ActiveCall]:
+        """Tell of calls that are served here, and of those here that they need."""
+        keys = list(keys)
+        account = give_account(
+            self._backend.rank,
+            self._limits.workers,
+            {Key(self._backend.rank, *key): job for key, job in list(self._active.items())},
+            set(self._pool.queued()),
+            keys,
+        )
+        late = {key: call for key in keys if (call := self._late.get(key)) is not None}
+        return late | account
+
+    def remember_late(self, job: _Serving, error: BaseException) -> None:
+        """Keep why a call failed whose caller's time is up; it may be asking just now."""
+        key = Key(self._backend.rank, job.incoming.src, job.incoming.request_id)
+        text = f"failed too late with {describe_error(error)}"
+        self._late[key] = ActiveCall(job.call.name, job.depth, job.call.deadline.waited, text)
+        while len(self._late) > _LATE_CALLS:
+            self._late.pop(next(iter(self._late)), None)
+
+    def key_of(self, call: Call) -> Key | None:
+        """Return the name of a call in the whole world, if it is served here."""
+        for key, job in list(self._active.items()):
+            if job.call is call:
+                return Key(self._backend.rank, *key)
+        return None
+
+    def is_run_here(self, call: Call) -> bool:
+        """Whether the calling thread is the one that runs the function of a call served here."""
+        worker = call.worker
+        if worker is not None:
+            return worker.pool is self._pool and worker.ident == threading.get_ident()
+        return self._event_loop is not None and self._event_loop.ident == threading.get_ident()
 
     # -- threads -----------------------------------------------------------------------------------
 
@@ -317,20 +390,34 @@ class Server:
                 return
             sleep(min(0.002, deadline.sleep_limit()))
 
-    def stop(self) -> None:
-        """Stop all threads; one that is inside a user's function ends when that does."""
+    def stop(self, patience: float | None = None) -> None:
+        """Stop all threads; one that is inside a user's function ends when that does.
+
+        Args:
+            patience: Seconds to wait for the event loop, and for the others; None is the default.
+        """
         for job in list(self._active.values()):
             job.cancel()
+            job.call.give_up_nested()
         if self._event_loop is not None:
-            self._event_loop.close()
-        if not self._pool.close(Deadline(_STOP_PATIENCE)):
+            self._event_loop.close(*([] if patience is None else [patience]))
+        if not self._pool.close(Deadline.of(patience, _STOP_PATIENCE)):
             _log.warning("a function still runs while its agent is closed")
 
 
 class _Serving:
     """One call in service: the job of a serving thread, or of the event loop."""
 
-    __slots__ = ("_function", "_request", "_server", "call", "depth", "incoming", "task")
+    __slots__ = (
+        "_function",
+        "_has_result",
+        "_request",
+        "_server",
+        "call",
+        "depth",
+        "incoming",
+        "task",
+    )
 
     def __init__(
         self, server: Server, incoming: IncomingCall, request: Request, function: Function
@@ -339,9 +426,15 @@ class _Serving:
         self._request = request
         self._function = function
         self.incoming = incoming
-        self.depth = request.depth
-        self.call = Call(incoming.src, request.name, Deadline(request.timeout), request.depth)
+        self.depth = len(request.chain)
+        self.call = Call(incoming.src, request.name, Deadline(request.timeout), request.chain)
         self.task: Task[None] | None = None
+        self._has_result = False
+
+    @property
+    def needs_event_loop(self) -> bool:
+        """See ``Servable``."""
+        return self._function.is_async and not self._has_result
 
     @property
     def is_slow(self) -> bool:
@@ -351,7 +444,8 @@ class _Serving:
     def run(self, worker: Worker | None) -> None:
         """See ``Job``."""
         if self.call.cancelled or self.call.deadline.expired:
-            self._reply(self._server.encode_refusal(Outcome.CANCELLED, "not wanted any more"))
+            self._server.answer_unwanted(self.incoming)
+            self._server.finished(self)
         elif self._function.is_async:
             self._server.event_loop.run(self.run_async, self)
         else:
@@ -370,6 +464,8 @@ class _Serving:
             value = self._function.target(*self._request.args, **self._request.kwargs)
         except BaseException as error:
             # Whatever it raises is the caller's business, and must not end the serving thread.
+            if self.call.deadline.expired:
+                self._server.remember_late(self, error)
             return self._server.encode_error(error)
         return self._server.encode_value(value)
 
@@ -377,6 +473,7 @@ class _Serving:
         """Run on the event loop."""
         serving.set(self.call)
         encoded = await self._run_coroutine()
+        self._has_result = True
         if encoded[1] <= _SMALL_REPLY:
             self._server.answer_at_once(self.incoming, encoded)
             self._server.finished(self)
@@ -409,14 +506,17 @@ class _Serving:
             self._function.is_slow = False
 
     def cancel(self) -> None:
-        """The caller does not want the result any more."""
+        """Let the function know that it need not go on."""
         self.call.cancelled = True
         if self.task is not None:
             self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
     def _reply(self, encoded: Encoded, worker: Worker | None = None) -> None:
         try:
-            self._server.answer(self.incoming, encoded, self.call.deadline, worker)
+            if self.incoming.is_wanted:
+                self._server.answer(self.incoming, encoded, self.call.deadline, worker)
+            else:
+                self._server.answer_unwanted(self.incoming)
         finally:
             self._server.finished(self)
 

@@ -81,6 +81,17 @@ class Loopback:
             self._changed.notify_all()  # there is room again
             return self._mailbox.withdraw(receive)
 
+    def abort(self, dst: int, receive: Receive, error: RankwireError) -> bool:
+        """See ``CallPort.abort``."""
+        with self._changed:
+            if not self._mailbox.withdraw(receive):
+                return False
+            receive.fail(error)
+            self._changed.notify_all()
+        if receive.on_done is not None:
+            receive.on_done(receive)
+        return True
+
     def cancel(self, dst: int, request_id: int) -> None:
         """See ``CallPort.cancel``."""
         self._cancel(request_id)
@@ -91,6 +102,11 @@ class Loopback:
             return self._changed.wait_for(
                 lambda: self._mailbox.keys_wanted < limit, deadline.sleep_limit()
             )
+
+    def calls_to(self, dst: int) -> list[int]:
+        """See ``CallPort.calls_to``."""
+        with self._changed:
+            return self._mailbox.tags_wanted()
 
     def in_flight(self) -> int:
         """See ``CallPort.in_flight``."""

@@ -1,6 +1,7 @@
 """What travels in a call: the request and its one reply. Pure: values in, buffers out, and back.
 
-A request is the record ``[name, seconds left, nesting depth, args, kwargs]``; a reply is
+A request is the record ``[name, seconds left, chain, args, kwargs]``, where the chain lists the
+calls that this one is nested in, outermost first, as ``[rank, name]``; a reply is
 ``[outcome, value or details]``. ``encode_*`` and ``decode_*`` are mirrors. A remote failure travels
 as text, never as a class to be looked up.
 """
@@ -25,11 +26,13 @@ from rankwire.wire.codec import Codec
 from rankwire.wire.frames import Buffer
 
 __all__ = [
+    "Chain",
     "Encoded",
     "Outcome",
     "Request",
     "decode_reply",
     "decode_request",
+    "describe_error",
     "encode_failure",
     "encode_reply",
     "encode_request",
@@ -37,9 +40,10 @@ __all__ = [
 ]
 
 Encoded = tuple[Sequence[Buffer], int]
+Chain = list[list[Any]]  # of [rank, name]
 
 _MAX_TRACEBACK = 65536
-_REQUEST_PATHS = ("name", "timeout", "depth", "args", "kwargs")
+_REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
 _REPLY_PATHS = ("outcome", "result")
 _TEXT = frozenset((str,))
 
@@ -62,7 +66,7 @@ class Request(NamedTuple):
 
     name: str
     timeout: float
-    depth: int
+    chain: Chain
     args: list[Any]
     kwargs: dict[str, Any]
 
@@ -74,12 +78,12 @@ def encode_request(
     codec: Codec,
     name: str,
     timeout: float,
-    depth: int,
+    chain: Chain,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Encoded:
     """Return a request's buffers and size; arrays in it are not copied."""
-    return codec.encode_record([name, timeout, depth, list(args), kwargs], _REQUEST_PATHS)
+    return codec.encode_record([name, timeout, chain, list(args), kwargs], _REQUEST_PATHS)
 
 
 def decode_request(codec: Codec, payload: bytearray) -> Request:
@@ -90,19 +94,23 @@ def decode_request(codec: Codec, payload: bytearray) -> Request:
     """
     record = codec.decode(payload)
     if type(record) is list and len(record) == 5:
-        name, timeout, depth, args, kwargs = record
+        name, timeout, chain, args, kwargs = record
         if (
             type(name) is str
             and type(timeout) is float
             and timeout >= 0.0  # and not NaN
-            and type(depth) is int
-            and depth >= 0
+            and type(chain) is list
+            and (not chain or all(map(_is_link, chain)))
             and type(args) is list
             and type(kwargs) is dict
             and (not kwargs or _TEXT.issuperset(map(type, kwargs)))
         ):
             return _new_request(Request, record)
-    raise InvalidMessageError("a call is not of the form [name, timeout, depth, args, kwargs]")
+    raise InvalidMessageError("a call is not of the form [name, timeout, chain, args, kwargs]")
+
+
+def _is_link(link: Any) -> bool:
+    return type(link) is list and len(link) == 2 and [type(part) for part in link] == [int, str]
 
 
 def encode_result(codec: Codec, value: Any) -> Encoded:
@@ -135,6 +143,11 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
     else:
         details = [kind[:longest], _printable(text[:longest]), ""]
     return encode_reply(codec, Outcome.RAISED, details)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's type and text, as long as they travel."""
+    return _printable(f"{_type_name(error)}: {_text(error)}")
 
 
 def decode_reply(codec: Codec, payload: bytearray) -> Any:

@@ -34,6 +34,7 @@ from typing import Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
+from rankwire.forking import guard
 
 __all__ = ["Job", "Pool", "Worker"]
 
@@ -70,11 +71,13 @@ class Job(Protocol):
 
 
 class Worker:
-    """One thread of the pool."""
+    """One thread of a pool. Made by that thread."""
 
-    __slots__ = ("job", "wakeup")
+    __slots__ = ("ident", "job", "pool", "wakeup")
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.ident = threading.get_ident()
         self.job: Job | None = None  # what it runs; None while it polls or waits
         self.wakeup = threading.Lock()
         self.wakeup.acquire()
@@ -125,6 +128,7 @@ class Pool:
         self._idle: list[Worker] = []
         self._threads: set[threading.Thread] = set()
         self._closing = False
+        guard(self)
 
     def start(self) -> None:
         """Start the poller and the standby."""
@@ -166,6 +170,11 @@ class Pool:
         """Whether this worker has the polling role."""
         return self._poller is worker
 
+    def queued(self) -> list[Job]:
+        """Return the jobs that wait for a worker."""
+        with self._mutex:
+            return list(self._queued)
+
     @property
     def busy(self) -> int:
         """How many jobs run or wait."""
@@ -194,6 +203,11 @@ class Pool:
             thread.is_alive() for thread in threads if thread is not threading.current_thread()
         )
 
+    def forsake(self) -> None:
+        """See ``Forkable``. A function that has forked returns to here in the child, and ends."""
+        self._mutex = threading.Lock()
+        self._closing = True
+
     # -- a worker's life ---------------------------------------------------------------------------
 
     def _start_thread(self) -> None:
@@ -202,7 +216,7 @@ class Pool:
         thread.start()
 
     def _live(self) -> None:
-        worker = Worker()
+        worker = Worker(self)
         try:
             while self._find_role(worker):
                 if self._poller is worker:

@@ -130,6 +130,10 @@ class Mailbox:
         """
         return len(self._wanted)
 
+    def tags_wanted(self) -> list[int]:
+        """Return the tags that are wanted: for replies, the ids of the calls in flight."""
+        return [tag for _, _, tag in self._wanted]
+
     @property
     def full(self) -> bool:
         """Whether so much is kept for later that nothing more should be read."""

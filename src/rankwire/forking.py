@@ -1,0 +1,95 @@
+"""After ``os.fork``: the child has none of its parent's threads, and shares all of its sockets.
+
+A child must neither use what it inherited (a lock may be held for ever, by a thread that is not
+there) nor harm it (a socket that it shuts down is shut down in the parent too). So whatever has
+descriptors, locks or threads is *guarded*: in the child its ``forsake`` is called, once, before
+anything else runs there. It closes its copies of descriptors, without a word to anybody, so that
+the child does not keep a connection open which its parent has ended by dying.
+
+What users hold is also *disowned*: every use of it raises ``ForkedProcessError`` at once. That is
+done by giving the object another class, not by a check in each operation: it costs the parent
+nothing, needs no lock, and forgets none. Closing, and leaving a ``with`` block, do nothing.
+
+The child may make a backend of its own; locks of modules are free there (``renew_in_child``).
+Nothing here knows what is guarded.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
+
+from rankwire.errors import ForkedProcessError
+
+__all__ = ["Forkable", "disown", "guard", "renew_in_child"]
+
+
+class Forkable(Protocol):
+    """What is guarded. It must be hashable by identity and weakly referable."""
+
+    def forsake(self) -> None:
+        """In a child: close descriptors and leave locks, threads and peers alone. No waiting."""
+
+
+_guarded: WeakSet[Any] = WeakSet()
+_disowned: dict[type, type] = {}
+
+
+def guard(thing: Forkable) -> None:
+    """Have ``forsake`` called in every child that is forked while this exists."""
+    _guarded.add(thing)
+
+
+def renew_in_child(lock: threading.Lock) -> None:
+    """Have a module's lock free in every child, where whoever held it is not there."""
+    # As the standard library does for its own: there is no public way to free a lock whose holder
+    # is gone, and replacing it would not reach those who have it by name.
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def disown(thing: object) -> None:
+    """In a child: have every use of an object raise, closing it apart."""
+    kind = type(thing)
+    if kind not in _disowned:
+        _disowned[kind] = _disowned_class(kind)
+    thing.__class__ = _disowned[kind]
+
+
+def _in_child() -> None:
+    inherited = list(_guarded)
+    _guarded.clear()
+    for thing in inherited:
+        thing.forsake()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def _disowned_class(kind: type) -> type:
+    what = f"this {kind.__name__}"
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ForkedProcessError(what)
+
+    harmless: dict[str, Any] = {"close": _do_nothing, "closed": True, "__class__": kind}
+
+    def look_up(_: object, name: str) -> Any:
+        return harmless[name] if name in harmless else refuse()
+
+    members: dict[str, Callable[..., Any] | tuple[()]] = {
+        "__slots__": (),
+        "__getattribute__": look_up,
+        "__setattr__": refuse,
+        "__enter__": refuse,
+        "__await__": refuse,
+        "__exit__": _do_nothing,
+        "__repr__": lambda _: f"<{kind.__name__} of the parent process>",
+    }
+    return type(kind)(kind.__name__, (kind,), members)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Leave what belongs to the parent as it is."""

@@ -1,0 +1,101 @@
+"""What a rank tells of the calls that it serves, when another one asks (``circles``).
+
+The server knows the jobs; here is what each of them needs to go on, and how that is said in words.
+A job about which nothing is known for certain counts as going on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+from rankwire.rpc.circles import ActiveCall, Key
+from rankwire.rpc.context import Call
+
+__all__ = ["QUESTION", "Servable", "give_account"]
+
+# Called like a function, but no function can be registered by such a name. Its arguments are the
+# calls in question, as [rank, src, request id].
+QUESTION = "\0calls"
+
+
+class Servable(Protocol):
+    """A call in service, as far as it is known here."""
+
+    depth: int
+    call: Call
+
+    @property
+    def needs_event_loop(self) -> bool:
+        """Whether it is a coroutine that has not ended."""
+
+
+def give_account(
+    rank: int,
+    workers: int,
+    jobs: Mapping[Key, Servable],
+    queued: Collection[object],
+    asked: Iterable[Key],
+) -> dict[Key, ActiveCall]:
+    """Tell of the calls asked for, and of those at this rank that they need.
+
+    Args:
+        rank: This rank.
+        workers: How many calls of depth 0 run at once.
+        jobs: All calls in service.
+        queued: The jobs that wait for a worker.
+        asked: What to tell of.
+    """
+    account: dict[Key, ActiveCall] = {}
+    to_tell = [key for key in asked if key in jobs]
+    while to_tell:
+        key = to_tell.pop()
+        if key not in account:
+            account[key] = _describe(rank, workers, jobs, queued, key)
+            to_tell += [need for need in account[key].needs if need in jobs]
+    return account
+
+
+def _describe(
+    rank: int,
+    workers: int,
+    jobs: Mapping[Key, Servable],
+    queued: Collection[object],
+    key: Key,
+) -> ActiveCall:
+    job = jobs[key]
+    needs: Iterable[Key] = ()
+    wait = 0
+    if job in queued:
+        needs = _running(jobs, workers)
+        doing = f"waits for one of {workers} workers"
+    elif job.call.waiting is not None:
+        waiting = job.call.waiting
+        needs = [Key(waiting.dst, rank, request_id) for request_id in waiting.request_ids]
+        wait = waiting.number
+        turn = " its turn to call" if waiting.is_for_room else ""
+        doing = f"waits for{turn} rank {waiting.dst} {waiting.name!r}"
+    elif job.needs_event_loop and (holder := _event_loop_holder(jobs)) is not None:
+        needs = [holder]
+        doing = f"waits for the event loop, which {jobs[holder].call.name!r} blocks"
+    else:
+        doing = "is running"
+        if job.call.outgoing:
+            calls = [f"rank {made.dst} {made.name!r}" for made in list(job.call.outgoing.values())]
+            doing += f" and has calls in flight: {', '.join(calls[:3])}"
+    call = job.call
+    return ActiveCall(call.name, job.depth, call.deadline.waited, doing, tuple(needs), wait)
+
+
+def _running(jobs: Mapping[Key, Servable], workers: int) -> list[Key]:
+    """Return the calls that have all the places of workers; none if that is not sure."""
+    running = [key for key, job in jobs.items() if job.depth == 0 and job.call.worker is not None]
+    return sorted(running) if len(running) >= workers else []
+
+
+def _event_loop_holder(jobs: Mapping[Key, Servable]) -> Key | None:
+    """Return the coroutine that blocks the event loop with a call, if there is one."""
+    holders = [
+        key for key, job in jobs.items() if job.needs_event_loop and job.call.waiting is not None
+    ]
+    return holders[0] if len(holders) == 1 else None

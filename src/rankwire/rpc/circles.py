@@ -1,0 +1,171 @@
+"""Circles of calls that wait for each other: what ranks tell in, the circle out. Pure.
+
+Each rank tells of a call that it serves what the call *needs*: other calls, of which one has to end
+before this one can go on. A call that runs needs nothing; one that waits for a reply needs the call
+it made; one that waits for the event loop needs the call that blocks it; one that waits for a
+worker, or for its turn to call, needs any one of those that have the places.
+
+A call is *stuck* if it needs something and all it needs is stuck. What is not known counts as going
+on, so that doubt is never reported. Ranks are asked one after the other, so what they tell is not
+of one moment; a circle therefore counts only when it is found twice, with the same waits: then
+every wait lasted from the first time to the second, and all of them overlapped between the two.
+
+Of the calls in a circle one gives up, the same for all who look: the deepest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from rankwire.errors import InvalidMessageError
+
+__all__ = [
+    "ActiveCall",
+    "Circle",
+    "Key",
+    "Picture",
+    "find_circle",
+    "pack",
+    "still_to_ask",
+    "unpack",
+    "unpack_keys",
+]
+
+
+class Key(NamedTuple):
+    """A call, in the whole world."""
+
+    rank: int  # serves it
+    src: int  # made it
+    request_id: int
+
+
+class ActiveCall(NamedTuple):
+    """What the rank that serves a call tells of it.
+
+    Attributes:
+        name: The function's name.
+        depth: How many calls it is nested in.
+        seconds: Since it arrived.
+        doing: In words, to follow the name.
+        needs: The calls of which one has to end before this one goes on; none if it goes on.
+        wait: A number for this very wait, if its thread waits; else 0.
+    """
+
+    name: str
+    depth: int
+    seconds: float
+    doing: str
+    needs: tuple[Key, ...] = ()
+    wait: int = 0
+
+
+# What is known of the calls that were asked about; None for those that their rank does not know.
+Picture = Mapping[Key, ActiveCall | None]
+
+
+class Circle(NamedTuple):
+    """Calls that wait for each other.
+
+    Attributes:
+        members: Each waits for the next one, and the last one for the first.
+        gives_up: The one whose wait is to end.
+        evidence: All waits that keep it closed; two circles with the same are the same.
+    """
+
+    members: tuple[Key, ...]
+    gives_up: Key
+    evidence: frozenset[tuple[Key, int, tuple[Key, ...]]]
+
+
+def still_to_ask(picture: Picture, start: Key) -> set[Key]:
+    """Return the calls about which to ask next, to learn whether ``start`` is stuck."""
+    if not _may_be_stuck(picture, start):
+        return set()
+    return {key for key in _reachable(picture, start) if key not in picture}
+
+
+def find_circle(picture: Picture, start: Key) -> Circle | None:
+    """Return the circle that keeps ``start`` from going on, if there is one."""
+    reachable = _reachable(picture, start)
+    known = {key: call for key in reachable if (call := picture.get(key)) is not None}
+    if len(known) < len(reachable) or not _may_be_stuck(picture, start):
+        return None
+    path = [start]
+    while (following := min(known[path[-1]].needs)) not in path:
+        path.append(following)
+    members = path[path.index(following) :]
+    waiting = [key for key in members if known[key].wait]
+    if not waiting:
+        return None
+    gives_up = max(waiting, key=lambda key: (known[key].depth, key))
+    first = members.index(min(members))  # so that all who look see the same
+    evidence = frozenset((key, call.wait, call.needs) for key, call in known.items())
+    return Circle((*members[first:], *members[:first]), gives_up, evidence)
+
+
+def _may_be_stuck(picture: Picture, start: Key) -> bool:
+    """Whether ``start`` is stuck if all that is not known is."""
+    going_on = {key for key, call in picture.items() if call is None or not call.needs}
+    while True:
+        freed = {
+            key
+            for key, call in picture.items()
+            if key not in going_on and call is not None and not going_on.isdisjoint(call.needs)
+        }
+        if not freed:
+            return start not in going_on
+        going_on |= freed
+
+
+def _reachable(picture: Picture, start: Key) -> set[Key]:
+    reached = {start}
+    frontier = [start]
+    while frontier:
+        call = picture.get(frontier.pop())
+        for key in call.needs if call is not None else ():
+            if key not in reached:
+                reached.add(key)
+                frontier.append(key)
+    return reached
+
+
+# -- how it travels: as the value of an ordinary reply ---------------------------------------------
+
+
+def pack(calls: Mapping[Key, ActiveCall]) -> list[Any]:
+    """Return what a rank tells of its calls as plain values."""
+    return [
+        [list(key), *call[:4], [list(need) for need in call.needs], call.wait]
+        for key, call in calls.items()
+    ]
+
+
+def unpack(value: Any) -> dict[Key, ActiveCall]:
+    """Return what a rank told.
+
+    Raises:
+        InvalidMessageError: It is not of that form.
+    """
+    if type(value) is not list:
+        raise InvalidMessageError("a rank's account of its calls is not a list")
+    return dict(map(_unpack_one, value))
+
+
+def _unpack_one(item: Any) -> tuple[Key, ActiveCall]:
+    match item:
+        case [list(key), str(name), int(depth), float(seconds), str(doing), list(needs), int(wait)]:
+            own = unpack_keys([key])[0]
+            return own, ActiveCall(name, depth, seconds, doing, tuple(unpack_keys(needs)), wait)
+    raise InvalidMessageError("a rank's account of a call is not of the form agreed on")
+
+
+def unpack_keys(values: Iterable[Any]) -> list[Key]:
+    """Return the calls that are named by plain values; raises as ``unpack`` does."""
+    keys: list[Key] = []
+    for value in values:
+        if type(value) is not list or [type(part) for part in value] != [int, int, int]:
+            raise InvalidMessageError("a call is not named by [rank, src, request id]")
+        keys.append(Key(*value))
+    return keys

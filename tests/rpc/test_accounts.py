@@ -1,0 +1,83 @@
+"""What a rank tells of the calls that it serves."""
+
+from rankwire.deadline import Deadline
+from rankwire.rpc.accounts import give_account
+from rankwire.rpc.circles import Key
+from rankwire.rpc.context import Call
+from rankwire.rpc.outgoing import Outgoing, Wait
+from rankwire.wire.mailbox import Receive
+
+RANK = 1
+
+
+class Job:
+    def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):
+        self.call = Call(0, name, Deadline(5.0), [[0, "x"]] * depth)
+        self.call.worker = worker
+        self.call.waiting = waiting
+        self.depth = depth
+        self.needs_event_loop = is_async
+
+
+def account(jobs, *asked, queued=(), workers=2):
+    named = {Key(RANK, 0, number): job for number, job in jobs.items()}
+    told = give_account(RANK, workers, named, queued, [Key(RANK, 0, number) for number in asked])
+    return {key.request_id: call for key, call in told.items()}
+
+
+def needs(call):
+    return [tuple(need) for need in call.needs]
+
+
+def test_a_call_that_runs_needs_nothing():
+    told = account({1: Job(worker=object())}, 1)
+    assert (told[1].name, told[1].doing, told[1].needs) == ("f", "is running", ())
+
+
+def test_what_is_not_served_is_not_told_of():
+    assert account({1: Job()}, 2) == {}
+
+
+def test_calls_in_flight_are_mentioned():
+    job = Job(worker=object())
+    job.call.began(Outgoing(None, 2, 77, "g", Receive((0, 0, 77))))
+    assert account({1: job}, 1)[1].doing == "is running and has calls in flight: rank 2 'g'"
+    assert account({1: job}, 1)[1].needs == ()
+
+
+def test_a_call_that_waits_needs_the_call_it_made():
+    told = account({1: Job(worker=object(), waiting=Wait(5, 2, "g", [77]))}, 1)
+    assert needs(told[1]) == [(2, RANK, 77)]
+    assert (told[1].wait, told[1].doing) == (5, "waits for rank 2 'g'")
+
+
+def test_a_call_that_waits_for_its_turn_needs_one_of_those_in_flight():
+    wait = Wait(5, 2, "g", [7, 8], is_for_room=True)
+    told = account({1: Job(worker=object(), waiting=wait)}, 1)
+    assert needs(told[1]) == [(2, RANK, 7), (2, RANK, 8)]
+
+
+def test_a_queued_call_needs_one_of_those_that_have_all_the_places():
+    queued = Job()
+    jobs = {
+        1: queued,
+        2: Job(worker=object()),
+        3: Job(worker=object()),
+        4: Job(worker=object(), depth=1),
+    }
+    told = account(jobs, 1, queued=[queued])
+    assert needs(told[1]) == [(RANK, 0, 2), (RANK, 0, 3)]
+    assert set(told) == {1, 2, 3}
+    assert account(jobs, 1, queued=[queued], workers=3)[1].needs == ()
+
+
+def test_a_coroutine_needs_the_one_that_blocks_the_event_loop():
+    jobs = {1: Job(is_async=True), 2: Job("holder", is_async=True, waiting=Wait(1, 2, "g", [7]))}
+    told = account(jobs, 1)
+    assert needs(told[1]) == [(RANK, 0, 2)]
+    assert told[1].doing == "waits for the event loop, which 'holder' blocks"
+    assert needs(told[2]) == [(2, RANK, 7)]
+
+
+def test_a_coroutine_goes_on_if_no_call_blocks_the_event_loop():
+    assert account({1: Job(is_async=True)}, 1)[1].needs == ()

@@ -1,0 +1,155 @@
+"""Circles of calls: from what ranks tell, with a model that lets calls end one after the other."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwire.errors import InvalidMessageError
+from rankwire.rpc.circles import (
+    ActiveCall,
+    Key,
+    find_circle,
+    pack,
+    still_to_ask,
+    unpack,
+    unpack_keys,
+)
+
+
+def key(number):
+    return Key(number % 3, number % 2, number)
+
+
+def call(*needs, depth=0, wait=1):
+    return ActiveCall("f", depth, 1.5, "is running", tuple(map(key, needs)), wait if needs else 0)
+
+
+def picture(**calls):
+    return {key(int(name[1:])): value for name, value in calls.items()}
+
+
+def test_two_calls_that_wait_for_each_other_are_a_circle():
+    both = picture(c0=call(1), c1=call(0, depth=1))
+    circle = find_circle(both, key(0))
+    assert set(circle.members) == {key(0), key(1)}
+    assert circle.gives_up == key(1)
+
+
+def test_all_who_look_see_the_same():
+    three = picture(c0=call(1), c1=call(2, depth=2), c2=call(0, depth=1))
+    circles = [find_circle(three, key(start)) for start in range(3)]
+    assert circles[0] == circles[1] == circles[2]
+    assert circles[0].gives_up == key(1)
+
+
+def test_a_call_that_runs_frees_all_that_wait_for_it():
+    chain = picture(c0=call(1), c1=call(2), c2=call())
+    assert find_circle(chain, key(0)) is None
+
+
+def test_one_free_place_is_enough():
+    places = picture(c0=call(1, 2), c1=call(0), c2=call())
+    assert find_circle(places, key(0)) is None
+    assert find_circle(places, key(1)) is None
+
+
+def test_a_call_that_waits_for_a_circle_is_stuck_but_does_not_give_up():
+    into = picture(c0=call(1, depth=9), c1=call(2), c2=call(1))
+    circle = find_circle(into, key(0))
+    assert key(0) not in circle.members
+    assert circle.gives_up != key(0)
+
+
+def test_what_is_not_known_is_asked_for_and_counts_as_going_on():
+    partly = picture(c0=call(1), c1=call(2))
+    assert still_to_ask(partly, key(0)) == {key(2)}
+    assert find_circle(partly, key(0)) is None
+    assert find_circle({**partly, key(2): None}, key(0)) is None
+    assert still_to_ask({**partly, key(2): None}, key(0)) == set()
+    assert still_to_ask({}, key(0)) == {key(0)}
+
+
+def test_nothing_more_is_asked_once_a_call_is_known_to_go_on():
+    partly = picture(c0=call(1, 2), c1=call())
+    assert still_to_ask(partly, key(0)) == set()
+
+
+def test_another_wait_for_the_same_call_is_another_circle():
+    first = find_circle(picture(c0=call(1, wait=1), c1=call(0)), key(0))
+    second = find_circle(picture(c0=call(1, wait=2), c1=call(0)), key(0))
+    assert first.members == second.members
+    assert first.evidence != second.evidence
+
+
+numbers = st.integers(0, 7)
+pictures = st.dictionaries(
+    numbers.map(key),
+    st.builds(
+        ActiveCall,
+        name=st.text(max_size=3),
+        depth=st.integers(0, 3),
+        seconds=st.floats(0, 100),
+        doing=st.just("x"),
+        needs=st.lists(numbers.map(key), unique=True, max_size=3).map(tuple),
+        wait=st.integers(1, 5),
+    ),
+)
+
+
+def ends(calls, start):
+    """Whether a call can end: let all that can end do so, until nothing changes."""
+    left = dict(calls)
+    while True:
+        ending = [k for k, c in left.items() if not c.needs or any(n not in left for n in c.needs)]
+        if not ending:
+            return start not in left
+        for k in ending:
+            del left[k]
+
+
+@given(pictures, numbers.map(key))
+def test_a_circle_is_found_exactly_where_no_call_can_ever_end(calls, start):
+    circle = find_circle(calls, start)
+    assert (circle is not None) == (not ends(calls, start))
+    if circle is not None:
+        following = (*circle.members[1:], circle.members[0])
+        for member, successor in zip(circle.members, following, strict=True):
+            assert successor in calls[member].needs
+            assert not ends(calls, member)
+        assert circle.gives_up in circle.members
+
+
+@given(pictures, numbers.map(key))
+def test_asking_step_by_step_finds_the_same_as_knowing_everything(calls, start):
+    known = {}
+    while missing := still_to_ask(known, start):
+        asked = min(missing)
+        known[asked] = calls.get(asked)
+    assert find_circle(known, start) == find_circle(calls, start)
+
+
+@given(pictures)
+def test_an_account_round_trips(calls):
+    assert unpack(pack(calls)) == calls
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [[]],
+        [[[0, 1], "f", 0, 1.0, "x", [], 0]],
+        [[[0, 1, 2], "f", 0, 1.0, "x", [[0]], 0]],
+        [[[0, 1, "2"], "f", 0, 1.0, "x", [], 0]],
+        [[[0, 1, 2], "f", 0, "1.0", "x", [], 0]],
+    ],
+)
+def test_an_account_of_another_form_is_refused(value):
+    with pytest.raises(InvalidMessageError):
+        unpack(value)
+
+
+def test_a_question_of_another_form_is_refused():
+    assert unpack_keys([[0, 1, 2]]) == [Key(0, 1, 2)]
+    with pytest.raises(InvalidMessageError):
+        unpack_keys([[0, 1]])
