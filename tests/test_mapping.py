@@ -16,6 +16,10 @@ WITHOUT_OWN_TEST = {
 SHOWN_IN = {
     "forking": "faults/test_f_ending.py",
     "backends/ending": "faults/test_f_ending.py",
+    "backends/status": "conformance/test_conformance.py",
+    "rendezvous/attendance": "backends/test_control_plane.py",
+    "rendezvous/callback": "backends/test_tcp_formation.py",
+    "testing/conformance_peers": "conformance/test_conformance.py",
     "backends/meeting": "conformance/test_conformance.py",
     "backends/tcp": "backends/test_tcp_backend.py",
     "backends/tcp_calls": "conformance/test_conformance.py",

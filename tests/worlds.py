@@ -85,6 +85,16 @@ class Running:
         assert not self._thread.is_alive(), f"still blocked after {timeout} s"
 
 
+def noting(causes: list) -> Callable[[Any], Any]:
+    """Return an ``on_lost`` of a connection that notes the causes and lets them stand."""
+
+    def note(cause: Any) -> Any:
+        causes.append(cause)
+        return cause
+
+    return note
+
+
 def eventually(condition: Callable[[], Any], timeout: float = PATIENCE) -> Any:
     """Return ``condition()`` as soon as it is true."""
     end = time.monotonic() + timeout

@@ -248,8 +248,8 @@ LEAVING = """
     elif way == "closed backend":
         backend.close()
 """
-ORDERLY = {"end of main": 0, "sys.exit": 3, "exception": 1, "closed backend": 0}
-SUDDEN = {"os._exit": 3, "SIGTERM": -signal.SIGTERM}
+ORDERLY = {"end of main": 0, "sys.exit": 3, "closed backend": 0}
+SUDDEN = {"exception": 1, "os._exit": 3, "SIGTERM": -signal.SIGTERM}
 
 
 @pytest.mark.fault(36, "a process ends within 2 s, and its peers see an orderly end or a loss")
@@ -300,6 +300,6 @@ def test_what_is_to_be_done_before_leaving_finds_all_open():
 def test_what_is_closed_or_gone_is_not_closed_again():
     with tcp_world(1) as (backend,):
         assert backend in ending._leaving
-    backend.leave_at_exit()
+    backend.leave_at_exit(None)
     del backend
     assert all(thing.closed for thing in ending._leaving if isinstance(thing, TcpBackend))

@@ -10,7 +10,7 @@ from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import tune
 from rankwire.links.spinning import Spin
-from worlds import PATIENCE
+from worlds import PATIENCE, noting
 
 
 def socket_pair(transport):
@@ -74,7 +74,7 @@ def make_link(transport, cleanup):
         near, far = socket_pair(transport)
         lost = []
         connection = Connection(
-            near, peer=1, max_nbytes=max_nbytes, spin=Spin(spin), on_lost=lost.append
+            near, peer=1, max_nbytes=max_nbytes, spin=Spin(spin), on_lost=noting(lost)
         )
         far.settimeout(PATIENCE)
         cleanup.callback(far.close)

@@ -28,7 +28,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.single_copy import Borrowed, lend
 from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel, pack_header
 from rankwire.wire.loans import LoanRefusedError, LoanRevokedError, pack_loan, whole_of
-from worlds import LEND_FROM, PATIENCE, Running, eventually
+from worlds import LEND_FROM, PATIENCE, Running, eventually, noting
 
 MIB = 1 << 20
 SOON = 5.0  # seconds for what takes milliseconds, on a machine that is busy with other things
@@ -554,7 +554,7 @@ def test_the_end_of_the_stream_is_a_lost_peer(link):
 def test_a_connection_that_the_peer_dialled_and_gave_up_is_no_loss(sockets):
     near, far = sockets
     lost = []
-    connection = Connection(near, peer=1, max_nbytes=10, on_lost=lost.append, incoming=True)
+    connection = Connection(near, peer=1, max_nbytes=10, on_lost=noting(lost), incoming=True)
     assert not connection.was_given_up
     far.close()
     eventually(lambda: connection.was_given_up)
@@ -566,7 +566,7 @@ def test_a_connection_that_the_peer_dialled_and_gave_up_is_no_loss(sockets):
 def test_a_connection_that_the_peer_dialled_and_used_is_lost_like_any_other(sockets):
     near, far = sockets
     lost = []
-    connection = Connection(near, peer=1, max_nbytes=10, on_lost=lost.append, incoming=True)
+    connection = Connection(near, peer=1, max_nbytes=10, on_lost=noting(lost), incoming=True)
     far.send(frame_bytes(b"x"))
     far.close()
     assert read(connection)[0].payload == b"x"
@@ -1313,7 +1313,7 @@ def test_a_loan_to_a_process_that_cannot_read_it_breaks_the_rules(transport, soc
     near, far = sockets
     lost = []
     connection = Connection(
-        near, peer=1, max_nbytes=1 << 30, on_lost=lost.append, single_copy=transport == "tcp"
+        near, peer=1, max_nbytes=1 << 30, on_lost=noting(lost), single_copy=transport == "tcp"
     )
     description, _ = description_of(noise(LARGE))
     far.send(loan_frame(description) + frame_bytes(b"x", sequence=1))

@@ -608,6 +608,8 @@ class TcpBackend(Backend):
             patience = Deadline(_FAREWELL_PATIENCE)
             fall = fall_by(error)
             if fall is not None:  # first of all, before anyone sees a connection end
+                for peer in self._peers.values():
+                    peer.turn_away(cause)
                 self._formation.close(Fallen(fall.reason, fall.traceback))
             for peer in self._peers.values():
                 peer.close(cause, patience, orderly=fall is None)

@@ -122,6 +122,10 @@ class Peer:
             if self.inbox.connection is None:
                 self.inbox.fail(cause)
 
+    def turn_away(self, cause: RankwireError) -> None:
+        """From now on, what ends here ends because this end has closed, not the peer."""
+        self._mark(cause)
+
     def _mark(self, cause: RankwireError) -> bool:
         with self._lock:
             if self.failure is not None:

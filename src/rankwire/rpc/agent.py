@@ -493,8 +493,13 @@ class RpcAgent:
                 self._end_all()
 
     def leave_at_exit(self, error: BaseException | None) -> None:
-        """See ``Leaving``. Functions that still run are not waited for."""
-        self._close(_EXIT_GRACE, _EXIT_GRACE)
+        """See ``Leaving``. Functions that still run are not waited for.
+
+        After an error the backend tells the others, and ends this agent too: a farewell would come
+        before the reason.
+        """
+        if error is None:
+            self._close(_EXIT_GRACE, _EXIT_GRACE)
 
     def forsake(self) -> None:
         """See ``Forkable``."""
