@@ -74,7 +74,7 @@ class Guests:
         self.judged.append(hello)
         return self.verdict
 
-    def enter(self, hello, sock):
+    def enter(self, hello, sock, seals):
         self.entered.append((hello, sock))
 
 
@@ -705,7 +705,7 @@ def test_the_owner_may_close_it_from_its_own_thread(cleanup):
 def test_a_verdict_is_sent_before_the_socket_is_handed_over(door):
     sent_first = []
 
-    def enter(greeting, sock):
+    def enter(greeting, sock, seals):
         sock.setblocking(True)
         sock.sendall(struct.pack("<Q", 42))
         sent_first.append(sock)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
 from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
@@ -40,12 +40,17 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import authenticate
+from rankwire.links.protection import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spinning import Spin, default_spin
 from rankwire.rendezvous.messages import Gone, World
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["TcpBackend", "Transport"]
 
@@ -84,7 +89,12 @@ class TcpBackend(Backend):
         max_message_nbytes: Largest message sent or accepted.
         single_copy: Read large messages of ranks on this host straight out of their memory, where
             the kernel allows it; ``link_to`` tells.
-        insecure: Run off loopback without a secret.
+        security: ``"auto"`` protects by the address: ``"local"`` on loopback, ``"auth"`` elsewhere
+            (frames are sealed), ``"tls"`` if ``tls`` is given. ``"insecure"`` runs without a
+            secret. The same on all ranks; see ``SECURITY.md``.
+        integrity: What protects payloads above 64 KiB of messages and collectives where frames are
+            sealed: ``"crc"`` finds damage, ``"mac"`` also alteration.
+        tls: Files for TLS between hosts.
         listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
             from now on.
 
@@ -108,7 +118,9 @@ class TcpBackend(Backend):
         spin: float | None = None,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         single_copy: bool = True,
-        insecure: bool = False,
+        security: Security = "auto",
+        integrity: Integrity = "crc",
+        tls: Tls | None = None,
         listener: socket.socket | None = None,
     ) -> None:
         super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
@@ -128,12 +140,15 @@ class TcpBackend(Backend):
         self._introductions = threading.Thread(
             target=self._introduce, name="rankwire-introductions", daemon=True
         )
+        where = TcpAddress.parse(address)
+        policy = choose_policy(security, where, integrity=integrity, tls=tls)
+        self.security = policy.mode
         self._formation = Formation(
             self,
-            TcpAddress.parse(address),
+            where,
             secret=secret,
             job=job,
-            insecure=insecure,
+            policy=policy,
             share_files=transport != "tcp",
             listener=listener,
         )
@@ -306,12 +321,13 @@ class TcpBackend(Backend):
             try:
                 sock = self._connect(peer, deadline)
                 try:
-                    authenticate(
+                    stream, seals = authenticate(
                         sock,
                         hello,
                         key=self._formation.key,
                         deadline=deadline,
                         check=peer.check,
+                        policy=self._formation.policy,
                     )
                 except BaseException:
                     sock.close()
@@ -322,7 +338,7 @@ class TcpBackend(Backend):
                 if patience.expired or deadline.expired:
                     raise PeerLostError(rank, error.message) from error
                 time.sleep(0.005)
-        connection = self._adopt(peer, sock)
+        connection = self._adopt(peer, stream, seals)
         try:
             connection.await_introduction(deadline, peer.check)
             connection.introduce()  # from now on the peer takes an end for a death
@@ -366,7 +382,9 @@ class TcpBackend(Backend):
                     raise
         return connect_tcp(TcpAddress(member.host, member.port), deadline, check=peer.check)
 
-    def _adopt(self, peer: Peer, sock: socket.socket, *, incoming: bool = False) -> Connection:
+    def _adopt(
+        self, peer: Peer, sock: Stream, seals: Seals | None, *, incoming: bool = False
+    ) -> Connection:
         connection = Connection(
             sock,
             peer=peer.member.rank,
@@ -376,6 +394,7 @@ class TcpBackend(Backend):
             on_rest=self._formation.flush_when_possible,
             incoming=incoming,
             single_copy=self._single_copy,
+            seals=seals,
         )
         peer.add(connection)
         return connection
@@ -401,10 +420,10 @@ class TcpBackend(Backend):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, sock: socket.socket) -> None:
+    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
-        connection = self._adopt(peer, sock, incoming=True)
+        connection = self._adopt(peer, sock, seals, incoming=True)
         with suppress(RankwireError):  # the connection has failed, then
             connection.introduce()
         if connection.failure is not None:

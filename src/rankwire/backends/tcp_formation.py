@@ -12,7 +12,7 @@ import os
 import socket
 import weakref
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -20,6 +20,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, ConfigurationError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
+from rankwire.links.protection import Policy
 from rankwire.links.sockets import (
     TcpAddress,
     expect_prompt_reading,
@@ -35,6 +36,10 @@ from rankwire.rendezvous.secret import AgreedSecret, given_secret
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.loans import whole_of
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["Formation"]
 
@@ -48,7 +53,7 @@ class _Owner(Protocol):
     world_size: int
 
     def admit(self, hello: Hello) -> tuple[Status, int]: ...
-    def enter(self, hello: Hello, sock: socket.socket) -> None: ...
+    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None: ...
     def on_formed(self, world: World) -> None: ...
     def on_gone(self, gone: Gone) -> None: ...
 
@@ -63,7 +68,7 @@ class Formation:
         *,
         secret: bytes | str | None,
         job: str,
-        insecure: bool,
+        policy: Policy,
         share_files: bool,
         listener: socket.socket | None,
     ) -> None:
@@ -74,7 +79,10 @@ class Formation:
         self._owner = owner
         self._job = job_id(job)
         self._share_files = share_files
-        self._given_secret = given_secret(secret, loopback=address.is_loopback, insecure=insecure)
+        self.policy = policy
+        self._given_secret = given_secret(
+            secret, loopback=address.is_loopback, insecure=policy.mode == "insecure"
+        )
         self._agreed_secret = b""
         # Removed by close(), and by the interpreter's end if nobody closes.
         self._files: list[weakref.finalize[..., Formation]] = []
@@ -106,6 +114,7 @@ class Formation:
             find_key=self._find_key,
             describe=self._describe,
             deadline=deadline,
+            policy=self.policy,
         )
         # Rank 0 may listen on all interfaces: it is reached where it was reached.
         reached = msgspec.structs.replace(world.members[0], host=self.address.host)
@@ -174,7 +183,7 @@ class Formation:
         return self._member
 
     def _employ_doorkeeper(self) -> Doorkeeper:
-        self._doorkeeper = Doorkeeper(self, key=self.key)
+        self._doorkeeper = Doorkeeper(self, key=self.key, policy=self.policy)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
                 self._doorkeeper.listen(listener)
@@ -208,15 +217,16 @@ class Formation:
             return Status.OTHER_EPOCH, 0
         return self._owner.admit(hello)
 
-    def enter(self, hello: Hello, sock: socket.socket) -> None:
-        """Give an authenticated socket to whom it is for."""
+    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
+        """Give an authenticated connection to whom it is for."""
         if hello.purpose is not Purpose.JOIN:
-            self._owner.enter(hello, sock)
+            self._owner.enter(hello, sock, seals)
             return
         assert self._coordinator is not None
         expect_prompt_reading(sock)
         self._coordinator.enter(
-            hello.rank, Connection(sock, peer=hello.rank, max_nbytes=_MAX_CONTROL_NBYTES)
+            hello.rank,
+            Connection(sock, peer=hello.rank, max_nbytes=_MAX_CONTROL_NBYTES, seals=seals),
         )
 
     def _heard(self, frames: list[Frame]) -> None:

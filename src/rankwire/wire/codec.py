@@ -100,6 +100,11 @@ class Codec:
         for cls in types:
             self.register(cls)
 
+    @property
+    def allows_pickle(self) -> bool:
+        """Whether it sends and accepts pickles."""
+        return self._pickling is not None
+
     @overload
     def register(self, cls: type[T], *, name: str | None = None) -> type[T]: ...
     @overload
