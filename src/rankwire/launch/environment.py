@@ -216,7 +216,7 @@ def _read_security(environ: Environment) -> dict[str, Any]:
         missing = [name for name in (TLS_CERT, TLS_KEY, TLS_CA) if name not in files]
         if missing:
             raise ConfigurationError(
-                f"{' and '.join(files)} is set, but not {' and '.join(missing)}: TLS needs all three"
+                f"{' and '.join(missing)} is not set, and TLS needs all of cert, key and ca"
             )
         found["tls"] = Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA])
     return found

@@ -51,6 +51,9 @@ __all__ = ["Stream", "TlsContexts", "TlsStream"]
 _CHUNK_NBYTES = 256 << 10
 _RECORD_HEAD_NBYTES = 5
 _VERSION = "TLSv1.3"
+# A fatal alert, "protocol version". OpenSSL does not answer what is not TLS at all; a rank without
+# TLS learns from this that it should have it.
+_NOT_TLS = bytes.fromhex("15 0303 0002 0246")
 
 
 class TlsContexts:
@@ -98,7 +101,7 @@ class TlsContexts:
                 raise  # some of ours are also OSErrors
             except OSError as error:
                 raise NoConnectionError(
-                    f"the TLS handshake failed: {error.strerror or error}"
+                    f"the TLS handshake ended ({error.strerror or error}): have all ranks tls=?"
                 ) from error
             if not wait_patiently(sock, select.POLLIN, deadline, check):
                 raise DeadlineExceededError(deadline.limit, detail="no answer in the TLS handshake")
@@ -169,7 +172,11 @@ class TlsStream:
             pass
         except ssl.SSLError as error:
             with suppress(OSError):
+                if not self._encrypted.pending:
+                    self._encrypted.write(_NOT_TLS)
                 self._flush()  # the alert that tells the other end why
+                # Closing with input unread would reset the connection, and the alert with it.
+                self._sock.recv(_CHUNK_NBYTES)
             raise AuthenticationError(f"the TLS handshake failed: {_reason(error)}") from error
         self._flush()
         if self._unsent:
