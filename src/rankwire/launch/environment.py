@@ -79,6 +79,7 @@ def connect(**options: Any) -> TcpBackend:
         ConfigurationError: No launcher started this process, or its variables are incomplete.
         RendezvousError: The world did not form in time.
     """
+    security = _read_security(os.environ)  # first: it may raise, and a place holds a socket
     place = _find_place(os.environ)
     arguments: dict[str, Any] = {
         "rank": place.rank,
@@ -87,7 +88,7 @@ def connect(**options: Any) -> TcpBackend:
         "job": place.job,
         "secret": place.secret,
         "listener": place.listener,
-        **_read_security(os.environ),
+        **security,
     }
     arguments.update(options)
     if place.listener is not None and ("address" in options or "listener" in options):
