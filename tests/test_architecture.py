@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "collectives": {"errors", "deadline", "forking", "wire", "backends"},
     "mesh": {"errors", "backends"},
     "testing": {"errors", "deadline", "wire", "rendezvous", "backends", "rpc", "collectives"},
-    "launch": {"errors", "deadline", "forking", "backends", "rendezvous"},
+    "launch": {"errors", "deadline", "forking", "links", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "__main__": {"cli"},
     "__init__": {"errors", "version", "wire", "backends", "rpc", "collectives", "mesh", "launch"},
@@ -42,7 +42,11 @@ IMPURE_MODULES = {
     "socket", "ssl", "select", "selectors", "threading", "asyncio", "time", "os", "subprocess",
     "logging", "multiprocessing", "signal", "pathlib", "tempfile", "io",
 }  # fmt: skip
-OPTIONAL = {"torch", "mpi4py", "ray", "rich", "typer", "pytest"}
+# What runs code, or makes objects of any class, out of bytes.
+PICKLE_LIKE = {
+    "pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "yaml",
+}  # fmt: skip
+OPTIONAL = {"torch", "mpi4py", "ray", "rich", "typer", "pytest", "cryptography", "ssl"}
 
 
 def modules():
@@ -125,8 +129,8 @@ def test_the_wire_is_pure():
 def test_pickle_is_only_behind_its_option():
     for path in modules():
         for module, _ in imports(path):
-            if module.split(".")[0] in ("pickle", "cloudpickle", "marshal", "dill"):
-                assert path.name == "pickling.py", f"{path} imports {module}"
+            if module.split(".")[0] in PICKLE_LIKE:
+                assert path == SOURCE / "wire" / "pickling.py", f"{path} imports {module}"
             if module == "rankwire.wire.pickling" and path.name != "pickling.py":
                 assert not _, f"{path} loads pickling for everyone"
 

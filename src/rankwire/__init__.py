@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         scatter,
     )
     from rankwire.collectives.work import Work
+    from rankwire.links.protection import Tls
     from rankwire.mesh import DeviceMesh
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "SimulatedBackend",
     "SubBackend",
     "TcpBackend",
+    "Tls",
     "Work",
     "__version__",
     "all_gather",
@@ -86,6 +88,7 @@ _LOADED_LATER = {
     "SimulatedBackend": "rankwire.backends.simulated",
     "SubBackend": "rankwire.backends.sub",
     "DeviceMesh": "rankwire.mesh",
+    "Tls": "rankwire.links.protection",
     "Work": "rankwire.collectives.work",
     "all_gather": _ARRAYS,
     "all_reduce": _ARRAYS,

@@ -594,10 +594,10 @@ def test_a_dial_that_was_given_up_before_the_introduction_does_not_end_the_peer(
     """The deadline passes when the peer has let it in, but has not said whether it can borrow."""
     enter, entering, go_on = pair[1].enter, threading.Event(), threading.Event()
 
-    def enter_late(hello, sock):
+    def enter_late(hello, sock, seals):
         entering.set()
         assert go_on.wait(PATIENCE)
-        enter(hello, sock)
+        enter(hello, sock, seals)
 
     pair[1].enter = enter_late
     sending = Running(pair[0].send, b"too late", 1, timeout=0.2)

@@ -755,10 +755,10 @@ def test_off_loopback_a_missing_secret_is_an_error_before_any_io(host, rank, fol
 
 def test_without_a_secret_on_purpose_a_world_forms_and_warns():
     def form() -> None:
-        with tcp_world(2, insecure=True) as world:
+        with tcp_world(2, security="insecure") as world:
             say_hello(world)
 
-    with pytest.warns(UserWarning, match="without a secret"):
+    with pytest.warns(UserWarning, match="insecure"):
         form()
 
 

@@ -8,6 +8,7 @@ import pytest
 from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.launch import environment
 from rankwire.launch.environment import connect
+from rankwire.links.protection import Tls
 
 VARIABLES = {
     "RANKWIRE_RANK": "0",
@@ -206,10 +207,45 @@ def test_a_pipe_that_someone_else_has_read_or_still_writes(launched, monkeypatch
         connect()
 
 
+# -- protection
+
+
+def test_protection_is_left_to_the_backend_if_nothing_is_said(launched):
+    told, _ = launched
+    connect()
+    assert "security" not in told[0]
+    assert "tls" not in told[0]
+
+
+def test_the_environment_may_say_how_to_protect_and_options_win(launched, monkeypatch):
+    told, _ = launched
+    monkeypatch.setenv("RANKWIRE_SECURITY", "auth")
+    connect()
+    connect(security="local")
+    assert [arguments["security"] for arguments in told] == ["auth", "local"]
+
+
+def test_files_for_tls_come_from_the_environment(launched, monkeypatch):
+    told, _ = launched
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"RANKWIRE_TLS_{name}", f"/files/{name}")
+    connect()
+    assert told[0]["tls"] == Tls(cert="/files/CERT", key="/files/KEY", ca="/files/CA")
+
+
+@pytest.mark.parametrize("missing", ["CERT", "KEY", "CA"])
+def test_a_file_for_tls_that_is_missing_is_named(launched, monkeypatch, missing):
+    for name in {"CERT", "KEY", "CA"} - {missing}:
+        monkeypatch.setenv(f"RANKWIRE_TLS_{name}", f"/files/{name}")
+    with pytest.raises(ConfigurationError, match=f"RANKWIRE_TLS_{missing} is not set"):
+        connect()
+
+
 def test_one_world_of_processes_after_another(run):
     done = run(
         """
 from rankwire.launch.environment import connect
+from rankwire.links.protection import Tls
 for _ in range(3):
     with connect() as backend:
         backend.barrier()

@@ -28,6 +28,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.single_copy import Borrowed, lend
 from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel, pack_header
 from rankwire.wire.loans import LoanRefusedError, LoanRevokedError, pack_loan, whole_of
+from rankwire.wire.seals import Protection, make_seals
 from worlds import LEND_FROM, PATIENCE, Running, eventually, noting
 
 MIB = 1 << 20
@@ -1395,3 +1396,113 @@ def test_garbage_in_a_loan_gives_a_parcel_or_a_protocol_error_and_nothing_else()
     assert refused > 100
     assert unreadable > 20
     assert taken > 100
+
+
+# -- sealed frames
+
+
+@pytest.fixture
+def sealed(make_pair):
+    """Two connections over TCP whose frames are sealed."""
+    seals = [
+        make_seals(b"k" * 32, b"said", Protection.SEALED, dialled=dialled)
+        for dialled in (True, False)
+    ]
+    return make_pair("tcp", options=[{"seals": each} for each in seals])
+
+
+def read_frames(connection, count):
+    frames = []
+    while len(frames) < count:
+        frames += connection.read(Deadline(PATIENCE))
+    return frames
+
+
+@pytest.mark.parametrize("size", [0, 100, 16_384, 16_385, 65_536, 65_537, 1 << 20])
+def test_sealed_frames_arrive_in_both_directions(sealed, size):
+    payload = random.Random(size).randbytes(size)
+    for sender, receiver in (sealed, sealed[::-1]):
+        sending = Running(
+            sender.send, 1, 2, 3, (payload[:7], payload[7:]), size, Deadline(PATIENCE)
+        )
+        (frame,) = read_frames(receiver, 1)
+        sending.result()
+        assert (frame.group, frame.tag, bytes(frame.payload)) == (2, 3, payload)
+
+
+def test_sealed_frames_that_are_held_back_keep_their_order(sealed):
+    for tag in range(20):
+        sealed[0].send(1, 0, tag, (b"x",), 1, Deadline(PATIENCE), hold=True)
+    sealed[0].flush(Deadline(PATIENCE))
+    assert [frame.tag for frame in read_frames(sealed[1], 20)] == list(range(20))
+
+
+def test_a_sealed_frame_that_is_not_taken_in_time_still_arrives_whole(sealed):
+    size = 30 << 20
+    with pytest.raises(DeadlineExceededError):
+        sealed[0].send(1, 0, 1, (bytes(size),), size, Deadline(0.1))
+    sending = Running(sealed[0].send, 1, 0, 2, (b"next",), 4, Deadline(PATIENCE))
+    frames = read_frames(sealed[1], 2)
+    sending.result()
+    assert [(frame.tag, len(frame.payload)) for frame in frames] == [(1, size), (2, 4)]
+
+
+def test_a_frame_that_never_left_does_not_use_up_a_number(sealed):
+    """Its place in the order is taken by the next one."""
+    sealed[0]._send_lock.acquire()
+    with pytest.raises(DeadlineExceededError):
+        sealed[0].send(1, 0, 1, (b"x",), 1, Deadline(0.01))
+    sealed[0]._send_lock.release()
+    sealed[0].send(1, 0, 2, (b"x",), 1, Deadline(PATIENCE))
+    assert [frame.tag for frame in read_frames(sealed[1], 1)] == [2]
+
+
+def test_sealed_frames_from_many_threads_stay_whole(sealed):
+    def send(thread):
+        for number in range(100):
+            data = bytes([thread]) * (number * 300)
+            sealed[0].send(1, thread, number, (data,), len(data), Deadline(PATIENCE))
+
+    sending = [Running(send, thread) for thread in range(4)]
+    frames = read_frames(sealed[1], 400)
+    for each in sending:
+        each.result()
+    for thread in range(4):
+        mine = [frame for frame in frames if frame.group == thread]
+        assert [frame.tag for frame in mine] == list(range(100))
+        assert all(set(frame.payload) <= {thread} for frame in mine)
+
+
+def test_a_broken_seal_fails_the_connection_naming_the_peer(sealed):
+    near, far = sealed
+    far._seal = near._seal  # sealed with the wrong key
+    far.send(1, 0, 0, (b"evil",), 4, Deadline(PATIENCE))
+    with pytest.raises(ProtocolError, match="seal") as caught:
+        read_frames(near, 1)
+    assert caught.value.peer == 1
+    assert isinstance(near.failure, ProtocolError)
+
+
+def test_a_broken_seal_behind_good_frames_ends_the_connection_at_once(sealed):
+    near, far = sealed
+    far.send(1, 0, 0, (b"good",), 4, Deadline(PATIENCE), hold=True)
+    far._seal = near._seal
+    far.send(1, 0, 1, (b"evil",), 4, Deadline(PATIENCE))
+    assert [frame.tag for frame in read_frames(near, 1)] == [0]
+    assert isinstance(near.failure, ProtocolError), "nobody has to read on to learn it"
+    with pytest.raises(ProtocolError, match="seal"):
+        near.read(Deadline(PATIENCE))
+
+
+def test_a_sealed_farewell_is_seen_by_who_only_writes(sealed):
+    near, far = sealed
+    far.send(1, 0, 0, (b"unread",), 6, Deadline(PATIENCE))
+    far.farewell(Deadline(PATIENCE))
+    far.close()
+
+    def send_on():
+        while True:
+            near.send(1, 0, 0, (b"x",), 1, Deadline(PATIENCE))
+
+    with pytest.raises(ChannelClosedError, match="left"):
+        send_on()

@@ -69,7 +69,7 @@ def test_a_listener_that_knows_the_secret_is_reached(ends, purpose):
     hello = Hello(purpose, job_id("job"), 5, 4, 2, 1, 9)
     dialling = dial(near, hello)
     assert answer(far) == hello
-    assert dialling.result() is None
+    assert dialling.result() == (near, None), "the socket, and no seals on loopback"
 
 
 def test_not_one_byte_after_the_handshake_is_taken(ends):

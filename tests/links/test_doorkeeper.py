@@ -24,10 +24,12 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
+from rankwire.launch.certificates import make_certificates
 from rankwire.links import doorkeeper as doorkeeper_module
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import authenticate
 from rankwire.links.doorkeeper import Doorkeeper
+from rankwire.links.protection import choose_policy
 from rankwire.links.sockets import (
     TcpAddress,
     connect_tcp,
@@ -69,23 +71,25 @@ class Guests:
         self.verdict = (Status.WELCOME, 0)
         self.judged = []
         self.entered = []
+        self.seals = []
 
     def admit(self, hello):
         self.judged.append(hello)
         return self.verdict
 
-    def enter(self, hello, sock):
+    def enter(self, hello, sock, seals):
         self.entered.append((hello, sock))
+        self.seals.append(seals)
 
 
 class Door:
     """A doorkeeper with a TCP listener and a house, and those who knock."""
 
-    def __init__(self, cleanup, listener=None):
+    def __init__(self, cleanup, listener=None, **options):
         self.house = Guests()
         self.listener = listener or listen_tcp(TcpAddress("127.0.0.1", 0))
         self.address = TcpAddress(*self.listener.getsockname())
-        self.keeper = Doorkeeper(self.house, key=KEY)
+        self.keeper = Doorkeeper(self.house, key=KEY, **options)
         self._cleanup = cleanup
         start_listening(self.listener)
         self.keeper.listen(self.listener)
@@ -705,7 +709,7 @@ def test_the_owner_may_close_it_from_its_own_thread(cleanup):
 def test_a_verdict_is_sent_before_the_socket_is_handed_over(door):
     sent_first = []
 
-    def enter(greeting, sock):
+    def enter(greeting, sock, seals):
         sock.setblocking(True)
         sock.sendall(struct.pack("<Q", 42))
         sent_first.append(sock)
@@ -716,3 +720,74 @@ def test_a_verdict_is_sent_before_the_socket_is_handed_over(door):
     assert struct.unpack("<Q", near.recv(8, socket.MSG_WAITALL)) == (42,)
     eventually(lambda: sent_first)  # it has sent before it takes note of that
     sent_first[0].close()
+
+
+# -- protection
+
+
+def test_a_rank_that_offers_too_little_is_told_and_the_house_not_asked(cleanup):
+    door = Door(cleanup, policy=choose_policy("auth", TcpAddress("127.0.0.1", 0)))
+    door.keeper.start()
+    with pytest.raises(NoConnectionError, match="wants sealed frames"):
+        door.knock()
+    assert door.house.judged == []
+
+
+def test_both_ends_get_seals_that_fit(cleanup):
+    policy = choose_policy("auth", TcpAddress("127.0.0.1", 0))
+    door = Door(cleanup, policy=policy)
+    door.keeper.start()
+    sock = door.connect()
+    sock.setblocking(False)
+    _, near = authenticate(sock, hello(), key=KEY, deadline=Deadline(PATIENCE), policy=policy)
+    (far,) = eventually(lambda: door.house.seals)
+    header = bytes(32)
+    assert near.outgoing.of(0, header, 1, [b"x"], 1) == far.incoming.of(0, header, 1, [b"x"], 1)
+    assert near.incoming.of(0, header, 1, [b"x"], 1) == far.outgoing.of(0, header, 1, [b"x"], 1)
+
+
+@pytest.fixture
+def tls_door(cleanup, tmp_path):
+    pytest.importorskip("cryptography")
+    (files,) = make_certificates(tmp_path / "tls", 1)
+    policy = choose_policy("tls", TcpAddress("127.0.0.1", 0), tls=files)
+    door = Door(cleanup, policy=policy)
+    door.keeper.start()
+    return door, policy
+
+
+def knock_inside_tls(door, policy, timeout=PATIENCE):
+    sock = door.connect()
+    sock.setblocking(False)
+    return authenticate(sock, hello(), key=KEY, deadline=Deadline(timeout), policy=policy)[0]
+
+
+def test_a_rank_gets_in_through_tls_while_strangers_hold_on(tls_door):
+    door, policy = tls_door
+    silent = [door.connect() for _ in range(50)]
+    halfway = [door.connect() for _ in range(50)]
+    for sock in halfway:
+        sock.sendall(b"\x16\x03\x01\x02\x00\x01")  # a record that never ends
+    stream = knock_inside_tls(door, policy, AT_ONCE)
+    assert stream._tls.version() == "TLSv1.3"
+    assert eventually(lambda: len(door.house.entered)) == 1
+    assert door.strangers == len(silent) + len(halfway), "each costs a slot, and no more"
+
+
+def test_a_stranger_that_never_finishes_tls_is_dropped_in_time(tls_door, monkeypatch):
+    monkeypatch.setattr(doorkeeper_module, "HANDSHAKE_LIMIT", 0.1)
+    door, _ = tls_door
+    sock = door.connect()
+    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
+    assert is_dropped(sock)
+    assert door.strangers == 0
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", bytes(200), b"rankwire" + bytes(120)])
+def test_who_does_not_speak_tls_is_dropped(tls_door, noise):
+    door, policy = tls_door
+    sock = door.connect()
+    sock.sendall(noise)
+    sock.settimeout(SOON)
+    assert sock.recv(100)[:1] in (b"", b"\x15"), "an alert of TLS, at most"
+    knock_inside_tls(door, policy)

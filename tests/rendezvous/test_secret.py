@@ -68,21 +68,27 @@ def test_a_secret_is_used_on_loopback_too():
 def test_off_loopback_a_missing_secret_is_an_error_that_says_what_to_do():
     with pytest.raises(ConfigurationError) as caught:
         find()
-    for way_out in ("secret=", "RANKWIRE_SECRET_FILE", "insecure=True"):
+    for way_out in ("secret=", "RANKWIRE_SECRET_FILE", 'security="insecure"'):
         assert way_out in str(caught.value)
 
 
 def test_running_without_a_secret_must_be_spelled_out_and_warns():
-    with pytest.warns(UserWarning, match="without a secret"):
+    with pytest.warns(UserWarning, match="insecure"):
         first = find(insecure=True)
-    with pytest.warns(UserWarning, match="without a secret"):
+    with pytest.warns(UserWarning, match="insecure"):
         assert find(insecure=True) == first, "the ranks must still find each other"
 
 
 def test_a_secret_is_used_even_where_none_is_needed():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(UserWarning, match="insecure"):
         assert find(SECRET, insecure=True) == SECRET
+
+
+def test_one_warning_is_enough():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        find(insecure=True)
+    assert len(caught) == 1
 
 
 # -- what is no secret

@@ -62,7 +62,13 @@ class Backend(Transport):
         world_size: The number of ranks.
         timeout: Seconds for every operation that is not given its own limit.
         max_message_nbytes: Largest message sent or accepted.
+
+    Attributes:
+        security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
+            ``"insecure"``. Without connections, ``"local"``.
     """
+
+    security: str = "local"
 
     def __init__(
         self,
@@ -387,6 +393,15 @@ def check_rank(rank: int, world_size: int) -> None:
         valid = False
     if not valid:
         raise InvalidRankError(rank, world_size)
+
+
+def check_pickle(backend: Backend, allowed: bool) -> None:
+    """Raise if values may travel as pickles where anyone can send them."""
+    if allowed and backend.security == "insecure":
+        raise ConfigurationError(
+            'allow_pickle=True together with security="insecure" would let whoever reaches this '
+            "rank run code on it"
+        )
 
 
 def _check_tag(tag: int) -> None:

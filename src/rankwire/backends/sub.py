@@ -87,6 +87,7 @@ class SubBackend(Backend):
             max_message_nbytes=parent.max_message_nbytes,
         )
         self._parent = parent
+        self.security = parent.security
         self._members = chosen
         self._closed = False
         self._lock = threading.Lock()

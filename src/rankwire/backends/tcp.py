@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
 from rankwire.backends.ending import close_at_exit
@@ -45,6 +45,7 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import authenticate
+from rankwire.links.protection import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spinning import Spin, default_spin
 from rankwire.rendezvous.messages import (
@@ -58,6 +59,10 @@ from rankwire.rendezvous.messages import (
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["TcpBackend", "Transport"]
 
@@ -112,7 +117,12 @@ class TcpBackend(Backend):
             holds the interpreter lock. Dead processes and cut links are noticed sooner. The
             smallest of all ranks' counts.
         has_coordinator: Whether a launcher coordinates at ``address``, and not rank 0.
-        insecure: Run off loopback without a secret.
+        security: ``"auto"`` protects by the address: ``"local"`` on loopback, ``"auth"`` elsewhere
+            (frames are sealed), ``"tls"`` if ``tls`` is given. ``"insecure"`` runs without a
+            secret. The same on all ranks; see ``SECURITY.md``.
+        integrity: What protects payloads above 64 KiB of messages and collectives where frames are
+            sealed: ``"crc"`` finds damage, ``"mac"`` also alteration.
+        tls: Files for TLS between hosts.
         listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
             from now on.
 
@@ -141,7 +151,9 @@ class TcpBackend(Backend):
         suspect_after: float = DEFAULT_PATIENCE.suspect_after,
         fail_after: float = DEFAULT_PATIENCE.fail_after,
         has_coordinator: bool = False,
-        insecure: bool = False,
+        security: Security = "auto",
+        integrity: Integrity = "crc",
+        tls: Tls | None = None,
         listener: socket.socket | None = None,
     ) -> None:
         super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
@@ -167,12 +179,15 @@ class TcpBackend(Backend):
         self._introductions = threading.Thread(
             target=self._introduce, name="rankwire-introductions", daemon=True
         )
+        where = TcpAddress.parse(address)
+        policy = choose_policy(security, where, integrity=integrity, tls=tls)
+        self.security = policy.mode
         self._formation = Formation(
             self,
-            TcpAddress.parse(address),
+            where,
             secret=secret,
             job=job,
-            insecure=insecure,
+            policy=policy,
             share_files=transport != "tcp",
             listener=listener,
             patience=Patience(float(suspect_after), float(fail_after)),
@@ -357,12 +372,13 @@ class TcpBackend(Backend):
             try:
                 sock = self._connect(peer, deadline)
                 try:
-                    authenticate(
+                    stream, seals = authenticate(
                         sock,
                         hello,
                         key=self._formation.key,
                         deadline=deadline,
                         check=peer.check,
+                        policy=self._formation.policy,
                     )
                 except BaseException:
                     sock.close()
@@ -373,7 +389,7 @@ class TcpBackend(Backend):
                 if patience.expired or deadline.expired:
                     raise PeerLostError(rank, error.message) from error
                 time.sleep(0.005)
-        connection = self._adopt(peer, sock)
+        connection = self._adopt(peer, stream, seals)
         try:
             connection.await_introduction(deadline, peer.check)
             connection.introduce()  # from now on the peer takes an end for a death
@@ -423,7 +439,9 @@ class TcpBackend(Backend):
                 raise
             raise NoConnectionError(f"{error.detail} for {limit.limit:g} s") from error
 
-    def _adopt(self, peer: Peer, sock: socket.socket, *, incoming: bool = False) -> Connection:
+    def _adopt(
+        self, peer: Peer, sock: Stream, seals: Seals | None, *, incoming: bool = False
+    ) -> Connection:
         connection = Connection(
             sock,
             peer=peer.member.rank,
@@ -434,6 +452,7 @@ class TcpBackend(Backend):
             on_rest=self._formation.flush_when_possible,
             incoming=incoming,
             single_copy=self._single_copy,
+            seals=seals,
         )
         peer.add(connection)
         return connection
@@ -459,10 +478,10 @@ class TcpBackend(Backend):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, sock: socket.socket) -> None:
+    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
-        connection = self._adopt(peer, sock, incoming=True)
+        connection = self._adopt(peer, sock, seals, incoming=True)
         with suppress(RankwireError):  # the connection has failed, then
             connection.introduce()
         if connection.failure is not None:

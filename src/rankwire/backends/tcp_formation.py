@@ -12,7 +12,7 @@ import os
 import socket
 import weakref
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.places import ListeningPlace, listen_somewhere
+from rankwire.links.protection import Policy
 from rankwire.links.sockets import (
     TcpAddress,
     expect_prompt_reading,
@@ -36,6 +37,10 @@ from rankwire.rendezvous.joining import MAX_CONTROL_NBYTES, join
 from rankwire.rendezvous.messages import Fallen, Member, Patience, World
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["Formation"]
 
@@ -49,7 +54,7 @@ class _Owner(Audience, Protocol):
     world_size: int
 
     def admit(self, hello: Hello) -> tuple[Status, int]: ...
-    def enter(self, hello: Hello, sock: socket.socket) -> None: ...
+    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None: ...
     def on_formed(self, world: World) -> None: ...
     def look_for_silence(self) -> None: ...
 
@@ -64,7 +69,7 @@ class Formation:
         *,
         secret: bytes | str | None,
         job: str,
-        insecure: bool,
+        policy: Policy,
         share_files: bool,
         listener: socket.socket | None,
         patience: Patience,
@@ -83,7 +88,10 @@ class Formation:
         self._owner = owner
         self._job = job_id(job)
         self._share_files = share_files
-        self._given_secret = given_secret(secret, loopback=address.is_loopback, insecure=insecure)
+        self.policy = policy
+        self._given_secret = given_secret(
+            secret, loopback=address.is_loopback, insecure=policy.mode == "insecure"
+        )
         self._agreed_secret = b""
         # Removed by close(), and by the interpreter's end if nobody closes.
         self._files: list[weakref.finalize[..., Formation]] = []
@@ -117,6 +125,7 @@ class Formation:
             describe=self._describe,
             deadline=deadline,
             patience=self._patience,
+            policy=self.policy,
         )
         if world.coordinator == 0:
             # Rank 0 may listen on all interfaces: it is reached where it was reached.
@@ -194,7 +203,7 @@ class Formation:
         return self._member
 
     def _employ_doorkeeper(self) -> Doorkeeper:
-        self._doorkeeper = Doorkeeper(self, key=self.key)
+        self._doorkeeper = Doorkeeper(self, key=self.key, policy=self.policy)
         self._doorkeeper.call_every(_LOOK_EVERY, self._owner.look_for_silence)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
@@ -229,15 +238,16 @@ class Formation:
             return Status.OTHER_EPOCH, 0
         return self._owner.admit(hello)
 
-    def enter(self, hello: Hello, sock: socket.socket) -> None:
-        """Give an authenticated socket to whom it is for."""
+    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
+        """Give an authenticated connection to whom it is for."""
         if hello.purpose is not Purpose.JOIN:
-            self._owner.enter(hello, sock)
+            self._owner.enter(hello, sock, seals)
             return
         assert self._coordinator is not None
         expect_prompt_reading(sock)
         self._coordinator.enter(
-            hello.rank, Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES)
+            hello.rank,
+            Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES, seals=seals),
         )
 
     @property

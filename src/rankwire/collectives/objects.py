@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.base import Backend, check_pickle, check_rank
 from rankwire.collectives import algorithms
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.explaining import explained
@@ -49,7 +49,7 @@ def all_gather_object(
         async_op: Whether to return a ``Work`` at once.
         timeout: Seconds for all of it; None is the backend's default.
     """
-    codec = codec or _plain
+    codec = _checked(backend, codec)
     buffers, nbytes = codec.encode(value)
 
     def run(x: Exchange) -> list[Any]:
@@ -73,7 +73,7 @@ def gather_object(
 ) -> Any:
     """Return the list of all ranks' values at the root, and None elsewhere."""
     check_rank(root, backend.world_size)
-    codec = codec or _plain
+    codec = _checked(backend, codec)
     buffers, nbytes = codec.encode(value)
 
     def run(x: Exchange) -> list[Any] | None:
@@ -99,7 +99,7 @@ def broadcast_object(
 ) -> Any:
     """Return the root's value on all ranks; what the others pass is not looked at."""
     check_rank(root, backend.world_size)
-    codec = codec or _plain
+    codec = _checked(backend, codec)
     buffers, nbytes = codec.encode(value) if backend.rank == root else ([], 0)
 
     def run(x: Exchange) -> Any:
@@ -126,7 +126,7 @@ def scatter_object(
 ) -> Any:
     """Return the item of the root's list that is this rank's."""
     check_rank(root, backend.world_size)
-    codec = codec or _plain
+    codec = _checked(backend, codec)
     encoded = _encoded(backend, codec, values) if backend.rank == root else []
 
     def run(x: Exchange) -> Any:
@@ -152,7 +152,7 @@ def all_to_all_object(
     timeout: float | None = None,
 ) -> Any:
     """Send item i to rank i, and return the list of what all ranks sent to this one."""
-    codec = codec or _plain
+    codec = _checked(backend, codec)
     encoded = _encoded(backend, codec, values)
 
     def run(x: Exchange) -> list[Any]:
@@ -177,3 +177,10 @@ def _encoded(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> li
         given = "none" if values is None else len(values)
         raise ConfigurationError(f"one value for each of the {count} ranks is needed, not {given}")
     return [codec.encode(value, path=f"values[{rank}]") for rank, value in enumerate(values)]
+
+
+def _checked(backend: Backend, codec: Codec | None) -> Codec:
+    if codec is None:
+        return _plain
+    check_pickle(backend, codec.allows_pickle)
+    return codec

@@ -25,6 +25,7 @@ from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.forking import renew_in_child
+from rankwire.links.protection import Tls
 
 __all__ = ["Place", "connect"]
 
@@ -34,6 +35,8 @@ ADDRESS = "RANKWIRE_ADDRESS"
 JOB = "RANKWIRE_JOB"
 SECRET_FD = "RANKWIRE_SECRET_FD"
 LISTEN_FD = "RANKWIRE_LISTEN_FD"
+SECURITY = "RANKWIRE_SECURITY"
+TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY", "RANKWIRE_TLS_CA"
 
 # A launcher writes 32 bytes. Above this it is not a secret but some other pipe.
 _MAX_SECRET_NBYTES = 4096
@@ -77,6 +80,7 @@ def connect(**options: Any) -> TcpBackend:
         ConfigurationError: No launcher started this process, or its variables are incomplete.
         RendezvousError: The world did not form in time.
     """
+    security = _read_security(os.environ)  # first: it may raise, and a place holds a socket
     place = _find_place(os.environ)
     arguments: dict[str, Any] = {
         "rank": place.rank,
@@ -85,6 +89,7 @@ def connect(**options: Any) -> TcpBackend:
         "job": place.job,
         "secret": place.secret,
         "listener": place.listener,
+        **security,
     }
     arguments.update(options)
     if place.listener is not None and ("address" in options or "listener" in options):
@@ -202,6 +207,22 @@ def _read_secret(fd: int) -> bytes:
     if len(secret) > _MAX_SECRET_NBYTES:
         raise ConfigurationError(f"{SECRET_FD}={fd} holds too much to be a secret")
     return secret
+
+
+def _read_security(environ: Environment) -> dict[str, Any]:
+    """Return what the environment says about protection, as arguments of ``TcpBackend``."""
+    found: dict[str, Any] = {}
+    if environ.get(SECURITY):
+        found["security"] = environ[SECURITY]
+    files = {name: environ[name] for name in (TLS_CERT, TLS_KEY, TLS_CA) if environ.get(name)}
+    if files:
+        missing = [name for name in (TLS_CERT, TLS_KEY, TLS_CA) if name not in files]
+        if missing:
+            raise ConfigurationError(
+                f"{' and '.join(missing)} is not set, and TLS needs all of cert, key and ca"
+            )
+        found["tls"] = Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA])
+    return found
 
 
 def _take_listener(environ: Environment) -> socket.socket | None:

@@ -24,6 +24,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -50,6 +51,10 @@ from rankwire.wire.frames import (
     pack_header,
 )
 from rankwire.wire.loans import LoanRefusedError, unpack_loan, whole_of
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["Connection"]
 
@@ -76,7 +81,8 @@ class Connection:
     """A stream of frames to and from one peer.
 
     Args:
-        sock: Connected, authenticated and non-blocking. Owned from now on.
+        sock: Connected, authenticated and non-blocking; or TLS around such a one. Owned from now
+            on.
         peer: The rank at the other end, for errors.
         max_nbytes: Largest payload accepted from the peer.
         spin: How long a reader polls before it sleeps.
@@ -88,6 +94,8 @@ class Connection:
         on_lost: Called in any thread with the cause when the connection ends in any way but a good
             one; returns the cause to keep, because its owner may know better.
         on_left: The same for a good end, if somebody waits for an answer.
+        seals: What frames are sealed and checked with, as the handshake has made it; None if they
+            are not sealed.
     """
 
     # From here on a payload is lent. There and back take, lent and by stream: 238 and 126 us at 512
@@ -96,7 +104,7 @@ class Connection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         *,
         peer: int,
         max_nbytes: int,
@@ -106,6 +114,7 @@ class Connection:
         on_rest: Callable[[Connection], None] | None = None,
         incoming: bool = False,
         single_copy: bool = True,
+        seals: Seals | None = None,
     ) -> None:
         self._on_rest = on_rest
         self._max_nbytes = max_nbytes
@@ -118,7 +127,11 @@ class Connection:
         self._on_lost = on_lost
         self._on_left = on_left
         self._sock = sock
-        self._parser = FrameParser(max_nbytes=max_nbytes)
+        self._is_inside_tls = not isinstance(sock, socket.socket)
+        self._seal = None if seals is None else seals.outgoing
+        self._parser = FrameParser(
+            max_nbytes=max_nbytes, seal=None if seals is None else seals.incoming
+        )
         self._spin = spin or Spin(0.0)
         self._used = not incoming
         self.has_parcels = False  # set when something lent was among the frames read
@@ -297,6 +310,9 @@ class Connection:
             if self.failure is not None:
                 raise self.failure.copy()
             header = pack_header(channel, group, tag, nbytes, self._sequence)
+            if self._seal is not None:
+                seal = self._seal.of(self._sequence, header, channel, buffers, nbytes)
+                buffers = (*buffers, seal)
             if nbytes > _JOIN_NBYTES:
                 self._write([*self._held, header, *buffers], deadline, meanwhile, owned=False)
             elif hold and len(self._held) < _HOLD_FRAMES:
@@ -399,7 +415,7 @@ class Connection:
             waiting = self._sock.recv(_PEEK_NBYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except OSError:
             return False
-        return is_farewell(waiting)
+        return self._parser.is_farewell(waiting)
 
     def _wait_writable(self, deadline: Deadline, meanwhile: Meanwhile | None) -> None:
         if meanwhile is None:
@@ -439,6 +455,8 @@ class Connection:
                 self._given_up = not self._used and self.failure is None
                 raise self.fail(self._end_of_stream())
             frames = self._parser.bytes_received(count)
+            if self._is_inside_tls:
+                self._read_pending(frames)
             self._used = True
             self.unclaimed = frames
         except BlockingIOError:
@@ -461,6 +479,19 @@ class Connection:
             frames = self._without_courtesies(frames)
         return frames
 
+    def _read_pending(self, frames: list[Frame]) -> None:
+        """Read all that TLS has taken from the socket, which a poller would not see there."""
+        assert not isinstance(self._sock, socket.socket)
+        while count := self._sock.recv_pending(self._parser.receive_buffer()):
+            try:
+                frames += self._parser.bytes_received(count)
+            except ProtocolError as error:
+                if not frames:
+                    raise
+                self._parser.violation = error
+                self._parser.has_special = True
+                return
+
     def _without_courtesies(self, frames: list[Frame]) -> list[Frame]:
         """Take greetings and the farewell out; make parcels of what is lent.
 
@@ -481,6 +512,9 @@ class Connection:
                 self._greeted(frame)
             else:
                 messages.append(frame)
+        if self._parser.violation is not None:
+            # Raised by the next read; now, so that nobody sleeps until there is more to read.
+            self.fail(self._parser.violation.during(peer=self.peer))
         self.unclaimed = messages
         return messages
 

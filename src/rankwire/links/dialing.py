@@ -9,7 +9,9 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from secrets import token_bytes
+from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -18,6 +20,7 @@ from rankwire.errors import (
     NoConnectionError,
     RankwireError,
 )
+from rankwire.links.protection import UNPROTECTED, Policy
 from rankwire.links.sockets import wait_patiently
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
@@ -26,10 +29,15 @@ from rankwire.wire.handshake import (
     Hello,
     Initiator,
 )
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["HANDSHAKE_LIMIT", "authenticate"]
 
 HANDSHAKE_LIMIT = 5.0  # seconds for the handshake with a stranger
+_TLS_ALERT = b"\x15\x03"  # how a listener inside TLS answers what is not TLS
 
 
 def authenticate(
@@ -39,57 +47,72 @@ def authenticate(
     key: bytes,
     deadline: Deadline,
     check: Callable[[], None] = lambda: None,
-) -> None:
+    policy: Policy = UNPROTECTED,
+) -> tuple[Stream, Seals | None]:
     """Prove to the other end that this one knows the secret, and have it prove the same.
 
     Args:
-        sock: Connected and non-blocking.
+        sock: Connected and non-blocking. If this raises, it is still the caller's to close.
         hello: Who this is, and what the connection is for.
         key: The handshake key.
         deadline: For all of it.
         check: Called now and then while waiting; what it raises ends the wait.
+        policy: How the connection is protected.
+
+    Returns:
+        What to go on with: the socket, or TLS around it; and the seals of the frames, if they are
+        sealed.
 
     Raises:
         AuthenticationError: It does not know the secret, or closed the connection on seeing our
-            proof.
+            proof, or TLS is not possible with it.
         NoConnectionError: It closed the connection before it saw the proof, or refused
             (``RendezvousError`` when joining).
         DeadlineExceededError: It did not answer in time.
     """
-    initiator = Initiator(hello, key=key, nonce=token_bytes(NONCE_NBYTES))
+    stream = policy.dial(sock, deadline, check)
+    initiator = Initiator(
+        replace(hello, protection=policy.protection_of(sock)),
+        key=key,
+        nonce=token_bytes(NONCE_NBYTES),
+        binding=getattr(stream, "binding", b""),
+    )
     try:
-        sock.sendall(initiator.hello())
-        challenge = _receive(sock, CHALLENGE_NBYTES, deadline, check)
-        if challenge is None:
+        stream.sendall(initiator.hello())
+        challenge = _receive(stream, CHALLENGE_NBYTES, deadline, check)
+        if challenge[:2] == _TLS_ALERT:
+            raise AuthenticationError("the other end wants TLS: give all ranks tls=")
+        if len(challenge) < CHALLENGE_NBYTES:
             raise NoConnectionError("the other end closed the connection before the handshake")
-        sock.sendall(initiator.proof(challenge))
-        verdict = _receive(sock, VERDICT_NBYTES, deadline, check)
+        stream.sendall(initiator.proof(challenge))
+        verdict = _receive(stream, VERDICT_NBYTES, deadline, check)
     except RankwireError:
         raise  # some of ours are also OSErrors
     except OSError as error:
         raise NoConnectionError(f"the handshake failed: {error.strerror or error}") from error
-    if verdict is None:
+    if len(verdict) < VERDICT_NBYTES:
         raise AuthenticationError(
             "the other end closed the connection on seeing our proof: the secrets differ"
         )
     initiator.finish(verdict)
+    return stream, initiator.seals()
 
 
-def _receive(
-    sock: socket.socket, nbytes: int, deadline: Deadline, check: Callable[[], None]
-) -> bytes | None:
-    """Return exactly ``nbytes``, or None at the end of the stream."""
+def _receive(sock: Stream, nbytes: int, deadline: Deadline, check: Callable[[], None]) -> bytes:
+    """Return exactly ``nbytes``, or less at the end of the stream."""
     data = b""
     while len(data) < nbytes:
-        if not wait_patiently(sock, select.POLLIN, deadline, check):
-            raise DeadlineExceededError(deadline.limit, detail="no answer in the handshake")
         try:
             piece = sock.recv(nbytes - len(data))
         except BlockingIOError:
+            if not wait_patiently(sock, select.POLLIN, deadline, check):
+                raise DeadlineExceededError(
+                    deadline.limit, detail="no answer in the handshake"
+                ) from None
             continue
         except ConnectionResetError:
-            return None
+            break
         if not piece:
-            return None
+            break
         data += piece
     return data

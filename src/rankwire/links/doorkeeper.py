@@ -3,7 +3,8 @@
 It is not on the way of any message or call. It accepts on all listening sockets, runs every
 handshake concurrently and without blocking, and gives an authenticated socket to its owner. A
 stranger costs a slot for at most five seconds: silent, garbage and wrong-secret connections are
-dropped without a word, and when all slots are taken the oldest goes.
+dropped without a word, and when all slots are taken the oldest goes. With TLS, its handshake is
+a part of the same five seconds.
 
 It also reads the *control connections* handed to ``watch``: their frames, and their end, are
 reported to the owner on this thread, and it does small things at regular times (``call_every``).
@@ -22,13 +23,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from secrets import token_bytes
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT
+from rankwire.links.protection import UNPROTECTED, Policy
 from rankwire.links.sockets import tune, unix_peer_uid
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import (
@@ -39,6 +41,10 @@ from rankwire.wire.handshake import (
     Responder,
     Status,
 )
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["Doorkeeper", "House"]
 
@@ -55,8 +61,8 @@ class House(Protocol):
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge an authenticated peer: the status, and a number for the text of a refusal."""
 
-    def enter(self, hello: Hello, sock: socket.socket) -> None:
-        """Take a socket whose peer was welcomed."""
+    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
+        """Take a connection whose peer was welcomed, and the seals of its frames."""
 
 
 class Doorkeeper:
@@ -65,11 +71,13 @@ class Doorkeeper:
     Args:
         house: Decides who may enter.
         key: The handshake key.
+        policy: How connections must be protected.
     """
 
-    def __init__(self, house: House, *, key: bytes) -> None:
+    def __init__(self, house: House, *, key: bytes, policy: Policy = UNPROTECTED) -> None:
         self._house = house
         self._key = key
+        self._policy = policy
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -157,9 +165,7 @@ class Doorkeeper:
 
         self.call_soon(begin)
 
-    def _register(
-        self, file: socket.socket | Connection, events: int, action: Callable[[], None]
-    ) -> None:
+    def _register(self, file: Stream | Connection, events: int, action: Callable[[], None]) -> None:
         number = file.fileno()
         if number in self._selector.get_map():  # one that was closed elsewhere
             self._selector.unregister(number)
@@ -274,9 +280,9 @@ class Doorkeeper:
             return
         if len(self._strangers) >= _MAX_STRANGERS:
             self._drop(next(iter(self._strangers)), "too many connections are in their handshake")
-        stranger = _Stranger(sock, Responder(key=self._key, nonce=token_bytes(NONCE_NBYTES)))
+        stranger = _Stranger(self._policy.accept(sock), self._key)
         self._strangers[stranger] = None
-        self._register(sock, selectors.EVENT_READ, lambda: self._advance(stranger))
+        self._register(stranger.sock, selectors.EVENT_READ, lambda: self._advance(stranger))
 
     # -- handshakes --------------------------------------------------------------------------------
 
@@ -298,7 +304,11 @@ class Doorkeeper:
             raise
 
     def _judge(self, stranger: _Stranger, hello: Hello) -> None:
-        status, detail = self._house.admit(hello)
+        demanded = self._policy.protection_of(stranger.sock)
+        if demanded & ~hello.protection:
+            status, detail = Status.TOO_LITTLE_PROTECTION, int(demanded)
+        else:
+            status, detail = self._house.admit(hello)
         stranger.sock.sendall(stranger.responder.verdict(status, detail))
         if status is not Status.WELCOME:
             self._drop(stranger, f"rank {hello.rank}: {status.name}")
@@ -307,7 +317,7 @@ class Doorkeeper:
         del self._strangers[stranger]
         # After the verdict, but before this thread hears anything else: a peer that is welcome,
         # sends and leaves is still heard.
-        self._house.enter(hello, stranger.sock)
+        self._house.enter(hello, stranger.sock, stranger.responder.seals())
 
     def _drop_late_strangers(self) -> None:
         for stranger in [s for s in self._strangers if s.deadline.expired]:
@@ -332,9 +342,12 @@ class _Timer:
 class _Stranger:
     """A connection in its handshake: which message it owes and what has come of it."""
 
-    def __init__(self, sock: socket.socket, responder: Responder) -> None:
+    def __init__(self, sock: Stream, key: bytes) -> None:
         self.sock = sock
-        self.responder = responder
+        self._in_tls_handshake = not isinstance(sock, socket.socket)
+        self.responder = Responder(
+            key=key, nonce=token_bytes(NONCE_NBYTES), binding=getattr(sock, "binding", b"")
+        )
         self.deadline = Deadline(HANDSHAKE_LIMIT)
         self.greeted = False
         self.wanted = HELLO_NBYTES
@@ -342,6 +355,11 @@ class _Stranger:
 
     def receive(self) -> bytes | None:
         """Return the message it owes once it is whole. Reads not one byte more."""
+        if self._in_tls_handshake:
+            assert not isinstance(self.sock, socket.socket)
+            if not self.sock.shake_hands():
+                return None
+            self._in_tls_handshake = False
         try:
             piece = self.sock.recv(self.wanted - len(self._received))
         except BlockingIOError:

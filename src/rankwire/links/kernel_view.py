@@ -9,8 +9,12 @@ import struct
 import sys
 from array import array
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["Unanswered", "unsent_nbytes"]
 
@@ -34,7 +38,7 @@ class Unanswered:
         self._since: Deadline | None = None
         self._acknowledged = 0.0
 
-    def look(self, sock: socket.socket) -> Deadline | None:
+    def look(self, sock: Stream) -> Deadline | None:
         """Return what was begun when the silence was first seen; None if there is none."""
         if sys.platform != "linux" or sock.family == socket.AF_UNIX:
             return None
@@ -53,7 +57,7 @@ class Unanswered:
         return self._since
 
 
-def unsent_nbytes(sock: socket.socket) -> int:
+def unsent_nbytes(sock: Stream) -> int:
     """Return how many bytes wait in the kernel for the other end to take them."""
     if sys.platform != "linux":
         return 0

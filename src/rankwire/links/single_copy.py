@@ -30,7 +30,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -49,6 +49,9 @@ from rankwire.wire.loans import (
     Parcel,
     pack_loan,
 )
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["Borrowed", "Lent", "Meanwhile", "lend", "probe"]
 
@@ -108,7 +111,7 @@ def _system_calls() -> tuple[Callable[..., int], Callable[..., int]] | None:
 _CALLS = _system_calls()
 
 
-def probe(sock: socket.socket) -> tuple[int, str]:
+def probe(sock: Stream) -> tuple[int, str]:
     """Ask whether this process may read the memory of the one at the other end of a Unix socket.
 
     The process id is the kernel's word, not the peer's.

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -25,11 +25,15 @@ from rankwire.errors import (
     ResourceError,
 )
 
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
+
 __all__ = [
     "TcpAddress",
     "connect_tcp",
     "connect_unix",
     "expect_prompt_reading",
+    "is_loopback_connection",
     "listen_tcp",
     "listen_unix",
     "start_listening",
@@ -52,6 +56,7 @@ _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS = 44, 1000
 _BUFFER_NBYTES = 1 << 20
 _CHECK_EVERY = 0.1  # seconds
 _BACKLOG = 4096  # cut by the kernel to somaxconn
+_WILDCARDS = ("0.0.0.0", "::")
 
 # What the system calls take: host and port, and for IPv6 flow and scope too.
 _SocketAddress = tuple[Any, ...]
@@ -59,6 +64,12 @@ _SocketAddress = tuple[Any, ...]
 
 def _nothing() -> None:
     """There is nothing to check."""
+
+
+class Pollable(Protocol):
+    """What one can wait for: a socket, or a stream around one."""
+
+    def fileno(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,19 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS)
 
 
-def expect_prompt_reading(sock: socket.socket) -> None:
+def is_loopback_connection(sock: Stream) -> bool:
+    """Whether both ends of a TCP connection are on loopback, so that no other host sees it."""
+    return _is_loopback(sock.getsockname()[0]) and _is_loopback(sock.getpeername()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    found = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        return found.ipv4_mapped.is_loopback  # on a socket for both families
+    return found.is_loopback
+
+
+def expect_prompt_reading(sock: Stream) -> None:
     """Give up a TCP connection whose other end takes nothing for some seconds.
 
     For control connections, which are always read. Elsewhere a peer may be busy for long, and the
@@ -132,8 +155,16 @@ def expect_prompt_reading(sock: socket.socket) -> None:
 
 
 def listen_tcp(address: TcpAddress) -> socket.socket:
-    """Listen on exactly the address asked for; port 0 takes a free one."""
+    """Listen on exactly the address asked for; port 0 takes a free one.
+
+    All interfaces are asked for by ``0.0.0.0`` or ``::``, and not by a name that happens to mean
+    the same.
+    """
     family, where = _resolve(address)[0]
+    if ipaddress.ip_address(where[0]).is_unspecified and address.host not in _WILDCARDS:
+        raise ConfigurationError(
+            f"{address} would listen on all interfaces; if that is meant, write {where[0]}"
+        )
     sock = _open_socket(family)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -214,9 +245,7 @@ def unix_peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def wait_for(
-    sock: socket.socket, events: int, seconds: float, also_readable: Sequence[int] = ()
-) -> int:
+def wait_for(sock: Pollable, events: int, seconds: float, also_readable: Sequence[int] = ()) -> int:
     """Sleep until the socket has one of the ``select.POLL*`` events; return those it has.
 
     Returns 0 after ``seconds``, or when one of the other descriptors is readable.
@@ -237,7 +266,7 @@ def wait_for(
 
 
 def wait_patiently(
-    sock: socket.socket, events: int, deadline: Deadline, check: Callable[[], None]
+    sock: Pollable, events: int, deadline: Deadline, check: Callable[[], None]
 ) -> bool:
     """Wait for events until the deadline, calling ``check`` now and then; False if it passes."""
     while True:

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
-from rankwire.links.sockets import expect_prompt_reading, start_listening
+from rankwire.links.protection import Policy, choose_policy
+from rankwire.links.sockets import TcpAddress, expect_prompt_reading, start_listening
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.joining import MAX_CONTROL_NBYTES
 from rankwire.rendezvous.messages import Gone, Suspected, World
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["CoordinatorHost"]
 
@@ -29,6 +35,7 @@ class CoordinatorHost:
         world_size: How many ranks a world has.
         secret: What every rank proves to know.
         job: The name of the job.
+        policy: How connections are protected; by default as the address demands.
         on_formed: Called when a world is complete; this and the following on the host's own
             thread, they must not block.
         on_gone: Called when a rank has died or left.
@@ -42,6 +49,7 @@ class CoordinatorHost:
         *,
         secret: bytes,
         job: str,
+        policy: Policy | None = None,
         on_formed: Callable[[World], None] = lambda world: None,
         on_gone: Callable[[Gone], None] = lambda gone: None,
         on_suspected: Callable[[Suspected], None] = lambda suspected: None,
@@ -52,7 +60,9 @@ class CoordinatorHost:
         self._on_gone = on_gone
         self._present: set[int] = set()
         self._on_suspected = on_suspected
-        self._doorkeeper = Doorkeeper(self, key=handshake_key(secret))
+        self._doorkeeper = Doorkeeper(
+            self, key=handshake_key(secret), policy=policy or _default_policy(listener)
+        )
         self._doorkeeper.listen(listener)
         self._coordinator = self._new_coordinator()
         start_listening(listener)
@@ -86,10 +96,10 @@ class CoordinatorHost:
             return Status.INVALID_RANK, self._world_size
         return self._coordinator.admit(hello)
 
-    def enter(self, hello: Hello, sock: socket.socket) -> None:
+    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
         """See ``House``."""
         expect_prompt_reading(sock)
-        connection = Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES)
+        connection = Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES, seals=seals)
         self._coordinator.enter(hello.rank, connection)
 
     def expect(self) -> None:
@@ -105,3 +115,8 @@ class CoordinatorHost:
         """Leave the world to itself. Idempotent."""
         self._doorkeeper.close()
         self._coordinator.close()
+
+
+def _default_policy(listener: socket.socket) -> Policy:
+    host, port = listener.getsockname()[:2]
+    return choose_policy("auto", TcpAddress(host, port))

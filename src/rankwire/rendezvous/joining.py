@@ -11,6 +11,7 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -25,6 +26,7 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
+from rankwire.links.protection import UNPROTECTED, Policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.coordinator import is_last_moment
 from rankwire.rendezvous.messages import (
@@ -41,6 +43,10 @@ from rankwire.rendezvous.messages import (
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
 
 __all__ = ["MAX_CONTROL_NBYTES", "join"]
 
@@ -60,6 +66,7 @@ def join(
     describe: Callable[[str], Member],
     deadline: Deadline,
     patience: Patience = DEFAULT_PATIENCE,
+    policy: Policy = UNPROTECTED,
 ) -> tuple[World, Connection, list[Frame]]:
     """Dial rank 0 and wait until the whole world has joined.
 
@@ -71,6 +78,7 @@ def join(
             where.
         deadline: For all of it.
         patience: How long this rank would let others be silent.
+        policy: How the control connection is protected.
 
     Returns:
         The world, the control connection, and frames that came on it right behind the world.
@@ -79,7 +87,7 @@ def join(
         RendezvousError: Rank 0 refused, was not reached, or ranks are missing.
         AuthenticationError: The secrets differ.
     """
-    attempt = _Attempt(address, hello, find_key, describe, deadline, patience)
+    attempt = _Attempt(address, hello, find_key, describe, deadline, patience, policy)
     pause = _FIRST_PAUSE
     while True:
         try:
@@ -111,8 +119,10 @@ class _Attempt:
         describe: Callable[[str], Member],
         deadline: Deadline,
         patience: Patience,
+        policy: Policy,
     ) -> None:
         self._patience = patience
+        self._policy = policy
         self._address = address
         self._hello = hello
         self._find_key = find_key
@@ -127,10 +137,10 @@ class _Attempt:
         self._missing = [0]
         sock = connect_tcp(self._address, self._deadline)
         try:
-            self._authenticate(sock)
+            stream, seals = self._authenticate(sock)
             member = self._describe(sock.getsockname()[0])
             expect_prompt_reading(sock)
-            control = Connection(sock, peer=0, max_nbytes=MAX_CONTROL_NBYTES)
+            control = Connection(stream, peer=0, max_nbytes=MAX_CONTROL_NBYTES, seals=seals)
             payload = pack(Join(member, self._patience))
             control.send(Channel.CONTROL, 0, 0, [payload], len(payload), self._deadline)
             world, rest = self._await_world(control)
@@ -139,14 +149,14 @@ class _Attempt:
             sock.close()
             raise
 
-    def _authenticate(self, sock: socket.socket) -> None:
+    def _authenticate(self, sock: socket.socket) -> tuple[Stream, Seals | None]:
         key = self._find_key()
         if key is None:
             raise self._no_secret()
         self._without_secret = None
         # Whatever listens there may be no rank 0 at all, and never answer.
         limit = self._deadline.sooner(HANDSHAKE_LIMIT)
-        authenticate(sock, self._hello, key=key, deadline=limit)
+        return authenticate(sock, self._hello, key=key, deadline=limit, policy=self._policy)
 
     def _no_secret(self) -> RankwireError:
         """Nobody has laid out a secret: a launcher's socket may listen before rank 0 is there."""

@@ -4,7 +4,7 @@ In this order: the argument; the file named by ``RANKWIRE_SECRET_FILE``; ``RANKW
 resort: the environment of a process can be read by its user; it is removed once read); and on
 loopback, without any of these, a file that rank 0 writes into this user's runtime folder, so that
 only processes of the same user can join. Elsewhere a missing secret is an error unless
-``insecure=True`` is spelled out.
+``security="insecure"`` is spelled out.
 
 The secret is never logged and never in a ``repr``.
 """
@@ -45,24 +45,24 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
         found = _read_file()
     if found is None:
         found = _read_environment()
-    if found is not None:
-        if len(found) < MIN_SECRET_NBYTES:
-            raise ConfigurationError(
-                f"the secret has {len(found)} bytes, at least {MIN_SECRET_NBYTES} are needed; "
-                'make one with: python3 -c "import secrets; print(secrets.token_hex(32))"'
-            )
-        return found
-    if insecure:
-        warnings.warn(
-            "rankwire runs without a secret: anyone who reaches it can join", stacklevel=4
+    if found is not None and len(found) < MIN_SECRET_NBYTES:
+        raise ConfigurationError(
+            f"the secret has {len(found)} bytes, at least {MIN_SECRET_NBYTES} are needed; "
+            'make one with: python3 -c "import secrets; print(secrets.token_hex(32))"'
         )
-        return _INSECURE
-    if loopback:
-        return None
-    raise ConfigurationError(
-        "a secret is needed when the address is not loopback: pass secret=, set "
-        "RANKWIRE_SECRET_FILE to a file that only you can read, or spell out insecure=True"
+    if found is None and not (insecure or loopback):
+        raise ConfigurationError(
+            "a secret is needed when the address is not loopback: pass secret=, set "
+            "RANKWIRE_SECRET_FILE to a file that only you can read, or spell out "
+            'security="insecure"'
+        )
+    if not insecure:
+        return found
+    warnings.warn(
+        'rankwire runs with security="insecure": whoever reaches it can join, read and alter',
+        stacklevel=5,
     )
+    return found or _INSECURE
 
 
 class AgreedSecret:

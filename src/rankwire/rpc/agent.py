@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.base import Backend, check_pickle, check_rank
 from rankwire.backends.calls import IncomingCall
 from rankwire.backends.ending import close_at_exit
 from rankwire.deadline import Deadline
@@ -95,6 +95,7 @@ class RpcAgent:
         self.name = name
         self.timeout = backend.timeout if timeout is None else Deadline(timeout).limit
         self.codec = codec if codec is not None else Codec()
+        check_pickle(backend, self.codec.allows_pickle)
         self._max_in_flight = max_in_flight
         self._registry = Registry()
         self._closed = False

@@ -38,6 +38,7 @@ from rankwire.wire.extensions import (
     Writer,
     is_flat,
 )
+from rankwire.wire.items import DEFAULT_MAX_ITEMS
 
 __all__ = ["Codec"]
 
@@ -88,9 +89,18 @@ class Codec:
         types: Classes to register.
         allow_pickle: Send what is not carried as a pickle, and accept pickles. Then every rank that
             sends to this one can run code on it.
+        max_items: How many values a message that is decoded may hold, those in containers included;
+            an array or a byte string is one.
     """
 
-    def __init__(self, types: Iterable[type] = (), *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        types: Iterable[type] = (),
+        *,
+        allow_pickle: bool = False,
+        max_items: int = DEFAULT_MAX_ITEMS,
+    ) -> None:
+        self._max_items = max_items
         self._classes = ClassTable()
         self._pickling: ModuleType | None = None
         if allow_pickle:
@@ -99,6 +109,11 @@ class Codec:
             self._pickling = pickling
         for cls in types:
             self.register(cls)
+
+    @property
+    def allows_pickle(self) -> bool:
+        """Whether it sends and accepts pickles."""
+        return self._pickling is not None
 
     @overload
     def register(self, cls: type[T], *, name: str | None = None) -> type[T]: ...
@@ -177,7 +192,7 @@ class Codec:
                     return _unpack_plain(memoryview(payload)[_HEAD_NBYTES.size :])
                 except _NotPlain:
                     pass
-            reader = Reader(self._classes, self._pickling, payload, head_end)
+            reader = Reader(self._classes, self._pickling, payload, head_end, self._max_items)
             value = reader.read(memoryview(payload)[_HEAD_NBYTES.size : head_end])
             if reader.position == len(payload):
                 return value

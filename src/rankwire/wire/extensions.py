@@ -27,6 +27,7 @@ from msgspec.msgpack import Ext
 from rankwire.errors import InvalidMessageError
 from rankwire.wire import arrays, collisions, scalars
 from rankwire.wire.classes import ClassTable, EnumClass, RecordClass
+from rankwire.wire.items import DEFAULT_MAX_ITEMS, ItemCount
 
 __all__ = [
     "ALIGNMENT",
@@ -318,10 +319,16 @@ class Reader:
         pickling: The module to unpickle with, or None to refuse pickles.
         payload: All of it.
         position: Where the head ends. In the end it must be where the payload ends.
+        max_items: How many items the head may have.
     """
 
     def __init__(
-        self, classes: ClassTable, pickling: ModuleType | None, payload: bytearray, position: int
+        self,
+        classes: ClassTable,
+        pickling: ModuleType | None,
+        payload: bytearray,
+        position: int,
+        max_items: int = DEFAULT_MAX_ITEMS,
     ) -> None:
         self._classes = classes
         self._pickling = pickling
@@ -330,10 +337,13 @@ class Reader:
         self._must_scan = position > collisions.MIN_SCANNED_NBYTES and (
             collisions.may_hold_wide_maps(payload, position)
         )
+        self._items = ItemCount(max_items) if position > max_items else None
         self.position = position
 
     def read(self, body: memoryview) -> Any:
         """Decode msgpack and the extensions in it."""
+        if self._items is not None:
+            self._items.add(body)
         if self._must_scan:
             collisions.refuse_wide_maps(body)
         return _unpack(body, ext_hook=self._lift)

@@ -14,6 +14,9 @@ A frame is a 32-byte header followed by the payload. All integers are little-end
     24      8     payload length in bytes
     ======  ====  ==================================================================
 
+On a connection whose frames are sealed (``wire.seals``), 16 bytes follow the payload; the parser
+checks them before it returns the frame. The length does not count them.
+
 ``pack_header`` and ``FrameParser`` are mirrors. The parser is strict: a value that this version
 does not write is a ``ProtocolError``, and a length above the limit is refused from the header
 alone, before anything is allocated. It is fed any split of the stream and gives the same frames;
@@ -28,15 +31,19 @@ import ctypes
 import struct
 import sys
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.errors import MessageTooLargeError, ProtocolError
 from rankwire.wire.loans import Parcel
+
+if TYPE_CHECKING:
+    from rankwire.wire.seals import Impression, Seal
 
 __all__ = [
     "DEFAULT_MAX_MESSAGE_NBYTES",
     "HEADER_NBYTES",
     "LOAN",
+    "SEAL_NBYTES",
     "WORLD_GROUP",
     "Buffer",
     "Channel",
@@ -59,6 +66,7 @@ WORLD_GROUP = 0
 # three.
 _HEADER = struct.Struct("<IIQQQ")
 HEADER_NBYTES = _HEADER.size
+SEAL_NBYTES = 16
 _SEQUENCE_MASK = 0xFFFF_FFFF
 
 # One recv() takes what fits here. A payload that does not fit is received straight into memory of
@@ -114,7 +122,10 @@ _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 
 def is_farewell(tail: bytes) -> bool:
-    """Whether a stream that ends with these bytes ends with a farewell, which is a bare header."""
+    """Whether a stream that ends with these bytes ends with a farewell, which is a bare header.
+
+    Of a stream whose frames are not sealed; for others see ``FrameParser.is_farewell``.
+    """
     if len(tail) < HEADER_NBYTES:
         return False
     channel, _, group, tag, nbytes = _HEADER.unpack_from(tail, len(tail) - HEADER_NBYTES)
@@ -155,7 +166,12 @@ def _want_huge_pages(memory: bytearray) -> None:
 
 
 class FrameParser:
-    """The receiving state of one direction of one connection. One reader at a time."""
+    """The receiving state of one direction of one connection. One reader at a time.
+
+    Args:
+        max_nbytes: Largest payload that is accepted.
+        seal: Checks the seals of this direction; None if there are none.
+    """
 
     __slots__ = (
         "_body",
@@ -164,7 +180,11 @@ class FrameParser:
         "_buffer",
         "_end",
         "_filled",
+        "_impression",
         "_max_nbytes",
+        "_seal",
+        "_seal_nbytes",
+        "_sealed_frames",
         "_sequence",
         "_start",
         "_view",
@@ -172,7 +192,9 @@ class FrameParser:
         "violation",
     )
 
-    def __init__(self, *, max_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES) -> None:
+    def __init__(
+        self, *, max_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES, seal: Seal | None = None
+    ) -> None:
         self._max_nbytes = max_nbytes
         self._buffer = bytearray(_BUFFER_NBYTES)
         self._view = memoryview(self._buffer)
@@ -185,9 +207,15 @@ class FrameParser:
         self._body_view = self._view
         self._body_head = (0, 0, 0)
         self._filled = 0
+        # How many frames with a good seal there were; unlike a sequence number it never repeats.
+        self._seal = seal
+        self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
+        self._sealed_frames = 0
+        self._impression: Impression | None = None  # of the body
         # Found behind whole frames in one read: they are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
-        # Set when a greeting, a farewell or a loan was among the frames; for the owner to reset.
+        # Set when a greeting, a farewell or a loan was among the frames, or a violation follows
+        # them; for the owner to reset.
         self.has_special = False
 
     @property
@@ -197,7 +225,7 @@ class FrameParser:
 
     def receive_buffer(self) -> memoryview:
         """Return where the next bytes of the stream belong; never empty."""
-        if self._body is not None:
+        if self._body is not None and self._filled < len(self._body):
             return self._body_view[self._filled :]
         return self._view[self._end :] if self._end else self._view
 
@@ -210,21 +238,57 @@ class FrameParser:
         if self.violation is not None:
             raise self.violation
         if self._body is not None:
-            self._filled += count
-            if self._filled < len(self._body):
-                return []
-            frame = Frame(*self._body_head, self._body)
-            if frame.channel >= _FIRST_SPECIAL:
-                self.has_special = True
-            self._body = None
-            self._body_view = self._view
-            return [frame]
+            return self._continue_body(count)
         self._end += count
         return self._parse()
+
+    def _continue_body(self, count: int) -> list[Frame]:
+        assert self._body is not None
+        if self._impression is not None:
+            return self._continue_sealed_body(count)
+        self._filled += count
+        if self._filled < len(self._body):
+            return []
+        return [self._finish_body()]
+
+    def _continue_sealed_body(self, count: int) -> list[Frame]:
+        """Take a piece of a large payload, or of the seal behind it and what comes then."""
+        assert self._body is not None
+        assert self._impression is not None
+        if self._filled < len(self._body):
+            self._impression.add(self._body_view[self._filled : self._filled + count])
+            self._filled += count
+            return []
+        self._end += count
+        if self._end < SEAL_NBYTES:
+            return []
+        if not self._impression.matches(self._view[:SEAL_NBYTES]):
+            self.violation = _broken_seal()
+            raise self.violation
+        self._impression = None
+        self._sealed_frames += 1
+        self._start = SEAL_NBYTES
+        frame = self._finish_body()
+        try:
+            return [frame, *self._parse()]
+        except ProtocolError as error:
+            self.violation = error
+            self.has_special = True
+            return [frame]
+
+    def _finish_body(self) -> Frame:
+        assert self._body is not None
+        frame = Frame(*self._body_head, self._body)
+        if frame.channel >= _FIRST_SPECIAL:
+            self.has_special = True
+        self._body = None
+        self._body_view = self._view
+        return frame
 
     def _parse(self) -> list[Frame]:
         frames: list[Frame] = []
         buffer, start, end = self._buffer, self._start, self._end
+        seal_nbytes = self._seal_nbytes
         while end - start >= HEADER_NBYTES:
             channel, sequence, group, tag, nbytes = _HEADER.unpack_from(buffer, start)
             if channel not in _CHANNELS or sequence != self._sequence or nbytes > self._max_nbytes:
@@ -232,16 +296,25 @@ class FrameParser:
                 break
             body = start + HEADER_NBYTES
             stop = body + nbytes
-            if stop <= end:
-                frames.append(_new_frame(Frame, (channel, group, tag, buffer[body:stop])))
-                start = stop
+            if stop + seal_nbytes <= end:
+                payload = buffer[body:stop]
+                if seal_nbytes and not self._is_sealed(channel, start, payload):
+                    self.violation = _broken_seal()
+                    break
+                frames.append(_new_frame(Frame, (channel, group, tag, payload)))
+                start = stop + seal_nbytes
                 if channel >= _FIRST_SPECIAL:
                     self.has_special = True
                 self._sequence = (sequence + 1) & _SEQUENCE_MASK
-            elif stop - start > _BUFFER_NBYTES:
-                self._begin_body((channel, group, tag), nbytes, self._view[body:end])
+            elif stop + seal_nbytes - start > _BUFFER_NBYTES:
+                if self._seal is not None:
+                    header = self._view[start:body]
+                    self._impression = self._seal.begin(
+                        self._sealed_frames, header, channel, nbytes
+                    )
+                start = min(stop, end)
+                self._begin_body((channel, group, tag), nbytes, self._view[body:start])
                 self._sequence = (sequence + 1) & _SEQUENCE_MASK
-                start = end
                 break
             else:
                 break
@@ -249,9 +322,37 @@ class FrameParser:
             self._start = self._end = 0
             return frames
         self._keep(start, end)
-        if self.violation is not None and not frames:
-            raise self.violation
+        if self.violation is not None:
+            if not frames:
+                raise self.violation
+            self.has_special = True
         return frames
+
+    def _is_sealed(self, channel: int, start: int, payload: bytearray) -> bool:
+        """Check the seal of a whole frame that begins at ``start`` of the buffer."""
+        assert self._seal is not None
+        body = start + HEADER_NBYTES
+        stop = body + len(payload)
+        impression = self._seal.begin(
+            self._sealed_frames, self._view[start:body], channel, len(payload)
+        )
+        impression.add(payload)
+        if not impression.matches(self._view[stop : stop + SEAL_NBYTES]):
+            return False
+        self._sealed_frames += 1
+        return True
+
+    def is_farewell(self, tail: bytes) -> bool:
+        """Whether a stream that ends with these bytes, all unread, ends with a genuine farewell."""
+        if self._seal is None:
+            return is_farewell(tail)
+        header, seal = tail[-HEADER_NBYTES - SEAL_NBYTES : -SEAL_NBYTES], tail[-SEAL_NBYTES:]
+        if not is_farewell(header):
+            return False
+        # Some frames may stand before it; how many its sequence number says.
+        ahead = (_HEADER.unpack(header)[1] - self._sequence) & _SEQUENCE_MASK
+        number = self._sealed_frames + (self._impression is not None) + ahead
+        return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
 
     def _begin_body(self, head: tuple[int, int, int], nbytes: int, first: memoryview) -> None:
         try:
@@ -263,6 +364,8 @@ class FrameParser:
         self._body_head = head
         self._filled = len(first)
         self._body_view[: self._filled] = first
+        if self._impression is not None:
+            self._impression.add(first)
 
     def _keep(self, start: int, end: int) -> None:
         """Move the beginning of an incomplete frame to the front, so that the rest of it fits."""
@@ -289,3 +392,9 @@ class FrameParser:
         error = ProtocolError(f"the peer announced {nbytes} bytes, the limit is {self._max_nbytes}")
         error.__cause__ = MessageTooLargeError(nbytes, self._max_nbytes)
         return error
+
+
+def _broken_seal() -> ProtocolError:
+    return ProtocolError(
+        "the seal of a frame does not fit: it was altered, repeated or left out on the way"
+    )

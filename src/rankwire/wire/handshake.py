@@ -4,13 +4,18 @@
 
     I -> R  HELLO      128 bytes  who dials, for what, into which job; a nonce
     R -> I  CHALLENGE   64 bytes  a nonce; nothing that depends on the secret
-    I -> R  PROOF       32 bytes  HMAC-SHA256(key, "I" | HELLO | CHALLENGE)
-    R -> I  VERDICT     40 bytes  status | HMAC-SHA256(key, "R" | HELLO | CHALLENGE | status)
+    I -> R  PROOF       32 bytes  HMAC-SHA256(key, "I" | said)
+    R -> I  VERDICT     40 bytes  status | HMAC-SHA256(key, "R" | said | status)
 
-The role letters stop a reflected proof; ranks, world size, job, epoch, version and purpose are
-inside the MAC, so none of them can be altered or moved to another connection. Before the proof is
-verified, nothing variable-sized is read and no reason is given; afterwards a refusal carries a
-status. This is the textbook challenge-response: it authenticates, it does not encrypt.
+``said`` is HELLO, CHALLENGE, and inside TLS the SHA-256 of the listener's certificate, so that
+nobody can stand between the two with a certificate of their own. The role letters stop a reflected
+proof; ranks, world size, job, epoch, version, purpose and protection are inside the MAC, so none of
+them can be altered or moved to another connection. Before the proof is verified, nothing
+variable-sized is read and no reason is given; afterwards a refusal carries a status. This is the
+textbook challenge-response: it authenticates, it does not encrypt.
+
+The dialling end says in HELLO how the frames will be protected; the listening end takes that or
+refuses, there is nothing to negotiate. ``seals`` then gives each end what to seal and check with.
 
 Pure: the two ends are ``Initiator`` and ``Responder``; each consumes whole messages and returns the
 bytes to send. Nonces are handed in. ``Responder`` asks its owner for the status between proof and
@@ -34,6 +39,7 @@ from rankwire.errors import (
     RendezvousError,
     VersionMismatchError,
 )
+from rankwire.wire.seals import Protection, Seals, make_seals
 
 __all__ = [
     "CHALLENGE_NBYTES",
@@ -52,18 +58,24 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_NBYTES = 32
 
 _MAGIC = b"rankwire"
 _MAX_DETAIL = (1 << 56) - 1
-_HELLO = struct.Struct("<8sHH16sIIIIQ32s44x")
+_HELLO = struct.Struct("<8sHH16sIIIIQ32sI40x")
 _CHALLENGE = struct.Struct("<8sH22x32s")
 _VERDICT = struct.Struct("<Q32s")
 HELLO_NBYTES = _HELLO.size
 CHALLENGE_NBYTES = _CHALLENGE.size
 PROOF_NBYTES = 32
 VERDICT_NBYTES = _VERDICT.size
+_RESERVED_NBYTES = 40
+_KNOWN_PROTECTION = (
+    Protection.NONE,
+    Protection.SEALED,
+    Protection.SEALED | Protection.FULL_MAC,
+)
 
 
 class Purpose(IntEnum):
@@ -85,6 +97,7 @@ class Status(IntEnum):
     INVALID_RANK = 5
     NOT_EXPECTED = 6
     CLOSED = 7
+    TOO_LITTLE_PROTECTION = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +112,7 @@ class Hello:
         rank: The dialling rank.
         peer: The rank it means to reach.
         service: For calls: which agent.
+        protection: How the frames after the handshake are protected.
     """
 
     purpose: Purpose
@@ -108,6 +122,7 @@ class Hello:
     rank: int
     peer: int
     service: int = 0
+    protection: Protection = Protection.NONE
 
     def pack(self, nonce: bytes) -> bytes:
         """Return the HELLO message."""
@@ -122,6 +137,7 @@ class Hello:
             self.peer,
             self.service,
             nonce,
+            self.protection,
         )
 
     @classmethod
@@ -132,20 +148,22 @@ class Hello:
             ProtocolError: It is none. (A stranger; nothing else should be said to it.)
             VersionMismatchError: It is one of another version.
         """
-        magic, version, purpose, job, epoch, world_size, rank, peer, service, _ = _HELLO.unpack(
-            data
+        magic, version, purpose, job, epoch, world_size, rank, peer, service, _, protection = (
+            _HELLO.unpack(data)
         )
         if magic != _MAGIC:
             raise ProtocolError("the connection did not begin with a rankwire greeting")
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(PROTOCOL_VERSION, version)
-        if any(data[-44:]):
+        if any(data[-_RESERVED_NBYTES:]):
             raise ProtocolError("a greeting has reserved bytes set")
         try:
             known = Purpose(purpose)
         except ValueError as error:
             raise ProtocolError(f"a greeting names the unknown purpose {purpose}") from error
-        return cls(known, job, epoch, world_size, rank, peer, service)
+        if protection not in _KNOWN_PROTECTION:
+            raise ProtocolError(f"a greeting names the unknown protection {protection}")
+        return cls(known, job, epoch, world_size, rank, peer, service, Protection(protection))
 
 
 def job_id(name: str) -> bytes:
@@ -155,7 +173,7 @@ def job_id(name: str) -> bytes:
 
 def handshake_key(secret: bytes) -> bytes:
     """Derive the key of the handshake, so that the secret itself is used for nothing."""
-    return hmac.digest(secret, b"rankwire v1 handshake", sha256)
+    return hmac.digest(secret, b"rankwire v2 handshake", sha256)
 
 
 def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
@@ -168,6 +186,10 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
         Status.OTHER_JOB: "another job listens at this address",
         Status.INVALID_RANK: f"rank {hello.rank} is not one of the {detail} ranks of the job",
         Status.NOT_EXPECTED: "the world has formed already and takes no more ranks",
+        Status.TOO_LITTLE_PROTECTION: (
+            f"the other end wants {_described(detail)}, this one offers "
+            f"{_described(hello.protection)}: give all ranks the same security= and integrity="
+        ),
     }
     if status == Status.OTHER_EPOCH:
         return NoConnectionError("the peer belongs to another incarnation of the job")
@@ -178,12 +200,27 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
     return RendezvousError(text) if hello.purpose is Purpose.JOIN else NoConnectionError(text)
 
 
-class Initiator:
-    """The dialling end. Call ``hello``, ``proof`` and ``finish`` in this order."""
+def _described(protection: int) -> str:
+    if not protection & Protection.SEALED:
+        return "frames without seals"
+    bulk = "the MAC" if protection & Protection.FULL_MAC else "a CRC"
+    return f"sealed frames with {bulk} of bulk"
 
-    def __init__(self, hello: Hello, *, key: bytes, nonce: bytes) -> None:
+
+class Initiator:
+    """The dialling end. Call ``hello``, ``proof``, ``finish`` and ``seals`` in this order.
+
+    Args:
+        hello: Who dials, and for what.
+        key: The handshake key.
+        nonce: Random bytes that were never used before.
+        binding: Inside TLS, the SHA-256 of the certificate that the listener has shown.
+    """
+
+    def __init__(self, hello: Hello, *, key: bytes, nonce: bytes, binding: bytes = b"") -> None:
         self._hello = hello
         self._key = key
+        self._binding = binding
         self._greeting = hello.pack(nonce)
         self._transcript = b""
 
@@ -200,7 +237,7 @@ class Initiator:
             )
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(PROTOCOL_VERSION, version)
-        self._transcript = self._greeting + challenge
+        self._transcript = self._greeting + challenge + self._binding
         return hmac.digest(self._key, b"I" + self._transcript, sha256)
 
     def finish(self, verdict: bytes) -> None:
@@ -218,12 +255,23 @@ class Initiator:
         if status & 0xFF != Status.WELCOME:
             raise refusal(status & 0xFF, status >> 8, self._hello)
 
+    def seals(self) -> Seals | None:
+        """Return what the frames of this end are sealed and checked with, if they are."""
+        return make_seals(self._key, self._transcript, self._hello.protection, dialled=True)
+
 
 class Responder:
-    """The listening end. Call ``challenge``, ``verify`` and ``verdict`` in this order."""
+    """The listening end. Call ``challenge``, ``verify``, ``verdict`` and ``seals`` in this order.
 
-    def __init__(self, *, key: bytes, nonce: bytes) -> None:
+    Args:
+        key: The handshake key.
+        nonce: Random bytes that were never used before.
+        binding: Inside TLS, the SHA-256 of the certificate that this end has shown.
+    """
+
+    def __init__(self, *, key: bytes, nonce: bytes, binding: bytes = b"") -> None:
         self._key = key
+        self._binding = binding
         self._challenge = _CHALLENGE.pack(_MAGIC, PROTOCOL_VERSION, nonce)
         self._transcript = b""
         self.hello: Hello | None = None
@@ -241,7 +289,7 @@ class Responder:
             self.hello = Hello.unpack(greeting)
         except VersionMismatchError:
             self.hello = None
-        self._transcript = greeting + self._challenge
+        self._transcript = greeting + self._challenge + self._binding
         return self._challenge
 
     def verify(self, proof: bytes) -> Hello:
@@ -259,3 +307,8 @@ class Responder:
         """Return VERDICT. ``detail`` goes into the text of a refusal."""
         packed = int(status | (detail & _MAX_DETAIL) << 8).to_bytes(8, "little")
         return packed + hmac.digest(self._key, b"R" + self._transcript + packed, sha256)
+
+    def seals(self) -> Seals | None:
+        """Return what the frames of this end are sealed and checked with, if they are."""
+        assert self.hello is not None
+        return make_seals(self._key, self._transcript, self.hello.protection, dialled=False)

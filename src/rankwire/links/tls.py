@@ -1,0 +1,424 @@
+"""TLS around a TCP connection: a stream with the methods of a socket that connections use.
+
+TLS 1.3 and nothing else, certificates required of both ends, no tickets. Names in certificates are
+not looked at: whoever has one of the job's authority may connect, and the handshake inside
+(``wire.handshake``) then says who it is. That handshake has the listener's certificate in its MAC.
+
+OpenSSL's objects are not thread-safe, and one thread may read a connection while another writes it.
+So the socket stays outside: bytes pass through memory (``ssl.MemoryBIO``), and one short lock is
+held while they are encrypted or decrypted, never while waiting. All calls are non-blocking, as on
+the sockets of this package.
+
+Two things are not as with a socket:
+
+- Decrypted bytes may lie here although the socket has nothing to read. After each ``recv_into``
+  the owner takes what ``recv_pending`` has before it sleeps. During the handshakes, ``recv`` takes
+  single records from the socket, so that nothing is ever left over.
+- Encrypted bytes may lie here although the socket takes no more. Then the last byte of what was
+  sent counts as not sent; whoever repeats it, as after any partial send, makes the rest leave.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    DeadlineExceededError,
+    NoConnectionError,
+    ProtocolError,
+    RankwireError,
+)
+from rankwire.links.sockets import wait_patiently
+
+if TYPE_CHECKING:
+    from rankwire.links.protection import Tls
+    from rankwire.wire.frames import Buffer
+
+__all__ = ["Stream", "TlsContexts", "TlsStream"]
+
+# Encrypted or read in one go: long enough to be efficient, short enough for the lock.
+_CHUNK_NBYTES = 256 << 10
+_RECORD_HEAD_NBYTES = 5
+_VERSION = "TLSv1.3"
+# A fatal alert, "protocol version". OpenSSL does not answer what is not TLS at all; a rank without
+# TLS learns from this that it should have it.
+_NOT_TLS = bytes.fromhex("15 0303 0002 0246")
+
+
+class TlsContexts:
+    """What the connections of one rank share: its certificate and whom it trusts.
+
+    Args:
+        files: Where those are.
+
+    Raises:
+        ConfigurationError: They cannot be used.
+    """
+
+    def __init__(self, files: Tls) -> None:
+        try:
+            self._dialling = _make_context(ssl.PROTOCOL_TLS_CLIENT, files)
+            self._accepting = _make_context(ssl.PROTOCOL_TLS_SERVER, files)
+            self._certificate = _first_certificate(files.cert)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise ConfigurationError(
+                f"the TLS files cert={files.cert}, key={files.key}, ca={files.ca} "
+                f"cannot be used: {reason}"
+            ) from error
+
+    def dial(self, sock: socket.socket, deadline: Deadline, check: Callable[[], None]) -> TlsStream:
+        """Open TLS on a socket that this end has connected.
+
+        Args:
+            sock: Connected and non-blocking; the stream owns it once this returns.
+            deadline: For the TLS handshake.
+            check: Called now and then while waiting; what it raises ends the wait.
+
+        Raises:
+            AuthenticationError: One end does not accept the other's certificate or version, or the
+                other does not speak TLS.
+            NoConnectionError: It closed the connection.
+            DeadlineExceededError: It did not answer in time.
+        """
+        stream = TlsStream(sock, self._dialling, server_side=False)
+        while True:
+            try:
+                if stream.shake_hands():
+                    break
+            except RankwireError:
+                raise  # some of ours are also OSErrors
+            except OSError as error:
+                raise NoConnectionError(
+                    f"the TLS handshake ended ({error.strerror or error}): have all ranks tls=?"
+                ) from error
+            if not wait_patiently(sock, select.POLLIN, deadline, check):
+                raise DeadlineExceededError(deadline.limit, detail="no answer in the TLS handshake")
+        stream.binding = sha256(stream.certificate_of_peer()).digest()
+        return stream
+
+    def accept(self, sock: socket.socket) -> TlsStream:
+        """Begin TLS on a socket that this end has accepted; ``shake_hands`` is to be called."""
+        stream = TlsStream(sock, self._accepting, server_side=True)
+        stream.binding = sha256(self._certificate).digest()
+        return stream
+
+
+class TlsStream:
+    """A TCP connection inside TLS.
+
+    One reader and one writer at a time, in any threads; the handshakes come before both.
+
+    Attributes:
+        binding: The SHA-256 of the listener's certificate.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self.binding = b""
+        self.family = sock.family
+        self._sock = sock
+        self._received = ssl.MemoryBIO()
+        self._encrypted = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._received, self._encrypted, server_side=server_side)
+        self._lock = threading.Lock()  # guards all that follows
+        self._unsent = memoryview(b"")  # encrypted, and the socket does not take it now
+        self._owes_a_byte = False  # the last byte sent is not reported yet, see above
+        self._peeked = bytearray()  # decrypted, and only looked at
+        self._has_ended = False
+        self._failure: str | None = None
+        # Until the first recv_into, records are read one by one: what is left of the current one,
+        # and what has come of the next one's head.
+        self._by_record = True
+        self._record_left = 0
+        self._record_head = b""
+
+    # -- the TLS handshake -------------------------------------------------------------------------
+
+    def shake_hands(self) -> bool:
+        """Go on with the TLS handshake; False if the other end has to say something first.
+
+        Raises:
+            AuthenticationError: One end does not accept the other.
+            OSError: The connection has ended.
+        """
+        with self._lock:
+            while not self._advance():
+                try:
+                    if not self._fill():
+                        raise ConnectionError("the other end hung up in the TLS handshake")
+                except BlockingIOError:
+                    return False
+            if self._tls.version() != _VERSION:
+                raise AuthenticationError(f"the TLS version is {self._tls.version()}")
+            return True
+
+    def _advance(self) -> bool:
+        is_done = False
+        try:
+            self._tls.do_handshake()
+            is_done = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            with suppress(OSError):
+                if not self._encrypted.pending:
+                    self._encrypted.write(_NOT_TLS)
+                self._flush()  # the alert that tells the other end why
+                # Closing with input unread would reset the connection, and the alert with it.
+                self._sock.recv(_CHUNK_NBYTES)
+            raise AuthenticationError(f"the TLS handshake failed: {_reason(error)}") from error
+        self._flush()
+        if self._unsent:
+            raise ConnectionError("the other end does not take part in the TLS handshake")
+        return is_done
+
+    def certificate_of_peer(self) -> bytes:
+        """Return the certificate that the other end has shown, once hands are shaken."""
+        certificate = self._tls.getpeercert(binary_form=True)
+        if not certificate:
+            raise AuthenticationError("the other end has shown no certificate")
+        return certificate
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def recv(self, nbytes: int, flags: int = 0) -> bytes:
+        """Return up to ``nbytes``, as a socket does; with ``MSG_PEEK`` they stay.
+
+        Raises:
+            BlockingIOError: There is nothing to read now.
+            AuthenticationError: TLS has failed; mostly the other end refuses our certificate, which
+                it can say only now.
+        """
+        buffer = bytearray(nbytes)
+        with self._lock:
+            try:
+                if not flags & socket.MSG_PEEK:
+                    return bytes(buffer[: self._read(memoryview(buffer))])
+                if not self._peeked:
+                    count = self._read(memoryview(buffer))
+                    self._peeked += buffer[:count]
+                return bytes(self._peeked[:nbytes])
+            except _TlsError as error:
+                raise AuthenticationError(f"TLS: {error}") from error
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """Read into a buffer, as a socket does; 0 is the end.
+
+        Raises:
+            BlockingIOError: There is nothing to read now.
+            ProtocolError: What came is not from the other end of this TLS connection.
+        """
+        with self._lock:
+            self._by_record = False
+            try:
+                return self._read(buffer)
+            except _TlsError as error:
+                raise ProtocolError(f"TLS: {error}") from error
+
+    def recv_pending(self, buffer: memoryview) -> int:
+        """Read what has been taken from the socket before; 0 if there is none."""
+        with self._lock:
+            return self._take_peeked(buffer) if self._peeked else self._decrypt(buffer)
+
+    def _read(self, buffer: memoryview) -> int:
+        if self._peeked:
+            return self._take_peeked(buffer)
+        while True:
+            if self._failure is not None:
+                raise _TlsError(self._failure)
+            count = self._decrypt(buffer)
+            if count or self._has_ended:
+                return count
+            if self._failure is None and not self._fill():
+                self._has_ended = True
+
+    def _take_peeked(self, buffer: memoryview) -> int:
+        count = min(len(buffer), len(self._peeked))
+        buffer[:count] = self._peeked[:count]
+        del self._peeked[:count]
+        return count
+
+    def _decrypt(self, buffer: memoryview) -> int:
+        """Fill the buffer as far as records have come; sets ``_has_ended`` or ``_failure``."""
+        filled = 0
+        try:
+            while filled < len(buffer) and not self._has_ended and self._failure is None:
+                rest = buffer[filled:]
+                count: Any = self._tls.read(len(rest), rest)
+                if not count:
+                    self._has_ended = True
+                filled += count
+        except ssl.SSLWantReadError:
+            pass
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            self._has_ended = True
+        except ssl.SSLError as error:
+            self._failure = _reason(error)
+            self.shutdown(socket.SHUT_RDWR)  # whoever sleeps until there is more wakes up
+        if self._encrypted.pending:
+            with suppress(OSError):  # the next send says so
+                self._flush()  # an answer of TLS itself, or an alert
+        return filled
+
+    def _fill(self) -> bool:
+        """Take bytes from the socket; False at its end, BlockingIOError if there are none now."""
+        piece = self._sock.recv(self._wanted_nbytes())
+        if not piece:
+            return False
+        if self._by_record:
+            self._count_record(piece)
+        self._received.write(piece)
+        return True
+
+    def _wanted_nbytes(self) -> int:
+        if not self._by_record:
+            return _CHUNK_NBYTES
+        return self._record_left or _RECORD_HEAD_NBYTES - len(self._record_head)
+
+    def _count_record(self, piece: bytes) -> None:
+        if self._record_left:
+            self._record_left -= len(piece)
+            return
+        self._record_head += piece
+        if len(self._record_head) == _RECORD_HEAD_NBYTES:
+            self._record_left = int.from_bytes(self._record_head[3:], "big")
+            self._record_head = b""
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def send(self, data: Buffer) -> int:
+        """Send what can be sent now; return how much of it has left, as a socket does.
+
+        Raises:
+            BlockingIOError: Nothing can be sent now.
+        """
+        return self.sendmsg((data,))
+
+    def sendmsg(self, pieces: Sequence[Buffer]) -> int:
+        """Do the same with a message in pieces."""
+        with self._lock:
+            if self._unsent:
+                self._flush()
+                if self._unsent:
+                    raise BlockingIOError
+            if self._owes_a_byte:
+                self._owes_a_byte = False
+                return 1
+            chunk = _first_bytes(pieces, _CHUNK_NBYTES)
+            if not chunk:
+                return 0
+            try:
+                self._tls.write(chunk)
+            except ssl.SSLError as error:
+                raise OSError(f"TLS: {_reason(error)}") from error
+            self._flush()
+            self._owes_a_byte = bool(self._unsent)
+            return len(chunk) - self._owes_a_byte
+
+    def sendall(self, data: Buffer) -> None:
+        """Send a short message all at once, as is possible on a new connection."""
+        sent = 0
+        while sent < len(data):
+            sent += self.send(data[sent:])
+
+    def _flush(self) -> None:
+        """Send encrypted bytes as far as the socket takes them."""
+        if self._encrypted.pending:
+            self._unsent = memoryview(bytes(self._unsent) + self._encrypted.read())
+        with suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self._sock.send(self._unsent) :]
+
+    # -- as the socket -----------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for pollers; see above for what they do not see."""
+        return self._sock.fileno()
+
+    def getsockname(self) -> Any:
+        """Return the address of this end."""
+        return self._sock.getsockname()
+
+    def getpeername(self) -> Any:
+        """Return the address of the other end."""
+        return self._sock.getpeername()
+
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        """Return an option of the socket."""
+        return self._sock.getsockopt(level, option, nbytes)
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Set an option of the socket."""
+        self._sock.setsockopt(level, option, value)
+
+    def shutdown(self, how: int) -> None:
+        """End the connection, without a farewell of TLS: frames have their own."""
+        with suppress(OSError):
+            self._sock.shutdown(how)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+
+Stream = socket.socket | TlsStream
+
+
+class _TlsError(Exception):
+    """What OpenSSL says, on its way to where it is known what that means."""
+
+
+def _make_context(protocol: int, files: Tls) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the authority decides, see above
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_TICKET
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+    context.load_verify_locations(cafile=os.fspath(files.ca))
+    # A function, or OpenSSL would ask the terminal for the passphrase of an encrypted key.
+    context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
+    return context
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key has a passphrase")
+
+
+def _first_certificate(path: str | os.PathLike[str]) -> bytes:
+    """Return the certificate that a rank shows: the first one of its file."""
+    with open(path) as file:
+        text = file.read()
+    start, end = text.index(ssl.PEM_HEADER), text.index(ssl.PEM_FOOTER)
+    return ssl.PEM_cert_to_DER_cert(text[start : end + len(ssl.PEM_FOOTER)] + "\n")
+
+
+def _first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:
+    """Return the beginning of a message in one piece, uncopied if it is in one."""
+    views: list[memoryview] = []
+    for piece in pieces:
+        view = memoryview(piece)
+        if view.nbytes:
+            views.append(view.cast("B")[:nbytes])
+            nbytes -= len(views[-1])
+            if not nbytes:
+                break
+    return views[0] if len(views) == 1 else b"".join(views)
+
+
+def _reason(error: ssl.SSLError) -> str:
+    detail = getattr(error, "verify_message", "")
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    return f"{reason} ({detail})" if detail else reason

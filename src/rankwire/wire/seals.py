@@ -1,0 +1,131 @@
+"""Seals: proof that a frame is the next one of its connection, and as its sender wrote it.
+
+Where others can reach the wire, each frame is followed by a seal of 16 bytes: the beginning of
+HMAC-SHA256 over a number that counts the frames of this direction, the header, and the payload.
+The two directions have keys of their own, made in the handshake from the secret and both nonces, so
+no seal is worth anything on another connection, in the other direction, or at another place of the
+stream.
+
+Of a large payload of the user's numbers (messages and collectives above ``BULK_NBYTES``) the seal
+covers the CRC-32 instead, unless ``FULL_MAC`` was agreed on: that finds damage, but not somebody
+who alters numbers on purpose. Header, order and everything that leads to action (calls, replies,
+control) are always under the MAC in full.
+
+Pure: no socket, no clock. ``wire.frames`` says where a seal stands, ``wire.handshake`` makes the
+keys. A seal keeps no state between frames; the number is its owner's, who never uses one twice
+for frames that leave.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Sequence
+from enum import IntFlag
+from typing import NamedTuple
+from zlib import crc32
+
+from rankwire.wire.frames import SEAL_NBYTES, Buffer, Channel
+
+__all__ = ["BULK_NBYTES", "Impression", "Protection", "Seal", "Seals", "make_seals"]
+
+# Above this, a payload of messages and collectives is bulk.
+BULK_NBYTES = 1 << 16
+_BULK_CHANNELS = frozenset({int(Channel.MESSAGE), int(Channel.COLLECTIVE)})
+_SEQUENCE = struct.Struct("<Q")
+_CRC = struct.Struct("<I")
+
+
+class Protection(IntFlag):
+    """How the frames of a connection are protected; the dialling end says so in its greeting."""
+
+    NONE = 0
+    SEALED = 1
+    FULL_MAC = 2  # only together with SEALED
+
+
+class Impression:
+    """The seal of one frame while its payload passes by, piece by piece."""
+
+    __slots__ = ("_by_crc", "_crc", "_mac")
+
+    def __init__(self, mac: hmac.HMAC, *, by_crc: bool) -> None:
+        self._mac = mac
+        self._by_crc = by_crc
+        self._crc = 0
+
+    def add(self, piece: Buffer) -> None:
+        """Take the next piece of the payload."""
+        if self._by_crc:
+            self._crc = crc32(piece, self._crc)
+        else:
+            self._mac.update(piece)
+
+    def finish(self) -> bytes:
+        """Return the seal."""
+        if self._by_crc:
+            self._mac.update(_CRC.pack(self._crc))
+        return self._mac.digest()[:SEAL_NBYTES]
+
+    def matches(self, seal: Buffer) -> bool:
+        """Tell whether this is the seal of what has passed by."""
+        return hmac.compare_digest(self.finish(), bytes(seal))
+
+
+class Seal:
+    """Makes and checks the seals of one direction. Safe from any thread."""
+
+    __slots__ = ("_full_mac", "_keyed")
+
+    def __init__(self, key: bytes, *, full_mac: bool = False) -> None:
+        # Copying a keyed MAC takes 1.7 us a small frame, making one each time 2.5.
+        self._keyed = hmac.new(key, digestmod="sha256")
+        self._full_mac = full_mac
+
+    def begin(self, sequence: int, header: Buffer, channel: int, nbytes: int) -> Impression:
+        """Begin the seal of a frame whose payload comes in pieces."""
+        mac = self._keyed.copy()
+        mac.update(_SEQUENCE.pack(sequence) + header)
+        by_crc = nbytes > BULK_NBYTES and channel in _BULK_CHANNELS and not self._full_mac
+        return Impression(mac, by_crc=by_crc)
+
+    def of(
+        self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
+    ) -> bytes:
+        """Return the seal of a whole frame."""
+        impression = self.begin(sequence, header, channel, nbytes)
+        for piece in payload:
+            impression.add(piece)
+        return impression.finish()
+
+
+class Seals(NamedTuple):
+    """The two directions, seen from one end of a connection."""
+
+    outgoing: Seal
+    incoming: Seal
+
+
+def make_seals(
+    key: bytes, transcript: bytes, protection: Protection, *, dialled: bool
+) -> Seals | None:
+    """Derive the seals of a connection from what both ends know when its handshake is done.
+
+    Args:
+        key: The handshake key.
+        transcript: All that was said, with both nonces.
+        protection: What was agreed on.
+        dialled: Whether this is the end that dialled.
+
+    Returns:
+        None if the frames are not sealed.
+    """
+    if not protection & Protection.SEALED:
+        return None
+    session = hmac.digest(key, b"S" + transcript, "sha256")
+    full_mac = bool(protection & Protection.FULL_MAC)
+    there, back = (
+        Seal(hmac.digest(session, direction, "sha256"), full_mac=full_mac)
+        for direction in (b"rankwire I->R", b"rankwire R->I")
+    )
+    return Seals(there, back) if dialled else Seals(back, there)

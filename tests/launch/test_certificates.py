@@ -1,0 +1,72 @@
+"""The job's own authority: its certificates work, are closed to others, and cannot be extended."""
+
+import datetime
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from rankwire.errors import ConfigurationError
+from rankwire.launch.certificates import make_certificates
+
+x509 = pytest.importorskip("cryptography.x509")
+
+
+def load(path):
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def test_each_rank_has_a_certificate_that_names_it_and_the_authority_signed(tmp_path):
+    made = make_certificates(tmp_path / "tls", 3)
+    authority = load(made[0].ca)
+    for rank, files in enumerate(made):
+        certificate = load(files.cert)
+        certificate.verify_directly_issued_by(authority)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert names.get_values_for_type(x509.DNSName) == [f"rank-{rank}"]
+        assert certificate.public_key().curve.name == "secp256r1"
+        assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert len({load(files.cert).serial_number for files in made}) == 3
+
+
+def test_only_this_user_can_read_them_and_the_authoritys_key_is_nowhere(tmp_path):
+    make_certificates(tmp_path / "tls", 2)
+    assert stat.S_IMODE((tmp_path / "tls").stat().st_mode) == 0o700
+    files = sorted((tmp_path / "tls").iterdir())
+    assert [file.name for file in files] == [
+        "ca.pem", "rank-0.key", "rank-0.pem", "rank-1.key", "rank-1.pem"
+    ]  # fmt: skip
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+def test_they_are_good_for_the_days_asked_for(tmp_path):
+    certificate = load(make_certificates(tmp_path / "tls", 1, days=2)[0].cert)
+    now = datetime.datetime.now(datetime.UTC)
+    assert certificate.not_valid_before_utc < now
+    left = certificate.not_valid_after_utc - now
+    assert datetime.timedelta(days=1.9) < left <= datetime.timedelta(days=2)
+
+
+def test_a_folder_that_is_there_already_is_not_written_to(tmp_path):
+    with pytest.raises(ConfigurationError, match="exists"):
+        make_certificates(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("world_size", "days"), [(0, 1), (-1, 1), (1, 0), (1, -1)])
+def test_what_makes_no_sense_is_refused(tmp_path, world_size, days):
+    with pytest.raises(ConfigurationError):
+        make_certificates(tmp_path / "tls", world_size, days=days)
+    assert not (tmp_path / "tls").exists()
+
+
+def test_without_the_extra_the_error_says_how_to_get_it(tmp_path):
+    code = (
+        "import sys; sys.modules['cryptography'] = None\n"
+        "from rankwire.launch.certificates import make_certificates\n"
+        f"make_certificates({str(tmp_path / 'tls')!r}, 1)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    assert "pip install 'rankwire[tls]'" in printed
+    assert "ConfigurationError" in printed
