@@ -144,7 +144,7 @@ class CallPort(ABC):
 
     @abstractmethod
     def cancel(self, dst: int, request_id: int) -> None:
-        """Tell the callee that the reply is not wanted, if that can be said at once."""
+        """Tell the callee that the reply is not wanted: now, or as soon as that can be sent."""
 
     @abstractmethod
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:

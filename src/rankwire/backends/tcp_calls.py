@@ -16,6 +16,7 @@ import logging
 import os
 import select
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ _log = logging.getLogger("rankwire")
 
 _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 _FAREWELL_PATIENCE = 0.2
+_CANCEL_AGAIN = 0.005
 _NOW = Deadline(0.0)
 _LOOKS_AT_ALL = 4  # one look in so many is at all connections
 # With more calls in flight than this, one more that nobody waits for yet is sent together with the
@@ -80,7 +82,8 @@ class TcpCallPort(CallPort):
         self._incoming: dict[int, Connection] = {}
         self._dial_locks: dict[int, threading.Lock] = {}
         self._last_caller: Connection | None = None
-        self._holding: set[Connection] = set()
+        self._holding: set[Connection] = set()  # these have something to be flushed
+        self._unsent_cancels: deque[tuple[Connection, int]] = deque()
         self._lent: dict[tuple[Connection, int], Lent] = {}  # replies that are being read
         self._turns: dict[int, int] = {}
         self._spin = Spin(backend.spin)
@@ -188,12 +191,32 @@ class TcpCallPort(CallPort):
     def cancel(self, dst: int, request_id: int) -> None:
         """See ``CallPort.cancel``."""
         inbox = self._outgoing.get(dst)
-        if inbox is None or inbox.connection is None or inbox.connection.failure is not None:
+        if inbox is None or inbox.connection is None:
             return
+        if not self._send_cancel(inbox.connection, request_id):
+            self._unsent_cancels.append((inbox.connection, request_id))
+            self._holding.add(inbox.connection)
+            self.wake()  # whoever polls tries again
+
+    def _send_cancel(self, connection: Connection, request_id: int) -> bool:
+        """Return whether it was sent, or need not be; else another thread is just sending."""
         try:
-            inbox.connection.send(Channel.CANCEL, self.service, request_id, (), 0, Deadline(0.0))
+            connection.send(Channel.CANCEL, self.service, request_id, (), 0, _NOW)
+        except DeadlineExceededError:
+            return False
         except RankwireError:
-            return  # it takes nothing now; the callee's own deadline ends the work
+            return True  # the connection has ended, and that ends the work too
+        return True
+
+    def _send_cancels(self) -> None:
+        for _ in range(len(self._unsent_cancels)):
+            try:
+                connection, request_id = self._unsent_cancels.popleft()
+            except IndexError:
+                return  # another thread was faster
+            if not self._send_cancel(connection, request_id):
+                self._unsent_cancels.append((connection, request_id))
+                self._holding.add(connection)
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
         """See ``CallPort.wait_for_room``."""
@@ -285,7 +308,8 @@ class TcpCallPort(CallPort):
         try:
             events = self._spin_for_events()
             if events is None:
-                ready = self._epoll.poll(deadline.sleep_limit(), 1)
+                patience = _CANCEL_AGAIN if self._unsent_cancels else deadline.sleep_limit()
+                ready = self._epoll.poll(patience, 1)
                 events = self._handle(ready[0][0]) if ready else []
         except ValueError as error:
             if self._closed is None:
@@ -426,6 +450,8 @@ class TcpCallPort(CallPort):
                 _log.debug("replies to rank %d were not sent: %s", connection.peer, error)
             if connection.is_holding and connection.failure is None:
                 self._holding.add(connection)  # it takes nothing now; the next look tries again
+        if self._unsent_cancels:
+            self._send_cancels()
 
     # -- replies that no thread waits for ----------------------------------------------------------
 

@@ -22,7 +22,9 @@ from rankwire.backends.calls import IncomingCall
 from rankwire.backends.ending import close_at_exit
 from rankwire.deadline import Deadline
 from rankwire.errors import (
+    CallCancelledError,
     ChannelClosedError,
+    CircularCallError,
     ConfigurationError,
     DeadlineExceededError,
     MessageTooLargeError,
@@ -230,6 +232,8 @@ class RpcAgent:
                 error.may_have_run = True
                 lane.cancel(dst, request_id)
                 raise
+            except (CircularCallError, CallCancelledError):
+                raise  # given up by another thread or another look, which has told the callee
             except BaseException:  # an interrupt: the callee need not go on
                 lane.cancel(dst, request_id)
                 raise
