@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from rankwire.launch import environment
+from rankwire.launch import environment, places
 
 __all__ = ["Child", "Ending", "World"]
 
@@ -98,10 +98,10 @@ class Child:
         secret_fd = _pipe_holding(world.secret)
         try:
             variables = {
-                environment.RANK: str(rank),
-                environment.WORLD_SIZE: str(world.size),
-                environment.ADDRESS: world.address,
-                environment.JOB: world.job,
+                places.RANK: str(rank),
+                places.WORLD_SIZE: str(world.size),
+                places.ADDRESS: world.address,
+                places.JOB: world.job,
                 environment.SECRET_FD: str(secret_fd),
             }
             inherited = [secret_fd]
