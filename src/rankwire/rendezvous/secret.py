@@ -21,7 +21,7 @@ from pathlib import Path
 from rankwire.errors import ConfigurationError
 from rankwire.rendezvous.host import runtime_folder
 
-__all__ = ["MIN_SECRET_NBYTES", "AgreedSecret", "given_secret"]
+__all__ = ["MIN_SECRET_NBYTES", "AgreedSecret", "given_secret", "read_secret_file"]
 
 MIN_SECRET_NBYTES = 16
 _INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing
@@ -61,6 +61,29 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
         "a secret is needed when the address is not loopback: pass secret=, set "
         "RANKWIRE_SECRET_FILE to a file that only you can read, or spell out insecure=True"
     )
+
+
+def read_secret_file(name: str, *, named: str) -> bytes:
+    """Return the secret in a file that only this user can read.
+
+    Args:
+        name: The file.
+        named: How the user gave it, for the text of an error.
+
+    Raises:
+        ConfigurationError: It cannot be read, or others could.
+    """
+    path = Path(name)
+    try:
+        status = path.stat()
+        content = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(f"{named}: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigurationError(
+            f"{named} must belong to this user and be closed to others (mode 0600)"
+        )
+    return content
 
 
 class AgreedSecret:
@@ -110,20 +133,7 @@ def _encoded(secret: bytes | str | None) -> bytes | None:
 
 def _read_file() -> bytes | None:
     name = os.environ.get("RANKWIRE_SECRET_FILE")
-    if not name:
-        return None
-    path = Path(name)
-    try:
-        status = path.stat()
-        content = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigurationError(f"RANKWIRE_SECRET_FILE={name}: {error.strerror}") from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigurationError(
-            f"RANKWIRE_SECRET_FILE={name} must belong to this user and be closed to others "
-            "(mode 0600)"
-        )
-    return content
+    return read_secret_file(name, named=f"RANKWIRE_SECRET_FILE={name}") if name else None
 
 
 def _read_environment() -> bytes | None:
