@@ -61,11 +61,38 @@ def run(
     *,
     ranks: Annotated[
         int,
-        typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks to start."),
+        typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on this host."),
     ],
     is_module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
     ] = False,
+    nodes: Annotated[
+        int,
+        typer.Option("--nnodes", min=1, metavar="N", help="How many hosts, one launcher on each."),
+    ] = 1,
+    node: Annotated[
+        int, typer.Option("--node-rank", min=0, metavar="N", help="Which host this is, from 0.")
+    ] = 0,
+    master: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Where node 0 listens, as all reach it; any free port."
+        ),
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="RANKWIRE_SECRET_FILE",
+            help="The job's secret, the same on all hosts; a file that only you can read.",
+        ),
+    ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="After a failure, start all ranks anew, at most N times."
+        ),
+    ] = 0,
     grace: Annotated[
         float,
         typer.Option(min=0.0, metavar="SECONDS", help="From the request to stop until SIGKILL."),
@@ -82,8 +109,13 @@ def run(
 
     Example: `rankwire run -n 4 train.py --epochs 3`
 
+    On several hosts, the same line on each, but for the node rank:
+    `rankwire run -n 4 --nnodes 2 --node-rank 0 --master host0:29400 --secret-file job.secret
+    train.py`. Ranks are numbered by node.
+
     In the program, `rankwire.connect()` joins the world. RANKWIRE_RANK and RANKWIRE_WORLD_SIZE tell
-    each rank its number and how many there are; the job's secret comes by file descriptor.
+    each rank its number and how many there are, RANKWIRE_RESTART_COUNT which attempt this is; the
+    job's secret comes by file descriptor.
 
     When a rank fails, the others get SIGTERM, and SIGKILL after the grace. The exit code is that of
     the rank that failed first. Ctrl-C interrupts all ranks, a second one kills them.
@@ -95,6 +127,11 @@ def run(
         code = run_ranks(
             [*command, *(arguments or [])],
             ranks=ranks,
+            nodes=nodes,
+            node=node,
+            master=master,
+            secret_file=secret_file,
+            restarts=restarts,
             grace=grace,
             has_prefix=has_prefix,
             log_dir=log_dir,

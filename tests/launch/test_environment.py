@@ -24,6 +24,8 @@ def told(monkeypatch):
     for name in list(os.environ):
         if name.startswith("RANKWIRE_"):
             monkeypatch.delenv(name)
+    for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "_memory", environment._Memory())
     calls = []
     monkeypatch.setattr(environment, "TcpBackend", lambda **arguments: calls.append(arguments))
@@ -64,6 +66,7 @@ def test_the_place_in_the_world(launched):
             "job": "job",
             "secret": b"s" * 32,
             "listener": None,
+            "has_coordinator": False,
             "timeout": 3.0,
         }
     ]
@@ -148,6 +151,30 @@ def test_a_first_refusal_is_final_and_so_are_missing_ranks(launched, monkeypatch
     with pytest.raises(RendezvousError, match="refused"):
         connect(join_timeout=0.2)
     assert len(errors) > 3
+
+
+def test_a_coordinator_in_the_launcher(launched, monkeypatch):
+    told, _ = launched
+    monkeypatch.setenv("RANKWIRE_COORDINATOR", "launcher")
+    connect()
+    connect(address="127.0.0.1:9")
+    connect(address="127.0.0.1:9", has_coordinator=True)
+    assert [call["has_coordinator"] for call in told] == [True, False, True]
+
+
+def test_it_is_said_which_launcher_was_found_and_what_to_try(told, monkeypatch, caplog):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def fail(**arguments):
+        raise RendezvousError("late", missing=[1])
+
+    monkeypatch.setattr(environment, "TcpBackend", fail)
+    with caplog.at_level("INFO", logger="rankwire"), pytest.raises(RendezvousError) as caught:
+        connect()
+    assert "rank 0 of 2, started by RANK, WORLD_SIZE" in caplog.text
+    assert "RANKWIRE_PORT" in caught.value.__notes__[0]
 
 
 def test_by_hand(told, monkeypatch):

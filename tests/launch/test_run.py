@@ -62,11 +62,10 @@ assert os.read(fd, 100) == b""
 seen = b"".join(open(f"/proc/{pid}/{name}", "rb").read()
                 for pid in ("self", os.getppid()) for name in ("environ", "cmdline"))
 assert secret not in seen and secret.hex().encode() not in seen
-assert ("RANKWIRE_LISTEN_FD" in os.environ) == (rank == 0)
-if rank == 0:
-    listener = socket.socket(fileno=int(os.environ["RANKWIRE_LISTEN_FD"]))
-    assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    assert "%s:%d" % listener.getsockname() == os.environ["RANKWIRE_ADDRESS"]
+assert os.environ["RANKWIRE_COORDINATOR"] == "launcher"
+assert os.environ["RANKWIRE_RESTART_COUNT"] == "0"
+host, port = os.environ["RANKWIRE_ADDRESS"].split(":")
+socket.create_connection((host, int(port))).close()  # the launcher listens already
 assert "RANKWIRE_SECRET" not in os.environ and "RANKWIRE_SECRET_FILE" not in os.environ
 assert sys.stdin.read() == ""
 names = [name for name in os.listdir("/proc/self/fd")]
@@ -89,8 +88,8 @@ print(len(secret), hashlib.sha256(secret).hexdigest(), os.environ["RANKWIRE_WORL
 
 def test_a_rank_inherits_nothing_else(run):
     done = run("print(rank, *sorted(map(int, os.listdir('/proc/self/fd'))))", "--no-prefix")
-    # stdin, stdout, stderr, the secret, the listener at rank 0, and the directory itself
-    assert sorted(len(line.split()) - 1 for line in done.stdout.splitlines()) == [5, 6]
+    # stdin, stdout, stderr, the secret, and the directory itself
+    assert [len(line.split()) - 1 for line in done.stdout.splitlines()] == [5, 5]
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
@@ -153,6 +152,53 @@ def test_death_by_a_signal_is_named(run, body, code, words):
     assert f"rank 1 failed first: {words}" in done.stderr
     if code == 139:  # also a crash in native code shows where it was
         assert "    Fatal Python error: Segmentation fault\n" in done.stderr
+
+
+def test_the_death_of_rank_0_is_an_ordinary_one(run):
+    done = run(
+        """
+import rankwire
+backend = rankwire.connect()
+backend.barrier()
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    backend.recv(0)
+except rankwire.PeerLostError as error:
+    rest = rankwire.SubBackend(backend, [1, 2])
+    rest.barrier()  # the others go on
+    print("lost", error.peer, rest.rank, flush=True)
+time.sleep(60)
+""",
+        ranks=3,
+    )
+    assert done.returncode == 137
+    assert "rank 0 failed first: killed by SIGKILL" in done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 1] lost 0 0", "[rank 2] lost 0 1"]
+
+
+def test_who_raised_first_is_known_from_the_coordinator(run):
+    done = run(
+        """
+import rankwire
+backend = rankwire.connect()
+backend.barrier()
+try:
+    with backend:
+        if rank == 1:
+            raise KeyError("the reason")
+        backend.recv(1)
+except rankwire.PeerLostError:
+    os._exit(5)  # at once, and without a word
+except KeyError:
+    sys.stderr.close()
+    time.sleep(0.15)  # its process ends later than the other's
+    os._exit(6)
+"""
+    )
+    assert done.returncode == 6
+    assert "rank 1 failed first: exit code 6" in done.stderr
+    assert "    KeyError: 'the reason'\n" in done.stderr
 
 
 def test_who_lost_another_is_not_to_blame(run):
@@ -276,6 +322,61 @@ def test_the_reader_of_our_output_leaves(start):
     launched.wait_until_all_gone(0)
 
 
+@pytest.mark.fault(54, "a launcher that dies leaves no rank behind, within 10 s")
+def test_row_54_also_after_a_restart(start):
+    launched = start(
+        """
+if os.environ["RANKWIRE_RESTART_COUNT"] == "0": sys.exit(1)
+"""
+        + SLEEP,
+        "--restarts",
+        "1",
+    )
+    launched.process.kill()
+    launched.wait_until_all_gone(10)
+
+
+# -- starting anew -------------------------------------------------------------------------------
+
+
+def test_all_ranks_are_started_anew_after_a_failure(run, tmp_path):
+    done = run(
+        """
+import rankwire
+attempt = int(os.environ["RANKWIRE_RESTART_COUNT"])
+with rankwire.connect() as backend:
+    backend.barrier()
+    print("attempt", attempt, flush=True)
+    if attempt < 2:
+        if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    backend.barrier()
+""",
+        "--restarts", "3", "--log-dir", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("attempt") == 6
+    assert "rank 0 failed (killed by SIGKILL" in done.stderr
+    assert "restart 2 of 3" in done.stderr
+    assert "restart 3" not in done.stderr
+    for rank in range(2):
+        assert (tmp_path / f"rank_{rank}.log").read_text() == "attempt 0\nattempt 1\nattempt 2\n"
+
+
+def test_restarts_are_counted_and_the_last_failure_is_reported(run):
+    done = run("sys.exit(3 + int(os.environ['RANKWIRE_RESTART_COUNT']))", "--restarts", "2")
+    assert done.returncode == 5
+    assert "failed first: exit code 5" in done.stderr
+
+
+def test_a_job_that_was_stopped_is_not_started_anew(start):
+    launched = start(SLEEP, "--restarts", "5")
+    launched.send(signal.SIGTERM)
+    code, _, stderr = launched.wait()
+    assert code == 143
+    assert "restart" not in stderr
+
+
 # -- output --------------------------------------------------------------------------------------
 
 
@@ -314,25 +415,64 @@ def test_logs(run, tmp_path):
         assert log.replace(b"out\xff", b"") == b"err\n%d" % rank
 
 
-@pytest.mark.parametrize("has_color", [True, False])
-def test_color_on_a_terminal(script, has_color):
+def on_a_terminal(command: list[str], **variables: str) -> bytes:
+    """Return what a terminal sees of a command."""
     main, other = pty.openpty()
     environ = {name: value for name, value in os.environ.items() if "COLOR" not in name}
-    environ |= {"TERM": "xterm-256color"} | ({} if has_color else {"NO_COLOR": "1"})
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script("print('x')")]
+    environ |= {"TERM": "xterm-256color", **variables}
+    seen = b""
     with subprocess.Popen(command, stdout=other, stderr=other, env=environ) as process:
         os.close(other)
-        process.wait(20)
-        seen = b""
-        while select.select([main], [], [], 0.1)[0]:
+        while select.select([main], [], [], 20)[0]:
             try:
                 seen += os.read(main, 1000)
             except OSError:  # Linux: the end of a terminal
                 break
+        process.wait(20)
     os.close(main)
+    return seen
+
+
+STATUS = re.compile(rb"\r\x1b\[K(?:(?:\x1b\[[0-9;]*m)*rankwire: [^\r\n]*)?")
+
+
+@pytest.mark.parametrize("has_color", [True, False])
+def test_color_on_a_terminal(script, has_color):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script("print('x')")]
+    seen = STATUS.sub(b"", on_a_terminal(command, **({} if has_color else {"NO_COLOR": "1"})))
     assert (b"\x1b[" in seen) == has_color
     assert sorted(re.sub(rb"\x1b\[[0-9;]*m", b"", seen).split(b"\r\n")) == [
         b"",
         b"[rank 0] x",
         b"[rank 1] x",
     ]
+
+
+def test_a_status_line_on_a_terminal_never_meets_other_lines(script):
+    body = """
+import rankwire
+with rankwire.connect() as backend:
+    for i in range(50):
+        print("out", i, "end")
+        print("err", i, "end", file=sys.stderr)
+        time.sleep(0.04)
+    backend.barrier()
+"""
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(body)]
+    seen = on_a_terminal(command, NO_COLOR="1")
+    statuses = [text for text in STATUS.findall(seen) if b"rankwire" in text]
+    assert any(b"2 running, 2 up" in text for text in statuses), seen[-500:]
+    lines = STATUS.sub(b"", seen).split(b"\r\n")
+    assert lines.pop() == b""
+    expected = [
+        b"[rank %d] %s %d end" % (rank, kind, i)
+        for rank in range(2)
+        for kind in (b"out", b"err")
+        for i in range(50)
+    ]
+    assert sorted(lines) == sorted(expected)
+
+
+def test_no_status_line_on_pipes(run):
+    done = run("time.sleep(1.5)")
+    assert (done.stdout, done.stderr) == ("", "")

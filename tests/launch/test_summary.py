@@ -5,7 +5,13 @@ import signal
 import pytest
 
 from rankwire.launch.child import Ending
-from rankwire.launch.summary import Failure, excerpt, first_failure, list_ranks
+from rankwire.launch.summary import (
+    Failure,
+    excerpt,
+    first_failure,
+    in_order_of_loss,
+    list_ranks,
+)
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>']
 LOST = Failure(0, Ending(code=1), [*TRACEBACK, "rankwire.errors.PeerLostError: rank 1 is lost"])
@@ -33,6 +39,27 @@ def test_who_was_killed_lost_nobody():
     assert first_failure([LOST, killed]) is killed
 
 
+def test_a_quoted_traceback_is_not_the_ranks_own():
+    quoted = [f"  | {line}" for line in [*TRACEBACK, "ValueError: theirs"]]
+    lost = Failure(0, Ending(code=1), [*LOST.errors, *quoted])
+    assert lost.is_consequence
+    assert first_failure([lost, OWN]) is OWN
+    assert excerpt(["noise", *quoted]) == ["noise", *quoted]
+
+
+def test_what_it_told_the_coordinator_when_its_stderr_tells_nothing():
+    told = "\n".join(OWN.errors)
+    quiet = Failure(2, Ending(code=1), ["shutting down"], told)
+    assert quiet.excerpt == OWN.errors
+    assert Failure(2, Ending(code=1), OWN.errors, "other").excerpt == OWN.errors
+    assert Failure(2, Ending(code=1), [], "\n".join(LOST.errors)).is_consequence
+
+
+def test_the_order_in_which_the_coordinator_lost_them():
+    failures = [Failure(rank, Ending(code=1), []) for rank in (4, 3, 0, 1)]
+    assert [f.rank for f in in_order_of_loss(failures, [2, 1, 3])] == [1, 3, 4, 0]
+
+
 def test_the_lines_worth_showing():
     assert excerpt(["noise", *TRACEBACK, "end"]) == [*TRACEBACK, "end"]
     assert excerpt([str(i) for i in range(30)]) == [str(i) for i in range(20, 30)]
@@ -45,6 +72,7 @@ def test_the_lines_worth_showing():
         (Ending(code=0), "exit code 0", 0),
         (Ending(code=3), "exit code 3", 3),
         (Ending(signal=signal.SIGTERM), "killed by SIGTERM", 143),
+        (Ending(signal=9, is_oom=True), "killed by SIGKILL by the kernel: out of memory", 137),
         (Ending(signal=40), "killed by signal 40", 168),
         (Ending(signal=signal.SIGSEGV), "killed by SIGSEGV (a crash in native code)", 139),
     ],

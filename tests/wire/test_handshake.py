@@ -276,7 +276,7 @@ def test_a_greeting_with_reserved_bytes_is_refused(index):
         Hello.unpack(bytes(greeting))
 
 
-@pytest.mark.parametrize("purpose", [0, 4, 255, 65535])
+@pytest.mark.parametrize("purpose", [0, 5, 255, 65535])
 def test_a_greeting_with_an_unknown_purpose_is_refused(purpose):
     greeting = bytearray(HELLO.pack(NONCE_I))
     greeting[10:12] = struct.pack("<H", purpose)
@@ -341,7 +341,8 @@ def refused(status, detail, purpose):
 def test_a_refusal_says_why_by_type_and_text(status, detail, text):
     for purpose in Purpose:
         error = refused(status, detail, purpose)
-        assert type(error) is (RendezvousError if purpose is Purpose.JOIN else NoConnectionError)
+        is_joining = purpose in (Purpose.JOIN, Purpose.LAUNCH)
+        assert type(error) is (RendezvousError if is_joining else NoConnectionError)
         assert re.search(text, str(error))
 
 

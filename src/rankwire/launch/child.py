@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rankwire.launch import environment
+from rankwire.launch import environment, places
 
 __all__ = ["Child", "Ending", "World"]
 
@@ -32,22 +31,18 @@ class World:
     """What all ranks of a job have in common.
 
     Attributes:
-        size: The number of ranks.
-        listener: The socket on which rank 0 will accept the others.
+        size: The number of ranks, on all hosts.
+        address: Where the launcher coordinates.
         job: Name of the job.
         secret: What every rank proves to know.
+        attempt: How many times the ranks were started before.
     """
 
     size: int
-    listener: socket.socket
+    address: str
     job: str
-    secret: bytes
-
-    @property
-    def address(self) -> str:
-        """Where rank 0 listens."""
-        host, port = self.listener.getsockname()
-        return f"{host}:{port}"
+    secret: bytes = field(repr=False)
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,10 +52,12 @@ class Ending:
     Attributes:
         code: Its exit code, or None.
         signal: The number of the signal that killed it, or None.
+        is_oom: Whether the kernel killed it for want of memory, as far as is known.
     """
 
     code: int | None = None
     signal: int | None = None
+    is_oom: bool = False
 
     @property
     def is_failure(self) -> bool:
@@ -76,7 +73,9 @@ class Ending:
         if self.signal is None:
             return f"exit code {self.code}"
         hint = ""
-        if self.signal == signal.SIGKILL:
+        if self.is_oom:
+            hint = " by the kernel: out of memory"
+        elif self.signal == signal.SIGKILL:
             hint = " (the kernel does that too, when memory runs out)"
         elif self.signal in _FAULTS:
             hint = " (a crash in native code)"
@@ -98,16 +97,14 @@ class Child:
         secret_fd = _pipe_holding(world.secret)
         try:
             variables = {
-                environment.RANK: str(rank),
-                environment.WORLD_SIZE: str(world.size),
-                environment.ADDRESS: world.address,
-                environment.JOB: world.job,
+                places.RANK: str(rank),
+                places.WORLD_SIZE: str(world.size),
+                places.ADDRESS: world.address,
+                places.JOB: world.job,
+                places.COORDINATOR: "launcher",
+                places.RESTART_COUNT: str(world.attempt),
                 environment.SECRET_FD: str(secret_fd),
             }
-            inherited = [secret_fd]
-            if rank == 0:
-                variables[environment.LISTEN_FD] = str(world.listener.fileno())
-                inherited.append(world.listener.fileno())
             self._process = subprocess.Popen(
                 # Unbuffered, to see output when it is written; faulthandler, to have a traceback
                 # also of a crash in native code.
@@ -117,7 +114,7 @@ class Child:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=_inherited_environment() | variables,
-                pass_fds=inherited,
+                pass_fds=[secret_fd],
                 start_new_session=True,
             )
         finally:

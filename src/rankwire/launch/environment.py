@@ -1,38 +1,40 @@
 """connect(): the place in the world that a launcher gave to this process.
 
-A launcher leaves a few environment variables; one small function per launcher turns them into a
-``Place``, and ``_LAUNCHERS`` lists those functions. Nothing here knows how processes are started,
-and nothing in ``run`` knows how a world is joined: the two share only the names below.
+``places`` reads the variables that launchers leave; here is what goes beyond reading: descriptors
+that are taken once, what this process remembers, and the joining itself. Nothing here knows how
+processes are started, and nothing in ``run`` knows how a world is joined: the two share only the
+names of the variables.
 
-The secret is never in the environment. ``RANKWIRE_SECRET_FD`` names an inherited pipe that holds
-it; it is read once, closed, and the variable removed, so that programs which this rank starts find
-neither. This process remembers the secret, so that ``connect()`` works again after the first world
-was closed.
+The secret of ``rankwire run`` is never in the environment. ``RANKWIRE_SECRET_FD`` names an
+inherited pipe that holds it; it is read once, closed, and the variable removed, so that programs
+which this rank starts find neither. This process remembers the secret, so that ``connect()`` works
+again after the first world was closed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import MutableMapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.deadline import Deadline
-from rankwire.errors import ConfigurationError, RendezvousError
+from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.forking import renew_in_child
+from rankwire.launch.places import HYDRA_JOB, RANK, Place, find_place, read_integer
 from rankwire.links.protection import Tls
 
 __all__ = ["Place", "connect"]
 
-RANK = "RANKWIRE_RANK"
-WORLD_SIZE = "RANKWIRE_WORLD_SIZE"
-ADDRESS = "RANKWIRE_ADDRESS"
-JOB = "RANKWIRE_JOB"
+_log = logging.getLogger("rankwire")
+
 SECRET_FD = "RANKWIRE_SECRET_FD"
 LISTEN_FD = "RANKWIRE_LISTEN_FD"
 SECURITY = "RANKWIRE_SECURITY"
@@ -42,33 +44,19 @@ TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY", "RANKWIRE_T
 _MAX_SECRET_NBYTES = 4096
 # Between two tries to join while the last world still stands.
 _PAUSE = 0.05
+# As the kernel shortens them.
+_HYDRA_PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")
 
 Environment = MutableMapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a launcher tells one rank.
-
-    Attributes:
-        rank: This process's index, from 0.
-        world_size: The number of ranks.
-        address: ``host:port`` at which rank 0 listens.
-        job: Name of the job; ranks of another job are refused.
-        secret: The job's secret; None leaves it to the backend's own sources.
-        listener: For rank 0, the socket that listens at ``address`` already.
-    """
-
-    rank: int
-    world_size: int
-    address: str
-    job: str = "default"
-    secret: bytes | None = field(default=None, repr=False)
-    listener: socket.socket | None = None
-
-
 def connect(**options: Any) -> TcpBackend:
     """Join the world that this process was started for, and return when it is complete.
+
+    Understands, in this order: ``rankwire run``, torchrun, Open MPI, MPICH and Intel MPI, Slurm's
+    ``srun``, and plain ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Which one it
+    used is logged. ``RANKWIRE_LAUNCHER`` (``rankwire``, ``torchrun``, ``openmpi``, ``mpich``,
+    ``slurm``, ``env``) chooses another than the first that fits.
 
     May be called again in the same process after the first backend was closed, by all ranks alike.
     Safe from any thread.
@@ -90,17 +78,28 @@ def connect(**options: Any) -> TcpBackend:
         "secret": place.secret,
         "listener": place.listener,
         **security,
+        # A coordinator at the launcher's address is none at another one.
+        "has_coordinator": place.has_coordinator and "address" not in options,
     }
     arguments.update(options)
     if place.listener is not None and ("address" in options or "listener" in options):
         # The inherited socket listens at the launcher's address, not at this one.
         place.listener.close()
         arguments["listener"] = options.get("listener")
+    _log.info(
+        "rank %s of %s, started by %s; the world forms at %s",
+        arguments["rank"],
+        arguments["world_size"],
+        place.launcher,
+        arguments["address"],
+    )
     try:
         backend = _join(arguments)
-    except BaseException:
+    except BaseException as error:
         if place.listener is not None:
             place.listener.close()
+        if isinstance(error, RankwireError) and place.advice and "address" not in options:
+            error.add_note(f"started by {place.launcher}: {place.advice}")
         raise
     _memory.has_connected = True
     return backend
@@ -122,43 +121,33 @@ def _join(arguments: dict[str, Any]) -> TcpBackend:
 
 
 def _find_place(environ: Environment) -> Place:
-    for read in _LAUNCHERS:
-        place = read(environ)
-        if place is not None:
-            return place
-    raise ConfigurationError(
-        f"no launcher started this process: {RANK}, {WORLD_SIZE} and {ADDRESS} are not set."
-        " Start it with `rankwire run -n 4 script.py`, or build a TcpBackend from your own settings"
-    )
-
-
-def _read_rankwire_run(environ: Environment) -> Place | None:
-    """Read what ``rankwire run`` sets; by hand, the first three variables are enough."""
+    """Return the place that the launcher left, with the descriptors that it handed down."""
+    seen = dict(environ)
+    if "PMI_RANK" in seen:
+        seen[HYDRA_JOB] = _process_id_of_ancestor(_HYDRA_PROXIES)
+    place = find_place(seen)
     if RANK not in environ:
-        return None
-    missing = [name for name in (WORLD_SIZE, ADDRESS) if name not in environ]
-    if missing:
-        raise ConfigurationError(
-            f"{RANK} is set, but not {' and '.join(missing)}."
-            " Start all ranks with `rankwire run -n 4 script.py`, which sets them"
-        )
-    rank = _read_integer(environ, RANK)
+        return place
     listener = _take_listener(environ)
-    if listener is not None and rank != 0:
+    if listener is not None and place.rank != 0:
         listener.close()
         listener = None
-    return Place(
-        rank=rank,
-        world_size=_read_integer(environ, WORLD_SIZE),
-        address=environ[ADDRESS],
-        job=environ.get(JOB, "default"),
-        secret=_memory.take_secret(environ),
-        listener=listener,
-    )
+    return replace(place, secret=_memory.take_secret(environ), listener=listener)
 
 
-# Asked in this order; the first that knows its variables wins.
-_LAUNCHERS: tuple[Callable[[Environment], Place | None], ...] = (_read_rankwire_run,)
+def _process_id_of_ancestor(names: tuple[str, ...]) -> str:
+    """Return the process id of the nearest ancestor with one of these names, or nothing."""
+    process = os.getppid()
+    while process > 1:
+        try:
+            # "pid (name) state parent ...", and the name may hold anything
+            head, _, tail = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+        except OSError:
+            break  # hidden, gone, or not Linux
+        if head.partition("(")[2] in names:
+            return str(process)
+        process = int(tail.split()[1])
+    return ""
 
 
 class _Memory:
@@ -173,7 +162,7 @@ class _Memory:
     def take_secret(self, environ: Environment) -> bytes | None:
         with self._lock:
             if SECRET_FD in environ:
-                fd = _read_integer(environ, SECRET_FD)
+                fd = read_integer(environ, SECRET_FD)
                 del environ[SECRET_FD]
                 self._secret = _read_secret(fd)
             return self._secret
@@ -228,7 +217,7 @@ def _read_security(environ: Environment) -> dict[str, Any]:
 def _take_listener(environ: Environment) -> socket.socket | None:
     if LISTEN_FD not in environ:
         return None
-    fd = _read_integer(environ, LISTEN_FD)
+    fd = read_integer(environ, LISTEN_FD)
     del environ[LISTEN_FD]
     try:
         os.set_inheritable(fd, False)
@@ -239,10 +228,3 @@ def _take_listener(environ: Environment) -> socket.socket | None:
         raise ConfigurationError(
             f"{LISTEN_FD}={fd} is not the listening socket of a launcher: {error.strerror}"
         ) from error
-
-
-def _read_integer(environ: Environment, name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigurationError(f"{name} is {environ[name]!r}, not an integer") from None

@@ -1,9 +1,10 @@
 """The process that outlives a killed launcher: it ends the ranks that would be left alone.
 
 Run as a script with nothing but the standard library: ``python -I -S keeper.py GRACE``. It reads
-from stdin the process ids of the ranks, one a line, as they start. The line ``done`` says that all
-have ended. The end of the pipe without it says that the launcher is dead: then every rank's process
-group gets SIGTERM, and after GRACE seconds SIGKILL.
+from stdin the process ids of the ranks, one a line, as they start, and again with a minus sign once
+they are gone and their numbers may be others'. The line ``done`` says that all have ended. The end
+of the pipe without it says that the launcher is dead: then every rank's process group gets SIGTERM,
+and after GRACE seconds SIGKILL.
 
 A parent-death signal (``PR_SET_PDEATHSIG``) would not do: a rank may catch or ignore it, what the
 rank started does not get it, and it needs code between fork and exec.
@@ -39,6 +40,10 @@ class Keeper:
         """From now on end ``pid`` and its process group if the launcher dies."""
         self._write(f"{pid}\n")
 
+    def forget(self, pid: int) -> None:
+        """``pid`` and its process group are gone."""
+        self._write(f"-{pid}\n")
+
     def __enter__(self) -> Self:
         return self
 
@@ -67,7 +72,11 @@ def keep(grace: float) -> None:
     for line in sys.stdin:
         if line == "done\n":
             return
-        groups.append(int(line))
+        number = int(line)
+        if number > 0:
+            groups.append(number)
+        else:
+            groups.remove(-number)
     end = time.monotonic() + grace
     left = [group for group in groups if _signal(group, signal.SIGTERM)]
     while left and time.monotonic() < end:

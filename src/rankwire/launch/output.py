@@ -23,6 +23,7 @@ from typing import IO, BinaryIO
 from rich.console import Console
 from rich.text import Text
 
+from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.launch.lines import LineSplitter
 
@@ -38,6 +39,7 @@ _SINK_LOW_NBYTES = 256 * 1024
 # Enough for the traceback of a deep call; lines beyond a screen's width are cut.
 _TAIL_LINES = 60
 _TAIL_LINE_CHARACTERS = 500
+_ERASE = b"\r\x1b[K"
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
 
@@ -52,11 +54,27 @@ class Sink:
         self.fd = fd
         self.is_broken = False
         self.pending = bytearray()
+        self._status = ""
 
     def put(self, data: bytes) -> None:
-        """Queue ``data``."""
-        if not self.is_broken:
+        """Queue ``data``, which is whole lines."""
+        if data and not self.is_broken:
+            self.show_status("")
             self.pending += data
+
+    def show_status(self, text: str) -> None:
+        """Show ``text`` below all lines, on a terminal; it goes when the next line comes."""
+        if text == self._status or self.is_broken:
+            return
+        # Never behind the last column: the terminal would begin another line.
+        width = self._console.width - 1
+        self.pending += _ERASE + (self.render(text[:width], "dim") if text else b"")
+        self._status = text
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether someone watches who can see a line change."""
+        return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def write(self) -> None:
         """Write what the output takes without blocking; call when it is writable."""
@@ -138,6 +156,9 @@ class Output:
         self._log_dir = log_dir
         self._stdout = Sink(Console(file=sys.stdout), 1)
         self._stderr = Sink(Console(file=sys.stderr), 2)
+        if self._stderr.is_terminal and self._stdout.is_terminal:
+            # One queue for one screen: lines of both must not meet the status line.
+            self._stdout = self._stderr
         self._streams: list[Stream] = []
         self._errors: dict[int, Stream] = {}
         self._closing = contextlib.ExitStack()
@@ -169,6 +190,12 @@ class Output:
         self._stderr.put("".join(f"    {line}\n" for line in lines).encode())
         self._balance(self._stderr)
 
+    def show_status(self, text: str) -> None:
+        """Show a line below all others, if stderr is a terminal that keeps up; "" removes it."""
+        if self._stderr.is_terminal and (not text or not self._stderr.pending):
+            self._stderr.show_status(text)
+            self._balance(self._stderr)
+
     def last_errors(self, rank: int) -> list[str]:
         """Return the last lines that ``rank`` wrote to its stderr."""
         return list(self._errors[rank].tail) if rank in self._errors else []
@@ -196,6 +223,13 @@ class Output:
         """Whether all that was read has been written."""
         return not self._stdout.pending and not self._stderr.pending
 
+    def flush(self, seconds: float) -> None:
+        """Wait until all is written, at most so long."""
+        end = Deadline(seconds)
+        while not self.is_written and not end.expired:
+            for key, _ in self._selector.select(end.remaining()):
+                key.data()
+
     def close(self) -> None:
         """Close pipes and logs, whatever they still hold. Idempotent."""
         for stream in list(self._streams):
@@ -207,7 +241,10 @@ class Output:
             return None
         path = self._log_dir / f"rank_{rank}.log"
         try:
-            return self._closing.enter_context(path.open("wb", buffering=0))
+            # A rank that is started again goes on where it ended.
+            is_again = rank in self._errors
+            file = path.open("ab", buffering=0) if is_again else path.open("wb", buffering=0)
+            return self._closing.enter_context(file)
         except OSError as error:
             raise ConfigurationError(f"the log {path}: {error.strerror}") from error
 

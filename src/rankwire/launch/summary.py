@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from rankwire.launch.child import Ending
 
-__all__ = ["Failure", "excerpt", "first_failure", "list_ranks"]
+__all__ = ["Failure", "excerpt", "first_failure", "in_order_of_loss", "list_ranks"]
 
 _LOSS_OF_ANOTHER = re.compile(
     r"(rankwire\.errors\.)?"
     r"(PeerLost|PeerUnresponsive|ChannelClosed|NoConnection|Rendezvous)Error\b"
 )
+# At the beginning of the line: a quoted one, of another rank, is indented or behind a bar.
 _TRACEBACK = "Traceback (most recent call last)"
 # Without a traceback, the end of what it said.
 _PLAIN_LINES = 10
@@ -33,18 +34,26 @@ class Failure:
         rank: Its index.
         ending: How it ended.
         errors: The last lines of its stderr.
+        told: The traceback that it told the coordinator before it left, if it did.
     """
 
     rank: int
     ending: Ending
     errors: Sequence[str]
+    told: str = ""
 
     @property
     def is_consequence(self) -> bool:
         """Whether it ended because it lost another rank."""
-        return self.ending.signal is None and any(
-            _LOSS_OF_ANOTHER.match(line) for line in _last_traceback(self.errors)
-        )
+        lines = _last_traceback(self.errors) or _last_traceback(self.told.splitlines())
+        return self.ending.signal is None and any(_LOSS_OF_ANOTHER.match(line) for line in lines)
+
+    @property
+    def excerpt(self) -> list[str]:
+        """The lines worth showing: its traceback if there is one, else the end of its stderr."""
+        if self.told and not _last_traceback(self.errors):
+            return self.told.splitlines()
+        return excerpt(self.errors)
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
@@ -52,11 +61,21 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     return next((failure for failure in failures if not failure.is_consequence), failures[0])
 
 
+def in_order_of_loss(failures: Sequence[Failure], lost: Sequence[int]) -> list[Failure]:
+    """Return the failures in the order in which the coordinator lost the ranks.
+
+    That is nearer to the truth than the order in which their processes ended. Ranks that it never
+    knew come last, in their own order.
+    """
+    place = {rank: index for index, rank in enumerate(lost)}
+    return sorted(failures, key=lambda failure: place.get(failure.rank, len(place)))
+
+
 def excerpt(errors: Sequence[str]) -> list[str]:
     """Return the lines worth showing: from the first traceback on, else the last few."""
     lines = list(errors)
     for index, line in enumerate(lines):
-        if _TRACEBACK in line:
+        if line.startswith(_TRACEBACK):
             return lines[index:]
     return lines[-_PLAIN_LINES:]
 
@@ -68,6 +87,6 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 def _last_traceback(errors: Sequence[str]) -> Sequence[str]:
     for index in range(len(errors) - 1, -1, -1):
-        if _TRACEBACK in errors[index]:
+        if errors[index].startswith(_TRACEBACK):
             return errors[index:]
     return ()

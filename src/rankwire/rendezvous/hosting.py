@@ -1,8 +1,8 @@
 """A coordinator on its own: for a launcher, so that rank 0 is a rank like any other.
 
 It listens, admits the ranks of one job and nothing else, and coordinates one world after the other:
-when all ranks of one have gone, or are to be started again (``expect``), the next may form. Owns a
-doorkeeper's thread.
+when all ranks of one have gone, or are to be started again (``expect``), the next may form. The
+launchers of other hosts are let in too, as ``launchers`` describes. Owns a doorkeeper's thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.protection import Policy, choose_policy
-from rankwire.links.sockets import TcpAddress, expect_prompt_reading, start_listening
+from rankwire.links.sockets import (
+    TcpAddress,
+    expect_prompt_reading,
+    listen_tcp,
+    start_listening,
+)
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.joining import MAX_CONTROL_NBYTES
+from rankwire.rendezvous.launchers import LAUNCH_JOB, LauncherLink
 from rankwire.rendezvous.messages import Gone, Suspected, World
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.seals import Seals
@@ -24,7 +30,16 @@ from rankwire.wire.seals import Seals
 if TYPE_CHECKING:
     from rankwire.links.tls import Stream
 
-__all__ = ["CoordinatorHost"]
+__all__ = ["CoordinatorHost", "bind"]
+
+
+def bind(address: str) -> socket.socket:
+    """Return a socket bound to ``host:port``, so that nobody else can take it.
+
+    Raises:
+        ConfigurationError: It cannot be had.
+    """
+    return listen_tcp(TcpAddress.parse(address))
 
 
 class CoordinatorHost:
@@ -40,6 +55,9 @@ class CoordinatorHost:
             thread, they must not block.
         on_gone: Called when a rank has died or left.
         on_suspected: Called when a rank has become silent, or is heard again.
+        nodes: How many launchers the job has, this one included.
+        on_launcher: Called with another node's number and the connection to its launcher, which is
+            the callee's from then on.
     """
 
     def __init__(
@@ -53,7 +71,11 @@ class CoordinatorHost:
         on_formed: Callable[[World], None] = lambda world: None,
         on_gone: Callable[[Gone], None] = lambda gone: None,
         on_suspected: Callable[[Suspected], None] = lambda suspected: None,
+        nodes: int = 1,
+        on_launcher: Callable[[int, LauncherLink], None] = lambda node, link: link.close(),
     ) -> None:
+        self._nodes = nodes
+        self._on_launcher = on_launcher
         self._world_size = world_size
         self._job = job_id(job)
         self._on_formed = on_formed
@@ -90,22 +112,43 @@ class CoordinatorHost:
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """See ``House``."""
+        if hello.purpose is Purpose.LAUNCH:
+            return self._admit_launcher(hello)
         if hello.job != self._job:
             return Status.OTHER_JOB, 0
         if hello.purpose is not Purpose.JOIN:
             return Status.INVALID_RANK, self._world_size
         return self._coordinator.admit(hello)
 
+    def _admit_launcher(self, hello: Hello) -> tuple[Status, int]:
+        if hello.job != job_id(LAUNCH_JOB):
+            return Status.OTHER_JOB, 0
+        if hello.world_size != self._nodes:
+            return Status.WRONG_WORLD_SIZE, self._nodes
+        if not 0 < hello.rank < self._nodes:
+            return Status.INVALID_RANK, self._nodes
+        return Status.WELCOME, 0
+
     def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
         """See ``House``."""
         expect_prompt_reading(sock)
         connection = Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES, seals=seals)
+        if hello.purpose is Purpose.LAUNCH:
+            self._on_launcher(hello.rank, LauncherLink(connection))
+            return
         self._coordinator.enter(hello.rank, connection)
 
-    def expect(self) -> None:
-        """Begin anew: the next world's ranks may join. Safe from any thread."""
+    def expect(self, *, world_size: int | None = None, job: str | None = None) -> None:
+        """Begin anew: the next world's ranks may join. Safe from any thread.
+
+        Args:
+            world_size: How many there are, if that has changed.
+            job: The name of the job, if that has changed.
+        """
 
         def begin() -> None:
+            self._world_size = self._world_size if world_size is None else world_size
+            self._job = self._job if job is None else job_id(job)
             self._coordinator.dissolve()
             self._coordinator = self._new_coordinator()
 

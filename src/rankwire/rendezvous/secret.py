@@ -22,7 +22,7 @@ from rankwire.errors import ConfigurationError
 from rankwire.forking import renew_in_child
 from rankwire.rendezvous.host import runtime_folder
 
-__all__ = ["MIN_SECRET_NBYTES", "AgreedSecret", "given_secret"]
+__all__ = ["MIN_SECRET_NBYTES", "AgreedSecret", "given_secret", "read_secret_file"]
 
 MIN_SECRET_NBYTES = 16
 _INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing
@@ -63,6 +63,29 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
         stacklevel=5,
     )
     return found or _INSECURE
+
+
+def read_secret_file(name: str, *, named: str) -> bytes:
+    """Return the secret in a file that only this user can read.
+
+    Args:
+        name: The file.
+        named: How the user gave it, for the text of an error.
+
+    Raises:
+        ConfigurationError: It cannot be read, or others could.
+    """
+    path = Path(name)
+    try:
+        status = path.stat()
+        content = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(f"{named}: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigurationError(
+            f"{named} must belong to this user and be closed to others (mode 0600)"
+        )
+    return content
 
 
 class AgreedSecret:
@@ -112,20 +135,7 @@ def _encoded(secret: bytes | str | None) -> bytes | None:
 
 def _read_file() -> bytes | None:
     name = os.environ.get("RANKWIRE_SECRET_FILE")
-    if not name:
-        return None
-    path = Path(name)
-    try:
-        status = path.stat()
-        content = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigurationError(f"RANKWIRE_SECRET_FILE={name}: {error.strerror}") from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigurationError(
-            f"RANKWIRE_SECRET_FILE={name} must belong to this user and be closed to others "
-            "(mode 0600)"
-        )
-    return content
+    return read_secret_file(name, named=f"RANKWIRE_SECRET_FILE={name}") if name else None
 
 
 def _read_environment() -> bytes | None:

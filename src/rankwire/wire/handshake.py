@@ -84,6 +84,7 @@ class Purpose(IntEnum):
     JOIN = 1
     MESSAGES = 2
     CALLS = 3
+    LAUNCH = 4  # a launcher of another host; ranks are then nodes
 
 
 class Status(IntEnum):
@@ -197,7 +198,8 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
         who = "rank" if hello.purpose is Purpose.MESSAGES else "the agent of rank"
         return ChannelClosedError(f"{who} {hello.peer} has left").during(peer=hello.peer)
     text = texts.get(status, f"refused with status {status}")  # type: ignore[call-overload]
-    return RendezvousError(text) if hello.purpose is Purpose.JOIN else NoConnectionError(text)
+    is_joining = hello.purpose in (Purpose.JOIN, Purpose.LAUNCH)
+    return RendezvousError(text) if is_joining else NoConnectionError(text)
 
 
 def _described(protection: int) -> str:

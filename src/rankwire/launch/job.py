@@ -1,0 +1,355 @@
+"""The job as node 0's launcher conducts it: gather the hosts, start, stop at a failure, start anew.
+
+The ranks of each host are a *part*: this host's own, or another's by way of its launcher. Rules:
+
+- The first rank that fails ends the attempt on all hosts: the others get SIGTERM, and SIGKILL after
+  the grace. If restarts are left, the whole world is started anew.
+- A launcher that is gone ends the job.
+- A signal to any launcher goes to every rank once; a second one kills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import signal
+import socket
+from collections.abc import Iterable
+from time import monotonic
+from typing import Protocol
+
+from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.launch.child import Ending, World, signal_name
+from rankwire.launch.inlet import Inlet
+from rankwire.launch.loop import Loop
+from rankwire.launch.nodes import GATHER_LIMIT, RemoteRanks
+from rankwire.launch.ranks import LocalRanks
+from rankwire.launch.status import Counts, describe
+from rankwire.launch.summary import Failure, first_failure, in_order_of_loss, list_ranks
+from rankwire.rendezvous.hosting import CoordinatorHost
+from rankwire.rendezvous.launchers import LauncherLink
+from rankwire.rendezvous.messages import Gone, Suspected
+
+__all__ = ["Job"]
+
+# After the first failure, others that fail by themselves are waited for: the one to blame may be
+# among them (see summary.py). Above the time between a raise and the end of an interpreter.
+_SETTLE = 0.3
+# What a launcher that was told to end still waits for those who read its output.
+_LAST_WORDS = 1.0
+_STATUS_EVERY = 0.25
+# Nothing is said about a job that is over at once.
+_STATUS_AFTER = 1.0
+
+
+class _Part(Protocol):
+    """The ranks of one host, see ``LocalRanks``."""
+
+    count: int
+    stopped: list[int]
+    killed: list[int]
+
+    @property
+    def alive(self) -> list[int]: ...
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def wake_in(self) -> float: ...
+    @property
+    def ranks(self) -> range: ...
+    def start(self, world: World, first_rank: int) -> None: ...
+    def stop(self, number: int) -> None: ...
+    def kill(self) -> None: ...
+    def look(self) -> None: ...
+    def errors_of(self, rank: int) -> list[str]: ...
+
+
+class Job:
+    """See the module. One thread.
+
+    Args:
+        loop: The launcher's.
+        local: The ranks of this host.
+        listener: Where ranks and other launchers find this one; bound. Owned from now on.
+        address: That place as ``host:port``, for the ranks.
+        secret: The job's.
+        nodes: How many hosts there are.
+        restarts: How many times the world may be started anew.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        local: LocalRanks,
+        *,
+        listener: socket.socket,
+        address: str,
+        secret: bytes,
+        nodes: int,
+        restarts: int,
+    ) -> None:
+        self._loop = loop
+        self._output = loop.output
+        self._local = local
+        self._remote: dict[int, RemoteRanks] = {}
+        self._address = address
+        self._secret = secret
+        self._nodes = nodes
+        self._restarts = restarts
+        self._name = f"run-{secrets.token_hex(4)}"
+        self._age = Deadline(math.inf)
+        self._ended: dict[int, tuple[Ending, bool]] = {}
+        self._lost: dict[int, Gone] = {}
+        self._present: set[int] = set()
+        self._suspected: set[int] = set()
+        self._trouble = ""  # what ended the job besides a rank
+        self._received: int | None = None  # the signal that ended the job
+        self._is_stopping = False
+        self._is_impatient = False
+        self._stop_at = math.inf
+        self._status_at = monotonic() + _STATUS_AFTER
+        local.on_ended = self._rank_ended
+        loop.on_turn = self._show_status
+        self._closing = contextlib.ExitStack()
+        inlet = self._closing.enter_context(contextlib.closing(Inlet(loop.selector)))
+        self._host = CoordinatorHost(
+            listener,
+            local.count,
+            secret=secret,
+            job=self._name,
+            on_formed=lambda world: inlet.post(lambda: self._formed(len(world.members))),
+            on_gone=lambda gone: inlet.post(lambda: self._rank_gone(gone)),
+            on_suspected=lambda suspected: inlet.post(lambda: self._rank_suspected(suspected)),
+            nodes=nodes,
+            on_launcher=lambda node, link: inlet.post(lambda: self._launcher_came(node, link)),
+        )
+        self._closing.callback(self._host.close)
+
+    def run(self) -> int:
+        """Run the job to its end and return the exit code.
+
+        Raises:
+            ConfigurationError: Nothing was started, because hosts are missing.
+        """
+        self._gather()
+        for attempt in range(self._restarts + 1):
+            if self._received is None:
+                self._start(attempt)
+                self._supervise()
+            if not self._failures() or self._received is not None or self._trouble:
+                break
+            if attempt < self._restarts:
+                first = first_failure(self._failures())
+                self._output.say(
+                    f"rank {first.rank} failed ({first.ending}): starting all ranks again,"
+                    f" restart {attempt + 1} of {self._restarts}",
+                    "bold yellow",
+                )
+                self._output.quote(first.excerpt)
+        text = self._report()
+        for part in self._remote.values():
+            part.finish(self.exit_code, text)
+        self._write_rest()
+        return self.exit_code
+
+    @property
+    def exit_code(self) -> int:
+        """What all launchers exit with."""
+        failures = self._failures()
+        if failures:
+            return first_failure(failures).ending.exit_code
+        if self._received is not None:
+            return 128 + self._received
+        return 1 if self._trouble else 0
+
+    def close(self) -> None:
+        """Hang up on everyone. Idempotent."""
+        self._loop.on_turn = lambda: None
+        for part in self._remote.values():
+            part.close()
+        self._closing.close()
+
+    # -- the parts ---------------------------------------------------------------------------------
+
+    @property
+    def _parts(self) -> list[_Part]:
+        return [self._local, *(self._remote[node] for node in sorted(self._remote))]
+
+    def _gather(self) -> None:
+        """Wait for the launchers of all hosts."""
+        deadline = Deadline(GATHER_LIMIT)
+        while missing := self._missing_nodes():
+            if deadline.expired:
+                raise ConfigurationError(
+                    f"no launcher came for node {', '.join(map(str, missing))} within"
+                    f" {deadline.limit:g} s; start it there with --master {self._address}"
+                )
+            for number in self._loop.turn(_STATUS_EVERY):
+                self._obey(number)
+            if self._received is not None:
+                return
+
+    def _missing_nodes(self) -> list[int]:
+        here = {node for node, part in self._remote.items() if part.count}
+        return [node for node in range(1, self._nodes) if node not in here]
+
+    def _launcher_came(self, node: int, link: LauncherLink) -> None:
+        if node in self._remote:
+            self._output.say(f"a second launcher came for node {node}, and was sent away")
+            link.close()
+            return
+        part = RemoteRanks(node, self._loop, link)
+        part.on_ended = self._rank_ended
+        part.on_asked = self._obey
+        part.on_lost = lambda error: self._launcher_lost(part, error)
+        self._remote[node] = part
+
+    def _launcher_lost(self, part: RemoteRanks, error: RankwireError) -> None:
+        if not part.ranks:  # nothing was started: it may come again
+            del self._remote[part.node]
+            return
+        if not self._trouble:
+            where = f" on {part.host}" if part.host else ""
+            self._trouble = f"the launcher of node {part.node}{where} is gone: {error.message}"
+            self._output.say(f"{self._trouble}; stopping all ranks", "bold red")
+        self._stop(signal.SIGTERM)
+
+    # -- one attempt -------------------------------------------------------------------------------
+
+    def _start(self, attempt: int) -> None:
+        size = sum(part.count for part in self._parts)
+        job = f"{self._name}.{attempt}"
+        self._ended, self._lost, self._present, self._suspected = {}, {}, set(), set()
+        self._is_stopping, self._stop_at = False, math.inf
+        self._host.expect(world_size=size, job=job)
+        world = World(size, self._address, job, self._secret, attempt)
+        first_rank = 0
+        for part in self._parts:
+            part.start(world, first_rank)
+            first_rank += part.count
+
+    def _supervise(self) -> None:
+        """Wait until all parts are over, and see to it that they are."""
+        while not all(part.is_over for part in self._parts):
+            wake_in = min(part.wake_in for part in self._parts)
+            for number in self._loop.turn(min(self._stop_at - monotonic(), wake_in)):
+                self._obey(number)
+            for part in self._parts:
+                part.look()
+            if monotonic() >= self._stop_at:
+                self._stop(signal.SIGTERM)
+            if self._output.is_stdout_broken and not self._is_stopping:
+                self._received = signal.SIGPIPE
+                self._output.say("stdout cannot be written to any more: stopping", "bold red")
+                self._stop(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        self._is_stopping = True
+        self._stop_at = math.inf
+        for part in self._parts:
+            part.stop(number)
+
+    def _obey(self, number: int) -> None:
+        """Act on a signal that asks the launcher to end."""
+        self._received = number if self._received is None else self._received
+        alive = [rank for part in self._parts for rank in part.alive]
+        self._is_impatient = self._is_impatient or not alive
+        if self._is_stopping or not alive:
+            for part in self._parts:
+                part.kill()
+        else:
+            hint = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
+            self._output.say(f"{signal_name(number)}: stopping {list_ranks(alive)}{hint}")
+            self._stop(number)
+
+    # -- what is heard -----------------------------------------------------------------------------
+
+    def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
+        self._ended[rank] = ending, by_itself
+        if ending.is_failure and by_itself and not self._is_stopping:
+            self._stop_at = min(self._stop_at, monotonic() + _SETTLE)
+
+    def _formed(self, world_size: int) -> None:
+        self._present = set(range(world_size))
+
+    def _rank_gone(self, gone: Gone) -> None:
+        self._present.discard(gone.rank)
+        self._suspected.discard(gone.rank)
+        if not gone.orderly:
+            self._lost.setdefault(gone.rank, gone)
+
+    def _rank_suspected(self, suspected: Suspected) -> None:
+        if suspected.seconds:
+            self._suspected.add(suspected.rank)
+        else:
+            self._suspected.discard(suspected.rank)
+
+    def _failures(self) -> list[Failure]:
+        found = []
+        for rank, (ending, by_itself) in self._ended.items():
+            if ending.is_failure and by_itself:
+                part = next(part for part in self._parts if rank in part.ranks)
+                told = self._lost[rank].traceback if rank in self._lost else ""
+                found.append(Failure(rank, ending, part.errors_of(rank), told))
+        return in_order_of_loss(found, list(self._lost))
+
+    # -- what is said ------------------------------------------------------------------------------
+
+    def _show_status(self) -> None:
+        if monotonic() < self._status_at:
+            return
+        self._status_at = monotonic() + _STATUS_EVERY
+        endings = [ending for ending, _ in self._ended.values()]
+        counts = Counts(
+            running=sum(len(part.alive) for part in self._parts),
+            up=len(self._present),
+            done=sum(not ending.is_failure for ending in endings),
+            failed=sum(ending.is_failure for ending in endings),
+            suspected=len(self._suspected),
+            missing_nodes=len(self._missing_nodes()) if not self._local.ranks else 0,
+        )
+        self._output.show_status(describe(counts, self._age.waited))
+
+    def _report(self) -> str:
+        """Say what became of the job; return the gist of it."""
+        self._output.show_status("")
+        gist = self._trouble
+        failures = self._failures()
+        if failures:
+            first = first_failure(failures)
+            gist = f"rank {first.rank} failed first: {first.ending}{self._where(first.rank)}"
+            self._output.say(gist, "bold red")
+            if first.excerpt:
+                self._output.say("the last lines of its stderr:")
+                self._output.quote(first.excerpt)
+            others = [f"rank {f.rank} ({f.ending})" for f in failures if f.rank != first.rank]
+            if others:
+                self._output.say(f"failed too: {', '.join(others)}")
+        for word, ranks in (
+            ("stopped", self._all(part.stopped for part in self._parts)),
+            ("killed", self._all(part.killed for part in self._parts)),
+        ):
+            if ranks:
+                self._output.say(f"{word}: {list_ranks(ranks)}")
+        return gist
+
+    def _where(self, rank: int) -> str:
+        for part in self._remote.values():
+            if rank in part.ranks:
+                return f", on node {part.node} ({part.host})"
+        return ", on node 0" if self._nodes > 1 else ""
+
+    @staticmethod
+    def _all(lists: Iterable[list[int]]) -> list[int]:
+        return [rank for ranks in lists for rank in ranks]
+
+    def _write_rest(self) -> None:
+        """Write all output that is left."""
+        self._loop.on_turn = lambda: None
+        # A reader that is slow may take its time, unless someone wants us to end.
+        end = math.inf if self._received is None else monotonic() + _LAST_WORDS
+        while not self._output.is_written and not self._is_impatient and monotonic() < end:
+            if self._loop.turn(end - monotonic()):
+                self._is_impatient = True

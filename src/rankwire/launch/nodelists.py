@@ -1,0 +1,68 @@
+"""Slurm's way to write many host names in few letters: ``gpu[01-03,7],login``. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from rankwire.errors import ConfigurationError
+
+__all__ = ["expand_nodes"]
+
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand_nodes(text: str) -> Iterator[str]:
+    """Yield the host names that ``text`` stands for, in its order, one by one.
+
+    Several brackets in one name count like the wheels of an odometer, the last one fastest.
+
+    Raises:
+        ConfigurationError: It is not such a list.
+    """
+    for item in _split(text):
+        yield from _expand(item, text)
+
+
+def _split(text: str) -> list[str]:
+    """Cut at the commas outside brackets."""
+    items = [""]
+    depth = 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += letter
+    if depth != 0 or not all(items):
+        raise _not_a_list(text)
+    return items
+
+
+def _expand(item: str, text: str) -> Iterator[str]:
+    found = _BRACKETS.search(item)
+    if found is None:
+        if "[" in item or "]" in item:
+            raise _not_a_list(text)
+        yield item
+        return
+    before, after = item[: found.start()], item[found.end() :]
+    for number in _numbers(found[1], text):
+        for rest in _expand(after, text) if after else ("",):
+            yield before + number + rest
+
+
+def _numbers(ranges: str, text: str) -> Iterator[str]:
+    for piece in ranges.split(","):
+        match = _RANGE.fullmatch(piece)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise _not_a_list(text)
+        # As wide as it is written: gpu[08-10] begins with gpu08.
+        width = len(match[1])
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            yield f"{number:0{width}d}"
+
+
+def _not_a_list(text: str) -> ConfigurationError:
+    return ConfigurationError(f"{text!r} is not a list of nodes such as gpu[01-03,7],login")

@@ -1,0 +1,285 @@
+"""The other hosts of a job: their ranks as node 0 sees them, and the launcher that follows node 0.
+
+``RemoteRanks`` has the methods of ``LocalRanks`` and passes them on as messages; ``follow`` is the
+other end, which does what they say and reports. The protocol is in ``rendezvous.launchers``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    DeadlineExceededError,
+    NoConnectionError,
+    RankwireError,
+    RendezvousError,
+)
+from rankwire.launch.child import Ending, World, signal_name
+from rankwire.launch.loop import Loop
+from rankwire.launch.ranks import LocalRanks
+from rankwire.rendezvous.launchers import (
+    Asked,
+    Ended,
+    Finish,
+    Here,
+    Kill,
+    LauncherLink,
+    Message,
+    Over,
+    Start,
+    Stop,
+    dial_launcher,
+)
+
+__all__ = ["GATHER_LIMIT", "RemoteRanks", "follow"]
+
+# How long the launchers of a job wait for each other.
+GATHER_LIMIT = 300.0
+_PAUSE = 0.25
+_LOST_EXIT_CODE = 1
+
+
+class RemoteRanks:
+    """The ranks of another host, by way of its launcher. One thread.
+
+    Args:
+        node: The host's number.
+        loop: Whose selector watches the link.
+        link: The connection to its launcher.
+    """
+
+    def __init__(self, node: int, loop: Loop, link: LauncherLink) -> None:
+        self.node = node
+        self.host = ""
+        self.count = 0
+        self.ranks = range(0)
+        self.alive: list[int] = []
+        self.stopped: list[int] = []
+        self.killed: list[int] = []
+        self.is_over = True
+        self.wake_in = math.inf
+        self.on_here: Callable[[], None] = lambda: None
+        self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
+        self.on_asked: Callable[[int], None] = lambda number: None
+        self.on_lost: Callable[[RankwireError], None] = lambda error: None
+        self._errors: dict[int, list[str]] = {}
+        self._loop = loop
+        self._link = link
+        self._is_closed = False
+        loop.selector.register(link, selectors.EVENT_READ, self._hear)
+
+    def start(self, world: World, first_rank: int) -> None:
+        """See ``LocalRanks``."""
+        self.ranks = range(first_rank, first_rank + self.count)
+        self.alive = list(self.ranks)
+        self.stopped, self.killed, self._errors = [], [], {}
+        self.is_over = False
+        self._link.tell(Start(world.size, first_rank, world.job, world.attempt))
+
+    def stop(self, number: int) -> None:
+        """See ``LocalRanks``."""
+        self._link.tell(Stop(number))
+
+    def kill(self) -> None:
+        """See ``LocalRanks``."""
+        self._link.tell(Kill())
+
+    def look(self) -> None:
+        """See ``LocalRanks``; here the other launcher looks."""
+
+    def errors_of(self, rank: int) -> list[str]:
+        """See ``LocalRanks``."""
+        return self._errors.get(rank, [])
+
+    def finish(self, code: int, text: str) -> None:
+        """Tell the launcher that the job is over."""
+        self._link.tell(Finish(code, text))
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.selector.unregister(self._link)
+            self._link.close()
+
+    def _hear(self) -> None:
+        try:
+            messages = self._link.receive()
+        except RankwireError as error:
+            self.close()
+            self.is_over = True
+            self.on_lost(error)
+            return
+        for message in messages:
+            self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Here(ranks, host):
+                self.count, self.host = ranks, host
+                self.on_here()
+            case Ended(rank, code, number, is_oom, by_itself) if rank in self.alive:
+                self.alive.remove(rank)
+                self.on_ended(rank, Ending(code, number, is_oom), by_itself)
+            case Over(stopped, killed, errors):
+                self.stopped, self.killed, self._errors = stopped, killed, errors
+                self.is_over = True
+            case Asked(number):
+                self.on_asked(number)
+
+
+class _InterruptedError(Exception):
+    """A signal came while this launcher looked for node 0."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def follow(
+    loop: Loop, ranks: LocalRanks, *, address: str, secret: bytes, node: int, nodes: int
+) -> int:
+    """Be the launcher of a host that is not node 0; return the exit code.
+
+    Raises:
+        ConfigurationError: Node 0 was not found, or does not want this node.
+    """
+    try:
+        link = _find_node_0(loop, address=address, secret=secret, node=node, nodes=nodes)
+    except _InterruptedError as interrupted:
+        return 128 + interrupted.number
+    follower = _Follower(loop, ranks, link, address, secret)
+    try:
+        return follower.run()
+    finally:
+        follower.close()
+
+
+def _find_node_0(loop: Loop, *, address: str, secret: bytes, node: int, nodes: int) -> LauncherLink:
+    deadline = Deadline(GATHER_LIMIT)
+
+    def look_at_signals(patience: float = 0.0) -> None:
+        for number in loop.turn(patience):
+            raise _InterruptedError(number)
+
+    while True:
+        try:
+            return dial_launcher(
+                address,
+                secret=secret,
+                node=node,
+                nodes=nodes,
+                deadline=deadline,
+                check=look_at_signals,
+            )
+        except (RendezvousError, AuthenticationError) as error:
+            raise ConfigurationError(
+                f"the launcher of node 0 at {address} refused node {node}: {error.message}"
+            ) from error
+        except (NoConnectionError, DeadlineExceededError) as error:
+            if deadline.expired:
+                raise ConfigurationError(
+                    f"the launcher of node 0 was not found at {address} within"
+                    f" {deadline.limit:g} s: {error.message}"
+                ) from error
+        loop.output.show_status(f"rankwire: looking for node 0 at {address}")
+        look_at_signals(_PAUSE)
+
+
+class _Follower:
+    """Does what node 0 says."""
+
+    def __init__(
+        self, loop: Loop, ranks: LocalRanks, link: LauncherLink, address: str, secret: bytes
+    ) -> None:
+        self._loop = loop
+        self._ranks = ranks
+        self._link = link
+        self._address = address
+        self._secret = secret
+        self._failed: list[int] = []
+        self._has_reported = True
+        self._code: int | None = None
+        self._asked: int | None = None
+        self._is_lost = False
+        ranks.on_ended = self._rank_ended
+        loop.selector.register(link, selectors.EVENT_READ, self._hear)
+
+    def run(self) -> int:
+        """Follow until node 0 says that the job is over, or is gone."""
+        self._link.tell(Here(self._ranks.count, os.uname().nodename))
+        while self._code is None or not self._ranks.is_over:
+            for number in self._loop.turn(self._ranks.wake_in):
+                self._pass_on(number)
+            self._ranks.look()
+            if self._ranks.is_over and not self._has_reported:
+                self._report()
+            if self._asked is not None and self._is_lost and self._ranks.is_over:
+                return 128 + self._asked
+        return self._code
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        with suppress(KeyError, ValueError):
+            self._loop.selector.unregister(self._link)
+        self._link.close()
+
+    def _hear(self) -> None:
+        try:
+            messages = self._link.receive()
+        except RankwireError as error:
+            self._lose(error)
+            return
+        for message in messages:
+            self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Start(world_size, first_rank, job, attempt):
+                self._failed, self._has_reported = [], False
+                world = World(world_size, self._address, job, self._secret, attempt)
+                self._ranks.start(world, first_rank)
+            case Stop(number):
+                self._ranks.stop(number)
+            case Kill():
+                self._ranks.kill()
+            case Finish(code, text):
+                self._code = code
+                if text:
+                    self._loop.output.say(text)
+
+    def _lose(self, error: RankwireError) -> None:
+        self.close()
+        self._is_lost = True
+        if self._code is None:
+            reason = f"the launcher of node 0 is gone ({error.message}): stopping the ranks here"
+            self._loop.output.say(reason, "bold red")
+            self._code = _LOST_EXIT_CODE if self._asked is None else 128 + self._asked
+            self._ranks.stop(signal.SIGTERM)
+
+    def _pass_on(self, number: int) -> None:
+        if self._asked is not None:
+            self._ranks.kill()
+            return
+        self._asked = number
+        self._loop.output.say(f"{signal_name(number)}: stopping the job on all nodes")
+        self._link.tell(Asked(number))
+        self._ranks.stop(number)
+
+    def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
+        if ending.is_failure and by_itself:
+            self._failed.append(rank)
+        self._link.tell(Ended(rank, ending.code, ending.signal, ending.is_oom, by_itself))
+
+    def _report(self) -> None:
+        self._has_reported = True
+        errors = {rank: self._ranks.errors_of(rank) for rank in self._failed}
+        self._link.tell(Over(self._ranks.stopped, self._ranks.killed, errors))

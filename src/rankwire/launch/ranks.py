@@ -1,0 +1,185 @@
+"""The ranks of this host, from start to end, as often as they are started.
+
+States, each left only downwards until the next ``start``::
+
+    IDLE       nothing was started
+    RUNNING    ranks run                                                  -> STOPPING, CLEARING
+    STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING
+    CLEARING   all have ended; what they left in their process groups is ended -> OVER
+    OVER       nothing runs any more
+
+Knows nothing of other hosts and decides nothing: the owner says when to stop, and is told of each
+end. ``look`` moves things on; the owner calls it after each turn of its loop.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum, auto
+from time import monotonic
+
+from rankwire.errors import ConfigurationError
+from rankwire.launch.child import Child, Ending, World
+from rankwire.launch.keeper import Keeper
+from rankwire.launch.memory import OomCounter
+from rankwire.launch.output import Output
+from rankwire.rendezvous.host import sweep_socket_files
+
+__all__ = ["LocalRanks"]
+
+_POLL = 0.02
+
+
+class _State(Enum):
+    IDLE = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    CLEARING = auto()
+    OVER = auto()
+
+
+class LocalRanks:
+    """See the module. One thread.
+
+    Args:
+        command: The interpreter's arguments: a script or ``-m module``, then the program's own.
+        count: How many ranks this host has.
+        grace: Seconds between the request to stop and SIGKILL.
+        output: Where their output goes.
+        keeper: Ends them if this process dies.
+    """
+
+    def __init__(
+        self, command: Sequence[str], count: int, *, grace: float, output: Output, keeper: Keeper
+    ) -> None:
+        self.count = count
+        self.ranks = range(0)
+        self.stopped: list[int] = []
+        self.killed: list[int] = []
+        self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
+        self._command = command
+        self._grace = grace
+        self._output = output
+        self._keeper = keeper
+        self._memory = OomCounter()
+        self._children: list[Child] = []
+        self._state = _State.IDLE
+        self._kill_at = math.inf
+        self._clear_until = math.inf
+
+    def start(self, world: World, first_rank: int) -> None:
+        """Start all ranks, numbered from ``first_rank``.
+
+        Raises:
+            ConfigurationError: One cannot be started.
+        """
+        self.close()
+        self._children = []
+        self.stopped, self.killed = [], []
+        self.ranks = range(first_rank, first_rank + self.count)
+        self._kill_at = math.inf
+        self._state = _State.RUNNING
+        for rank in self.ranks:
+            try:
+                child = Child(rank, world, self._command)
+            except OSError as error:
+                raise ConfigurationError(f"rank {rank} cannot be started: {error}") from error
+            self._children.append(child)
+            self._keeper.watch(child.pid)
+            self._output.attach(rank, *child.pipes)
+
+    @property
+    def alive(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [child.rank for child in self._children if child.ending is None]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing runs any more."""
+        return self._state in (_State.IDLE, _State.OVER)
+
+    @property
+    def wake_in(self) -> float:
+        """Seconds after which ``look`` has something to do, whatever happens until then."""
+        if self._state is _State.CLEARING:
+            return _POLL
+        return self._kill_at - monotonic()
+
+    def errors_of(self, rank: int) -> list[str]:
+        """Return the last lines that a rank wrote to stderr."""
+        return self._output.last_errors(rank)
+
+    def look(self) -> None:
+        """See who has ended, kill who was asked to end and did not, end what they left."""
+        if self.is_over:
+            return
+        self._check_children()
+        if monotonic() >= self._kill_at:
+            self.kill()
+        if self._state is not _State.CLEARING and not self.alive:
+            self._begin_clearing()
+        if self._state is _State.CLEARING:
+            self._clear()
+
+    def stop(self, number: int) -> None:
+        """Ask all ranks to end, once."""
+        if self._state is not _State.RUNNING:
+            return
+        self._check_children()  # who ended before this ended by itself
+        self._state = _State.STOPPING
+        self._kill_at = monotonic() + self._grace
+        for child in self._children:
+            if child.ending is None:
+                self.stopped.append(child.rank)
+                child.send(number)
+
+    def kill(self) -> None:
+        """End all that is left, now."""
+        if self._state is _State.RUNNING:
+            self.stop(signal.SIGTERM)
+        self._kill_at = math.inf
+        self._clear_until = -math.inf
+        for child in self._children:
+            if child.ending is None:
+                self.stopped.remove(child.rank)
+                self.killed.append(child.rank)
+                child.send_group(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill whoever is left. Idempotent."""
+        for child in self._children:
+            child.close()
+
+    def _check_children(self) -> None:
+        for child in self._children:
+            ending = child.check()
+            if ending is None:
+                continue
+            by_itself = self._state is _State.RUNNING
+            if by_itself and ending.signal == signal.SIGKILL and self._memory.has_grown():
+                ending = child.ending = replace(ending, is_oom=True)
+            self.on_ended(child.rank, ending, by_itself)
+
+    def _begin_clearing(self) -> None:
+        self._state = _State.CLEARING
+        self._clear_until = monotonic() + self._grace if not self.killed else -math.inf
+        for child in self._children:
+            child.send_group(signal.SIGKILL if self.killed else signal.SIGTERM)
+            child.reap()
+
+    def _clear(self) -> None:
+        left = [child for child in self._children if child.has_group()]
+        if left and monotonic() < self._clear_until:
+            return
+        for child in left:
+            child.send_group(signal.SIGKILL)
+        for child in self._children:
+            self._keeper.forget(child.pid)
+        self._output.take_rest()
+        with suppress(ConfigurationError):  # not our folder: then no rank has left a file there
+            sweep_socket_files()  # a rank that was killed could not remove its own
+        self._state = _State.OVER

@@ -1,0 +1,210 @@
+"""What the launchers of one job on several hosts say to each other, and the link they say it on.
+
+The launcher of node 0 conducts: it hears how many ranks each host has, tells all when to start and
+to stop, and hears how each rank ended. It listens at one port for ranks and launchers alike; both
+prove that they know the job's secret. A launcher whose link ends is gone, and the job with it.
+
+A link is used by one thread, the launcher's own.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from rankwire.deadline import Deadline
+from rankwire.errors import InvalidMessageError, RankwireError
+from rankwire.links.connection import Connection
+from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
+from rankwire.links.protection import choose_policy
+from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.wire.frames import Channel
+from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
+from rankwire.wire.loans import whole_of
+
+__all__ = [
+    "LAUNCH_JOB",
+    "Asked",
+    "Ended",
+    "Finish",
+    "Here",
+    "Kill",
+    "LauncherLink",
+    "Message",
+    "Over",
+    "Start",
+    "Stop",
+    "dial_launcher",
+]
+
+# The name of the job comes with Start; until then the secret alone tells jobs apart.
+LAUNCH_JOB = "rankwire run"
+_MAX_NBYTES = 16 << 20
+
+
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    """To node 0: I am here, and have so many ranks to start."""
+
+    ranks: int
+    host: str
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """From node 0: start your ranks.
+
+    Attributes:
+        world_size: How many ranks there are on all hosts.
+        first_rank: The first of yours.
+        job: The name of the job, new with each attempt.
+        attempt: How many times the ranks were started before.
+    """
+
+    world_size: int
+    first_rank: int
+    job: str
+    attempt: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """To node 0: one of my ranks has ended.
+
+    Attributes:
+        rank: Which.
+        code: Its exit code, or None.
+        signal: The signal that killed it, or None.
+        is_oom: Whether the kernel killed it for want of memory.
+        by_itself: Whether it was not asked to.
+    """
+
+    rank: int
+    code: int | None
+    signal: int | None
+    is_oom: bool
+    by_itself: bool
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """From node 0: send this signal to your ranks, and SIGKILL after the grace."""
+
+    number: int
+
+
+class Kill(msgspec.Struct, frozen=True, tag="kill"):
+    """From node 0: kill your ranks now."""
+
+
+class Over(msgspec.Struct, frozen=True, tag="over"):
+    """To node 0: nothing of mine runs any more.
+
+    Attributes:
+        stopped: Ranks that ended after they were asked to.
+        killed: Ranks that had to be killed.
+        errors: The last lines that failed ranks wrote to stderr.
+    """
+
+    stopped: list[int]
+    killed: list[int]
+    errors: dict[int, list[str]]
+
+
+class Asked(msgspec.Struct, frozen=True, tag="asked"):
+    """To node 0: someone sent me this signal, and means the job."""
+
+    number: int
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """From node 0: the job is over; exit with this code and say this."""
+
+    code: int
+    text: str
+
+
+Message = Here | Start | Ended | Stop | Kill | Over | Asked | Finish
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class LauncherLink:
+    """The connection between two launchers, for a selector."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def fileno(self) -> int:
+        """Return the file descriptor, for pollers."""
+        return self._connection.fileno()
+
+    def tell(self, message: Message) -> None:
+        """Send a message without waiting; whoever does not take it is found gone by ``receive``."""
+        payload = _encode(message)
+        try:
+            self._connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.5))
+        except RankwireError as error:
+            self._connection.fail(error)
+
+    def receive(self) -> list[Message]:
+        """Return what has come, without waiting.
+
+        Raises:
+            RankwireError: The other launcher is gone, or sent what is no message.
+        """
+        if self._connection.failure is not None:
+            raise self._connection.failure.copy()
+        frames = self._connection.read_ready() or []
+        try:
+            return [_decoder.decode(whole_of(frame.payload)) for frame in frames]
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise InvalidMessageError(f"a launcher's message does not decode: {error}") from error
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._connection.close()
+
+
+def dial_launcher(
+    address: str,
+    *,
+    secret: bytes,
+    node: int,
+    nodes: int,
+    deadline: Deadline,
+    check: Callable[[], None],
+) -> LauncherLink:
+    """Connect once to the launcher of node 0.
+
+    Args:
+        address: Where it listens.
+        secret: The job's.
+        node: This launcher's number.
+        nodes: How many launchers there are.
+        deadline: For the answer.
+        check: Called now and then while waiting; what it raises ends the wait.
+
+    Raises:
+        NoConnectionError: Nobody listens there yet.
+        AuthenticationError: The secrets differ.
+        RendezvousError: It does not want this node.
+        DeadlineExceededError: No answer in time.
+    """
+    limit = deadline.sooner(HANDSHAKE_LIMIT)
+    where = TcpAddress.parse(address)
+    sock: socket.socket = connect_tcp(where, limit, check=check)
+    try:
+        hello = Hello(Purpose.LAUNCH, job_id(LAUNCH_JOB), 0, nodes, node, 0)
+        stream, seals = authenticate(
+            sock,
+            hello,
+            key=handshake_key(secret),
+            deadline=limit,
+            check=check,
+            policy=choose_policy("auto", where),
+        )
+        expect_prompt_reading(stream)
+        return LauncherLink(Connection(stream, peer=0, max_nbytes=_MAX_NBYTES, seals=seals))
+    except BaseException:
+        sock.close()
+        raise

@@ -1,0 +1,274 @@
+"""Several launchers, as on several hosts: here on loopback, each with a node rank of its own."""
+
+import contextlib
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launched import COMMAND, PREAMBLE, Launched, is_running
+from worlds import free_port
+
+CONNECT = """
+import rankwire
+backend = rankwire.connect()
+"""
+
+
+class Hosts:
+    """The launchers of one job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.secret = folder / "job.secret"
+        self.secret.touch(mode=0o600)
+        self.secret.write_text(secrets.token_hex(32))
+        self.script = folder / "script.py"
+        self.master = f"127.0.0.1:{free_port()}"
+        self.launchers: list[Launched] = []
+
+    def write(self, body: str) -> None:
+        self.script.write_text(PREAMBLE + body)
+
+    def command(self, node: int, *options: str, ranks: int = 2, nodes: int = 2) -> list[str]:
+        return [
+            *COMMAND, "-n", str(ranks), "--nnodes", str(nodes), "--node-rank", str(node),
+            "--master", self.master, "--secret-file", str(self.secret), *options, str(self.script),
+        ]  # fmt: skip
+
+    def launch(self, node: int, *options: str, ranks: int = 2, nodes: int = 2) -> Launched:
+        launched = Launched(self.command(node, *options, ranks=ranks, nodes=nodes))
+        self.launchers.append(launched)
+        return launched
+
+    def start(self, body: str, *options: str, ranks: tuple[int, ...] = (2, 2), ready: bool = True):
+        """Start a script on all hosts, and go on when every rank is ready."""
+        self.write(body)
+        launched = [
+            self.launch(node, *options, ranks=count, nodes=len(ranks))
+            for node, count in enumerate(ranks)
+        ]
+        for host, count in zip(launched, ranks, strict=True):
+            if ready:
+                host.read_pids(count)
+        return launched
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANKWIRE_SECRET_FILE", raising=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    made = Hosts(tmp_path)
+    yield made
+    for launched in made.launchers:
+        launched.close()
+    signal.signal(signal.SIGINT, before)
+
+
+def wait_all(launched: list[Launched], timeout: float = 20.0) -> list[tuple[int, str, str]]:
+    """Wait for all of them at once, so that none is held up by its full output."""
+    results: dict[int, tuple[int, str, str]] = {}
+
+    def wait(index: int) -> None:
+        results[index] = launched[index].wait(timeout)
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in range(len(launched))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[i] for i in range(len(launched))]
+
+
+def test_one_world_with_ranks_numbered_by_node(hosts):
+    body = (
+        CONNECT + "print(rank, rankwire.all_gather_object(backend, os.getppid())); backend.close()"
+    )
+    results = wait_all(hosts.start(body, "--no-prefix", ranks=(1, 3, 2), ready=False))
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+    lines = [sorted(stdout.splitlines()) for _, stdout, _ in results]
+    assert [[int(line.split()[0]) for line in host] for host in lines] == [[0], [1, 2, 3], [4, 5]]
+    assert len({line.partition(" ")[2] for host in lines for line in host}) == 1
+
+
+def test_launchers_in_any_order_and_a_wrong_node_count(hosts):
+    hosts.write(CONNECT + "print('sum', backend.world_size); backend.close()")
+    late = hosts.launch(1)
+    stranger = subprocess.run(
+        hosts.command(2, nodes=2), capture_output=True, text=True, timeout=20, check=False
+    )
+    assert stranger.returncode == 2
+    assert "no node 2 of 2" in stranger.stderr
+    first = hosts.launch(0)
+    results = wait_all([first, late])
+    assert [(code, out.count("sum 4")) for code, out, _ in results] == [(0, 2), (0, 2)]
+
+
+def test_every_launcher_exits_with_the_code_of_the_first_failure(hosts):
+    launched = hosts.start(
+        "ready()\nif rank == 3: time.sleep(0.3); print('why', file=sys.stderr); sys.exit(7)\n"
+        "time.sleep(60)"
+    )
+    (code, _, summary), (other_code, _, other_summary) = wait_all(launched)
+    assert (code, other_code) == (7, 7)
+    assert "rank 3 failed first: exit code 7, on node 1" in summary
+    assert "    why\n" in summary
+    assert "stopped: ranks 0, 1, 2" in summary
+    assert "rank 3 failed first" in other_summary
+    for host in launched:
+        host.wait_until_all_gone(0)
+
+
+@pytest.mark.fault(54, "a launcher that dies leaves no rank on any host, within 10 s")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_row_54_a_killed_launcher_ends_the_job_on_all_hosts(hosts, victim):
+    launched = hosts.start("ready()\ntime.sleep(60)", "--grace", "1")
+    launched[victim].process.kill()
+    code, _, stderr = launched[1 - victim].wait(10)
+    assert code == 1
+    assert f"the launcher of node {victim}" in stderr
+    assert "is gone" in stderr
+    for host in launched:
+        host.wait_until_all_gone(10)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_ctrl_c_on_any_host_stops_all_once(hosts, node):
+    launched = hosts.start(
+        """
+def handle(*_):
+    print("interrupted", flush=True)
+    time.sleep(0.2)
+    sys.exit(0)
+signal.signal(signal.SIGINT, handle)
+ready()
+time.sleep(60)
+"""
+    )
+    launched[node].send(signal.SIGINT)
+    results = wait_all(launched)
+    assert [code for code, _, _ in results] == [130, 130], results
+    assert [out.count("interrupted") for _, out, _ in results] == [2, 2]
+
+
+def test_all_hosts_start_anew_after_a_failure(hosts):
+    launched = hosts.start(
+        CONNECT
+        + """
+attempt = int(os.environ["RANKWIRE_RESTART_COUNT"])
+with backend:
+    backend.barrier()
+    if attempt < 2 and rank == 2:
+        raise ValueError("not yet")
+    print("done in attempt", attempt, rankwire.all_gather_object(backend, attempt))
+""",
+        "--restarts", "2",
+        ready=False,
+    )  # fmt: skip
+    results = wait_all(launched, 40)
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert [out.count("done in attempt 2 [2, 2, 2, 2]") for _, out, _ in results] == [2, 2]
+    assert "restart 1 of 2" in results[0][2]
+    assert "restart 2 of 2" in results[0][2]
+
+
+def test_another_secret_is_refused(hosts, tmp_path):
+    hosts.write("ready()\ntime.sleep(60)")
+    hosts.launch(0)
+    hosts.secret = tmp_path / "other.secret"
+    hosts.secret.touch(mode=0o600)
+    hosts.secret.write_text(secrets.token_hex(32))
+    code, _, stderr = hosts.launch(1).wait()
+    assert code == 2
+    assert "refused node 1" in stderr
+    assert "secrets differ" in stderr
+
+
+@pytest.mark.fault(57, "who finds a stranger at the rendezvous port is told so within 5 s")
+def test_row_57_a_stranger_at_the_port(hosts):
+    hosts.write("ready()")
+    host, port = hosts.master.split(":")
+    listening = threading.Event()
+
+    def answer() -> None:
+        with socket.create_server((host, int(port))) as server:
+            listening.set()
+            server.settimeout(10)
+            with contextlib.suppress(OSError):
+                peer, _ = server.accept()
+                with peer:
+                    peer.recv(128)
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n".ljust(64))
+                    peer.recv(1)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    listening.wait(5)
+    code, _, stderr = hosts.launch(1).wait(8)
+    thread.join()
+    assert code == 2
+    assert "a stranger answers at this address" in stderr
+
+
+@pytest.mark.fault(57, "a port that is taken is named before anything starts")
+def test_row_57_the_port_is_taken(hosts):
+    hosts.write("ready()")
+    host, port = hosts.master.split(":")
+    with socket.create_server((host, int(port))):
+        code, stdout, stderr = hosts.launch(0).wait()
+    assert (code, stdout) == (2, "")
+    assert f"cannot listen on {hosts.master}: Address already in use" in stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"--master": None}, "need --master host:port"),
+        ({"--master": "0.0.0.0:5000"}, "name the host"),
+        ({"--master": "127.0.0.1:0"}, "choose a port"),
+        ({"--secret-file": None}, "head -c 32 /dev/urandom"),
+    ],
+)
+def test_what_several_hosts_need(hosts, change, words):
+    hosts.write("pass")
+    command = hosts.command(0)
+    for option, value in change.items():
+        index = command.index(option)
+        command[index : index + 2] = [] if value is None else [option, value]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_secret_file_that_others_can_read_or_that_is_short(hosts):
+    hosts.write("pass")
+    hosts.secret.chmod(0o644)
+    code, _, stderr = hosts.launch(0).wait()
+    assert (code, "mode 0600" in stderr) == (2, True)
+    hosts.secret.chmod(0o600)
+    hosts.secret.write_text("short")
+    code, _, stderr = hosts.launch(0).wait()
+    assert (code, "at least 16" in stderr) == (2, True)
+
+
+def test_a_launcher_that_waits_for_the_others_can_be_stopped(hosts):
+    hosts.write("pass")
+    for node in (0, 1):
+        launched = hosts.launch(node)
+        end = time.monotonic() + 10
+        # Asked for its handlers, not for a time: they are there when SIGINT is caught.
+        while not _catches(launched.process.pid, signal.SIGINT):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        launched.send(signal.SIGINT)
+        assert launched.wait(5)[0] == 130
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether the process has its own wakeup for a signal: a launcher has a keeper by then."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return any(is_running(int(child)) for child in children)

@@ -1,0 +1,67 @@
+"""Launchers that tests start as a user does, and watch from outside."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "rankwire", "run"]
+
+# Every script of these tests knows its rank, and tells who it is so that it can be looked for.
+PREAMBLE = """
+import os, signal, subprocess, sys, time
+rank = int(os.environ["RANKWIRE_RANK"])
+def ready():
+    print("pid", os.getpid(), flush=True)
+"""
+
+
+class Launched:
+    """A launcher that runs."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.pids: list[int] = []
+
+    def read_pids(self, count: int) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            words = line.split()
+            if words[-2] == "pid":
+                self.pids.append(int(words[-1]))
+            if len(self.pids) == count:
+                return
+        raise AssertionError(f"the ranks did not start: {self.process.communicate()}")
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout: float = 15.0) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=timeout)
+        return self.process.returncode, stdout, stderr
+
+    def wait_until_all_gone(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while left := [pid for pid in self.pids if is_running(pid)]:
+            assert time.monotonic() < end, f"still running: {left}"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        for pid in filter(is_running, self.pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not just waiting to be collected by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
