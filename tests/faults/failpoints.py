@@ -1,8 +1,8 @@
 """Faults at an exact place inside a rank: after so many bytes of a frame it is killed or stopped.
 
-Nothing of this is in the package. A rank process of the tests calls ``install``; the
-points are put around the socket of a connection, where bytes leave. ``RANKWIRE_TEST_FAILPOINT`` or
-an argument says what happens where::
+Nothing of this is in the package. A rank process of the tests calls ``install``, which puts the
+point around the socket of a connection, where bytes leave. An argument, or the variable
+``RANKWIRE_TEST_FAILPOINT``, says what happens where::
 
     sent:160=kill        after 160 bytes of the message connection
     sent:192=stop        SIGSTOP instead
@@ -25,22 +25,21 @@ class FailingSocket:
 
     def __init__(self, real: socket.socket, nbytes: int, action: str) -> None:
         self._real = real
-        self._left = nbytes
+        self._left: int | None = nbytes  # None once it has happened
         self._action = action
 
     def send(self, data: Any, *flags: int) -> int:
         view = memoryview(data).cast("B")
-        sent = self._real.send(view[: self._left], *flags) if self._left else 0
-        return self._passed(sent)
+        sent = self._real.send(view[: self._left], *flags)
+        if self._left is not None:
+            self._left -= sent
+            if self._left == 0:
+                self._left = None
+                _act(self._action)
+        return sent
 
     def sendmsg(self, buffers: Any, *rest: Any) -> int:
         return self.send(b"".join(bytes(buffer) for buffer in buffers))
-
-    def _passed(self, sent: int) -> int:
-        self._left -= sent
-        if self._left == 0:
-            _act(self._action)
-        return sent
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -67,5 +66,7 @@ def install(backend: Any, peer: int, point: str = "") -> None:
     kind, _, nbytes = where.partition(":")
     if kind != "sent":
         raise ValueError(f"no such failpoint: {point!r}")
+    if int(nbytes) < 1:
+        raise ValueError("a failpoint is after one byte or more")
     connection = backend._peers[peer].messages
     connection._sock = FailingSocket(connection._sock, int(nbytes), action)

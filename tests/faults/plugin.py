@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from faults.sizes import NIGHTLY
+
 ROWS = range(1, 61)
 _FAULTS = "faults"
 _FIGURES = "figures"
@@ -82,12 +84,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "fault(row, promise): produces a fault of the catalogue and shows what holds"
     )
+    config.addinivalue_line("markers", "nightly: takes long; left out of the run of every day")
     path = config.getoption("--what-we-hold")
     if path:
         config.pluginmanager.register(Recorder(Path(path)), "what-we-hold")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _note_faults(items)
+    if not NIGHTLY:
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _note_faults(items: list[pytest.Item]) -> None:
     for item in items:
         faults = []
         for mark in item.iter_markers("fault"):
