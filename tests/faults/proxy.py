@@ -60,8 +60,8 @@ class Flow:
         for piece in pieces:
             while self.silent.is_set():
                 self.sleep(0.01)
+            self.passed += len(piece)  # before: who receives it may look at once
             self.target.sendall(piece)
-            self.passed += len(piece)
         self.target.shutdown(socket.SHUT_WR)
 
     def _read(self) -> Pieces:
@@ -252,6 +252,24 @@ def limit_data(nbytes: int, *, then: type[Exception] | None = Cut) -> Toxic:
             flow.ended.wait()
             raise Cut
         raise then
+
+    return toxic
+
+
+def hold_after(nbytes: int, until: threading.Event) -> Toxic:
+    """So many bytes pass, and the rest when something has happened."""
+
+    def toxic(pieces: Pieces, flow: Flow) -> Pieces:
+        left = nbytes
+        for piece in pieces:
+            if len(piece) > left:
+                yield piece[:left]
+                while not until.is_set():
+                    flow.sleep(0.01)
+                yield piece[left:]
+            else:
+                yield piece
+            left = max(0, left - len(piece))
 
     return toxic
 
