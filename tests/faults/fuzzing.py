@@ -77,7 +77,8 @@ VALUES: list[Any] = [
     None, True, 7, -(1 << 40), 1 << 80, 1.5, 2j, "text", "äöü", b"bytes", b"x" * 3000,
     bytearray(b"y"), [1, [2, [3]]], (1, "two", 3.0), {"a": 1, 2: [None]}, {1, 2}, frozenset("ab"),
     datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC), datetime.date(2024, 1, 1),
-    datetime.time(1, 2), datetime.timedelta(days=3), Color.RED, Point(1, 2.0), Pair([1], {"k": b""}),
+    datetime.time(1, 2), datetime.timedelta(days=3), Color.RED, Point(1, 2.0),
+    Pair([1], {"k": b""}),
     np.arange(6, dtype="<i4").reshape(2, 3), np.zeros((0, 4)), np.float32(3), np.array("abc"),
     np.array([True, False]), np.arange(3, dtype=">f8"), np.datetime64("2024-01-01"),
     np.array([1 + 2j]), np.asfortranarray(np.ones((3, 2))), [np.arange(2), (np.ones(1), "x")],
@@ -263,17 +264,21 @@ TARGETS = {
     "listener": Target(_listener_sessions(), _feed_listener, *_STRANGERS),
     "dialler": Target(_dialler_sessions(), _feed_dialler, *_STRANGERS),
     "frame": Target(_streams(), _feed_frames, errors.ProtocolError),
-    "codec": Target([joined(CODEC.encode(v)) for v in VALUES], _feed_codec, errors.InvalidMessageError),
+    "codec": Target(
+        [joined(CODEC.encode(v)) for v in VALUES], _feed_codec, errors.InvalidMessageError
+    ),
     "array": Target(
         [joined(pack_array(v)) for v in VALUES if isinstance(v, np.ndarray)],
         _feed_array,
         errors.InvalidMessageError,
     ),
-    "control": Target([control.pack(m) for m in _CONTROL], _feed_control, errors.InvalidMessageError),
+    "control": Target(
+        [control.pack(m) for m in _CONTROL], _feed_control, errors.InvalidMessageError
+    ),
     "request": Target(_requests(), _feed_request, errors.InvalidMessageError),
     "reply": Target(_replies(), _feed_reply, errors.RankwireError),
     "notice": Target(_notices(), _feed_notice, errors.InvalidMessageError),
-}  # fmt: skip
+}
 
 
 def fuzz(

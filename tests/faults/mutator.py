@@ -1,5 +1,6 @@
 """Damages valid messages: a fast mutator, reproducible from its seed."""
 
+import itertools
 import random
 import struct
 from collections.abc import Sequence
@@ -7,7 +8,8 @@ from collections.abc import Sequence
 # Numbers at which lengths and counts go wrong.
 _BOUNDARIES = [
     0, 1, 2, 15, 16, 31, 32, 127, 128, 255, 256, 32767, 32768, 65535, 65536, (1 << 24) - 1, 1 << 30,
-    (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1,
+    (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 62, (1 << 63) - 1, 1 << 63,
+    (1 << 64) - 1,
 ]  # fmt: skip
 _NUMBERS = [
     struct.pack(order + kind, number & mask)
@@ -64,7 +66,7 @@ class Mutator:
         view, chance = memoryview(data), self._chance
         cuts = sorted(chance.randrange(len(data) + 1) for _ in range(chance.choice((0, 0, 1, 3))))
         edges = [0, *cuts, len(data)]
-        return [view[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+        return [view[start:stop] for start, stop in itertools.pairwise(edges)]
 
     def _place(self, data: bytearray) -> int:
         """Return a place; more often near the beginning, where lengths and kinds are."""

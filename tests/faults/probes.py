@@ -56,8 +56,12 @@ PROBES: dict[str, bytes] = {
     "pop3": b"CAPA\r\n",
     "imap": b"a001 CAPABILITY\r\n",
     "ldap": bytes.fromhex("300c0201016007020103040080") + b"\x00",
-    "nfs null call": bytes.fromhex("80000028") + _noise(4) + bytes.fromhex("0000000000000002000186a3"),
-    "dns over tcp": b"\x00\x1e\x00\x06\x01\x00\x00\x01" + bytes(6) + b"\x07version\x04bind\x00\x00\x10\x00\x03",
+    "nfs null call": bytes.fromhex("80000028")
+    + _noise(4)
+    + bytes.fromhex("0000000000000002000186a3"),
+    "dns over tcp": b"\x00\x1e\x00\x06\x01\x00\x00\x01"
+    + bytes(6)
+    + b"\x07version\x04bind\x00\x00\x10\x00\x03",
     # stores and brokers
     "redis ping": b"*1\r\n$4\r\nPING\r\n",
     "redis attack": b"*3\r\n$7\r\nSLAVEOF\r\n$9\r\n127.0.0.1\r\n$4\r\n6379\r\n",

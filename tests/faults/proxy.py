@@ -1,9 +1,9 @@
 """A TCP proxy between two ranks, which does to the stream what a bad network does.
 
 A *toxic* turns the stream of one direction into another one. It is a generator function of the
-pieces that come in, and of the ``Flow`` that they pass; what it yields goes out, and it counts bytes
-from the beginning of the connection. ``raise Cut`` ends both directions, ``raise Reset`` with a
-reset. Everything is decided by byte counts, nothing by chance or by the clock, so a run is the
+pieces that come in, and of the ``Flow`` that they pass; what it yields goes out, and it counts
+bytes from the beginning of the connection. ``raise Cut`` ends both directions, ``raise Reset`` with
+a reset. Everything is decided by byte counts, nothing by chance or by the clock, so a run is the
 same each time::
 
     with Proxy(target, up=[slicer(1)]) as proxy:

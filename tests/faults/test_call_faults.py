@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from faults.sizes import trials
-from rankwire import DeadlineExceededError, OverloadedError, RemoteError, RpcAgent, SubBackend, all_reduce
+from rankwire import (
+    DeadlineExceededError,
+    OverloadedError,
+    RemoteError,
+    RpcAgent,
+    SubBackend,
+    all_reduce,
+)
 from rankwire.rpc.agent import MAX_DEPTH
 from rankwire.testing.ranks import in_parallel
 from worlds import PATIENCE, process_world, tcp_world
@@ -68,7 +75,9 @@ def test_f28_a_collective_inside_called_functions():
     """While the main threads use the world's own collectives."""
     with agents(3) as ranks:
         worlds = [agent.backend for agent in ranks]
-        groups = in_parallel([lambda b=b: SubBackend(b, [1, 2]) if b.rank else None for b in worlds])
+        groups = in_parallel(
+            [lambda b=b: SubBackend(b, [1, 2]) if b.rank else None for b in worlds]
+        )
         for agent, group in zip(ranks[1:], groups[1:], strict=True):
             agent.register("sum", lambda group=group: all_reduce(group, np.ones(4)).tolist())
         futures = [ranks[0].rpc_async(rank, "sum") for rank in (1, 2)]

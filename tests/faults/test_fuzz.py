@@ -51,12 +51,16 @@ def test_f17_a_damaged_handshake(target, measured):
     check(target, measured)
 
 
-@pytest.mark.fault(12, "no damaged frame crashes, hangs or takes memory: a protocol error or nothing")
+@pytest.mark.fault(
+    12, "no damaged frame crashes, hangs or takes memory: a protocol error or nothing"
+)
 def test_f12_a_damaged_stream_of_frames(measured):
     check("frame", measured)
 
 
-@pytest.mark.fault(60, "no damaged payload crashes, hangs or takes memory: a typed error or a value")
+@pytest.mark.fault(
+    60, "no damaged payload crashes, hangs or takes memory: a typed error or a value"
+)
 @pytest.mark.parametrize("target", ["codec", "array", "control", "request", "reply", "notice"])
 def test_f60_a_damaged_payload(target, measured):
     check(target, measured)
@@ -70,7 +74,9 @@ def test_the_same_seed_gives_the_same_inputs():
 
 def test_a_defect_is_told_with_its_input():
     """A reader that lets anything but its own errors out is found at once."""
-    target = fuzzing.Target([b"\x01\x02\x03"], lambda data, _: data.decode("ascii") and None, ValueError)
+    target = fuzzing.Target(
+        [b"\x01\x02\x03"], lambda data, _: data.decode("ascii") and None, ValueError
+    )
     assert fuzzing.fuzz(target, "fine", 500)["outcomes"]["UnicodeDecodeError"]
     target.expected = (KeyError,)
     with pytest.raises(UnicodeDecodeError) as info:

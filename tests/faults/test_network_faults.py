@@ -173,7 +173,9 @@ def test_f58_several_networks():
             assert ranks[other].call("recv", one) == b"hello"
 
 
-@pytest.mark.fault(58, "an address that cannot be reached is named, with the ranks that are missing")
+@pytest.mark.fault(
+    58, "an address that cannot be reached is named, with the ranks that are missing"
+)
 def test_f58_a_wrong_address_is_named():
     with netns.network(2, networks=2) as hosts:
         rank = hosts.rank(1)

@@ -50,7 +50,9 @@ def start_rank_1(address, code):
     )
 
 
-@pytest.mark.fault(36, "a process ends soon, however its program ends, without noise from our threads")
+@pytest.mark.fault(
+    36, "a process ends soon, however its program ends, without noise from our threads"
+)
 @pytest.mark.fault(36, "its peers are told, or notice")
 @pytest.mark.parametrize("code", EXITS.values(), ids=EXITS.keys())
 def test_f36_a_program_ends_in_the_middle_of_everything(code, measured):
@@ -75,7 +77,8 @@ FORK_AND_LEAVE = """
 """
 FORK_AND_USE = """
 (lambda ends, pid: (os.write(ends[1], _attempt().encode()), os._exit(0)) if pid == 0
-    else (os.waitpid(pid, 0), os.read(ends[0], 100).decode(), os.close(ends[0]), os.close(ends[1]))[1]
+    else (os.waitpid(pid, 0), os.read(ends[0], 100).decode(),
+        os.close(ends[0]), os.close(ends[1]))[1]
 )(os.pipe(), os.fork())
 """
 ATTEMPT = """

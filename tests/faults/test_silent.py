@@ -11,7 +11,9 @@ from worlds import eventually, process_world
 
 pytestmark = pytest.mark.timeout(time_limit(60, 600))
 
-needs_heartbeats = pytest.mark.xfail(strict=True, reason="needs heartbeats (suspect_after, fail_after)")
+needs_heartbeats = pytest.mark.xfail(
+    strict=True, reason="needs heartbeats (suspect_after, fail_after)"
+)
 
 TIGHT = {"suspect_after": 0.4, "fail_after": 1.0}
 TIGHT_LIMIT = 2.0
@@ -43,7 +45,9 @@ def assert_unresponsive(command, peer):
 
 
 @needs_heartbeats
-@pytest.mark.fault(3, "a stopped rank is suspected, then fails what waits on it; limits as asked for")
+@pytest.mark.fault(
+    3, "a stopped rank is suspected, then fails what waits on it; limits as asked for"
+)
 def test_f03_a_stopped_rank_with_tight_limits(measured):
     for _ in range(trials(2, 50)):
         with process_world(3, **TIGHT) as ranks:
@@ -53,7 +57,9 @@ def test_f03_a_stopped_rank_with_tight_limits(measured):
             stopped = ranks[2].signal(signal.SIGSTOP)
             for command in pending:
                 assert_unresponsive(command, 2)
-                measured("stopped: failed, tight limits", command.ended - stopped, limit=TIGHT_LIMIT)
+                measured(
+                    "stopped: failed, tight limits", command.ended - stopped, limit=TIGHT_LIMIT
+                )
             (heard,) = ranks[0].call("eval", "suspected")
             assert heard[0] == 2
             measured("stopped: suspected, tight limits", heard[1] - stopped, limit=TIGHT_LIMIT)
@@ -63,7 +69,9 @@ def test_f03_a_stopped_rank_with_tight_limits(measured):
 
 @needs_heartbeats
 @pytest.mark.nightly
-@pytest.mark.fault(3, "a stopped rank is suspected and fails what waits on it within the default limits")
+@pytest.mark.fault(
+    3, "a stopped rank is suspected and fails what waits on it within the default limits"
+)
 def test_f03_a_stopped_rank_with_default_limits(measured):
     with process_world(3, timeout=60.0) as ranks:
         introduce(*ranks)
@@ -77,7 +85,9 @@ def test_f03_a_stopped_rank_with_default_limits(measured):
 
 
 @needs_heartbeats
-@pytest.mark.fault(3, "a rank that goes on before the limit has lost nothing, and is suspected no more")
+@pytest.mark.fault(
+    3, "a rank that goes on before the limit has lost nothing, and is suspected no more"
+)
 def test_f03_a_stopped_rank_that_goes_on():
     with process_world(2, suspect_after=0.3, fail_after=10.0) as ranks:
         introduce(*ranks)

@@ -43,7 +43,9 @@ def doors(world):
     return [f"{member.host}:{member.port}" for member in members.values()]
 
 
-@pytest.mark.fault(17, "real probes of other protocols are dropped, learn nothing, and change nothing")
+@pytest.mark.fault(
+    17, "real probes of other protocols are dropped, learn nothing, and change nothing"
+)
 def test_f17_probes_of_other_protocols(measured):
     with tcp_world(2, transport="tcp") as world:
         talking = Running(talk_on, world)
@@ -81,7 +83,9 @@ def room_for_descriptors(count):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.fault(18, "thousands of connections that say nothing, or garbage, keep no rank from joining")
+@pytest.mark.fault(
+    18, "thousands of connections that say nothing, or garbage, keep no rank from joining"
+)
 def test_f18_5000_strangers_hold_on_while_a_rank_joins(measured):
     held = 5000
     with room_for_descriptors(held + 1000), contextlib.ExitStack() as stack:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_catalogue import FAULTS, NOT_PRODUCED
-from what_we_hold import NotHeldError, main, render
 
+from fault_catalogue import FAULTS, NOT_PRODUCED
 from faults.plugin import ROWS, summary
+from what_we_hold import NotHeldError, main, render
 
 MACHINE = {"system": "Linux", "cores": 2, "python": "3.11"}
 
