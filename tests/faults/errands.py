@@ -64,7 +64,7 @@ def _received(host: str, toxic: Toxic) -> str:
                 world[0].send(SECOND, 1)
             try:
                 assert world[1].recv(0) == FIRST
-                second = world[1].recv(0, timeout=0.3)
+                second = world[1].recv(0, timeout=0.15)
             except DeadlineExceededError:
                 return "nothing came"
             except RankwireError as error:

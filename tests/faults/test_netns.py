@@ -48,8 +48,8 @@ def test_cuts_loss_and_healing():
         for host in range(3):
             hosts.heal(host)
         hosts.lose(2, 0.5)
-        code = f"[{ASK.format(address=address).strip()} for _ in range(40)].count(True)"
-        assert 5 < ranks[0].call("eval", code) < 35
+        code = f"[{ASK.format(address=address).strip()} for _ in range(24)].count(True)"
+        assert 2 < ranks[0].call("eval", code) < 22
 
 
 ENDLESS = """

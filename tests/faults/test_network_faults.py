@@ -5,7 +5,7 @@ import time
 import pytest
 
 from faults import netns
-from faults.sizes import trials
+from faults.sizes import NIGHTLY, trials
 from rankwire import DeadlineExceededError, PeerLostError
 from worlds import SECRET, eventually
 
@@ -29,33 +29,24 @@ def introduce(*ranks):
 
 
 @pytest.mark.fault(5, "a host that vanishes is lost for all others, on idle links")
-def test_f05_a_host_vanishes_while_nothing_is_in_flight(measured):
+@pytest.mark.fault(5, "a host that vanishes is lost for whoever is sending to it")
+def test_f05_a_host_vanishes(measured):
+    """Rank 0 has nothing in flight to rank 2, rank 1 has a lot."""
     for _ in range(trials(1, 10)):
         with netns.world(3) as (hosts, ranks):
             introduce(*ranks)
-            pending = [ranks[0].start("recv", 2), ranks[1].start("recv", 2)]
+            idle = ranks[0].start("recv", 2)
+            hosts.slow(2, 50_000_000)
+            sending = ranks[1].start("eval", "backend.send(bytes(64 << 20), 2)")
+            locked = "backend._peers[2].messages._send_lock.locked()"
+            eventually(lambda r=ranks: r[1].call("eval", locked))
             began = time.monotonic()
             hosts.part([0, 1], [2])
-            for command in pending:
+            for name, command in (("idle", idle), ("data in flight", sending)):
                 lost(command, 2)
-                measured("vanished host named, idle", command.ended - began, limit=LINK_LIMIT)
+                measured(f"vanished host named, {name}", command.ended - began, limit=LINK_LIMIT)
             ranks[0].call("send", b"still there?", 1)
             assert ranks[1].call("recv", 0) == b"still there?"
-
-
-@pytest.mark.fault(5, "a host that vanishes is lost for whoever is sending to it")
-def test_f05_a_host_vanishes_while_data_is_in_flight(measured):
-    for _ in range(trials(1, 10)):
-        with netns.world(2) as (hosts, ranks):
-            introduce(*ranks)
-            hosts.slow(1, 50_000_000)
-            sending = ranks[0].start("eval", "backend.send(bytes(64 << 20), 1)")
-            eventually(lambda r=ranks: r[0].call("eval", "backend._peers[1].messages is not None"))
-            time.sleep(0.2)  # some of it is on its way
-            began = time.monotonic()
-            hosts.part([0], [1])
-            lost(sending, 1)
-            measured("vanished host named, data in flight", sending.ended - began, limit=LINK_LIMIT)
 
 
 @pytest.mark.fault(6, "each half of a split network loses the other half, and works on by itself")
@@ -87,7 +78,7 @@ def test_f07_a_link_is_cut_in_one_direction(measured):
 
 
 @pytest.mark.fault(8, "after a cut that heals in time everything arrives, once and in order")
-@pytest.mark.parametrize("seconds", [1.0, 2.5])
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.5] if NIGHTLY else [1.5])
 def test_f08_a_cut_heals_before_the_limit(seconds):
     with netns.world(2) as (hosts, ranks):
         introduce(*ranks)
@@ -140,7 +131,7 @@ def test_f09_packets_are_lost(share, measured):
 @pytest.mark.fault(10, "a transfer that is slow but goes on is not taken for a dead rank")
 @pytest.mark.fault(10, "a transfer that is too slow for its own deadline ends there")
 def test_f10_a_link_becomes_very_slow(measured):
-    seconds = trials(8, 60)  # longer than the limit for a cut link
+    seconds = trials(7, 60)  # longer than the limit for a cut link
     rate = 1_000_000
     nbytes = rate // 8 * seconds
     with netns.world(2, timeout=200.0) as (hosts, ranks):
