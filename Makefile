@@ -42,7 +42,7 @@ test-torch: $(BENCH)/ready  ## run the tests that need torch
 	$(BENCH)/bin/pytest $(TORCH_TESTS)
 
 what-we-hold: $(VENV)/ready  ## run the tests of faults and renew docs/what-we-hold.md (needs root and iproute2)
-	$(VENV)/bin/pytest -m fault --what-we-hold .what-we-hold.json
+	$(VENV)/bin/pytest -m fault --what-we-hold=.what-we-hold.json
 	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/what-we-hold.md
 
 nightly: $(VENV)/ready  ## the tests of faults in nightly size, and the soak (RANKWIRE_SOAK_MINUTES=5)

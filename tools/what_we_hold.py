@@ -1,4 +1,4 @@
-"""Render docs/what-we-hold.md from what a test run wrote with ``--what-we-hold``.
+"""Render docs/what-we-hold.md from what a test run wrote with ``--what-we-hold=run.json``.
 
     python tools/what_we_hold.py run.json docs/what-we-hold.md
 

@@ -6,7 +6,7 @@ A test says which fault it produces and what it shows to hold under it::
     def test_...(measured):
         measured("killed rank named", seconds, limit=0.1)
 
-With ``--what-we-hold PATH`` the run writes all of it as JSON: row, promise, test, outcome, figures.
+With ``--what-we-hold=PATH`` the run writes all of it as JSON: row, promise, test, outcome, figures.
 ``tools/what_we_hold.py`` makes the page of it. A figure with a limit fails its test when its 99th
 percentile is above the limit. This module knows nothing of rankwire.
 """

@@ -15,6 +15,9 @@ LINK_LIMIT = 6.0  # seconds until a cut link is an error, idle or not
 ONE_WAY_LIMIT = 11.0
 
 
+IS_SENDING_TO_2 = "backend._peers[2].messages._send_lock.locked()"
+
+
 def lost(command, peer, timeout=20.0):
     error = command.error(timeout)
     assert isinstance(error, PeerLostError), repr(error)
@@ -38,8 +41,7 @@ def test_f05_a_host_vanishes(measured):
             idle = ranks[0].start("recv", 2)
             hosts.slow(2, 50_000_000)
             sending = ranks[1].start("eval", "backend.send(bytes(64 << 20), 2)")
-            locked = "backend._peers[2].messages._send_lock.locked()"
-            eventually(lambda r=ranks: r[1].call("eval", locked))
+            eventually(lambda r=ranks: r[1].call("eval", IS_SENDING_TO_2))
             began = time.monotonic()
             hosts.part([0, 1], [2])
             for name, command in (("idle", idle), ("data in flight", sending)):
