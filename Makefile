@@ -7,7 +7,7 @@ N ?= 4
 TORCH_TESTS := tests/wire/test_torch_tensors.py tests/backends/test_torch_arrays.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py
 
-.PHONY: help demo test check bench test-torch format clean
+.PHONY: help demo test check bench test-torch what-we-hold nightly format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,13 @@ bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the ta
 
 test-torch: $(BENCH)/ready  ## run the tests that need torch
 	$(BENCH)/bin/pytest $(TORCH_TESTS)
+
+what-we-hold: $(VENV)/ready  ## run the tests of faults and renew docs/what-we-hold.md (needs root and iproute2)
+	$(VENV)/bin/pytest -m fault --what-we-hold=.what-we-hold.json
+	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/what-we-hold.md
+
+nightly: $(VENV)/ready  ## the tests of faults in nightly size, and the soak (RANKWIRE_SOAK_MINUTES=5)
+	RANKWIRE_NIGHTLY=1 $(VENV)/bin/pytest tests/faults
 
 format: $(VENV)/ready  ## format the code
 	$(VENV)/bin/ruff check --fix .

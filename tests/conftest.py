@@ -27,6 +27,8 @@ settings.load_profile("rankwire")
 
 _PASSED = pytest.StashKey[bool]()
 
+pytest_plugins = ["faults.plugin"]
+
 
 class Belongings(NamedTuple):
     """What a process has at one moment, by name."""

@@ -148,6 +148,7 @@ def test_the_same_groups_made_again_elsewhere_have_the_same_ids(make_world):
     assert first == second
 
 
+@pytest.mark.fault(51, "members that disagree about a group are both told")
 def test_a_disagreement_is_found_by_both(make_world, pool):
     world = make_world(3, timeout=60.0)
     begin = monotonic()

@@ -238,6 +238,7 @@ def test_ranks_1_and_2_talk_without_rank_0(four):
     assert four[1].recv(2) == b"and back"
 
 
+@pytest.mark.fault(40, "a send never waits for a receive")
 def test_a_rank_sends_while_the_peer_and_itself_wait_in_recv(pair):
     """With one lock for both directions neither could send again."""
     waiting = [Running(pair[rank].recv, 1 - rank) for rank in (0, 1)]
@@ -265,6 +266,7 @@ def test_both_sides_loop_in_recv_and_still_talk(pair):
 # -- matching
 
 
+@pytest.mark.fault(41, "messages of one tag from one rank arrive in order")
 def test_messages_of_one_tag_arrive_in_order(pair):
     for number in range(500):
         pair[0].send(str(number).encode(), 1, tag=5)
@@ -306,6 +308,9 @@ def test_one_byte_messages_in_flight_do_not_pass_for_barriers(four):
         thread.result()
 
 
+@pytest.mark.fault(
+    39, "a buffer of the wrong size is an error with both sizes, and the message is kept"
+)
 def test_a_size_mismatch_names_both_sizes_and_loses_nothing(pair):
     buffer = bytearray(b"....")
     pair[0].send(b"first one", 1)
@@ -343,6 +348,7 @@ def test_a_message_that_did_not_fit_keeps_its_place_in_the_order(pair):
     assert pair[1].recv(0) == b"the second"
 
 
+@pytest.mark.fault(40, "each message goes to exactly one of many receiving threads")
 def test_every_message_goes_to_exactly_one_of_many_receivers(four):
     """16 threads receive from 4 peers' worth of senders, each message once and whole."""
     per_thread, threads = 40, 16
@@ -740,6 +746,7 @@ def test_a_barrier_after_a_failed_one_works(four):
 # -- closing
 
 
+@pytest.mark.fault(45, "closing ends every operation in flight")
 @pytest.mark.parametrize("single_copy", [True, False])
 def test_closing_wakes_everybody_who_waits(transport, single_copy):
     lends = single_copy and transport != "tcp"
@@ -785,6 +792,7 @@ def test_closing_wakes_a_send_that_is_still_connecting(pair):
         assert connecting.ended - began < 2.0
 
 
+@pytest.mark.fault(45, "closing twice is harmless")
 def test_closing_again_and_from_several_threads_at_once_is_harmless(pair):
     for thread in [Running(pair[0].close) for _ in range(8)]:
         thread.result()

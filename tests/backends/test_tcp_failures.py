@@ -92,6 +92,7 @@ def assert_lost(command, rank: int, since: float) -> None:
 # -- killed
 
 
+@pytest.mark.fault(1, "a killed rank ends what needs it, also a send half-way, and nothing else")
 def test_a_killed_rank_ends_everything_that_needs_it_and_nothing_else(transport):
     """Also a send in the middle of a message; ``test_tcp_bulk`` has those that are lent."""
     with process_world(4, transport=transport, single_copy=False) as ranks:
@@ -171,6 +172,7 @@ def test_a_barrier_ends_when_any_rank_is_killed_not_only_the_one_it_waits_for_fi
         assert_lost(pending, 3, ranks[3].kill())
 
 
+@pytest.mark.fault(47, "all survivors of a barrier name the same killed rank")
 def test_all_survivors_of_a_barrier_name_the_same_rank():
     with process_world(4) as ranks:
         introduce(*ranks)
@@ -222,6 +224,7 @@ def test_many_waiting_threads_all_learn_of_a_death(transport):
 # -- left
 
 
+@pytest.mark.fault(46, "a rank that leaves is told from one that died, and what it sent arrives")
 def test_a_rank_that_leaves_is_said_to_have_left_and_what_it_sent_is_received(transport):
     with process_world(3, transport=transport) as ranks:
         for rank in ranks[:2]:
@@ -280,6 +283,7 @@ def test_a_program_that_ends_without_closing_is_lost_not_left():
 # -- stopped
 
 
+@pytest.mark.fault(3, "a rank that is stopped and goes on within the deadlines has lost nothing")
 def test_a_rank_that_stops_and_goes_on_within_the_deadline_loses_nothing(transport):
     with process_world(3, transport=transport, single_copy=False) as ranks:
         introduce(*ranks)
@@ -314,6 +318,7 @@ def test_a_first_message_to_a_rank_that_is_stopped_waits_for_it(transport):
         assert ranks[1].call("recv", 0) == b"patience"
 
 
+@pytest.mark.fault(3, "operations with a stopped rank end at their own deadlines at the latest")
 def test_operations_with_a_rank_that_is_stopped_end_at_their_own_deadlines(transport):
     with process_world(2, transport=transport) as ranks:
         introduce(*ranks)
@@ -360,6 +365,7 @@ def reset(sock: socket.socket) -> None:
     sock.close()
 
 
+@pytest.mark.fault(2, "of a message whose sender is killed half-way nothing is delivered")
 @pytest.mark.parametrize("die", [hang_up, reset], ids=["ends", "resets"])
 @pytest.mark.parametrize("nbytes", [1, 31, 32, 33, 131, 50_000, 132_000])
 def test_a_peer_that_dies_in_the_middle_of_a_message_delivers_nothing_of_it(victim, nbytes, die):
@@ -394,6 +400,7 @@ def test_a_peer_that_dies_between_messages_has_delivered_all_of_them(victim):
         backend.recv(1)
 
 
+@pytest.mark.fault(38, "after a deadline in the middle of a message the next receive gets it whole")
 @pytest.mark.parametrize("split", [1, 8, 31, 32, 40, 65_600, 131_000])
 def test_a_deadline_in_the_middle_of_a_message_loses_nothing(victim, split):
     """The next receive goes on where the last one stopped."""
@@ -410,6 +417,7 @@ def test_a_deadline_in_the_middle_of_a_message_loses_nothing(victim, split):
     rest.result()
 
 
+@pytest.mark.fault(38, "bytes that trickle in do not stretch a deadline")
 def test_bytes_that_trickle_in_do_not_stretch_a_deadline(victim):
     backend, sock, _ = victim
     stream, done = frame(bytes(200)), []
@@ -431,6 +439,7 @@ def test_bytes_that_trickle_in_do_not_stretch_a_deadline(victim):
     trickling.result()
 
 
+@pytest.mark.fault(16, "a message that comes byte by byte arrives whole")
 def test_a_message_in_single_bytes_arrives_whole(victim):
     backend, sock, _ = victim
     for byte in frame(b"slowly"):
@@ -447,6 +456,7 @@ def resident() -> int:
     return pages * resource.getpagesize()
 
 
+@pytest.mark.fault(12, "an impossible length is refused from the header alone, and its rank named")
 @pytest.mark.parametrize(
     "nbytes", [2**63, 2**64 - 1, 2**40, (1 << 30) + 1], ids=["2**63", "2**64-1", "2**40", "1 more"]
 )
@@ -469,6 +479,9 @@ def test_an_announced_size_above_the_limit_is_refused_from_the_header(victim, nb
     assert backend.recv(2) == b"others go on"
 
 
+@pytest.mark.fault(
+    13, "a message that was announced and does not come takes no memory before it comes"
+)
 def test_a_large_announced_size_within_the_limit_takes_memory_only_as_it_comes(victim):
     backend, sock, _ = victim
     before = resident()
@@ -528,6 +541,7 @@ def limit_descriptors(rank, *, spare: int) -> None:
     rank.call("eval", "limit_descriptors(spare)", spare=spare)
 
 
+@pytest.mark.fault(30, "a rank without descriptors says so, and goes on when there are some")
 @pytest.mark.parametrize("transport", ["tcp", "unix", "auto"])
 def test_a_rank_out_of_descriptors_cannot_dial_and_says_so_and_recovers(transport):
     with process_world(3, transport=transport) as ranks:
@@ -544,6 +558,9 @@ def test_a_rank_out_of_descriptors_cannot_dial_and_says_so_and_recovers(transpor
         assert ranks[2].call("recv", 0) == b"existing connections live"
 
 
+@pytest.mark.fault(
+    30, "a rank without descriptors keeps its links, and accepts again when there are some"
+)
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 def test_a_rank_out_of_descriptors_cannot_accept_and_recovers(transport):
     with process_world(3, transport=transport) as ranks:

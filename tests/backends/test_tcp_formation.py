@@ -258,6 +258,7 @@ def test_a_world_that_did_not_form_leaves_nothing_behind(folder):
 # -- addresses
 
 
+@pytest.mark.fault(57, "a port of the system's choice is bound before it is told")
 def test_port_0_takes_a_free_port_and_says_which():
     before = listening()
     zero = Running(TcpBackend, 0, 2, "127.0.0.1:0", transport="tcp", join_timeout=PATIENCE)
@@ -266,6 +267,7 @@ def test_port_0_takes_a_free_port_and_says_which():
         assert two.address == one.address == f"127.0.0.1:{address[1]}"
 
 
+@pytest.mark.fault(58, "ranks listen on the address asked for, and on no other")
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_ranks_listen_on_the_asked_address_and_no_other(transport):
     before = listening()
@@ -289,6 +291,7 @@ def test_rank_0_listens_on_the_one_loopback_address_it_was_given():
         assert all(host.startswith("127.0.0.") for host, _ in opened)
 
 
+@pytest.mark.fault(58, "a world forms over IPv6")
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 def test_a_world_forms_on_ipv6(transport):
     try:
@@ -309,6 +312,7 @@ def test_a_world_forms_on_localhost():
         say_hello([zero, one])
 
 
+@pytest.mark.fault(57, "a port that is taken is an error at once that names it")
 def test_a_port_in_use_is_an_error_at_once_that_names_it():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(ConfigurationError, match="in use") as caught:
@@ -386,6 +390,7 @@ def dial(address: str) -> socket.socket:
     return socket.create_connection((parsed.host, parsed.port), timeout=PATIENCE)
 
 
+@pytest.mark.fault(17, "strangers that talk garbage while a world forms do not stop it")
 @pytest.mark.parametrize("stays", [True, False], ids=["stays", "hangs up"])
 @pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE.keys())
 def test_a_client_that_talks_garbage_does_not_stop_the_job(words, stays):
@@ -412,6 +417,7 @@ def test_more_silent_clients_than_there_are_slots_do_not_stop_the_job():
         say_hello([rank.result(5.0) for rank in (zero, *workers)])
 
 
+@pytest.mark.fault(19, "a port scan while a world forms does not stop it")
 def test_a_port_scan_does_not_stop_the_job():
     with Forming(2) as forming:
         zero = forming.start(0)
@@ -449,6 +455,7 @@ def test_strangers_that_talk_while_newer_ones_take_their_slots_do_not_stop_the_j
         assert world[0].recv(1) == b"is somebody at the door?"
 
 
+@pytest.mark.fault(18, "a connection that says nothing is dropped after its time")
 def test_a_silent_client_is_dropped_after_its_time(monkeypatch):
     monkeypatch.setattr("rankwire.links.doorkeeper.HANDSHAKE_LIMIT", 0.1)
     with Forming(2) as forming:
@@ -492,6 +499,9 @@ def test_strangers_do_not_disturb_a_world_that_has_formed():
 # -- who is refused
 
 
+@pytest.mark.fault(
+    20, "the second process of a rank is refused and told of the first, which goes on"
+)
 def test_a_duplicate_rank_is_refused_and_the_first_keeps_its_place():
     with Forming(3) as forming:
         zero, first = forming.start(0), forming.start(1)
@@ -526,6 +536,9 @@ def test_the_place_of_a_rank_that_died_is_not_given_to_another_once_formed():
             TcpBackend(2, 3, address, join_timeout=PATIENCE)
 
 
+@pytest.mark.fault(
+    21, "a rank with another world size or job is refused with the reason; the world forms"
+)
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [
@@ -550,6 +563,7 @@ def test_a_rank_that_disagrees_is_refused_with_the_reason_and_the_world_forms_wi
         say_hello([rank.result() for rank in (zero, *workers)])
 
 
+@pytest.mark.fault(21, "a rank with another secret is refused without a reason; the world forms")
 @pytest.mark.parametrize("right", [SECRET, None], ids=["given", "agreed"])
 def test_a_rank_with_another_secret_is_refused_and_the_world_forms_without_it(right):
     with Forming(2, secret=right) as forming:
@@ -579,6 +593,7 @@ def test_a_rank_of_another_user_finds_no_secret_and_says_so(folder):
         say_hello([zero.result(), one.result()])
 
 
+@pytest.mark.fault(24, "a connection of an earlier incarnation is refused")
 def test_a_connection_of_another_incarnation_is_refused():
     with tcp_world(2, transport="tcp") as world:
         world[1]._formation._epoch ^= 1
@@ -840,6 +855,7 @@ def test_no_secret_is_ever_logged_or_printed(secret, caplog):
 # -- restarts
 
 
+@pytest.mark.fault(24, "a rank that dies while a world forms can be started again")
 def test_a_rank_that_dies_while_forming_frees_its_place_and_can_be_started_again():
     with spawn_ranks(2) as (zero, first), spawn_ranks(2) as (_, second):
         address = f"127.0.0.1:{free_port()}"

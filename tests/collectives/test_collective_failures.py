@@ -236,6 +236,9 @@ def check_all(cases) -> list:
         return [done.result() for done in [pool.submit(check, case) for case in cases]]
 
 
+@pytest.mark.fault(
+    48, "whatever a rank of a collective had sent when it died, all others end and name it"
+)
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rank_dies_after_each_of_its_messages(name, size):
@@ -301,6 +304,7 @@ def test_the_dead_are_known_by_their_rank_in_the_group():
             assert run.seconds < SOON
 
 
+@pytest.mark.fault(48, "later collectives fail at once, and a group of the others works")
 @pytest.mark.parametrize("size", [3, 4])
 def test_after_a_death_everything_fails_at_once_and_a_group_of_the_others_works(size):
     with simulated_world(size, timeout=TIMEOUT, faults=FaultPlan().kill(1, after=1)) as world:
@@ -574,6 +578,7 @@ def test_a_process_is_killed_before_it_comes(transport, victim):
         check_group(others)
 
 
+@pytest.mark.fault(48, "a process killed while large arrays travel ends the collective for all")
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "all_to_all"])
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

@@ -381,6 +381,7 @@ def all_at_once(checks, width: int = 8) -> None:
             done.result()
 
 
+@pytest.mark.fault(50, "any difference in a collective's arguments is named on all ranks")
 @pytest.mark.parametrize("odd_rank", [0, 1, 2])
 def test_whatever_differs_is_found_by_all(odd_rank):
     all_at_once(
@@ -406,6 +407,7 @@ def test_a_difference_is_found_on_every_backend_and_size(make_world, size):
     )
 
 
+@pytest.mark.fault(49, "a mismatch is found before arrays are written")
 def test_large_arrays_are_not_touched(make_world):
     all_at_once(
         (partial(disagree, make_world, 3, difference, 1) for difference in LARGE.values()), width=3
@@ -691,6 +693,9 @@ def random_lists(seed: int, size: int):
     return common, mutated(common, rng), rng.randrange(size)
 
 
+@pytest.mark.fault(
+    49, "ranks that call different collectives are told, before any array is written"
+)
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_random_lists_with_one_rank_mutated(size):
     def check(seed: int) -> None:

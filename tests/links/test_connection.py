@@ -876,6 +876,7 @@ class Interrupt(BaseException):
 LIBRARY = str(Path(connection_module.__file__).parent.parent)
 
 
+@pytest.mark.fault(37, "signals at random times never put a stream out of step")
 @pytest.mark.parametrize("transport", ["unix"], indirect=True)
 def test_signals_at_random_times_never_put_the_stream_out_of_step(make_link):
     """After an interrupt, what comes next is a whole message, or the connection has ended."""

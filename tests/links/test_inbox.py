@@ -1118,6 +1118,8 @@ def test_there_is_something_to_watch_only_if_somebody_can_read_it(connections):
 # -- everything at once
 
 
+@pytest.mark.fault(38, "random deadlines lose nothing, double nothing and keep the order")
+@pytest.mark.fault(41, "random deadlines lose nothing, double nothing and keep the order")
 def test_random_timeouts_lose_nothing_double_nothing_and_keep_the_order(post):
     tags, seconds = 6, 3.0
     stop = threading.Event()

@@ -191,6 +191,7 @@ def test_an_agent_on_a_subgroup_uses_the_groups_ranks():
             agent.close()
 
 
+@pytest.mark.fault(45, "closing ends every call in flight")
 def test_closing_the_backend_ends_its_agents():
     with tcp_world(2) as world:
         caller, callee = [RpcAgent(backend) for backend in world]
@@ -204,6 +205,7 @@ def test_closing_the_backend_ends_its_agents():
         callee.close()
 
 
+@pytest.mark.fault(46, "callers of a rank that left are told so")
 def test_a_peer_that_has_left_is_told_from_one_that_died():
     with tcp_world(2) as world:
         caller, callee = [RpcAgent(backend) for backend in world]

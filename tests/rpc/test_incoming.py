@@ -61,6 +61,7 @@ class Unprintable(BaseException):
         raise SystemExit(3)
 
 
+@pytest.mark.fault(25, "whatever a function raises becomes the caller's error, and serving goes on")
 def test_any_exception_becomes_a_reply_and_the_server_survives(agents):
     def fail():
         raise Unprintable(1, 2)

@@ -470,6 +470,7 @@ def test_a_long_error_text_fits_the_message_limit(make):
         assert after == "fine"
 
 
+@pytest.mark.fault(45, "an agent that closes refuses calls, which then have not run")
 def test_a_call_refused_by_a_closing_agent_has_not_run(agents):
     caller, callee = agents
     go_on = threading.Event()

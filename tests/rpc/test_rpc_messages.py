@@ -89,11 +89,13 @@ class Nasty(Exception):
         raise RuntimeError("no text")
 
 
+@pytest.mark.fault(25, "an exception whose own text cannot be made is still reported")
 def test_an_exception_whose_text_fails_is_still_reported():
     error = raised(failure(Nasty()))
     assert error.remote_type.endswith("Nasty")
 
 
+@pytest.mark.fault(25, "the text and traceback of an error are bounded")
 def test_huge_and_unprintable_texts_are_bounded():
     error = raised(failure(ValueError("x" * 1_000_000 + "\udc80")))
     assert len(error.remote_message) <= 70_000

@@ -26,6 +26,7 @@ def agents(request):
             agent.close(grace=5.0)
 
 
+@pytest.mark.fault(40, "each reply reaches the thread that called, however many call")
 def test_a_hundred_threads_call_one_peer_and_replies_come_out_of_order(agents):
     naps = random.Random(1)
 
@@ -161,6 +162,7 @@ def survive(rank, address, transport, results):
         results.put((rank, die_while_called(backend)))
 
 
+@pytest.mark.fault(43, "calls to a killed rank fail and say that they may have run")
 @pytest.mark.parametrize("backend", ["tcp", "unix"])
 def test_a_killed_rank_fails_every_call_to_it_and_the_others_go_on(backend):
     seconds = run_and_lose_a_rank(backend)

@@ -185,6 +185,7 @@ def test_beyond_the_queue_a_call_is_refused(source):
     assert pool.close(Deadline(5))
 
 
+@pytest.mark.fault(27, "nested calls do not wait for the workers that wait for them")
 def test_nested_calls_have_threads_of_their_own(source):
     pool = make_pool(source, workers=1, max_nested=3)
     go_on = threading.Event()

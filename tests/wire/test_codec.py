@@ -455,6 +455,7 @@ def nested(depth: int, code: int) -> bytes:
     return msgspec.msgpack.encode(Ext(code, body))
 
 
+@pytest.mark.fault(60, "values nest 32 deep and no deeper")
 @pytest.mark.parametrize("code", [10, 12])
 def test_extensions_nest_32_deep_and_no_deeper(codec, code):
     codec.decode(forge(nested(32, code)))
@@ -468,6 +469,7 @@ def test_depth_is_counted_along_a_path_not_over_siblings(codec):
     assert len(roundtrip(codec, [((i,),) for i in range(100)])) == 100
 
 
+@pytest.mark.fault(60, "claims of much content allocate nothing")
 @pytest.mark.parametrize("claim", [2**20, 2**40, 2**62, 2**63, 2**64 - 1])
 def test_claims_allocate_nothing(codec, claim):
     descriptions = [
@@ -496,6 +498,7 @@ def colliding_keys(count: int) -> list[list[int]]:
     return [[-1 - (index >> bit & 1) for bit in range(14)] for index in range(count)]
 
 
+@pytest.mark.fault(60, "keys chosen to collide cost no quadratic time")
 def test_keys_with_one_hash_cost_no_quadratic_time(codec):
     tuples = [Ext(10, msgspec.msgpack.encode(key)) for key in colliding_keys(10_000)]
     prime = sys.hash_info.modulus

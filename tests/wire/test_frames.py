@@ -155,6 +155,7 @@ large_frames = st.lists(
 )
 
 
+@pytest.mark.fault(16, "any split of a stream gives the same frames")
 @given(frames=small_frames, sizes=st.lists(st.integers(1, 100), min_size=1, max_size=8))
 def test_any_split_gives_the_same_frames(frames, sizes):
     parser = FrameParser()
@@ -297,6 +298,7 @@ def test_courtesies_are_pointed_out_to_the_owner(channel, nbytes):
     assert parser.has_special
 
 
+@pytest.mark.fault(42, "a gap or a repeat in a stream of frames is refused")
 @pytest.mark.parametrize("sequence", [0, 1, 3, 2**31, 2**32 - 1])
 def test_a_gap_or_a_repeat_in_the_sequence_is_refused(sequence):
     parser = FrameParser()
@@ -328,6 +330,7 @@ def test_the_limit_itself_is_accepted():
         assert len(frame.payload) == limit
 
 
+@pytest.mark.fault(12, "an impossible length is refused from the header alone")
 @pytest.mark.parametrize("limit", [0, 10, 100_000, DEFAULT_MAX_MESSAGE_NBYTES])
 @pytest.mark.parametrize(
     "beyond", [lambda limit: limit + 1, lambda _: 2**32 - 1, lambda _: 2**63, lambda _: U64]

@@ -1,0 +1,72 @@
+"""Faults at an exact place inside a rank: after so many bytes of a frame it is killed or stopped.
+
+Nothing of this is in the package. A rank process of the tests calls ``install``, which puts the
+point around the socket of a connection, where bytes leave. An argument, or the variable
+``RANKWIRE_TEST_FAILPOINT``, says what happens where::
+
+    sent:160=kill        after 160 bytes of the message connection
+    sent:192=stop        SIGSTOP instead
+    sent:40=raise        an OSError at that place
+"""
+
+import os
+import signal
+import socket
+from typing import Any
+
+VARIABLE = "RANKWIRE_TEST_FAILPOINT"
+
+
+class FailingSocket:
+    """A socket that sends so many bytes, and then something happens.
+
+    Everything else is the real socket's.
+    """
+
+    def __init__(self, real: socket.socket, nbytes: int, action: str) -> None:
+        self._real = real
+        self._left: int | None = nbytes  # None once it has happened
+        self._action = action
+
+    def send(self, data: Any, *flags: int) -> int:
+        view = memoryview(data).cast("B")
+        sent = self._real.send(view[: self._left], *flags)
+        if self._left is not None:
+            self._left -= sent
+            if self._left == 0:
+                self._left = None
+                _act(self._action)
+        return sent
+
+    def sendmsg(self, buffers: Any, *rest: Any) -> int:
+        return self.send(b"".join(bytes(buffer) for buffer in buffers))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _act(action: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "raise":
+        raise ConnectionAbortedError("a failpoint")
+    else:
+        raise ValueError(f"no such action: {action!r}")
+
+
+def install(backend: Any, peer: int, point: str = "") -> None:
+    """Have the next bytes that a ``TcpBackend`` sends to a peer meet the failpoint.
+
+    The connection must stand already: the count begins with the next frame.
+    """
+    point = point or os.environ[VARIABLE]
+    where, _, action = point.partition("=")
+    kind, _, nbytes = where.partition(":")
+    if kind != "sent":
+        raise ValueError(f"no such failpoint: {point!r}")
+    if int(nbytes) < 1:
+        raise ValueError("a failpoint is after one byte or more")
+    connection = backend._peers[peer].messages
+    connection._sock = FailingSocket(connection._sock, int(nbytes), action)
