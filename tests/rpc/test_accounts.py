@@ -12,7 +12,7 @@ RANK = 1
 
 class Job:
     def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):
-        self.call = Call(0, name, Deadline(5.0), [[0, "x"]] * depth)
+        self.call = Call(0, name, Deadline(5.0), [0, "x"] * depth)
         self.call.worker = worker
         self.call.waiting = waiting
         self.depth = depth

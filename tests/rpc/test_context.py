@@ -9,7 +9,7 @@ def test_outside_of_a_call_there_is_none():
 
 
 def test_inside_of_a_call_it_is_known():
-    call = Call(3, "add", Deadline(5.0), [[0, "f"], [3, "g"]])
+    call = Call(3, "add", Deadline(5.0), [0, "f", 3, "g"])
     token = serving.set(call)
     try:
         assert current_call() is call
@@ -23,5 +23,5 @@ def test_inside_of_a_call_it_is_known():
 
 
 def test_a_chain_reads_as_a_sentence():
-    chain = [[0, "f"], [1, "g"], [0, "h"]]
+    chain = [0, "f", 1, "g", 0, "h"]
     assert describe_chain(chain) == "rank 0 'f' -> rank 1 'g' -> rank 0 'h'"

@@ -27,7 +27,7 @@ from rankwire.rpc.messages import (
 from rankwire.wire.codec import Codec
 
 CODEC = Codec()
-CHAIN = [[0, "f"], [1, "g"]]
+CHAIN = [0, "f", 1, "g"]
 
 
 def joined(encoded):
@@ -129,9 +129,9 @@ def test_every_outcome_has_its_error(outcome, details, kind):
         ["name", -1.0, [], [], {}],
         ["name", 1.0, 0, [], {}],
         ["name", 1.0, ["f"], [], {}],
-        ["name", 1.0, [[0, 1]], [], {}],
-        ["name", 1.0, [[True, "f"]], [], {}],
-        ["name", 1.0, [[0, "f", 1]], [], {}],
+        ["name", 1.0, [0, 1], [], {}],
+        ["name", 1.0, [True, "f"], [], {}],
+        ["name", 1.0, [0, "f", 1], [], {}],
         ["name", 1.0, [], (), {}],
         ["name", 1.0, [], [], {1: 2}],
         "name",

@@ -324,7 +324,7 @@ class RpcAgent:
 
     def _chain(self, call: Call) -> Chain:
         """Return the chain of a call that is made while serving ``call``."""
-        return [*map(list, call.links), [self.backend.rank, call.name]]
+        return [*call.links, self.backend.rank, call.name]
 
     def _wait_for_room(
         self, lane: Lane, dst: int, name: str, deadline: Deadline, call: Call | None
@@ -397,7 +397,7 @@ class RpcAgent:
         call: Call | None,
     ) -> RankwireError:
         if call is not None and isinstance(error, DeadlineExceededError):
-            error.explain(f"the calls are {describe_chain([*self._chain(call), [dst, name]])}")
+            error.explain(f"the calls are {describe_chain([*self._chain(call), dst, name])}")
         return error.during(
             op=f"{op} {name!r}", rank=self.backend.rank, peer=dst, waited=deadline.waited
         )

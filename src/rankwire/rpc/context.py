@@ -43,13 +43,11 @@ class Call:
         "worker",
     )
 
-    def __init__(
-        self, src: int, name: str, deadline: Deadline, links: Sequence[Sequence[Any]]
-    ) -> None:
+    def __init__(self, src: int, name: str, deadline: Deadline, links: Sequence[Any]) -> None:
         self.src = src
         self.name = name
         self.deadline = deadline
-        self.links = links  # as they travel
+        self.links = links  # the chain as it travels: rank, name, rank, name ...
         self.cancelled = False
         self.worker: Any = None
         self.outgoing: dict[int, Outgoing] = {}
@@ -58,7 +56,7 @@ class Call:
     @property
     def depth(self) -> int:
         """0 for a call made by a program, 1 for one made while serving that, and so on."""
-        return len(self.links)
+        return len(self.links) // 2
 
     @property
     def chain(self) -> tuple[tuple[int, str], ...]:
@@ -66,7 +64,7 @@ class Call:
 
         Empty for a call made by a program.
         """
-        return tuple((rank, name) for rank, name in self.links)
+        return tuple(_pairs(self.links))
 
     def began(self, nested: Outgoing) -> None:
         """Have a call that the function makes share the fate of this one."""
@@ -104,6 +102,10 @@ def current_call() -> Call | None:
     return serving.get()
 
 
-def describe_chain(chain: Iterable[Sequence[Any]]) -> str:
-    """Return a chain of calls as text."""
-    return " -> ".join(f"rank {rank} {name!r}" for rank, name in chain)
+def describe_chain(links: Sequence[Any]) -> str:
+    """Return a chain of calls, as it travels, as text."""
+    return " -> ".join(f"rank {rank} {name!r}" for rank, name in _pairs(links))
+
+
+def _pairs(links: Sequence[Any]) -> Iterable[tuple[int, str]]:
+    return zip(links[::2], links[1::2], strict=True)

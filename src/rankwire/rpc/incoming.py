@@ -168,8 +168,8 @@ class Server:
             )
         elif function is None:
             refusal = self._encode_not_found(request.name)
-        elif len(request.chain) > self._limits.max_depth:
-            chain = describe_chain([*request.chain, [self._backend.rank, request.name]])
+        elif len(request.chain) > 2 * self._limits.max_depth:
+            chain = describe_chain([*request.chain, self._backend.rank, request.name])
             reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
             refusal = self.encode_refusal(Outcome.OVERLOADED, reason)
         else:
@@ -426,7 +426,7 @@ class _Serving:
         self._request = request
         self._function = function
         self.incoming = incoming
-        self.depth = len(request.chain)
+        self.depth = len(request.chain) // 2
         self.call = Call(incoming.src, request.name, Deadline(request.timeout), request.chain)
         self.task: Task[None] | None = None
         self._has_result = False

@@ -1,7 +1,7 @@
 """What travels in a call: the request and its one reply. Pure: values in, buffers out, and back.
 
 A request is the record ``[name, seconds left, chain, args, kwargs]``, where the chain lists the
-calls that this one is nested in, outermost first, as ``[rank, name]``; a reply is
+calls that this one is nested in, outermost first, as rank, name, rank, name ...; a reply is
 ``[outcome, value or details]``. ``encode_*`` and ``decode_*`` are mirrors. A remote failure travels
 as text, never as a class to be looked up.
 """
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Encoded = tuple[Sequence[Buffer], int]
-Chain = list[list[Any]]  # of [rank, name]
+Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us longer to encode
 
 _MAX_TRACEBACK = 65536
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
@@ -100,7 +100,7 @@ def decode_request(codec: Codec, payload: bytearray) -> Request:
             and type(timeout) is float
             and timeout >= 0.0  # and not NaN
             and type(chain) is list
-            and (not chain or all(map(_is_link, chain)))
+            and (not chain or _is_chain(chain))
             and type(args) is list
             and type(kwargs) is dict
             and (not kwargs or _TEXT.issuperset(map(type, kwargs)))
@@ -109,8 +109,8 @@ def decode_request(codec: Codec, payload: bytearray) -> Request:
     raise InvalidMessageError("a call is not of the form [name, timeout, chain, args, kwargs]")
 
 
-def _is_link(link: Any) -> bool:
-    return type(link) is list and len(link) == 2 and [type(part) for part in link] == [int, str]
+def _is_chain(items: list[Any]) -> bool:
+    return [type(item) for item in items] == [int, str] * (len(items) // 2)
 
 
 def encode_result(codec: Codec, value: Any) -> Encoded:
