@@ -37,6 +37,11 @@ def test_soak(measured):
         for (memory, files, threads), (memory0, files0, threads0) in zip(
             lived, before, strict=True
         ):
-            measured("memory grown", (memory - memory0) / (1 << 20), unit="MiB", limit=32)
+            measured(
+                "memory grown, after a collection",
+                (memory - memory0) / (1 << 20),
+                unit="MiB",
+                limit=32,
+            )
             assert files <= files0 + 2
             assert threads <= threads0 + 2
