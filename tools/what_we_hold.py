@@ -23,7 +23,9 @@ Made by `make what-we-hold` from a run of the tests: do not edit. Each line is a
 tests produce, what was seen to hold under it, and the tests that show it. A promise whose tests did
 not all pass cannot be printed.
 
-Figures are of this run: {machine}. p50, p99 and the largest value are over the trials of one test.
+Figures are of this run: {machine}. A test takes one value for each
+operation that it times, in each of its trials; p50, p99 and the largest are over these values. With
+fewer than 100 of them p99 is the largest.
 """
 
 

@@ -155,7 +155,7 @@ def memory_group():
 
 
 @pytest.mark.fault(53, "a rank that the system kills for its memory is named like any killed rank")
-def test_f53_the_system_kills_a_rank_for_its_memory(measured):
+def test_f53_the_system_kills_a_rank_for_its_memory():
     group = memory_group()
     try:
         with process_world(3) as ranks:
@@ -167,10 +167,8 @@ def test_f53_the_system_kills_a_rank_for_its_memory(measured):
                 until_waiting(rank, 2)
             ranks[2].start("eval", "len([b'x' * (1 << 20) for _ in range(256)])")
             ranks[2]._wait()
-            died = time.monotonic()
-            for command in pending:
+            for command in pending:  # when it died only the kernel knows: there is no figure
                 assert_lost(command, 2)
-                measured("killed for its memory: named", command.ended - died, limit=NAMED_LIMIT)
             ranks[0].call("send", b"still there?", 1)
             assert ranks[1].call("recv", 0) == b"still there?"
     finally:

@@ -126,7 +126,7 @@ def test_f04_a_rank_holds_the_interpreters_lock_for_a_while():
 
 MESSAGE_NBYTES = 8 << 20
 SEND_TO_2 = f"""
-globals().__setitem__("data", bytes({MESSAGE_NBYTES})) or globals().__setitem__(
+globals().__setitem__("data", b"x" * {MESSAGE_NBYTES}) or globals().__setitem__(
     "sending", [Running(backend.send, data, 2, 0, 1.5) for _ in range(64)])
 """
 HOW_THEY_ENDED = "[type(one.error()) for one in sending]"
