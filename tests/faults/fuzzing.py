@@ -224,7 +224,10 @@ def _feed_control(data: bytearray, _: Mutator) -> None:
 
 
 def _requests() -> list[bytes]:
-    return [joined(rpc.encode_request(CODEC, "f", 1.5, 2, (v, 1), {"k": v})) for v in VALUES]
+    return [
+        joined(rpc.encode_request(CODEC, "f", 1.5, [0, "g", 1, "h"], (v, 1), {"k": v}))
+        for v in VALUES
+    ]
 
 
 def _feed_request(data: bytearray, _: Mutator) -> None:

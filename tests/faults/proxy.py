@@ -98,7 +98,9 @@ class Proxy:
 
     def reset(self) -> None:
         """Reset every connection at both ends."""
-        for up, _ in self.flows:
+        for up, down in self.flows:
+            up.ended.set()
+            down.ended.set()
             _end(up.source, up.target, reset=True)
 
     def silence(self, *, up: bool = True, down: bool = True) -> None:
@@ -165,6 +167,8 @@ class Proxy:
             reset = True
         except OSError:
             reset = False  # closed here
+        if flow.ended.is_set():
+            return  # the other direction ends both, and a farewell of ours must not come between
         for one in both:
             one.ended.set()
         _end(flow.source, flow.target, reset=reset)

@@ -18,7 +18,7 @@ from rankwire import (
 )
 from rankwire.rpc.agent import MAX_DEPTH
 from rankwire.testing.ranks import in_parallel
-from worlds import PATIENCE, process_world, tcp_world
+from worlds import PATIENCE, eventually, process_world, tcp_world
 
 
 @contextlib.contextmanager
@@ -100,15 +100,14 @@ def test_f52_a_slow_rank_is_named():
             command.result()
 
 
-@pytest.mark.xfail(strict=True, reason="needs backend.status()")
 @pytest.mark.fault(52, "the status says which rank is waited for")
 def test_f52_the_status_says_who_is_waited_for():
     with tcp_world(2) as world:
         waiting = threading.Thread(target=lambda: world[0].recv(1), daemon=True)
         waiting.start()
         try:
-            time.sleep(0.05)
-            assert "1" in str(world[0].status())
+            eventually(lambda: world[0].status().waiting_on == [1])
+            assert "a message with tag 0" in str(world[0].status())
         finally:
             world[1].send(b"there", 0)
             waiting.join()

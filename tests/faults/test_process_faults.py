@@ -101,7 +101,6 @@ def test_f29_a_forked_child_ends():
             talk(ranks)
 
 
-@pytest.mark.xfail(strict=True, reason="needs the fork guard")
 @pytest.mark.fault(29, "a forked child that uses its parent's backend gets an error that says so")
 def test_f29_a_forked_child_uses_the_backend():
     with process_world(2) as ranks:

@@ -11,10 +11,6 @@ from worlds import eventually, process_world
 
 pytestmark = pytest.mark.timeout(time_limit(60, 600))
 
-needs_heartbeats = pytest.mark.xfail(
-    strict=True, reason="needs heartbeats (suspect_after, fail_after)"
-)
-
 TIGHT = {"suspect_after": 0.4, "fail_after": 1.0}
 TIGHT_LIMIT = 2.0
 SUSPECT_LIMIT, FAIL_LIMIT = 6.0, 31.0  # with the default limits
@@ -22,7 +18,7 @@ SUSPECT_LIMIT, FAIL_LIMIT = 6.0, 31.0  # with the default limits
 # Keeps what a rank hears about silence, with the time.
 LISTEN = """
 globals().__setitem__("suspected", []) or backend.on_peer_suspected(
-    lambda rank, seconds: suspected.append((rank, time.monotonic())))
+    lambda rank, seconds: suspected.append((rank, time.monotonic()))) and None
 """
 HOLD_THE_INTERPRETER = "__import__('ctypes').PyDLL(None).usleep(int({seconds} * 1e6))"
 
@@ -44,7 +40,6 @@ def assert_unresponsive(command, peer):
     assert error.peer == peer
 
 
-@needs_heartbeats
 @pytest.mark.fault(
     3, "a stopped rank is suspected, then fails what waits on it; limits as asked for"
 )
@@ -67,7 +62,6 @@ def test_f03_a_stopped_rank_with_tight_limits(measured):
             assert ranks[1].call("recv", 0) == b"still there?"
 
 
-@needs_heartbeats
 @pytest.mark.nightly
 @pytest.mark.fault(
     3, "a stopped rank is suspected and fails what waits on it within the default limits"
@@ -84,7 +78,6 @@ def test_f03_a_stopped_rank_with_default_limits(measured):
         measured("stopped: suspected, default limits", heard[1] - stopped, limit=SUSPECT_LIMIT)
 
 
-@needs_heartbeats
 @pytest.mark.fault(
     3, "a rank that goes on before the limit has lost nothing, and is suspected no more"
 )
@@ -102,7 +95,6 @@ def test_f03_a_stopped_rank_that_goes_on():
         assert ranks[0].call("eval", "backend.alive") == (0, 1)
 
 
-@needs_heartbeats
 @pytest.mark.fault(4, "a rank that holds the interpreter for too long fails as alive but silent")
 def test_f04_a_rank_holds_the_interpreters_lock(measured):
     with process_world(2, **TIGHT) as ranks:

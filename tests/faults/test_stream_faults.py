@@ -137,10 +137,6 @@ def run_errand(name, *args):
         return hosts.rank(0).start("eval", call).result(55.0)
 
 
-needs_seals = pytest.mark.xfail(strict=True, reason="needs sealed frames off loopback")
-
-
-@needs_seals
 @pytest.mark.usefixtures("several_hosts")
 @pytest.mark.fault(15, "between hosts an altered frame is never delivered, and ends the link")
 def test_f15_bits_flip_on_the_way(measured):
@@ -149,10 +145,12 @@ def test_f15_bits_flip_on_the_way(measured):
     places += [(chance.randrange(32, 2000), chance.randrange(8)) for _ in range(trials(18, 1000))]
     outcomes = run_errand("tampered", places)
     measured("flipped bits, each noticed", len(places), unit="bits")
-    assert set(outcomes) <= {"ProtocolError", "AuthenticationError", "PeerLostError"}, outcomes
+    for (byte, bit), outcome in zip(places, outcomes, strict=True):
+        # The seal is behind the payload: a longer one is waited for before it can be checked.
+        is_length = 24 <= byte < 32
+        assert outcome == "ProtocolError" or (is_length and outcome == "nothing came"), (byte, bit)
 
 
-@needs_seals
 @pytest.mark.usefixtures("several_hosts")
 @pytest.mark.fault(42, "between hosts a frame that somebody else made is never delivered")
 def test_f42_a_frame_is_forged():
