@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "collectives": {"errors", "deadline", "wire", "backends"},
     "mesh": {"errors", "backends"},
     "testing": {"errors", "deadline", "wire", "rendezvous", "backends", "rpc", "collectives"},
-    "launch": {"errors", "deadline", "backends", "rendezvous"},
+    "launch": {"errors", "version", "deadline", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "__main__": {"cli"},
     "__init__": {"errors", "version", "wire", "backends", "rpc", "collectives", "mesh", "launch"},

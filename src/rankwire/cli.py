@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -136,6 +138,39 @@ def run(
             has_prefix=has_prefix,
             log_dir=log_dir,
         )
+    except ConfigurationError as error:
+        _refuse(str(error))
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    *,
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", min=2, metavar="N", help="How many ranks to start.")
+    ] = 2,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="Print all values as JSON instead of a table.")
+    ] = False,
+    megabytes: Annotated[
+        int, typer.Option(min=1, metavar="MB", help="Size of large messages, in MiB.")
+    ] = 64,
+) -> None:
+    """Start N ranks here and print who reaches whom, by what, how fast, and what to change.
+
+    For a world on several hosts, start the same module with the launcher of your choice:
+    `rankwire run -n 4 --nnodes 2 ... -m rankwire.launch.doctor`, or
+    `mpiexec -n 8 python -m rankwire.launch.doctor`.
+
+    `copy` is a Unix socket with large messages in a single copy. The exit code is 1 if something
+    does not work, 0 if all does.
+    """
+    command = ["-m", "rankwire.launch.doctor", "--nbytes", str(megabytes << 20)]
+    if sys.stdout.isatty():  # the ranks write to a pipe, and cannot know
+        os.environ.setdefault("FORCE_COLOR", "1")
+        os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
+    try:
+        code = run_ranks(command + ["--json"] * is_json, ranks=ranks, has_prefix=False)
     except ConfigurationError as error:
         _refuse(str(error))
     raise typer.Exit(code)
