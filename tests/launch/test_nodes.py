@@ -187,6 +187,24 @@ time.sleep(60)
     assert [out.count("interrupted") for _, out, _ in results] == [2, 2]
 
 
+def test_a_scheduler_that_signals_all_hosts_at_once_asks_once(hosts):
+    launched = hosts.start(
+        """
+def handle(*_):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, handle)
+ready()
+time.sleep(60)
+"""
+    )
+    for host in launched:
+        host.send(signal.SIGTERM)
+    results = wait_all(launched)
+    assert [(code, out.count("saved")) for code, out, _ in results] == [(143, 2)] * 2, results
+
+
 def test_all_hosts_start_anew_after_a_failure(hosts):
     launched = hosts.start(
         CONNECT

@@ -39,6 +39,8 @@ __all__ = ["Job"]
 _SETTLE = 0.3
 # What a launcher that was told to end still waits for those who read its output.
 _LAST_WORDS = 1.0
+# Schedulers signal the launchers of all hosts at once: that is one request, not two.
+_ECHO_OF_NODES = 2.0
 _STATUS_EVERY = 0.25
 # Nothing is said about a job that is over at once.
 _STATUS_AFTER = 1.0
@@ -106,6 +108,7 @@ class Job:
         self._suspected: set[int] = set()
         self._trouble = ""  # what ended the job besides a rank
         self._received: int | None = None  # the signal that ended the job
+        self._received_at = -math.inf
         self._is_stopping = False
         self._is_impatient = False
         self._stop_at = math.inf
@@ -253,6 +256,9 @@ class Job:
 
     def _obey(self, number: int) -> None:
         """Act on a signal that asks the launcher to end."""
+        if self._nodes > 1 and monotonic() - self._received_at < _ECHO_OF_NODES:
+            return
+        self._received_at = monotonic()
         self._received = number if self._received is None else self._received
         alive = [rank for part in self._parts for rank in part.alive]
         self._is_impatient = self._is_impatient or not alive
