@@ -85,8 +85,8 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            envvar="RANKWIRE_SECRET_FILE",
-            help="The job's secret, the same on all hosts; a file that only you can read.",
+            help="The job's secret, the same on all hosts, in a file that only you can read; on"
+            " several hosts RANKWIRE_SECRET_FILE may name it.",
         ),
     ] = None,
     restarts: Annotated[
@@ -125,6 +125,8 @@ def run(
     if not is_module and not Path(program).is_file():
         _refuse(f"no script {program!r}" + _module_hint(program))
     command = ["-m", program] if is_module else [program]
+    if nodes > 1 and secret_file is None and (named := os.environ.get("RANKWIRE_SECRET_FILE")):
+        secret_file = Path(named)
     try:
         code = run_ranks(
             [*command, *(arguments or [])],

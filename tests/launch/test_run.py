@@ -74,7 +74,8 @@ print(len(secret), hashlib.sha256(secret).hexdigest(), os.environ["RANKWIRE_WORL
 """,
         "--no-prefix",
         ranks=3,
-        env=os.environ | {"RANKWIRE_SECRET": "x" * 20, "OMP_NUM_THREADS": "5"},
+        env=os.environ
+        | {"RANKWIRE_SECRET": "x" * 20, "RANKWIRE_SECRET_FILE": "/no", "OMP_NUM_THREADS": "5"},
     )
     assert done.returncode == 0, done.stderr
     told = sorted(line.rsplit(" ", 1) for line in done.stdout.splitlines())
@@ -471,6 +472,22 @@ with rankwire.connect() as backend:
         for i in range(50)
     ]
     assert sorted(lines) == sorted(expected)
+
+
+def test_a_silent_rank_is_counted_as_suspected(script):
+    body = """
+import rankwire
+with rankwire.connect(suspect_after=0.3, fail_after=20) as backend:
+    pids = rankwire.all_gather_object(backend, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        time.sleep(2.5)  # for the line to be drawn, a few times
+        os.kill(pids[1], signal.SIGCONT)
+    backend.barrier()
+"""
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(body)]
+    assert b"2 running, 2 up, 1 suspected" in on_a_terminal(command, NO_COLOR="1")
 
 
 def test_no_status_line_on_pipes(run):

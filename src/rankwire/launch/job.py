@@ -112,6 +112,7 @@ class Job:
         self._is_stopping = False
         self._is_impatient = False
         self._stop_at = math.inf
+        self._status = ""
         self._status_at = monotonic() + _STATUS_AFTER
         local.on_ended = self._rank_ended
         loop.on_turn = self._show_status
@@ -304,9 +305,13 @@ class Job:
     # -- what is said ------------------------------------------------------------------------------
 
     def _show_status(self) -> None:
-        if monotonic() < self._status_at:
-            return
-        self._status_at = monotonic() + _STATUS_EVERY
+        """Draw the status line, again after each line that took its place."""
+        if monotonic() >= self._status_at:
+            self._status_at = monotonic() + _STATUS_EVERY
+            self._status = self._describe()
+        self._output.show_status(self._status)
+
+    def _describe(self) -> str:
         endings = [ending for ending, _ in self._ended.values()]
         counts = Counts(
             running=sum(len(part.alive) for part in self._parts),
@@ -316,7 +321,7 @@ class Job:
             suspected=len(self._suspected),
             missing_nodes=len(self._missing_nodes()) if not self._local.ranks else 0,
         )
-        self._output.show_status(describe(counts, self._age.waited))
+        return describe(counts, self._age.waited)
 
     def _report(self) -> str:
         """Say what became of the job; return the gist of it."""
