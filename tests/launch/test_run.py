@@ -178,6 +178,26 @@ time.sleep(60)
     assert sorted(done.stdout.splitlines()) == ["[rank 1] lost 0 0", "[rank 2] lost 0 1"]
 
 
+def test_a_rank_that_was_given_up_for_its_silence_is_named(run):
+    done = run(
+        """
+import rankwire
+with rankwire.connect(suspect_after=0.2, fail_after=0.8) as backend:
+    backend.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    backend.recv(1)
+""",
+        "--grace",
+        "0.5",
+    )
+    assert done.returncode == 1
+    assert "rank 1 was given up: its process has been silent for" in done.stderr
+    assert "rank 0 failed first: exit code 1" in done.stderr
+    assert "    rankwire.errors.PeerUnresponsiveError: " in done.stderr
+    assert "killed: rank 1\n" in done.stderr
+
+
 def test_who_raised_first_is_known_from_the_coordinator(run):
     done = run(
         """

@@ -328,6 +328,9 @@ class Job:
         self._output.show_status("")
         gist = self._trouble
         failures = self._failures()
+        for gone in self._lost.values():
+            if gone.silent:
+                self._output.say(f"rank {gone.rank} was given up: {gone.reason}", "bold red")
         if failures:
             first = first_failure(failures)
             gist = f"rank {first.rank} failed first: {first.ending}{self._where(first.rank)}"
