@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "collectives": {"errors", "deadline", "forking", "wire", "backends"},
     "mesh": {"errors", "backends"},
     "testing": {"errors", "deadline", "wire", "rendezvous", "backends", "rpc", "collectives"},
-    "launch": {"errors", "deadline", "forking", "links", "backends", "rendezvous"},
+    "launch": {"errors", "version", "deadline", "forking", "links", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "__main__": {"cli"},
     "__init__": {"errors", "version", "wire", "backends", "rpc", "collectives", "mesh", "launch"},

@@ -24,13 +24,15 @@ def test_help_lists_the_commands():
     done = rankwire("--help")
     assert done.exit_code == 0
     assert "run" in done.output
+    assert "doctor" in done.output
 
 
 def test_help_of_run_tells_what_matters():
     done = rankwire("run", "-h")
     assert done.exit_code == 0
     told = ("-n", "-m", "--grace", "--no-prefix", "--log-dir", "SIGTERM", "Ctrl-C", "connect()")
-    for word in (*told, "RANKWIRE_RANK", "rankwire run -n 4 train.py"):
+    several = ("--nnodes", "--node-rank", "--master", "--secret-file", "--restarts")
+    for word in (*told, *several, "RANKWIRE_RANK", "rankwire run -n 4 train.py"):
         assert word in done.output
 
 

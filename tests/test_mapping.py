@@ -28,8 +28,6 @@ SHOWN_IN = {
     "launch/job": "launch/test_run.py",
     "launch/loop": "launch/test_run.py",
     "launch/ranks": "launch/test_run.py",
-    "rendezvous/launchers": "launch/test_nodes.py",
-    "rendezvous/hosting": "launch/test_nodes.py",
     "launch/keeper": "launch/test_run.py",
     "launch/signals": "launch/test_run.py",
     "backends/simulated_lanes": "backends/test_simulated.py",

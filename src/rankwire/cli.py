@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -83,8 +85,8 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            envvar="RANKWIRE_SECRET_FILE",
-            help="The job's secret, the same on all hosts; a file that only you can read.",
+            help="The job's secret, the same on all hosts, in a file that only you can read; on"
+            " several hosts RANKWIRE_SECRET_FILE may name it.",
         ),
     ] = None,
     restarts: Annotated[
@@ -123,6 +125,8 @@ def run(
     if not is_module and not Path(program).is_file():
         _refuse(f"no script {program!r}" + _module_hint(program))
     command = ["-m", program] if is_module else [program]
+    if nodes > 1 and secret_file is None and (named := os.environ.get("RANKWIRE_SECRET_FILE")):
+        secret_file = Path(named)
     try:
         code = run_ranks(
             [*command, *(arguments or [])],
@@ -136,6 +140,39 @@ def run(
             has_prefix=has_prefix,
             log_dir=log_dir,
         )
+    except ConfigurationError as error:
+        _refuse(str(error))
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    *,
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", min=2, metavar="N", help="How many ranks to start.")
+    ] = 2,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="Print all values as JSON instead of a table.")
+    ] = False,
+    megabytes: Annotated[
+        int, typer.Option(min=1, metavar="MB", help="Size of large messages, in MiB.")
+    ] = 64,
+) -> None:
+    """Start N ranks here and print who reaches whom, by what, how fast, and what to change.
+
+    For a world on several hosts, start the same module with the launcher of your choice:
+    `rankwire run -n 4 --nnodes 2 ... -m rankwire.launch.doctor`, or
+    `mpiexec -n 8 python -m rankwire.launch.doctor`.
+
+    `copy` is a Unix socket with large messages in a single copy. The exit code is 1 if something
+    does not work, 0 if all does.
+    """
+    command = ["-m", "rankwire.launch.doctor", "--nbytes", str(megabytes << 20)]
+    if sys.stdout.isatty():  # the ranks write to a pipe, and cannot know
+        os.environ.setdefault("FORCE_COLOR", "1")
+        os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
+    try:
+        code = run_ranks(command + ["--json"] * is_json, ranks=ranks, has_prefix=False)
     except ConfigurationError as error:
         _refuse(str(error))
     raise typer.Exit(code)

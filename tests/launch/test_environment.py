@@ -177,6 +177,16 @@ def test_it_is_said_which_launcher_was_found_and_what_to_try(told, monkeypatch, 
     assert "RANKWIRE_PORT" in caught.value.__notes__[0]
 
 
+def test_the_secret_is_for_worlds_of_our_own_launcher(launched, monkeypatch):
+    told, reading = launched
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name, value in (variables | {"RANKWIRE_LAUNCHER": "env"}).items():
+        monkeypatch.setenv(name, value)
+    connect()
+    assert told[0]["secret"] is None
+    assert is_open(reading)
+
+
 def test_by_hand(told, monkeypatch):
     for name, value in VARIABLES.items():
         if name != "RANKWIRE_JOB":

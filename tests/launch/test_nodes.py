@@ -1,7 +1,9 @@
 """Several launchers, as on several hosts: here on loopback, each with a node rank of its own."""
 
 import contextlib
+import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 from launched import COMMAND, PREAMBLE, Launched, is_running
 from worlds import free_port
 
+HOSTS = ("10.213.77.1", "10.213.77.2")
 CONNECT = """
 import rankwire
 backend = rankwire.connect()
@@ -29,6 +32,7 @@ class Hosts:
         self.secret.write_text(secrets.token_hex(32))
         self.script = folder / "script.py"
         self.master = f"127.0.0.1:{free_port()}"
+        self.networks: list[str] = []
         self.launchers: list[Launched] = []
 
     def write(self, body: str) -> None:
@@ -41,7 +45,8 @@ class Hosts:
         ]  # fmt: skip
 
     def launch(self, node: int, *options: str, ranks: int = 2, nodes: int = 2) -> Launched:
-        launched = Launched(self.command(node, *options, ranks=ranks, nodes=nodes))
+        prefix = ["ip", "netns", "exec", self.networks[node]] if self.networks else []
+        launched = Launched(prefix + self.command(node, *options, ranks=ranks, nodes=nodes))
         self.launchers.append(launched)
         return launched
 
@@ -67,6 +72,33 @@ def hosts(tmp_path, monkeypatch):
     for launched in made.launchers:
         launched.close()
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def two_networks():
+    """Two network namespaces with a cable between them, as two hosts: their names."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and ip")
+    tag = secrets.token_hex(3)
+    names = [f"rw{tag}{end}" for end in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+            stack.callback(ip, "netns", "del", name)
+        ip("link", "add", names[0], "netns", names[0], "type", "veth",
+           "peer", "name", names[1], "netns", names[1])  # fmt: skip
+        for name, host in zip(names, HOSTS, strict=True):
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", name, "up")
+        yield names
 
 
 def wait_all(launched: list[Launched], timeout: float = 20.0) -> list[tuple[int, str, str]]:
@@ -153,6 +185,24 @@ time.sleep(60)
     results = wait_all(launched)
     assert [code for code, _, _ in results] == [130, 130], results
     assert [out.count("interrupted") for _, out, _ in results] == [2, 2]
+
+
+def test_a_scheduler_that_signals_all_hosts_at_once_asks_once(hosts):
+    launched = hosts.start(
+        """
+def handle(*_):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, handle)
+ready()
+time.sleep(60)
+"""
+    )
+    for host in launched:
+        host.send(signal.SIGTERM)
+    results = wait_all(launched)
+    assert [(code, out.count("saved")) for code, out, _ in results] == [(143, 2)] * 2, results
 
 
 def test_all_hosts_start_anew_after_a_failure(hosts):
@@ -272,3 +322,33 @@ def _catches(pid: int, number: int) -> bool:
     """Whether the process has its own wakeup for a signal: a launcher has a keeper by then."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return any(is_running(int(child)) for child in children)
+
+
+# -- in network namespaces -----------------------------------------------------------------------
+
+
+def test_a_world_across_two_networks(hosts, two_networks):
+    hosts.networks, hosts.master = two_networks, f"{HOSTS[0]}:29400"
+    body = CONNECT + (
+        "other = (rank + 2) % 4\nprint(backend.link_to(other).transport,"
+        " rankwire.all_gather_object(backend, rank))\nbackend.barrier()\nbackend.close()"
+    )
+    results = wait_all(hosts.start(body, "--no-prefix", ready=False))
+    assert [(code, out) for code, out, _ in results] == [(0, "tcp [0, 1, 2, 3]\n" * 2)] * 2, results
+
+
+@pytest.mark.fault(54, "a host that is cut off ends the job on all hosts, within 10 s")
+def test_row_54_a_cable_that_is_cut(hosts, two_networks):
+    hosts.networks, hosts.master = two_networks, f"{HOSTS[0]}:29400"
+    launched = hosts.start("ready()\ntime.sleep(60)", "--grace", "1")
+    subprocess.run(
+        ["ip", "-n", two_networks[1], "link", "set", two_networks[1], "down"], check=True
+    )
+    begin = time.monotonic()
+    results = wait_all(launched)
+    assert time.monotonic() - begin < 10
+    assert [code for code, _, _ in results] == [1, 1], results
+    assert "the launcher of node 1" in results[0][2]
+    assert "the launcher of node 0 is gone" in results[1][2]
+    for host in launched:
+        host.wait_until_all_gone(0)

@@ -74,7 +74,8 @@ print(len(secret), hashlib.sha256(secret).hexdigest(), os.environ["RANKWIRE_WORL
 """,
         "--no-prefix",
         ranks=3,
-        env=os.environ | {"RANKWIRE_SECRET": "x" * 20, "OMP_NUM_THREADS": "5"},
+        env=os.environ
+        | {"RANKWIRE_SECRET": "x" * 20, "RANKWIRE_SECRET_FILE": "/no", "OMP_NUM_THREADS": "5"},
     )
     assert done.returncode == 0, done.stderr
     told = sorted(line.rsplit(" ", 1) for line in done.stdout.splitlines())
@@ -175,6 +176,26 @@ time.sleep(60)
     assert done.returncode == 137
     assert "rank 0 failed first: killed by SIGKILL" in done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 1] lost 0 0", "[rank 2] lost 0 1"]
+
+
+def test_a_rank_that_was_given_up_for_its_silence_is_named(run):
+    done = run(
+        """
+import rankwire
+with rankwire.connect(suspect_after=0.2, fail_after=0.8) as backend:
+    backend.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    backend.recv(1)
+""",
+        "--grace",
+        "0.5",
+    )
+    assert done.returncode == 1
+    assert "rank 1 was given up: its process has been silent for" in done.stderr
+    assert "rank 0 failed first: exit code 1" in done.stderr
+    assert "    rankwire.errors.PeerUnresponsiveError: " in done.stderr
+    assert "killed: rank 1\n" in done.stderr
 
 
 def test_who_raised_first_is_known_from_the_coordinator(run):
@@ -472,6 +493,22 @@ with rankwire.connect() as backend:
         for i in range(50)
     ]
     assert sorted(lines) == sorted(expected)
+
+
+def test_a_silent_rank_is_counted_as_suspected(script):
+    body = """
+import rankwire
+with rankwire.connect(suspect_after=0.3, fail_after=20) as backend:
+    pids = rankwire.all_gather_object(backend, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        time.sleep(2.5)  # for the line to be drawn, a few times
+        os.kill(pids[1], signal.SIGCONT)
+    backend.barrier()
+"""
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(body)]
+    assert b"2 running, 2 up, 1 suspected" in on_a_terminal(command, NO_COLOR="1")
 
 
 def test_no_status_line_on_pipes(run):

@@ -28,7 +28,7 @@ from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.forking import renew_in_child
-from rankwire.launch.places import HYDRA_JOB, RANK, Place, find_place, read_integer
+from rankwire.launch.places import HYDRA_JOB, OURS, Place, find_place, read_integer
 from rankwire.links.protection import Tls
 
 __all__ = ["Place", "connect"]
@@ -126,7 +126,7 @@ def _find_place(environ: Environment) -> Place:
     if "PMI_RANK" in seen:
         seen[HYDRA_JOB] = _process_id_of_ancestor(_HYDRA_PROXIES)
     place = find_place(seen)
-    if RANK not in environ:
+    if place.launcher != OURS:
         return place
     listener = _take_listener(environ)
     if listener is not None and place.rank != 0:

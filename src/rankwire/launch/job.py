@@ -39,6 +39,8 @@ __all__ = ["Job"]
 _SETTLE = 0.3
 # What a launcher that was told to end still waits for those who read its output.
 _LAST_WORDS = 1.0
+# Schedulers signal the launchers of all hosts at once: that is one request, not two.
+_ECHO_OF_NODES = 2.0
 _STATUS_EVERY = 0.25
 # Nothing is said about a job that is over at once.
 _STATUS_AFTER = 1.0
@@ -106,9 +108,11 @@ class Job:
         self._suspected: set[int] = set()
         self._trouble = ""  # what ended the job besides a rank
         self._received: int | None = None  # the signal that ended the job
+        self._received_at = -math.inf
         self._is_stopping = False
         self._is_impatient = False
         self._stop_at = math.inf
+        self._status = ""
         self._status_at = monotonic() + _STATUS_AFTER
         local.on_ended = self._rank_ended
         loop.on_turn = self._show_status
@@ -253,6 +257,9 @@ class Job:
 
     def _obey(self, number: int) -> None:
         """Act on a signal that asks the launcher to end."""
+        if self._nodes > 1 and monotonic() - self._received_at < _ECHO_OF_NODES:
+            return
+        self._received_at = monotonic()
         self._received = number if self._received is None else self._received
         alive = [rank for part in self._parts for rank in part.alive]
         self._is_impatient = self._is_impatient or not alive
@@ -298,9 +305,13 @@ class Job:
     # -- what is said ------------------------------------------------------------------------------
 
     def _show_status(self) -> None:
-        if monotonic() < self._status_at:
-            return
-        self._status_at = monotonic() + _STATUS_EVERY
+        """Draw the status line, again after each line that took its place."""
+        if monotonic() >= self._status_at:
+            self._status_at = monotonic() + _STATUS_EVERY
+            self._status = self._describe()
+        self._output.show_status(self._status)
+
+    def _describe(self) -> str:
         endings = [ending for ending, _ in self._ended.values()]
         counts = Counts(
             running=sum(len(part.alive) for part in self._parts),
@@ -310,13 +321,16 @@ class Job:
             suspected=len(self._suspected),
             missing_nodes=len(self._missing_nodes()) if not self._local.ranks else 0,
         )
-        self._output.show_status(describe(counts, self._age.waited))
+        return describe(counts, self._age.waited)
 
     def _report(self) -> str:
         """Say what became of the job; return the gist of it."""
         self._output.show_status("")
         gist = self._trouble
         failures = self._failures()
+        for gone in self._lost.values():
+            if gone.silent:
+                self._output.say(f"rank {gone.rank} was given up: {gone.reason}", "bold red")
         if failures:
             first = first_failure(failures)
             gist = f"rank {first.rank} failed first: {first.ending}{self._where(first.rank)}"

@@ -156,7 +156,7 @@ class Output:
         self._log_dir = log_dir
         self._stdout = Sink(Console(file=sys.stdout), 1)
         self._stderr = Sink(Console(file=sys.stderr), 2)
-        if self._stderr.is_terminal and self._stdout.is_terminal:
+        if self._stderr.is_terminal and _are_one_file(1, 2):
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
         self._streams: list[Stream] = []
@@ -288,3 +288,11 @@ class Output:
             elif stream.is_paused and len(sink.pending) < _SINK_LOW_NBYTES:
                 self._selector.register(stream.pipe, selectors.EVENT_READ, self._reader(stream))
                 stream.is_paused = False
+
+
+def _are_one_file(one: int, other: int) -> bool:
+    """Whether two descriptors lead to the same place."""
+    try:
+        return os.path.samestat(os.fstat(one), os.fstat(other))
+    except OSError:  # one is closed
+        return False

@@ -21,7 +21,7 @@ from socket import socket
 from rankwire.errors import ConfigurationError
 from rankwire.launch.nodelists import expand_nodes
 
-__all__ = ["HYDRA_JOB", "LAUNCHERS", "Launcher", "Place", "find_place"]
+__all__ = ["HYDRA_JOB", "LAUNCHERS", "OURS", "Launcher", "Place", "find_place"]
 
 RANK = "RANKWIRE_RANK"
 WORLD_SIZE = "RANKWIRE_WORLD_SIZE"
@@ -38,6 +38,7 @@ LAUNCHER = "RANKWIRE_LAUNCHER"
 # The caller looks for its process and hands in its number under this name.
 HYDRA_JOB = "(process id of Hydra's proxy)"
 
+OURS = "rankwire run"
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 20_000, 10_000  # Linux takes outgoing ports from 32768 on
 
@@ -64,7 +65,7 @@ class Place:
     world_size: int
     address: str
     job: str = "default"
-    launcher: str = "rankwire run"
+    launcher: str = OURS
     has_coordinator: bool = False
     advice: str = ""
     secret: bytes | None = field(default=None, repr=False)
@@ -256,7 +257,7 @@ def read_plain(environ: Environment) -> Place:
 
 # Asked in this order: the innermost launcher first.
 LAUNCHERS: tuple[Launcher, ...] = (
-    Launcher("rankwire run", "rankwire", (RANK, WORLD_SIZE, ADDRESS), read_rankwire_run),
+    Launcher(OURS, "rankwire", (RANK, WORLD_SIZE, ADDRESS), read_rankwire_run),
     Launcher(
         "torchrun",
         "torchrun",

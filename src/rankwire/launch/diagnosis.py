@@ -1,0 +1,316 @@
+"""Diagnosis: what is wrong with a world, from facts about its ranks and measurements of its links.
+
+Pure: values in, advice out. ``doctor`` collects the values. Only what was really seen is said.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+__all__ = ["Advice", "Cell", "Facts", "Report", "diagnose"]
+
+# A link is marked when it is so much worse than the median of its kind.
+_SLOW = 5.0
+_NARROW = 3.0
+_ENOUGH_TO_COMPARE = 4
+# To each peer: messages there and back, calls there and back. And what a process has anyway.
+_DESCRIPTORS_A_PEER = 4
+_OTHER_DESCRIPTORS = 64
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What one rank knows of itself; 0 or empty where that cannot be found out.
+
+    Attributes:
+        rank: Its rank.
+        host: Its host's name.
+        boot: Equal for two ranks that share a kernel.
+        net_namespace: Equal for two ranks of one kernel that share a network.
+        pid_namespace: The same for process ids.
+        cores: How many it may use.
+        spins: Whether a waiting thread polls before it sleeps.
+        max_descriptors: The limit of open files.
+        somaxconn: How many connections may wait at a listening socket.
+        ptrace_scope: Yama's setting; -1 if the kernel has none.
+        has_seccomp: Whether its system calls are filtered.
+        mtu: Of the interface of the default route.
+        version: Of rankwire.
+        python: Of Python.
+    """
+
+    rank: int
+    host: str = ""
+    boot: str = ""
+    net_namespace: int = 0
+    pid_namespace: int = 0
+    cores: int = 0
+    spins: bool = True
+    max_descriptors: int = 0
+    somaxconn: int = 0
+    ptrace_scope: int = -1
+    has_seccomp: bool = False
+    mtu: int = 0
+    version: str = ""
+    python: str = ""
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """How one rank reaches another.
+
+    Attributes:
+        src: Who sends.
+        dst: Who receives.
+        transport: ``"unix"`` or ``"tcp"``; empty if it is not reached.
+        single_copy: Whether large messages are read out of the sender's memory.
+        why_not: Why they are not; or why it is not reached.
+        latency: Seconds of a small round trip, the median.
+        bandwidth: Bytes a second of large messages.
+    """
+
+    src: int
+    dst: int
+    transport: str = ""
+    single_copy: bool = False
+    why_not: str = ""
+    latency: float = 0.0
+    bandwidth: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """What it goes by, in one word."""
+        return "copy" if self.single_copy else self.transport or "none"
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """Something to change.
+
+    Attributes:
+        is_bad: Whether the world does not work as it is; else it could be faster.
+        what: What was seen.
+        change: What to do about it.
+    """
+
+    is_bad: bool
+    what: str
+    change: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that the doctor found.
+
+    Attributes:
+        facts: About each rank.
+        cells: About each link that was tried.
+        marked: The cells to look at, as (src, dst).
+        advice: What to change.
+    """
+
+    facts: list[Facts]
+    cells: list[Cell]
+    marked: list[tuple[int, int]]
+    advice: list[Advice]
+
+    @property
+    def is_well(self) -> bool:
+        """Whether every rank reaches every other."""
+        return not any(advice.is_bad for advice in self.advice)
+
+
+def diagnose(facts: Sequence[Facts], cells: Sequence[Cell]) -> Report:
+    """Return the report on a world."""
+    by_rank = {fact.rank: fact for fact in facts}
+    marked = _marked(cells)
+    advice = [
+        *_unreached(cells),
+        *_versions(facts),
+        *_without_single_copy(cells, by_rank),
+        *_tcp_on_one_host(cells, by_rank),
+        *_slow(cells, marked),
+        *_hosts(facts),
+        *_mtus(facts),
+    ]
+    return Report(list(facts), list(cells), sorted(marked), advice)
+
+
+def _marked(cells: Sequence[Cell]) -> set[tuple[int, int]]:
+    marked = {(cell.src, cell.dst) for cell in cells if not cell.transport}
+    kinds: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if cell.transport:
+            kinds[cell.kind].append(cell)
+    for alike in kinds.values():
+        if len(alike) < _ENOUGH_TO_COMPARE:
+            continue
+        latency = median(cell.latency for cell in alike)
+        bandwidth = median(cell.bandwidth for cell in alike)
+        marked |= {
+            (cell.src, cell.dst)
+            for cell in alike
+            if cell.latency > _SLOW * latency or cell.bandwidth * _NARROW < bandwidth
+        }
+    return marked
+
+
+def _unreached(cells: Sequence[Cell]) -> list[Advice]:
+    reasons: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if not cell.transport:
+            reasons[cell.why_not].append(cell)
+    return [
+        Advice(
+            True,
+            f"{_arrows(found)} cannot be reached: {reason}",
+            "let every host reach every other on all ports above 1023, by the address under which"
+            " it reaches node 0",
+        )
+        for reason, found in reasons.items()
+    ]
+
+
+def _versions(facts: Sequence[Facts]) -> list[Advice]:
+    return [
+        Advice(False, f"{name} differs: {_groups(values)}", "install the same on all hosts")
+        for name, values in (
+            ("the version of rankwire", {fact.rank: fact.version for fact in facts}),
+            ("the version of Python", {fact.rank: fact.python for fact in facts}),
+        )
+        if len(set(values.values())) > 1
+    ]
+
+
+def _without_single_copy(cells: Sequence[Cell], facts: dict[int, Facts]) -> list[Advice]:
+    reasons: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if cell.transport == "unix" and not cell.single_copy:
+            remedy = _remedy(facts.get(cell.src), facts.get(cell.dst))
+            # The number of the process is another one each time.
+            reason = cell.why_not.split(" of process ")[0]
+            reasons[reason, remedy].append(cell)
+    return [
+        Advice(False, f"no single copy {_arrows(found)}: {reason}", remedy)
+        for (reason, remedy), found in reasons.items()
+    ]
+
+
+def _remedy(one: Facts | None, other: Facts | None) -> str:
+    if one is None or other is None:
+        return "see README, single_copy"
+    if one.pid_namespace != other.pid_namespace:
+        return "let the containers share process ids (docker --pid, shareProcessNamespace in a pod)"
+    if max(one.ptrace_scope, other.ptrace_scope) > 0:
+        return "set kernel.yama.ptrace_scope to 0 (sysctl), or give the ranks CAP_SYS_PTRACE"
+    if one.has_seccomp or other.has_seccomp:
+        return (
+            "allow process_vm_readv and process_vm_writev in the container's seccomp filter"
+            " (docker --cap-add SYS_PTRACE does)"
+        )
+    return "run the ranks as one user, and let the kernel allow process_vm_readv between them"
+
+
+def _tcp_on_one_host(cells: Sequence[Cell], facts: dict[int, Facts]) -> list[Advice]:
+    found: list[Cell] = []
+    apart: list[Cell] = []
+    for cell in cells:
+        one, other = facts.get(cell.src), facts.get(cell.dst)
+        if cell.transport != "tcp" or one is None or other is None or one.boot != other.boot:
+            continue
+        if not one.boot:
+            continue
+        (found if one.net_namespace == other.net_namespace else apart).append(cell)
+    advice = []
+    if found:
+        advice.append(
+            Advice(
+                False,
+                f"TCP on one host {_arrows(found)}: they do not see each other's socket files",
+                'share XDG_RUNTIME_DIR (or /tmp) between the containers, or leave transport="auto"',
+            )
+        )
+    if apart:
+        advice.append(
+            Advice(
+                False,
+                f"TCP on one machine {_arrows(apart)}: they are in different network namespaces",
+                "let the containers share the host's network, for Unix sockets and single copy",
+            )
+        )
+    return advice
+
+
+def _slow(cells: Sequence[Cell], marked: set[tuple[int, int]]) -> list[Advice]:
+    slow = [cell for cell in cells if cell.transport and (cell.src, cell.dst) in marked]
+    if not slow:
+        return []
+    return [
+        Advice(
+            False,
+            f"much slower than others of their kind: {_arrows(slow)}",
+            "look for other load on these hosts, and measure again",
+        )
+    ]
+
+
+def _hosts(facts: Sequence[Facts]) -> list[Advice]:
+    hosts: dict[tuple[str, int], list[Facts]] = defaultdict(list)
+    for fact in facts:
+        hosts[fact.boot or fact.host, fact.net_namespace].append(fact)
+    advice = []
+    needed = _OTHER_DESCRIPTORS + _DESCRIPTORS_A_PEER * (len(facts) - 1)
+    for here in hosts.values():
+        name, first = here[0].host, here[0]
+        if first.cores and not all(fact.spins for fact in here):
+            advice.append(
+                Advice(
+                    False,
+                    f"{len(here)} ranks share {first.cores} cores on {name}:"
+                    " waiting ranks sleep at once, and waking up costs 30-60 us",
+                    "start at most one rank a core where latency counts",
+                )
+            )
+        few = min(fact.max_descriptors for fact in here)
+        if few and few < needed:
+            advice.append(
+                Advice(
+                    True,
+                    f"a rank on {name} may open {few} files; {len(facts)} ranks that all talk to"
+                    f" each other need up to {needed}",
+                    f"ulimit -n {needed}",
+                )
+            )
+        if first.somaxconn and first.somaxconn < len(facts):
+            advice.append(
+                Advice(
+                    False,
+                    f"{first.somaxconn} connections may wait on {name}, and {len(facts)} ranks"
+                    " may come at once",
+                    f"sysctl -w net.core.somaxconn={max(4096, len(facts))}",
+                )
+            )
+    return advice
+
+
+def _mtus(facts: Sequence[Facts]) -> list[Advice]:
+    mtus = {fact.rank: str(fact.mtu) for fact in facts if fact.mtu}
+    if len(set(mtus.values())) < 2:
+        return []
+    return [Advice(False, f"the MTU differs: {_groups(mtus)}", "set the same on all hosts")]
+
+
+def _arrows(cells: Sequence[Cell]) -> str:
+    """Return ``0→1, 0→2 and 3 more``."""
+    shown = ", ".join(f"{cell.src}→{cell.dst}" for cell in cells[:4])
+    return shown if len(cells) <= 4 else f"{shown} and {len(cells) - 4} more"
+
+
+def _groups(values: dict[int, str]) -> str:
+    """Return ``1.0 (ranks 0, 1), 1.1 (ranks 2)``."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        groups[value].append(rank)
+    return ", ".join(
+        f"{value} (ranks {', '.join(map(str, ranks))})" for value, ranks in groups.items()
+    )

@@ -1,0 +1,295 @@
+"""``rankwire doctor``: who reaches whom in a world, by what, how fast, and what to change.
+
+Every rank of the world runs this module: ``rankwire doctor -n 4`` starts one here, and any launcher
+starts one anywhere (``mpiexec -n 8 python -m rankwire.launch.doctor``). Rank 0 orders one pair
+after the other to measure, so that no measurement disturbs another, collects the values, and prints
+what ``diagnosis`` makes of them. There is no barrier: ranks that do not reach each other are the
+point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rankwire.backends.tcp import TcpBackend
+from rankwire.errors import RankwireError
+from rankwire.launch.diagnosis import Cell, Facts, Report, diagnose
+from rankwire.launch.environment import connect
+from rankwire.version import __version__
+
+__all__ = ["DEFAULT_NBYTES", "main"]
+
+DEFAULT_NBYTES = 64 << 20
+_ROUND_TRIPS = 300
+_WARM_UP = 30
+_REPEATS = 3
+# A pair that has not measured after so long does not reach each other.
+_PAIR_LIMIT = 30.0
+_T = TypeVar("_T")
+_ORDER, _RESULT, _PING, _BULK = 1, 2, 3, 4
+# A matrix for more ranks is wider than a screen.
+_WIDEST = 12
+
+
+class _Order(msgspec.Struct):
+    """Rank 0 to another: measure with this peer, as the first of the two; None to end."""
+
+    peer: int | None
+    is_first: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Be one rank of the examined world; return the exit code, 1 if something is bad."""
+    parser = argparse.ArgumentParser("rankwire.launch.doctor", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="print values instead of a table")
+    parser.add_argument("--nbytes", type=int, default=DEFAULT_NBYTES, help="size of large messages")
+    options = parser.parse_args(arguments)
+    with connect() as backend:
+        if backend.rank != 0:
+            _obey(backend, options.nbytes)
+            return 0
+        report = diagnose(*_examine(backend, options.nbytes))
+    if options.json:
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+    else:
+        _show(report)
+    return 0 if report.is_well else 1
+
+
+# -- the examination -------------------------------------------------------------------------------
+
+
+def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]:
+    """As rank 0: have every pair measured, and return what all ranks found."""
+    facts, cells = [_facts(backend)], []
+    say = _progress()
+    reached = [0]
+    for rank in range(1, backend.world_size):
+        try:
+            _give_order(backend, rank, _Order(0, is_first=False))
+            cells += _measure(backend, rank, nbytes, is_first=True)
+            facts.append(_result(backend, rank, Facts))
+            cells += _result(backend, rank, list[Cell])
+            reached.append(rank)
+        except RankwireError as error:
+            cells.append(Cell(0, rank, why_not=error.message))
+        say(f"measured ranks 0 and {rank}")
+    for one, other in combinations(reached[1:], 2):
+        _give_order(backend, one, _Order(other, is_first=True))
+        _give_order(backend, other, _Order(one, is_first=False))
+        try:
+            cells += _result(backend, one, list[Cell])
+            cells += _result(backend, other, list[Cell])
+        except RankwireError as error:
+            cells.append(Cell(one, other, why_not=error.message))
+        say(f"measured ranks {one} and {other}")
+    for rank in reached[1:]:
+        with suppress(RankwireError):  # it has been measured, whatever happened to it since
+            _give_order(backend, rank, _Order(None))
+    return facts, cells
+
+
+def _obey(backend: TcpBackend, nbytes: int) -> None:
+    """As another rank: measure when told to."""
+    has_told_facts = False
+    while True:
+        data = backend.recv(0, _ORDER, timeout=3600.0)
+        order = msgspec.json.decode(data, type=_Order)
+        if order.peer is None:
+            return
+        cells = _measure(backend, order.peer, nbytes, is_first=order.is_first)
+        if not has_told_facts:
+            has_told_facts = True
+            backend.send(msgspec.json.encode(_facts(backend)), 0, _RESULT)
+        backend.send(msgspec.json.encode(cells), 0, _RESULT)
+
+
+def _give_order(backend: TcpBackend, rank: int, order: _Order) -> None:
+    backend.send(msgspec.json.encode(order), rank, _ORDER, timeout=_PAIR_LIMIT)
+
+
+def _result(backend: TcpBackend, rank: int, kind: type[_T]) -> _T:
+    return msgspec.json.decode(backend.recv(rank, _RESULT, timeout=2 * _PAIR_LIMIT), type=kind)
+
+
+def _measure(backend: TcpBackend, peer: int, nbytes: int, *, is_first: bool) -> list[Cell]:
+    """Measure with a peer that does the same; return the cell of this direction."""
+    try:
+        link = backend.link_to(peer, timeout=_PAIR_LIMIT)
+        latency = _latency(backend, peer, is_first=is_first)
+        rates = {
+            is_sender: _bandwidth(backend, peer, nbytes, is_sender=is_sender)
+            for is_sender in (is_first, not is_first)
+        }
+    except RankwireError as error:
+        return [Cell(backend.rank, peer, why_not=error.message)]
+    return [
+        Cell(
+            backend.rank,
+            peer,
+            link.transport,
+            link.single_copy,
+            "" if link.single_copy else link.reason,
+            latency,
+            rates[True],
+        )
+    ]
+
+
+def _latency(backend: TcpBackend, peer: int, *, is_first: bool) -> float:
+    times = []
+    for _ in range(_WARM_UP + _ROUND_TRIPS):
+        begin = perf_counter()
+        if is_first:
+            backend.send(b"12345678", peer, _PING, timeout=_PAIR_LIMIT)
+            backend.recv(peer, _PING, timeout=_PAIR_LIMIT)
+        else:
+            backend.send(
+                backend.recv(peer, _PING, timeout=_PAIR_LIMIT), peer, _PING, timeout=_PAIR_LIMIT
+            )
+        times.append(perf_counter() - begin)
+    return median(times[_WARM_UP:])
+
+
+def _bandwidth(backend: TcpBackend, peer: int, nbytes: int, *, is_sender: bool) -> float:
+    """Return bytes a second of the best of a few large messages, each acknowledged."""
+    array = np.ones(nbytes, dtype=np.uint8).data  # every page is there
+    best = float("inf")
+    for _ in range(1 + _REPEATS):
+        begin = perf_counter()
+        if is_sender:
+            backend.send(array, peer, _BULK, timeout=_PAIR_LIMIT)
+            backend.recv(peer, _BULK, timeout=_PAIR_LIMIT)
+        else:
+            backend.recv_into(array, peer, _BULK, timeout=_PAIR_LIMIT)
+            backend.send(b"", peer, _BULK, timeout=_PAIR_LIMIT)
+        best = min(best, perf_counter() - begin)
+    return nbytes / best
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+def _facts(backend: TcpBackend) -> Facts:
+    return Facts(
+        rank=backend.rank,
+        host=os.uname().nodename,
+        boot=_read("/proc/sys/kernel/random/boot_id"),
+        net_namespace=_namespace("net"),
+        pid_namespace=_namespace("pid"),
+        cores=len(os.sched_getaffinity(0)),
+        spins=backend.spin > 0.0,
+        max_descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        somaxconn=int(_read("/proc/sys/net/core/somaxconn") or 0),
+        ptrace_scope=int(_read("/proc/sys/kernel/yama/ptrace_scope") or -1),
+        has_seccomp="\nSeccomp:\t2" in _read("/proc/self/status"),
+        mtu=_default_mtu(),
+        version=__version__,
+        python=platform.python_version(),
+    )
+
+
+def _default_mtu() -> int:
+    """Return the MTU of the interface that the default route takes."""
+    for line in _read("/proc/net/route").splitlines()[1:]:
+        fields = line.split()
+        if fields[1] == "00000000":
+            return int(_read(f"/sys/class/net/{fields[0]}/mtu") or 0)
+    return 0
+
+
+def _namespace(kind: str) -> int:
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:  # hidden, or a kernel without it
+        return ""
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _progress() -> Callable[[str], None]:
+    """Return what says how far the examination is, but not more than once a second."""
+    last = perf_counter()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if perf_counter() - last >= 1.0:
+            last = perf_counter()
+            sys.stderr.write(f"doctor: {text}\n")
+
+    return say
+
+
+def _show(report: Report) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    if len(report.facts) <= _WIDEST:
+        console.print(_matrix(report))
+    else:
+        for line in _by_kind(report.cells):
+            console.print(line)
+    console.print("from row to column: by what, median round trip of 8 bytes, bandwidth")
+    for advice in report.advice:
+        style, word = ("bold red", "bad") if advice.is_bad else ("yellow", "could be better")
+        console.print(f"[{style}]{word}:[/] ", end="")
+        console.print(advice.what, markup=False)
+        console.print(f"  change: {advice.change}", markup=False)
+    if not report.advice:
+        console.print("[green]nothing to change[/]")
+
+
+def _matrix(report: Report) -> Table:
+    ranks = sorted({rank for cell in report.cells for rank in (cell.src, cell.dst)} | {0})
+    cells = {(cell.src, cell.dst): cell for cell in report.cells}
+    hosts = {fact.rank: fact.host for fact in report.facts}
+    table = Table("", *(str(rank) for rank in ranks))
+    for src in ranks:
+        row = [f"{src} {hosts.get(src, '')}"]
+        for dst in ranks:
+            cell = cells.get((src, dst))
+            text = "" if cell is None else _describe(cell, "\n")
+            row.append(f"[bold red]{text} ![/]" if (src, dst) in set(report.marked) else text)
+        table.add_row(*row)
+    return table
+
+
+def _by_kind(cells: Sequence[Cell]) -> Iterator[str]:
+    for kind in sorted({cell.kind for cell in cells}):
+        alike = [cell for cell in cells if cell.kind == kind]
+        latency = median(cell.latency for cell in alike)
+        bandwidth = median(cell.bandwidth for cell in alike)
+        middle = Cell(0, 0, alike[0].transport, alike[0].single_copy, "", latency, bandwidth)
+        yield f"{len(alike)} links: {_describe(middle)} (medians)"
+
+
+def _describe(cell: Cell, separator: str = " ") -> str:
+    if not cell.transport:
+        return "not reached"
+    return f"{cell.kind} {cell.latency * 1e6:.0f} us{separator}{cell.bandwidth / 1e9:.1f} GB/s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

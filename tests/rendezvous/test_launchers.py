@@ -1,0 +1,87 @@
+"""What launchers say to each other, as bytes on a real socket."""
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwire.deadline import Deadline
+from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostError, RankwireError
+from rankwire.links.connection import Connection
+from rankwire.rendezvous.launchers import (
+    Asked,
+    Ended,
+    Finish,
+    Here,
+    Kill,
+    LauncherLink,
+    Over,
+    Start,
+    Stop,
+)
+from rankwire.wire.frames import Channel
+
+MESSAGES = [
+    Here(4, "host"),
+    Start(8, 4, "run-1.0", 2),
+    Ended(5, None, 9, True, True),
+    Stop(15),
+    Kill(),
+    Over([4], [6], {5: ["Traceback", "ü"]}),
+    Asked(2),
+    Finish(137, "rank 5 failed"),
+]
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.connections = []
+        for sock in socket.socketpair():
+            sock.setblocking(False)
+            self.connections.append(Connection(sock, peer=0, max_nbytes=1 << 20))
+        self.here, self.there = map(LauncherLink, self.connections)
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.here.close()
+        self.there.close()
+
+
+def test_every_message_arrives_as_it_was():
+    with Pair() as pair:
+        for message in MESSAGES:
+            pair.here.tell(message)
+        heard = []
+        while len(heard) < len(MESSAGES):
+            heard += pair.there.receive()
+        assert heard == MESSAGES
+        assert pair.there.receive() == []
+
+
+@given(st.binary(max_size=64))
+def test_what_is_no_message_is_an_error_of_ours(data):
+    with Pair() as pair:
+        pair.connections[0].send(Channel.CONTROL, 0, 0, [data], len(data), Deadline(1.0))
+        try:
+            heard = pair.there.receive()
+        except InvalidMessageError:
+            return
+        assert len(heard) == 1  # by chance it is one
+
+
+def test_an_end_is_found_by_the_next_look():
+    with Pair() as pair:
+        pair.here.close()
+        with pytest.raises((PeerLostError, ChannelClosedError)):
+            pair.there.receive()
+
+
+def test_who_cannot_be_told_is_gone():
+    with Pair() as pair:
+        pair.there.close()
+        pair.here.tell(Kill())
+        with pytest.raises(RankwireError):
+            pair.here.receive()
