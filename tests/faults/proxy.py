@@ -62,7 +62,8 @@ class Flow:
                 self.sleep(0.01)
             self.passed += len(piece)  # before: who receives it may look at once
             self.target.sendall(piece)
-        self.target.shutdown(socket.SHUT_WR)
+        if not self.ended.is_set():
+            self.target.shutdown(socket.SHUT_WR)
 
     def _read(self) -> Pieces:
         while piece := self.source.recv(_READ_NBYTES):
@@ -85,6 +86,7 @@ class Proxy:
         self._target = target
         self._listener = socket.create_server((host, 0))
         self._threads: list[threading.Thread] = []
+        self._ending = threading.Lock()
         self._start(self._accept)
 
     @property
@@ -98,10 +100,8 @@ class Proxy:
 
     def reset(self) -> None:
         """Reset every connection at both ends."""
-        for up, down in self.flows:
-            up.ended.set()
-            down.ended.set()
-            _end(up.source, up.target, reset=True)
+        for flows in self.flows:
+            self._finish(flows, reset=True)
 
     def silence(self, *, up: bool = True, down: bool = True) -> None:
         """Let nothing pass from now on; connections stay."""
@@ -126,9 +126,7 @@ class Proxy:
     def close(self) -> None:
         self.refuse()
         for flows in self.flows:
-            for flow in flows:
-                flow.ended.set()
-            _end(flows[0].source, flows[0].target, reset=False)
+            self._finish(flows, reset=False)
         for thread in self._threads:
             thread.join()
 
@@ -167,11 +165,16 @@ class Proxy:
             reset = True
         except OSError:
             reset = False  # closed here
-        if flow.ended.is_set():
-            return  # the other direction ends both, and a farewell of ours must not come between
-        for one in both:
-            one.ended.set()
-        _end(flow.source, flow.target, reset=reset)
+        self._finish(both, reset=reset)
+
+    def _finish(self, flows: tuple[Flow, Flow], *, reset: bool) -> None:
+        """End a connection. Who comes first decides how: the other thread only sees it end."""
+        with self._ending:
+            if flows[0].ended.is_set():
+                return
+            for flow in flows:
+                flow.ended.set()
+        _end(flows[0].source, flows[0].target, reset=reset)
 
 
 def _end(*ends: socket.socket, reset: bool) -> None:
