@@ -299,6 +299,27 @@ def test_a_message_for_a_thread_that_is_interrupted_goes_back(post):
     assert [post.recv(1), post.recv(1)] == [b"first", b"second"]
 
 
+def test_what_comes_after_a_message_that_was_lost_with_an_interrupt_is_not_delivered(post):
+    """Otherwise there would be a gap that nobody sees."""
+    deliver = post.inbox._deliver
+
+    def interrupted_after_the_first(frames):
+        post.inbox._deliver = deliver
+        first, *_ = frames
+        post.inbox._match(first, [])
+        raise KeyboardInterrupt
+
+    post.inbox._deliver = interrupted_after_the_first
+    # More than one read takes: of the last one, some is still with the kernel.
+    for payload in (b"first", bytes(60_000), b"after the gap" * 2000):
+        post.send(1, payload)
+    with pytest.raises(KeyboardInterrupt):
+        post.recv(1)
+    assert post.recv(1) == b"first"
+    with pytest.raises(PeerLostError, match="interrupted"):
+        post.recv(1)
+
+
 def test_no_wake_up_is_lost_with_a_thread_whose_deadline_passes_as_it_wakes(post):
     reader = post.start(1)
     late = post.start(2, LateDeadline())

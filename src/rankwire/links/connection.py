@@ -472,8 +472,7 @@ class Connection:
             raise self.fail(_lost(self.peer, error)) from error
         except BaseException:
             # A signal: the bytes may have left the kernel without having reached the parser.
-            self._parser.violation = ProtocolError("the stream is out of step")
-            self.fail(PeerLostError(self.peer, "reading from it was interrupted"))
+            self.spoil("reading from it was interrupted")
             raise
         if self._parser.has_special:
             frames = self._without_courtesies(frames)
@@ -610,6 +609,14 @@ class Connection:
             self.failure = self.failure or cause
         self._shut_down()
         return self.failure.copy()
+
+    def spoil(self, reason: str) -> None:
+        """Give up the connection because something that was read is gone.
+
+        What follows it must not be delivered, although it may have arrived.
+        """
+        self._parser.violation = ProtocolError("the stream is out of step")
+        self.fail(PeerLostError(self.peer, reason))
 
     def explain_end(self, error: RankwireError) -> RankwireError:
         """Return the cause of an end for which somebody waits; a farewell may have a reason."""

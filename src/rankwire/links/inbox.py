@@ -26,7 +26,6 @@ from rankwire.deadline import Deadline
 from rankwire.errors import (
     DeadlineExceededError,
     ForkedProcessError,
-    PeerLostError,
     RankwireError,
 )
 from rankwire.forking import guard
@@ -374,7 +373,7 @@ class Inbox:
         """A signal ended the reading: what was read and not delivered is lost, and may not be."""
         assert self.connection is not None
         if self.connection.unclaimed or self._in_hand is not None:
-            self.connection.fail(PeerLostError(self.peer, "receiving from it was interrupted"))
+            self.connection.spoil("receiving from it was interrupted")
 
     def _deliver(self, frames: Sequence[Frame]) -> list[Receive]:
         """Match frames to receives; return those to be called back."""
