@@ -62,7 +62,6 @@ def test_f03_a_stopped_rank_with_tight_limits(measured):
             assert ranks[1].call("recv", 0) == b"still there?"
 
 
-@pytest.mark.nightly
 @pytest.mark.fault(
     3, "a stopped rank is suspected and fails what waits on it within the default limits"
 )

@@ -311,8 +311,7 @@ class Connection:
                 raise self.failure.copy()
             header = pack_header(channel, group, tag, nbytes, self._sequence)
             if self._seal is not None:
-                seal = self._seal.of(self._sequence, header, channel, buffers, nbytes)
-                buffers = (*buffers, seal)
+                buffers = self._seal.around(self._sequence, header, channel, buffers, nbytes)
             if nbytes > _JOIN_NBYTES:
                 self._write([*self._held, header, *buffers], deadline, meanwhile, owned=False)
             elif hold and len(self._held) < _HOLD_FRAMES:

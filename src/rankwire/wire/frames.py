@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_MAX_MESSAGE_NBYTES",
     "HEADER_NBYTES",
+    "LARGE_SEALED_NBYTES",
     "LOAN",
     "SEAL_NBYTES",
     "WORLD_GROUP",
@@ -72,6 +73,10 @@ _SEQUENCE_MASK = 0xFFFF_FFFF
 # One recv() takes what fits here. A payload that does not fit is received straight into memory of
 # its own, so this bounds the bytes that are copied once more, not the speed of large messages.
 _BUFFER_NBYTES = 1 << 16
+
+# On a sealed connection, the header of a frame that does not fit there has a seal of its own before
+# the payload: for these, memory is taken before the whole of it can be checked.
+LARGE_SEALED_NBYTES = _BUFFER_NBYTES - HEADER_NBYTES - SEAL_NBYTES
 
 
 class Channel(IntEnum):
@@ -308,10 +313,12 @@ class FrameParser:
                 self._sequence = (sequence + 1) & _SEQUENCE_MASK
             elif stop + seal_nbytes - start > _BUFFER_NBYTES:
                 if self._seal is not None:
-                    header = self._view[start:body]
-                    self._impression = self._seal.begin(
-                        self._sealed_frames, header, channel, nbytes
-                    )
+                    if end - body < SEAL_NBYTES:
+                        break  # the header's own seal comes first: an altered length ends here
+                    if not self._begin_sealed_body(channel, nbytes, start):
+                        self.violation = _broken_seal()
+                        break
+                    body, stop = body + SEAL_NBYTES, stop + SEAL_NBYTES
                 start = min(stop, end)
                 self._begin_body((channel, group, tag), nbytes, self._view[body:start])
                 self._sequence = (sequence + 1) & _SEQUENCE_MASK
@@ -353,6 +360,16 @@ class FrameParser:
         ahead = (_HEADER.unpack(header)[1] - self._sequence) & _SEQUENCE_MASK
         number = self._sealed_frames + (self._impression is not None) + ahead
         return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
+
+    def _begin_sealed_body(self, channel: int, nbytes: int, start: int) -> bool:
+        """Check the seal of a header, which a large payload has before it, and begin its own."""
+        assert self._seal is not None
+        body = start + HEADER_NBYTES
+        header, seal = self._view[start:body], self._view[body : body + SEAL_NBYTES]
+        if not self._seal.begin_head(self._sealed_frames, header).matches(seal):
+            return False
+        self._impression = self._seal.begin(self._sealed_frames, header, channel, nbytes)
+        return True
 
     def _begin_body(self, head: tuple[int, int, int], nbytes: int, first: memoryview) -> None:
         try:

@@ -1,7 +1,9 @@
 """Seals: proof that a frame is the next one of its connection, and as its sender wrote it.
 
 Where others can reach the wire, each frame is followed by a seal of 16 bytes: the beginning of
-HMAC-SHA256 over a number that counts the frames of this direction, the header, and the payload.
+HMAC-SHA256 over a number that counts the frames of this direction, the header, and the payload. The
+header of a large frame has a seal of its own before the payload, so that nobody waits, or makes
+room, for what a forged length promises.
 The two directions have keys of their own, made in the handshake from the secret and both nonces, so
 no seal is worth anything on another connection, in the other direction, or at another place of the
 stream.
@@ -25,7 +27,7 @@ from enum import IntFlag
 from typing import NamedTuple
 from zlib import crc32
 
-from rankwire.wire.frames import SEAL_NBYTES, Buffer, Channel
+from rankwire.wire.frames import LARGE_SEALED_NBYTES, SEAL_NBYTES, Buffer, Channel
 
 __all__ = ["BULK_NBYTES", "Impression", "Protection", "Seal", "Seals", "make_seals"]
 
@@ -75,11 +77,12 @@ class Impression:
 class Seal:
     """Makes and checks the seals of one direction. Safe from any thread."""
 
-    __slots__ = ("_full_mac", "_keyed")
+    __slots__ = ("_full_mac", "_keyed", "_keyed_for_heads")
 
     def __init__(self, key: bytes, *, full_mac: bool = False) -> None:
         # Copying a keyed MAC takes 1.7 us a small frame, making one each time 2.5.
         self._keyed = hmac.new(key, digestmod="sha256")
+        self._keyed_for_heads = hmac.new(hmac.digest(key, b"head", "sha256"), digestmod="sha256")
         self._full_mac = full_mac
 
     def begin(self, sequence: int, header: Buffer, channel: int, nbytes: int) -> Impression:
@@ -89,6 +92,12 @@ class Seal:
         by_crc = nbytes > BULK_NBYTES and channel in _BULK_CHANNELS and not self._full_mac
         return Impression(mac, by_crc=by_crc)
 
+    def begin_head(self, sequence: int, header: Buffer) -> Impression:
+        """Return the seal of the header of a large frame."""
+        mac = self._keyed_for_heads.copy()
+        mac.update(_SEQUENCE.pack(sequence) + header)
+        return Impression(mac, by_crc=False)
+
     def of(
         self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
     ) -> bytes:
@@ -97,6 +106,15 @@ class Seal:
         for piece in payload:
             impression.add(piece)
         return impression.finish()
+
+    def around(
+        self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
+    ) -> list[Buffer]:
+        """Return what follows a header: the payload and its seal, behind that of a large header."""
+        seal = self.of(sequence, header, channel, payload, nbytes)
+        if nbytes <= LARGE_SEALED_NBYTES:
+            return [*payload, seal]
+        return [self.begin_head(sequence, header).finish(), *payload, seal]
 
 
 class Seals(NamedTuple):
