@@ -25,7 +25,8 @@ def explained(
         try:
             return function(backend, *args, **kwargs)
         except RankwireError as error:
-            error.during(op=function.__name__, rank=backend.rank)
+            # The error may be that this is no group at all.
+            error.during(op=function.__name__, rank=getattr(backend, "rank", None))
             raise
 
     return explaining  # type: ignore[return-value]  # mypy does not know that the name stays
