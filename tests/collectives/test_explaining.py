@@ -43,7 +43,7 @@ def test_other_errors_pass():
         add(THIRD, 1, b=0)
 
 
-def test_an_error_about_what_is_no_group_is_not_hidden():
+def test_the_error_about_swapped_arguments_is_not_hidden():
     with pytest.raises(ConfigurationError, match="no b") as caught:
         add(object(), 1, b=None)
     assert (caught.value.op, caught.value.rank) == ("add", None)

@@ -401,6 +401,14 @@ def test_a_launcher_with_certificates_of_another_job_is_refused(hosts, tls_dir, 
     assert "certificate" in stderr
 
 
+def test_the_environment_may_name_the_folder_on_several_hosts(hosts, tmp_path, monkeypatch):
+    hosts.write("ready()")
+    monkeypatch.setenv("RANKWIRE_TLS_DIR", str(tmp_path / "nowhere"))
+    code, _, stderr = hosts.launch(1).wait()
+    assert code == 2
+    assert f"{tmp_path / 'nowhere'} has no ca.pem" in stderr
+
+
 def test_a_launcher_without_tls_is_told_how_to_get_it(hosts, tls_dir):
     hosts.write("ready()\ntime.sleep(60)")
     hosts.launch(0, "--tls", str(tls_dir))

@@ -25,7 +25,7 @@ def explained(
         try:
             return function(backend, *args, **kwargs)
         except RankwireError as error:
-            # The error may be that this is no group at all.
+            # With swapped arguments this is no group, and the error says so.
             error.during(op=function.__name__, rank=getattr(backend, "rank", None))
             raise
 
