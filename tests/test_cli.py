@@ -25,13 +25,14 @@ def test_help_lists_the_commands():
     assert done.exit_code == 0
     assert "run" in done.output
     assert "doctor" in done.output
+    assert "certificates" in done.output
 
 
 def test_help_of_run_tells_what_matters():
     done = rankwire("run", "-h")
     assert done.exit_code == 0
     told = ("-n", "-m", "--grace", "--no-prefix", "--log-dir", "SIGTERM", "Ctrl-C", "connect()")
-    several = ("--nnodes", "--node-rank", "--master", "--secret-file", "--restarts")
+    several = ("--nnodes", "--node-rank", "--master", "--secret-file", "--restarts", "--tls")
     for word in (*told, *several, "RANKWIRE_RANK", "rankwire run -n 4 train.py"):
         assert word in done.output
 
@@ -51,6 +52,17 @@ def test_refusals(args, words):
     assert done.exit_code == 2
     assert words in done.output
     assert "Traceback" not in done.output
+
+
+def test_certificates_are_refused_where_there_are_some_and_without_the_extra(tmp_path, monkeypatch):
+    done = rankwire("certificates", str(tmp_path), "-n", "2")
+    assert done.exit_code == 2
+    assert "exists" in done.output
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    done = rankwire("certificates", str(tmp_path / "tls"), "-n", "2")
+    assert done.exit_code == 2
+    assert "pip install 'rankwire[tls]'" in done.output
+    assert not (tmp_path / "tls").exists()
 
 
 def test_the_library_alone_does_not_load_the_command_line():

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from rankwire.errors import ConfigurationError
+from rankwire.launch.certificates import DEFAULT_DAYS, make_certificates
 from rankwire.launch.run import DEFAULT_GRACE
 from rankwire.launch.run import run as run_ranks
 from rankwire.version import __version__
@@ -89,6 +90,15 @@ def run(
             " several hosts RANKWIRE_SECRET_FILE may name it.",
         ),
     ] = None,
+    tls_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls",
+            metavar="DIR",
+            help="Use TLS, with the files that `rankwire certificates` made, on all hosts; on"
+            " several hosts RANKWIRE_TLS_DIR may name it.",
+        ),
+    ] = None,
     restarts: Annotated[
         int,
         typer.Option(
@@ -127,6 +137,8 @@ def run(
     command = ["-m", program] if is_module else [program]
     if nodes > 1 and secret_file is None and (named := os.environ.get("RANKWIRE_SECRET_FILE")):
         secret_file = Path(named)
+    if nodes > 1 and tls_dir is None and (named := os.environ.get("RANKWIRE_TLS_DIR")):
+        tls_dir = Path(named)
     try:
         code = run_ranks(
             [*command, *(arguments or [])],
@@ -135,6 +147,7 @@ def run(
             node=node,
             master=master,
             secret_file=secret_file,
+            tls_dir=tls_dir,
             restarts=restarts,
             grace=grace,
             has_prefix=has_prefix,
@@ -176,6 +189,40 @@ def doctor(
     except ConfigurationError as error:
         _refuse(str(error))
     raise typer.Exit(code)
+
+
+@app.command()
+def certificates(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Made here, closed to others; must not exist.")
+    ],
+    *,
+    ranks: Annotated[
+        int,
+        typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on all hosts."),
+    ],
+    days: Annotated[
+        float, typer.Option(metavar="D", help="How long they are good; longer than the job runs.")
+    ] = DEFAULT_DAYS,
+) -> None:
+    """Make the certificates of one job, for `rankwire run --tls DIR`.
+
+    One for launchers and one for each rank, signed by an authority of this job alone, whose key is
+    thrown away. Make new ones for each job. Needs rankwire with its extra `tls`.
+    """
+    try:
+        make_certificates(folder, ranks, days=days)
+    except ConfigurationError as error:
+        _refuse(str(error))
+    typer.echo(
+        f"{folder}: certificates of a launcher and {ranks} rank{'s'[: ranks > 1]},"
+        f" good for {days:g} days\n"
+        "Copy to each host, into a folder that only you can read:\n"
+        "  ca.pem, launcher.pem, launcher.key\n"
+        "  rank-N.pem, rank-N.key of each rank N of that host (ranks are numbered by node)\n"
+        f"Then start there: rankwire run --tls {folder} ...\n"
+        f"or with another launcher: RANKWIRE_TLS_DIR={folder}"
+    )
 
 
 def _module_hint(name: str) -> str:

@@ -801,6 +801,25 @@ def test_closing_again_and_from_several_threads_at_once_is_harmless(pair):
     assert not pair[1].closed
 
 
+def test_a_close_does_not_wait_for_an_introduction_that_hangs(monkeypatch):
+    """As in looking up a name: nothing can interrupt that."""
+    monkeypatch.setattr("rankwire.backends.tcp._INTRODUCTIONS_PATIENCE", 0.1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(backend, peer):
+        begun.set()
+        assert go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(TcpBackend, "_greet", hang)
+    with tcp_world(3) as world:
+        world[0].close()  # who coordinated: the others introduce themselves to each other
+        assert begun.wait(PATIENCE)
+        try:
+            Running(world[1].close).result()
+        finally:
+            go_on.set()
+
+
 def test_a_close_has_ended_when_any_close_returns(pair):
     """The second caller may rely on it as well as the first."""
     closing = [Running(pair[0].close) for _ in range(4)]

@@ -43,5 +43,11 @@ def test_other_errors_pass():
         add(THIRD, 1, b=0)
 
 
+def test_the_error_about_swapped_arguments_is_not_hidden():
+    with pytest.raises(ConfigurationError, match="no b") as caught:
+        add(object(), 1, b=None)
+    assert (caught.value.op, caught.value.rank) == ("add", None)
+
+
 def test_the_group_may_be_given_by_name_as_the_signature_says():
     assert add(backend=THIRD, a=6, b=2) == 3

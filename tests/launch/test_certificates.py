@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.certificates import make_certificates
+from rankwire.launch.certificates import files_of, make_certificates
+from rankwire.links.tls import TlsContexts
 
 x509 = pytest.importorskip("cryptography.x509")
 
@@ -35,9 +36,42 @@ def test_only_this_user_can_read_them_and_the_authoritys_key_is_nowhere(tmp_path
     assert stat.S_IMODE((tmp_path / "tls").stat().st_mode) == 0o700
     files = sorted((tmp_path / "tls").iterdir())
     assert [file.name for file in files] == [
-        "ca.pem", "rank-0.key", "rank-0.pem", "rank-1.key", "rank-1.pem"
+        "ca.pem", "launcher.key", "launcher.pem",
+        "rank-0.key", "rank-0.pem", "rank-1.key", "rank-1.pem",
     ]  # fmt: skip
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+def test_launchers_and_ranks_find_their_files_again(tmp_path):
+    made = make_certificates(tmp_path / "tls", 2)
+    assert [files_of(tmp_path / "tls", rank) for rank in range(2)] == made
+    launcher = files_of(str(tmp_path / "tls"), "launcher")
+    load(launcher.cert).verify_directly_issued_by(load(made[0].ca))
+    assert load(launcher.cert).subject.rfc4514_string() == "CN=launcher"
+    TlsContexts(launcher)  # the key is that of the certificate
+
+
+@pytest.mark.parametrize(
+    ("lost", "who"),
+    [
+        (["ca.pem"], "launcher"),
+        (["launcher.key"], "launcher"),
+        (["rank-1.pem", "rank-1.key"], 1),
+        (["ca.pem", "rank-0.key"], 0),
+    ],
+)
+def test_files_that_are_missing_are_named_and_no_others(tmp_path, lost, who):
+    folder = tmp_path / "tls"
+    make_certificates(folder, 2)
+    for name in lost:
+        (folder / name).unlink()
+    with pytest.raises(ConfigurationError) as caught:
+        files_of(folder, who)
+    assert str(folder) in str(caught.value)
+    owners = ("launcher", "rank-0", "rank-1")
+    files = ["ca.pem", *(f"{owner}.{kind}" for owner in owners for kind in ("pem", "key"))]
+    named = [file for file in files if file in str(caught.value)]
+    assert sorted(named) == sorted(lost)
 
 
 def test_they_are_good_for_the_days_asked_for(tmp_path):

@@ -1,7 +1,6 @@
 """connect(): what a launcher left, read once, remembered, and explained when it is not there."""
 
 import os
-import socket
 
 import pytest
 
@@ -9,6 +8,7 @@ from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.launch import environment
 from rankwire.launch.environment import connect
 from rankwire.links.protection import Tls
+from worlds import free_port
 
 VARIABLES = {
     "RANKWIRE_RANK": "0",
@@ -65,7 +65,6 @@ def test_the_place_in_the_world(launched):
             "address": "127.0.0.1:5000",
             "job": "job",
             "secret": b"s" * 32,
-            "listener": None,
             "has_coordinator": False,
             "timeout": 3.0,
         }
@@ -91,46 +90,6 @@ def test_options_win(launched):
 def test_the_secret_is_not_shown():
     place = environment.Place(0, 1, "x:1", secret=b"hidden")
     assert "hidden" not in repr(place)
-
-
-def test_rank_0_takes_the_listener_once(launched, monkeypatch):
-    told, _ = launched
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        fd = os.dup(listener.fileno())
-        os.set_inheritable(fd, True)
-        monkeypatch.setenv("RANKWIRE_LISTEN_FD", str(fd))
-        connect()
-        taken = told[0]["listener"]
-        assert taken.getsockname() == listener.getsockname()
-        assert not os.get_inheritable(fd)
-        taken.close()
-    connect()
-    assert told[1]["listener"] is None
-
-
-@pytest.mark.parametrize("options", [{"address": "127.0.0.1:9"}, {"listener": None}])
-def test_the_listener_is_closed_when_it_is_not_wanted(launched, monkeypatch, options):
-    told, _ = launched
-    fd = socket.create_server(("127.0.0.1", 0)).detach()
-    monkeypatch.setenv("RANKWIRE_LISTEN_FD", str(fd))
-    connect(**options)
-    assert told[0]["listener"] is None
-    assert not is_open(fd)
-
-
-def test_the_listener_is_closed_at_other_ranks_and_after_a_failure(launched, monkeypatch):
-    for rank in ("1", "0"):
-        fd = socket.create_server(("127.0.0.1", 0)).detach()
-        monkeypatch.setenv("RANKWIRE_LISTEN_FD", str(fd))
-        monkeypatch.setenv("RANKWIRE_RANK", rank)
-
-        def fail(**arguments):
-            raise ConfigurationError("no")
-
-        monkeypatch.setattr(environment, "TcpBackend", fail)
-        with pytest.raises(ConfigurationError, match="no"):
-            connect()
-        assert not is_open(fd)
 
 
 def test_a_first_refusal_is_final_and_so_are_missing_ranks(launched, monkeypatch):
@@ -209,9 +168,7 @@ def test_what_is_missing_is_named(launched, monkeypatch):
         connect()
 
 
-@pytest.mark.parametrize(
-    "name", ["RANKWIRE_RANK", "RANKWIRE_WORLD_SIZE", "RANKWIRE_SECRET_FD", "RANKWIRE_LISTEN_FD"]
-)
+@pytest.mark.parametrize("name", ["RANKWIRE_RANK", "RANKWIRE_WORLD_SIZE", "RANKWIRE_SECRET_FD"])
 def test_what_is_not_a_number_is_named(launched, monkeypatch, name):
     monkeypatch.setenv(name, "one")
     with pytest.raises(ConfigurationError, match=f"{name} is 'one'"):
@@ -224,10 +181,6 @@ def test_a_descriptor_that_was_not_inherited(launched, monkeypatch, tmp_path):
         with pytest.raises(ConfigurationError, match="not the pipe"):
             connect()
         assert is_open(other.fileno())
-        monkeypatch.setenv("RANKWIRE_LISTEN_FD", str(other.fileno()))
-        with pytest.raises(ConfigurationError, match="RANKWIRE_LISTEN_FD"):
-            connect()
-    monkeypatch.delenv("RANKWIRE_LISTEN_FD", raising=False)
     monkeypatch.setenv("RANKWIRE_SECRET_FD", "999")
     with pytest.raises(ConfigurationError, match="Bad file descriptor"):
         connect()
@@ -276,6 +229,87 @@ def test_a_file_for_tls_that_is_missing_is_named(launched, monkeypatch, missing)
         monkeypatch.setenv(f"RANKWIRE_TLS_{name}", f"/files/{name}")
     with pytest.raises(ConfigurationError, match=f"RANKWIRE_TLS_{missing} is not set"):
         connect()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as `rankwire certificates` makes it, for two ranks; nothing here looks inside."""
+    for name in ("ca.pem", "rank-0.pem", "rank-0.key", "rank-1.pem", "rank-1.key"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_a_folder_for_tls_has_the_files_of_this_rank(launched, monkeypatch, folder):
+    told, _ = launched
+    monkeypatch.setenv("RANKWIRE_TLS_DIR", str(folder))
+    connect()
+    connect(rank=1)
+    for rank in range(2):
+        names = (f"rank-{rank}.pem", f"rank-{rank}.key", "ca.pem")
+        assert told[rank]["tls"] == Tls(*(folder / name for name in names))
+
+
+def test_a_folder_for_tls_without_the_files_of_this_rank(launched, monkeypatch, folder):
+    told, _ = launched
+    monkeypatch.setenv("RANKWIRE_TLS_DIR", str(folder))
+    with pytest.raises(ConfigurationError, match=r"no rank-2\.pem and no rank-2\.key"):
+        connect(rank=2)
+    mine = Tls(cert="c", key="k", ca="a")
+    connect(rank=2, tls=mine)
+    assert [arguments["tls"] for arguments in told] == [mine]
+
+
+def test_a_folder_and_files_for_tls_contradict_each_other(launched, monkeypatch, folder):
+    monkeypatch.setenv("RANKWIRE_TLS_DIR", str(folder))
+    monkeypatch.setenv("RANKWIRE_TLS_CA", "/files/CA")
+    with pytest.raises(ConfigurationError, match="RANKWIRE_TLS_DIR and RANKWIRE_TLS_CA"):
+        connect()
+
+
+# -- where to listen
+
+
+def test_the_environment_may_say_where_to_listen_and_options_win(launched, monkeypatch):
+    told, _ = launched
+    monkeypatch.setenv("RANKWIRE_RANK", "1")
+    monkeypatch.setenv("RANKWIRE_LISTEN", "10.0.0.5:29600-29700")
+    monkeypatch.setenv("RANKWIRE_ADVERTISE", "outside")
+    connect()
+    connect(listen="10.0.0.6", advertise=None)
+    assert [(arguments["listen"], arguments["advertise"]) for arguments in told] == [
+        ("10.0.0.5:29600-29700", "outside"),
+        ("10.0.0.6", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("listen", "host"), [("10.0.0.5:29600-29700", "10.0.0.5"), (":29600-29700", None), ("::", "::")]
+)
+def test_a_rank_0_that_coordinates_listens_at_the_port_where_it_is_looked_for(
+    launched, monkeypatch, listen, host
+):
+    told, _ = launched
+    monkeypatch.setenv("RANKWIRE_LISTEN", listen)
+    connect()
+    connect(has_coordinator=True)
+    assert [arguments.get("listen") for arguments in told] == [host, listen]
+
+
+def test_ranks_listen_where_the_environment_says(run):
+    low = free_port()
+    done = run(
+        """
+import rankwire
+with rankwire.connect(transport="tcp") as backend:
+    ports = rankwire.all_gather_object(backend, backend._me.port)
+    assert len(set(ports)) == 2, ports
+    print(*ports)
+""",
+        "--no-prefix",
+        env=os.environ | {"RANKWIRE_LISTEN": f"127.0.0.1:{low}-{low + 50}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(low <= int(port) <= low + 50 for port in done.stdout.split())
 
 
 def test_one_world_of_processes_after_another(run):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launched import COMMAND, PREAMBLE, Launched, is_running
+from rankwire.launch.certificates import make_certificates
 from worlds import free_port
 
 HOSTS = ("10.213.77.1", "10.213.77.2")
@@ -327,14 +328,18 @@ def _catches(pid: int, number: int) -> bool:
 # -- in network namespaces -----------------------------------------------------------------------
 
 
-def test_a_world_across_two_networks(hosts, two_networks):
+@pytest.mark.parametrize("security", ["auth", "tls"])
+def test_a_world_across_two_networks(hosts, two_networks, request, security):
     hosts.networks, hosts.master = two_networks, f"{HOSTS[0]}:29400"
     body = CONNECT + (
         "other = (rank + 2) % 4\nprint(backend.link_to(other).transport,"
-        " rankwire.all_gather_object(backend, rank))\nbackend.barrier()\nbackend.close()"
+        " backend.security, rankwire.all_gather_object(backend, rank))\n"
+        "backend.barrier()\nbackend.close()"
     )
-    results = wait_all(hosts.start(body, "--no-prefix", ready=False))
-    assert [(code, out) for code, out, _ in results] == [(0, "tcp [0, 1, 2, 3]\n" * 2)] * 2, results
+    tls = ["--tls", str(request.getfixturevalue("tls_dir"))] if security == "tls" else []
+    results = wait_all(hosts.start(body, "--no-prefix", *tls, ready=False))
+    printed = f"tcp {security} [0, 1, 2, 3]\n" * 2
+    assert [(code, out) for code, out, _ in results] == [(0, printed)] * 2, results
 
 
 @pytest.mark.fault(54, "a host that is cut off ends the job on all hosts, within 10 s")
@@ -352,3 +357,76 @@ def test_row_54_a_cable_that_is_cut(hosts, two_networks):
     assert "the launcher of node 0 is gone" in results[1][2]
     for host in launched:
         host.wait_until_all_gone(0)
+
+
+# -- inside TLS
+
+
+@pytest.fixture
+def tls_dir(tmp_path):
+    pytest.importorskip("cryptography")
+    make_certificates(tmp_path / "tls", 4)
+    return tmp_path / "tls"
+
+
+def test_launchers_and_ranks_inside_tls_each_with_its_own_files(hosts, tls_dir, tmp_path):
+    hosts.write(
+        """
+import rankwire
+with rankwire.connect(transport="tcp") as backend:  # else they would use Unix sockets here
+    print(rank, backend.security, sum(rankwire.all_gather_object(backend, rank)))
+"""
+    )
+    folders = [tmp_path / f"host{node}" for node in range(2)]
+    for node, folder in enumerate(folders):
+        folder.mkdir(mode=0o700)
+        owners = ("launcher", f"rank-{2 * node}", f"rank-{2 * node + 1}")
+        files = [f"{owner}.{kind}" for owner in owners for kind in ("pem", "key")]
+        for name in ("ca.pem", *files):
+            shutil.copy(tls_dir / name, folder / name)
+    launched = [hosts.launch(node, "--no-prefix", "--tls", str(folders[node])) for node in (1, 0)]
+    results = wait_all(launched[::-1])
+    assert [code for code, _, _ in results] == [0, 0], results
+    printed = [sorted(stdout.splitlines()) for _, stdout, _ in results]
+    assert printed == [["0 tls 6", "1 tls 6"], ["2 tls 6", "3 tls 6"]]
+
+
+def test_a_launcher_with_certificates_of_another_job_is_refused(hosts, tls_dir, tmp_path):
+    hosts.write("ready()\ntime.sleep(60)")
+    hosts.launch(0, "--tls", str(tls_dir))
+    make_certificates(tmp_path / "other", 4)
+    code, _, stderr = hosts.launch(1, "--tls", str(tmp_path / "other")).wait()
+    assert code == 2
+    assert "refused node 1" in stderr
+    assert "certificate" in stderr
+
+
+def test_the_environment_may_name_the_folder_on_several_hosts(hosts, tmp_path, monkeypatch):
+    hosts.write("ready()")
+    monkeypatch.setenv("RANKWIRE_TLS_DIR", str(tmp_path / "nowhere"))
+    code, _, stderr = hosts.launch(1).wait()
+    assert code == 2
+    assert f"{tmp_path / 'nowhere'} has no ca.pem" in stderr
+
+
+def test_a_launcher_without_tls_is_told_how_to_get_it(hosts, tls_dir):
+    hosts.write("ready()\ntime.sleep(60)")
+    hosts.launch(0, "--tls", str(tls_dir))
+    code, _, stderr = hosts.launch(1).wait()
+    assert code == 2
+    assert "wants TLS" in stderr
+    assert "--tls" in stderr
+
+
+def test_a_host_without_the_files_of_its_ranks_ends_the_job(hosts, tls_dir, tmp_path):
+    """Which ranks a host has is known only when all launchers have come."""
+    hosts.write("ready()\ntime.sleep(60)")
+    shutil.copytree(tls_dir, tmp_path / "less")
+    (tmp_path / "less" / "rank-3.key").unlink()
+    first = hosts.launch(0, "--tls", str(tls_dir), "--grace", "1")
+    second = hosts.launch(1, "--tls", str(tmp_path / "less"))
+    (code, _, stderr), (other_code, stdout, other_stderr) = wait_all([first, second])
+    assert (code, other_code) == (1, 2)
+    assert "the launcher of node 1" in stderr
+    assert "no rank-3.key" in other_stderr
+    assert stdout == ""

@@ -7,6 +7,7 @@ import pytest
 from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RendezvousError
+from rankwire.links.protection import UNPROTECTED
 from rankwire.rendezvous.hosting import CoordinatorHost, bind
 from rankwire.rendezvous.launchers import Here, dial_launcher
 from worlds import PATIENCE, Running, address_of, eventually
@@ -50,6 +51,7 @@ class Hosted:
             secret=SECRET,
             node=node,
             nodes=nodes,
+            policy=UNPROTECTED,
             deadline=Deadline(PATIENCE),
             check=lambda: None,
         )

@@ -178,6 +178,7 @@ def join_as(
     *,
     limit: float = PATIENCE,
     find_key: Callable[[], bytes | None] = lambda: KEY,
+    has_coordinator: bool = False,
 ):
     """Join through the door; the control connection is closed again."""
     hello = Hello(Purpose.JOIN, job_id("test"), 0, 3, rank, 0)
@@ -186,7 +187,12 @@ def join_as(
         return Member(rank, 77, host, 4001, "", "host")
 
     found, control, *_ = join(
-        door.address, hello, find_key=find_key, describe=describe, deadline=Deadline(limit)
+        door.address,
+        hello,
+        find_key=find_key,
+        describe=describe,
+        deadline=Deadline(limit),
+        has_coordinator=has_coordinator,
     )
     control.close()
     return found
@@ -426,6 +432,33 @@ def test_nobody_at_the_address_is_an_error_at_the_deadline_that_names_rank_0(doo
     assert str(there.address) in str(caught.value)
     assert f"within {limit:g} s" in str(caught.value)
     assert caught.value.rank == 1
+
+
+def test_a_launcher_that_is_not_reached_is_not_called_rank_0(door):
+    with pytest.raises(RendezvousError, match="the coordinator was not reached") as caught:
+        join_as(0, door(stay, listening=False), limit=0.1, has_coordinator=True)
+    assert caught.value.missing == []
+
+
+def test_a_launcher_that_is_reached_may_miss_rank_0(door):
+    with pytest.raises(RendezvousError, match="the world did not form") as caught:
+        join_as(1, door(welcome_and_tell(Waiting([0, 2]))), limit=0.3, has_coordinator=True)
+    assert caught.value.missing == [0, 2]
+
+
+def test_a_refused_connection_does_not_hide_why_the_handshake_failed_before(door):
+    """Here the secrets differ, and the coordinator has gone before that was tried often enough."""
+
+    def script(sock):
+        with contextlib.suppress(AuthenticationError):
+            shake_hands(sock, key=OTHER_KEY)
+        there.over.set()
+        there._listener.close()
+
+    there = door(script)
+    with pytest.raises(RendezvousError, match="secrets differ") as caught:
+        join_as(1, there, limit=0.5)
+    assert isinstance(caught.value.__cause__, AuthenticationError)
 
 
 def test_a_silent_listener_costs_no_more_than_the_deadline(door):

@@ -76,6 +76,9 @@ DEFAULT_JOIN_TIMEOUT = 300.0
 _REFUSED_PATIENCE = 0.5
 _FAREWELL_PATIENCE = 0.2
 _INTRODUCTION_DELAY = 0.2
+# For introductions under way to notice that this rank has closed. One that looks up a name does
+# not; it is left to end by itself.
+_INTRODUCTIONS_PATIENCE = 2.0
 # A host that is there answers at once, whatever its processes do.
 _CONNECT_LIMIT = 5.0
 _UNANSWERED_LIMIT = 4.5
@@ -636,7 +639,7 @@ class TcpBackend(Backend):
                 connection.close()
             self._formation.close()
             if self._introductions.ident is not None:
-                self._introductions.join()
+                self._introductions.join(_INTRODUCTIONS_PATIENCE)
 
     def leave_at_exit(self, error: BaseException | None) -> None:
         """See ``Leaving``."""

@@ -126,6 +126,7 @@ class Formation:
             deadline=deadline,
             patience=self._patience,
             policy=self.policy,
+            has_coordinator=self._has_coordinator,
         )
         if world.coordinator == 0:
             # Rank 0 may listen on all interfaces: it is reached where it was reached.

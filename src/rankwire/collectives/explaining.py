@@ -25,7 +25,8 @@ def explained(
         try:
             return function(backend, *args, **kwargs)
         except RankwireError as error:
-            error.during(op=function.__name__, rank=backend.rank)
+            # With swapped arguments this is no group, and the error says so.
+            error.during(op=function.__name__, rank=getattr(backend, "rank", None))
             raise
 
     return explaining  # type: ignore[return-value]  # mypy does not know that the name stays

@@ -2,8 +2,10 @@
 
 Needs the extra ``rankwire[tls]`` (``cryptography``), which is imported only when called. Keys are
 EC P-256. The authority's private key is never written anywhere and is gone when
-``make_certificates`` returns, so nobody can make further certificates for the job. Knows nothing of
-how ranks start or connect; a ``Tls`` is all that they get.
+``make_certificates`` returns, so nobody can make further certificates for the job. A folder of them
+has ``ca.pem``, ``launcher.pem`` and ``.key``, and ``rank-N.pem`` and ``.key``; ``files_of`` finds
+them again, and needs no extra. Knows nothing of how ranks start or connect; a ``Tls`` is all that
+they get.
 """
 
 from __future__ import annotations
@@ -12,22 +14,25 @@ import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rankwire.errors import ConfigurationError
 from rankwire.links.protection import Tls
 
-__all__ = ["make_certificates"]
+__all__ = ["DEFAULT_DAYS", "files_of", "make_certificates"]
 
-_DEFAULT_DAYS = 30.0
+DEFAULT_DAYS = 30.0
 # Clocks of hosts differ; a certificate is good from a little before it was made.
 _TOLERANCE = datetime.timedelta(hours=1)
+_CA = "ca.pem"
+
+Who = Literal["launcher"] | int
 
 
 def make_certificates(
-    folder: str | os.PathLike[str], world_size: int, *, days: float = _DEFAULT_DAYS
+    folder: str | os.PathLike[str], world_size: int, *, days: float = DEFAULT_DAYS
 ) -> list[Tls]:
-    """Make an authority for one job, and a certificate for each of its ranks.
+    """Make an authority for one job, a certificate for each of its ranks, and one for launchers.
 
     Args:
         folder: Made here with mode 0700; must not exist.
@@ -51,15 +56,49 @@ def make_certificates(
     try:
         home = Path(folder)
         home.mkdir(mode=0o700)
-        ca = home / "ca.pem"
-        _write(ca, authority.certificate_pem())
-        return [_write_rank(home, ca, rank, *authority.issue(rank)) for rank in range(world_size)]
+        _write(home / _CA, authority.certificate_pem())
+        everyone: list[Who] = ["launcher", *range(world_size)]
+        made = [_write_pair(home, who, *authority.issue(_name_of(who))) for who in everyone]
+        return made[1:]
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
 
 
-def _write_rank(home: Path, ca: Path, rank: int, cert: bytes, key: bytes) -> Tls:
-    files = Tls(cert=home / f"rank-{rank}.pem", key=home / f"rank-{rank}.key", ca=ca)
+def files_of(folder: str | os.PathLike[str], who: Who) -> Tls:
+    """Return the files of a launcher or a rank in a folder that ``make_certificates`` made.
+
+    Args:
+        folder: That folder, or a copy of what is needed of it.
+        who: ``"launcher"``, or a rank.
+
+    Raises:
+        ConfigurationError: Some are missing, or cannot be read; the text names them.
+    """
+    files = _files(Path(folder), who)
+    missing = [
+        Path(file).name
+        for file in (files.ca, files.cert, files.key)
+        if not (os.path.isfile(file) and os.access(file, os.R_OK))
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"{os.fspath(folder)} has no {' and no '.join(missing)} that can be read; copy what is"
+            " missing there from where `rankwire certificates` made it"
+        )
+    return files
+
+
+def _files(home: Path, who: Who) -> Tls:
+    name = _name_of(who)
+    return Tls(cert=home / f"{name}.pem", key=home / f"{name}.key", ca=home / _CA)
+
+
+def _name_of(who: Who) -> str:
+    return who if who == "launcher" else f"rank-{who}"
+
+
+def _write_pair(home: Path, who: Who, cert: bytes, key: bytes) -> Tls:
+    files = _files(home, who)
     _write(Path(files.cert), cert)
     _write(Path(files.key), key)
     return files
@@ -98,19 +137,19 @@ class _Authority:
         """Return its own certificate."""
         return self._pem(self._certificate)
 
-    def issue(self, rank: int) -> tuple[bytes, bytes]:
-        """Return a new certificate and its private key, both in PEM form."""
+    def issue(self, name: str) -> tuple[bytes, bytes]:
+        """Return a new certificate of that name and its private key, both in PEM form."""
         x509, serialization = self._x509, self._serialization
         key = self._new_key()
         usages = x509.oid.ExtendedKeyUsageOID
         certificate = self._sign(
-            self._name_of(f"rank-{rank}"),
+            self._name_of(name),
             key.public_key(),
             [
                 (x509.BasicConstraints(ca=False, path_length=None), True),
                 (self._usage(signs_certificates=False), True),
-                (x509.SubjectAlternativeName([x509.DNSName(f"rank-{rank}")]), False),
-                # Every rank dials and listens.
+                (x509.SubjectAlternativeName([x509.DNSName(name)]), False),
+                # Every rank dials and listens; of launchers, that of node 0 listens.
                 (x509.ExtendedKeyUsage([usages.SERVER_AUTH, usages.CLIENT_AUTH]), False),
             ],
         )

@@ -89,9 +89,12 @@ class Child:
         rank: Its index.
         world: What it shares with the others.
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
+        tls_dir: Where its certificate is, if it has one.
     """
 
-    def __init__(self, rank: int, world: World, command: Sequence[str]) -> None:
+    def __init__(
+        self, rank: int, world: World, command: Sequence[str], *, tls_dir: Path | None = None
+    ) -> None:
         self.rank = rank
         self.ending: Ending | None = None
         secret_fd = _pipe_holding(world.secret)
@@ -105,6 +108,8 @@ class Child:
                 places.RESTART_COUNT: str(world.attempt),
                 environment.SECRET_FD: str(secret_fd),
             }
+            if tls_dir is not None:
+                variables[environment.TLS_DIR] = str(tls_dir)
             self._process = subprocess.Popen(
                 # Unbuffered, to see output when it is written; faulthandler, to have a traceback
                 # also of a crash in native code.
@@ -113,7 +118,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=_inherited_environment() | variables,
+                env=_inherited_environment(has_tls=tls_dir is not None) | variables,
                 pass_fds=[secret_fd],
                 start_new_session=True,
             )
@@ -208,8 +213,12 @@ def _pipe_holding(data: bytes) -> int:
     return reading
 
 
-def _inherited_environment() -> dict[str, str]:
+def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
+    """Return the environment without what concerns a world that this launcher is itself in."""
     environ = dict(os.environ)
-    for name in (*_OTHER_SECRETS, environment.LISTEN_FD, environment.SECRET_FD):
+    unwanted = [*_OTHER_SECRETS, environment.SECRET_FD, environment.TLS_DIR]
+    if has_tls:  # else they stay, so that whoever wants TLS is not left without it unawares
+        unwanted += environment.TLS_FILES
+    for name in unwanted:
         environ.pop(name, None)
     return environ

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import stat
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,9 @@ from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.forking import renew_in_child
+from rankwire.launch.certificates import files_of
 from rankwire.launch.places import HYDRA_JOB, OURS, Place, find_place, read_integer
+from rankwire.links.places import ListeningPlace
 from rankwire.links.protection import Tls
 
 __all__ = ["Place", "connect"]
@@ -36,9 +37,11 @@ __all__ = ["Place", "connect"]
 _log = logging.getLogger("rankwire")
 
 SECRET_FD = "RANKWIRE_SECRET_FD"
-LISTEN_FD = "RANKWIRE_LISTEN_FD"
 SECURITY = "RANKWIRE_SECURITY"
-TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY", "RANKWIRE_TLS_CA"
+# The files themselves, or a folder as `rankwire certificates` makes it.
+TLS_FILES = TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY", "RANKWIRE_TLS_CA"
+TLS_DIR = "RANKWIRE_TLS_DIR"
+LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 
 # A launcher writes 32 bytes. Above this it is not a secret but some other pipe.
 _MAX_SECRET_NBYTES = 4096
@@ -61,14 +64,17 @@ def connect(**options: Any) -> TcpBackend:
     May be called again in the same process after the first backend was closed, by all ranks alike.
     Safe from any thread.
 
+    ``RANKWIRE_LISTEN`` and ``RANKWIRE_ADVERTISE``, ``RANKWIRE_SECURITY``, and for TLS
+    ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
+    ``_KEY`` and ``_CA`` stand for the arguments of those names.
+
     Args:
-        **options: Arguments of ``TcpBackend``; they override what the launcher says.
+        **options: Arguments of ``TcpBackend``; they override what the environment says.
 
     Raises:
         ConfigurationError: No launcher started this process, or its variables are incomplete.
         RendezvousError: The world did not form in time.
     """
-    security = _read_security(os.environ)  # first: it may raise, and a place holds a socket
     place = _find_place(os.environ)
     arguments: dict[str, Any] = {
         "rank": place.rank,
@@ -76,16 +82,12 @@ def connect(**options: Any) -> TcpBackend:
         "address": place.address,
         "job": place.job,
         "secret": place.secret,
-        "listener": place.listener,
-        **security,
         # A coordinator at the launcher's address is none at another one.
         "has_coordinator": place.has_coordinator and "address" not in options,
     }
     arguments.update(options)
-    if place.listener is not None and ("address" in options or "listener" in options):
-        # The inherited socket listens at the launcher's address, not at this one.
-        place.listener.close()
-        arguments["listener"] = options.get("listener")
+    arguments = _read_security(os.environ, arguments) | arguments
+    arguments = _read_listening(os.environ, arguments) | arguments
     _log.info(
         "rank %s of %s, started by %s; the world forms at %s",
         arguments["rank"],
@@ -95,10 +97,8 @@ def connect(**options: Any) -> TcpBackend:
     )
     try:
         backend = _join(arguments)
-    except BaseException as error:
-        if place.listener is not None:
-            place.listener.close()
-        if isinstance(error, RankwireError) and place.advice and "address" not in options:
+    except RankwireError as error:
+        if place.advice and "address" not in options:
             error.add_note(f"started by {place.launcher}: {place.advice}")
         raise
     _memory.has_connected = True
@@ -121,18 +121,14 @@ def _join(arguments: dict[str, Any]) -> TcpBackend:
 
 
 def _find_place(environ: Environment) -> Place:
-    """Return the place that the launcher left, with the descriptors that it handed down."""
+    """Return the place that the launcher left, with the secret that it handed down."""
     seen = dict(environ)
     if "PMI_RANK" in seen:
         seen[HYDRA_JOB] = _process_id_of_ancestor(_HYDRA_PROXIES)
     place = find_place(seen)
     if place.launcher != OURS:
         return place
-    listener = _take_listener(environ)
-    if listener is not None and place.rank != 0:
-        listener.close()
-        listener = None
-    return replace(place, secret=_memory.take_secret(environ), listener=listener)
+    return replace(place, secret=_memory.take_secret(environ))
 
 
 def _process_id_of_ancestor(names: tuple[str, ...]) -> str:
@@ -198,14 +194,21 @@ def _read_secret(fd: int) -> bytes:
     return secret
 
 
-def _read_security(environ: Environment) -> dict[str, Any]:
+def _read_security(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the environment says about protection, as arguments of ``TcpBackend``."""
     found: dict[str, Any] = {}
     if environ.get(SECURITY):
         found["security"] = environ[SECURITY]
-    files = {name: environ[name] for name in (TLS_CERT, TLS_KEY, TLS_CA) if environ.get(name)}
+    if "tls" in known:
+        return found
+    files = {name: environ[name] for name in TLS_FILES if environ.get(name)}
+    folder = environ.get(TLS_DIR)
+    if folder and files:
+        raise ConfigurationError(f"{TLS_DIR} and {next(iter(files))} are both set: choose one")
+    if folder:
+        found["tls"] = files_of(folder, known["rank"])
     if files:
-        missing = [name for name in (TLS_CERT, TLS_KEY, TLS_CA) if name not in files]
+        missing = [name for name in TLS_FILES if name not in files]
         if missing:
             raise ConfigurationError(
                 f"{' and '.join(missing)} is not set, and TLS needs all of cert, key and ca"
@@ -214,17 +217,16 @@ def _read_security(environ: Environment) -> dict[str, Any]:
     return found
 
 
-def _take_listener(environ: Environment) -> socket.socket | None:
-    if LISTEN_FD not in environ:
-        return None
-    fd = read_integer(environ, LISTEN_FD)
-    del environ[LISTEN_FD]
-    try:
-        os.set_inheritable(fd, False)
-        listener = socket.socket(fileno=fd)
-        listener.setblocking(False)
-        return listener
-    except OSError as error:
-        raise ConfigurationError(
-            f"{LISTEN_FD}={fd} is not the listening socket of a launcher: {error.strerror}"
-        ) from error
+def _read_listening(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the environment says about where to listen, as arguments of ``TcpBackend``."""
+    found: dict[str, Any] = {}
+    if environ.get(ADVERTISE):
+        found["advertise"] = environ[ADVERTISE]
+    listen = environ.get(LISTEN)
+    if listen and known["rank"] == 0 and not known["has_coordinator"]:
+        # The variable is the same for all ranks of a host, and this one's port is known already:
+        # it is where the others look for it.
+        listen = ListeningPlace.parse(listen).host
+    if listen:
+        found["listen"] = listen
+    return found

@@ -28,6 +28,7 @@ from rankwire.launch.nodes import GATHER_LIMIT, RemoteRanks
 from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.status import Counts, describe
 from rankwire.launch.summary import Failure, first_failure, in_order_of_loss, list_ranks
+from rankwire.links.protection import Policy
 from rankwire.rendezvous.hosting import CoordinatorHost
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.messages import Gone, Suspected
@@ -77,6 +78,7 @@ class Job:
         listener: Where ranks and other launchers find this one; bound. Owned from now on.
         address: That place as ``host:port``, for the ranks.
         secret: The job's.
+        policy: How connections of ranks and launchers are protected.
         nodes: How many hosts there are.
         restarts: How many times the world may be started anew.
     """
@@ -89,6 +91,7 @@ class Job:
         listener: socket.socket,
         address: str,
         secret: bytes,
+        policy: Policy,
         nodes: int,
         restarts: int,
     ) -> None:
@@ -123,6 +126,7 @@ class Job:
             local.count,
             secret=secret,
             job=self._name,
+            policy=policy,
             on_formed=lambda world: inlet.post(lambda: self._formed(len(world.members))),
             on_gone=lambda gone: inlet.post(lambda: self._rank_gone(gone)),
             on_suspected=lambda suspected: inlet.post(lambda: self._rank_suspected(suspected)),

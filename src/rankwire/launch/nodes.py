@@ -25,6 +25,7 @@ from rankwire.errors import (
 from rankwire.launch.child import Ending, World, signal_name
 from rankwire.launch.loop import Loop
 from rankwire.launch.ranks import LocalRanks
+from rankwire.links.protection import Policy
 from rankwire.rendezvous.launchers import (
     Asked,
     Ended,
@@ -145,15 +146,33 @@ class _InterruptedError(Exception):
 
 
 def follow(
-    loop: Loop, ranks: LocalRanks, *, address: str, secret: bytes, node: int, nodes: int
+    loop: Loop,
+    ranks: LocalRanks,
+    *,
+    address: str,
+    secret: bytes,
+    policy: Policy,
+    node: int,
+    nodes: int,
 ) -> int:
     """Be the launcher of a host that is not node 0; return the exit code.
+
+    Args:
+        loop: This launcher's.
+        ranks: The ranks of this host.
+        address: Where node 0 listens.
+        secret: The job's.
+        policy: How the connection to node 0 is protected.
+        node: This host's number.
+        nodes: How many hosts there are.
 
     Raises:
         ConfigurationError: Node 0 was not found, or does not want this node.
     """
     try:
-        link = _find_node_0(loop, address=address, secret=secret, node=node, nodes=nodes)
+        link = _find_node_0(
+            loop, address=address, secret=secret, policy=policy, node=node, nodes=nodes
+        )
     except _InterruptedError as interrupted:
         return 128 + interrupted.number
     follower = _Follower(loop, ranks, link, address, secret)
@@ -163,7 +182,9 @@ def follow(
         follower.close()
 
 
-def _find_node_0(loop: Loop, *, address: str, secret: bytes, node: int, nodes: int) -> LauncherLink:
+def _find_node_0(
+    loop: Loop, *, address: str, secret: bytes, policy: Policy, node: int, nodes: int
+) -> LauncherLink:
     deadline = Deadline(GATHER_LIMIT)
 
     def look_at_signals(patience: float = 0.0) -> None:
@@ -177,6 +198,7 @@ def _find_node_0(loop: Loop, *, address: str, secret: bytes, node: int, nodes: i
                 secret=secret,
                 node=node,
                 nodes=nodes,
+                policy=policy,
                 deadline=deadline,
                 check=look_at_signals,
             )
@@ -190,7 +212,8 @@ def _find_node_0(loop: Loop, *, address: str, secret: bytes, node: int, nodes: i
                     f"the launcher of node 0 was not found at {address} within"
                     f" {deadline.limit:g} s: {error.message}"
                 ) from error
-        loop.output.show_status(f"rankwire: looking for node 0 at {address}")
+            trouble = error.message
+        loop.output.show_status(f"rankwire: looking for node 0 at {address} ({trouble})")
         look_at_signals(_PAUSE)
 
 

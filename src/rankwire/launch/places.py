@@ -16,7 +16,6 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from socket import socket
 
 from rankwire.errors import ConfigurationError
 from rankwire.launch.nodelists import expand_nodes
@@ -58,7 +57,6 @@ class Place:
         has_coordinator: Whether the launcher listens at ``address``, and not rank 0.
         advice: What to try when the world does not form there.
         secret: The job's secret; None leaves it to the backend's own sources.
-        listener: For rank 0, the socket that listens at ``address`` already.
     """
 
     rank: int
@@ -69,7 +67,6 @@ class Place:
     has_coordinator: bool = False
     advice: str = ""
     secret: bytes | None = field(default=None, repr=False)
-    listener: socket | None = None
 
 
 @dataclass(frozen=True, slots=True)

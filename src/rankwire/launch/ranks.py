@@ -20,9 +20,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
+from pathlib import Path
 from time import monotonic
 
 from rankwire.errors import ConfigurationError
+from rankwire.launch.certificates import files_of
 from rankwire.launch.child import Child, Ending, World
 from rankwire.launch.keeper import Keeper
 from rankwire.launch.memory import OomCounter
@@ -51,10 +53,18 @@ class LocalRanks:
         grace: Seconds between the request to stop and SIGKILL.
         output: Where their output goes.
         keeper: Ends them if this process dies.
+        tls_dir: Where their certificates are, if they have any.
     """
 
     def __init__(
-        self, command: Sequence[str], count: int, *, grace: float, output: Output, keeper: Keeper
+        self,
+        command: Sequence[str],
+        count: int,
+        *,
+        grace: float,
+        output: Output,
+        keeper: Keeper,
+        tls_dir: Path | None = None,
     ) -> None:
         self.count = count
         self.ranks = range(0)
@@ -65,6 +75,7 @@ class LocalRanks:
         self._grace = grace
         self._output = output
         self._keeper = keeper
+        self._tls_dir = tls_dir
         self._memory = OomCounter()
         self._children: list[Child] = []
         self._state = _State.IDLE
@@ -75,8 +86,11 @@ class LocalRanks:
         """Start all ranks, numbered from ``first_rank``.
 
         Raises:
-            ConfigurationError: One cannot be started.
+            ConfigurationError: One cannot be started, or has no certificate; then none is.
         """
+        if self._tls_dir is not None:
+            for rank in range(first_rank, first_rank + self.count):
+                files_of(self._tls_dir, rank)
         self.close()
         self._children = []
         self.stopped, self.killed = [], []
@@ -85,7 +99,7 @@ class LocalRanks:
         self._state = _State.RUNNING
         for rank in self.ranks:
             try:
-                child = Child(rank, world, self._command)
+                child = Child(rank, world, self._command, tls_dir=self._tls_dir)
             except OSError as error:
                 raise ConfigurationError(f"rank {rank} cannot be started: {error}") from error
             self._children.append(child)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
+from rankwire.launch.certificates import files_of
 from rankwire.launch.job import Job
 from rankwire.launch.keeper import Keeper
 from rankwire.launch.loop import STOPPING, Loop
@@ -25,6 +26,8 @@ from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
 from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.signals import collected_signals
+from rankwire.links.protection import Policy, choose_policy
+from rankwire.links.sockets import TcpAddress
 from rankwire.rendezvous.hosting import bind
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
 
@@ -43,6 +46,7 @@ def run(
     node: int = 0,
     master: str | None = None,
     secret_file: Path | None = None,
+    tls_dir: Path | None = None,
     restarts: int = 0,
     grace: float = DEFAULT_GRACE,
     has_prefix: bool = True,
@@ -61,6 +65,7 @@ def run(
         node: Which of them this is; world ranks are numbered in this order.
         master: ``host:port`` of node 0, where its launcher listens.
         secret_file: A file with the job's secret, the same on all hosts; None makes one up.
+        tls_dir: A folder with the certificates of the launcher and of this host's ranks.
         restarts: How many times the whole world is started anew after a failure.
         grace: Seconds between the request to stop and SIGKILL.
         has_prefix: Whether to begin each line with its rank.
@@ -75,6 +80,10 @@ def run(
         raise ConfigurationError(f"the grace is 0 or more seconds, not {grace!r}")
     _check_nodes(nodes, node, master, secret_file)
     secret = _secret(secret_file)
+    meeting_place = master or "127.0.0.1:0"
+    policy = _policy(meeting_place, tls_dir)
+    if tls_dir is not None:
+        tls_dir = tls_dir.absolute()  # a program may change its folder before it connects
     _fill_standard_fds()
     with contextlib.ExitStack() as stack:
         # poll, not epoll: the launcher's own output may be a regular file.
@@ -86,16 +95,20 @@ def run(
         keeper = stack.enter_context(Keeper(grace))
         local = stack.enter_context(
             contextlib.closing(
-                LocalRanks(command, ranks, grace=grace, output=output, keeper=keeper)
+                LocalRanks(
+                    command, ranks, grace=grace, output=output, keeper=keeper, tls_dir=tls_dir
+                )
             )
         )
         if node > 0:
             assert master is not None
-            code = follow(loop, local, address=master, secret=secret, node=node, nodes=nodes)
+            code = follow(
+                loop, local, address=master, secret=secret, policy=policy, node=node, nodes=nodes
+            )
             output.flush(1.0)
             return code
         # Bound before anything is told to anyone: nobody can take the port in between.
-        listener = bind(master or "127.0.0.1:0")
+        listener = bind(meeting_place)
         host, port = listener.getsockname()[:2]
         if nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
             output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
@@ -107,6 +120,7 @@ def run(
                     listener=listener,
                     address=master or f"{host}:{port}",
                     secret=secret,
+                    policy=policy,
                     nodes=nodes,
                     restarts=restarts,
                 )
@@ -146,6 +160,15 @@ def _secret(secret_file: Path | None) -> bytes:
             f" are needed; make one with {_MAKE_A_SECRET}"
         )
     return secret
+
+
+def _policy(address: str, tls_dir: Path | None) -> Policy:
+    """Return how ranks and launchers are talked to; reads the files, so that none is missed later.
+
+    Those of the ranks are looked for when it is known which ranks are here.
+    """
+    tls = None if tls_dir is None else files_of(tls_dir, "launcher")
+    return choose_policy("auto", TcpAddress.parse(address), tls=tls)
 
 
 def _fill_standard_fds() -> None:

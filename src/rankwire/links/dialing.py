@@ -81,7 +81,9 @@ def authenticate(
         stream.sendall(initiator.hello())
         challenge = _receive(stream, CHALLENGE_NBYTES, deadline, check)
         if challenge[:2] == _TLS_ALERT:
-            raise AuthenticationError("the other end wants TLS: give all ranks tls=")
+            raise AuthenticationError(
+                "the other end wants TLS: give all ranks tls=, all launchers --tls"
+            )
         if len(challenge) < CHALLENGE_NBYTES:
             raise NoConnectionError("the other end closed the connection before the handshake")
         stream.sendall(initiator.proof(challenge))

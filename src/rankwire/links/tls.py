@@ -101,7 +101,8 @@ class TlsContexts:
                 raise  # some of ours are also OSErrors
             except OSError as error:
                 raise NoConnectionError(
-                    f"the TLS handshake ended ({error.strerror or error}): have all ranks tls=?"
+                    f"the TLS handshake ended ({error.strerror or error}): have all ranks tls=,"
+                    " all launchers --tls?"
                 ) from error
             if not wait_patiently(sock, select.POLLIN, deadline, check):
                 raise DeadlineExceededError(deadline.limit, detail="no answer in the TLS handshake")

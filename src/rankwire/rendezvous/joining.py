@@ -1,7 +1,8 @@
 """Joining: a rank's side of the rendezvous, until it has the list of all ranks.
 
-Blocking, in the thread that constructs the backend. Rank 0 may start later, restart, or be slow:
-dialling is repeated with growing, jittered pauses until the deadline.
+Blocking, in the thread that constructs the backend. The coordinator (rank 0, or a launcher) may
+start later, restart, or be slow: dialling is repeated with growing, jittered pauses until the
+deadline.
 """
 
 from __future__ import annotations
@@ -67,41 +68,47 @@ def join(
     deadline: Deadline,
     patience: Patience = DEFAULT_PATIENCE,
     policy: Policy = UNPROTECTED,
+    has_coordinator: bool = False,
 ) -> tuple[World, Connection, list[Frame]]:
-    """Dial rank 0 and wait until the whole world has joined.
+    """Dial the coordinator and wait until the whole world has joined.
 
     Args:
-        address: Where rank 0 listens.
+        address: Where the coordinator listens.
         hello: Who joins.
         find_key: Returns the handshake key, asked after each connect; None if there is none yet.
-        describe: Given the local address that reached rank 0, starts to listen there and says
-            where.
+        describe: Given the local address that reached the coordinator, starts to listen there and
+            says where.
         deadline: For all of it.
         patience: How long this rank would let others be silent.
         policy: How the control connection is protected.
+        has_coordinator: Whether a launcher coordinates, and not rank 0.
 
     Returns:
         The world, the control connection, and frames that came on it right behind the world.
 
     Raises:
-        RendezvousError: Rank 0 refused, was not reached, or ranks are missing.
+        RendezvousError: The coordinator refused, was not reached, or ranks are missing.
         AuthenticationError: The secrets differ.
     """
-    attempt = _Attempt(address, hello, find_key, describe, deadline, patience, policy)
+    attempt = _Attempt(
+        address, hello, find_key, describe, deadline, patience, policy, has_coordinator
+    )
     pause = _FIRST_PAUSE
     while True:
         try:
             return attempt.run()
         except (NoConnectionError, PeerLostError, ChannelClosedError) as error:
-            attempt.trouble = error
+            attempt.note(error)
         except AuthenticationError as error:
             attempt.refusals += 1
             if attempt.refusals >= _AUTHENTICATION_TRIES:
-                error.during(op="join", rank=hello.rank, peer=0, waited=deadline.waited)
+                peer = None if has_coordinator else 0
+                error.during(op="join", rank=hello.rank, peer=peer, waited=deadline.waited)
                 raise
-            attempt.trouble = error
+            attempt.note(error)
         except DeadlineExceededError as error:
-            attempt.trouble = attempt.trouble or error
+            if attempt.trouble is None:
+                attempt.note(error)
         if deadline.expired:
             raise attempt.too_late() from attempt.trouble
         time.sleep(min(deadline.sleep_limit(), pause * random.uniform(0.5, 1.0)))
@@ -120,6 +127,7 @@ class _Attempt:
         deadline: Deadline,
         patience: Patience,
         policy: Policy,
+        has_coordinator: bool,
     ) -> None:
         self._patience = patience
         self._policy = policy
@@ -128,14 +136,37 @@ class _Attempt:
         self._find_key = find_key
         self._describe = describe
         self._deadline = deadline
-        self._missing: list[int] = [0]
+        self._coordinator = "the coordinator" if has_coordinator else "rank 0"
+        self._missing_at_first = [] if has_coordinator else [0]
+        self._missing: list[int] = self._missing_at_first
+        self._is_connected = False
+        self._is_let_in = False
         self._without_secret: Deadline | None = None
         self.refusals = 0
-        self.trouble: RankwireError | None = None
+        self._trouble_of_connecting: RankwireError | None = None
+        self._trouble_of_handshake: RankwireError | None = None
+
+    @property
+    def trouble(self) -> RankwireError | None:
+        """What to blame if there is no time left.
+
+        A handshake that failed says more than a connection that was refused later: whoever listened
+        has given up by then, perhaps for the same reason.
+        """
+        return self._trouble_of_handshake or self._trouble_of_connecting
+
+    def note(self, trouble: RankwireError) -> None:
+        """Remember why the last try failed."""
+        if self._is_connected:
+            self._trouble_of_handshake = trouble
+        else:
+            self._trouble_of_connecting = trouble
 
     def run(self) -> tuple[World, Connection, list[Frame]]:
-        self._missing = [0]
+        self._missing = self._missing_at_first
+        self._is_connected = self._is_let_in = False
         sock = connect_tcp(self._address, self._deadline)
+        self._is_connected = True
         try:
             stream, seals = self._authenticate(sock)
             member = self._describe(sock.getsockname()[0])
@@ -154,7 +185,7 @@ class _Attempt:
         if key is None:
             raise self._no_secret()
         self._without_secret = None
-        # Whatever listens there may be no rank 0 at all, and never answer.
+        # Whatever listens there may be no coordinator at all, and never answer.
         limit = self._deadline.sooner(HANDSHAKE_LIMIT)
         return authenticate(sock, self._hello, key=key, deadline=limit, policy=self._policy)
 
@@ -169,6 +200,7 @@ class _Attempt:
 
     def _await_world(self, control: Connection) -> tuple[World, list[Frame]]:
         self._missing = []
+        self._is_let_in = True
         report = Deadline(_REPORT_EVERY)
         while True:
             frames = control.read(self._deadline.sooner(report.remaining()))
@@ -179,7 +211,9 @@ class _Attempt:
                 if isinstance(message, Failed):
                     raise RendezvousError(message.reason, missing=message.missing)
                 if not isinstance(message, Waiting):
-                    raise ProtocolError(f"unexpected {type(message).__name__} from rank 0")
+                    raise ProtocolError(
+                        f"unexpected {type(message).__name__} from {self._coordinator}"
+                    )
                 self._note_missing(message.missing)
             if self._deadline.expired:
                 raise self.too_late()
@@ -202,9 +236,10 @@ class _Attempt:
         self._missing = missing
 
     def too_late(self) -> RendezvousError:
-        reason = f"the world did not form within {self._deadline.limit:g} s"
-        if 0 in self._missing:
-            reason = f"rank 0 was not reached at {self._address} within {self._deadline.limit:g} s"
+        limit = f"within {self._deadline.limit:g} s"
+        reason = f"the world did not form {limit}"
+        if not self._is_let_in:
+            reason = f"{self._coordinator} was not reached at {self._address} {limit}"
         if self.trouble is not None:
             reason += f" ({self.trouble.message})"
         return RendezvousError(reason, missing=self._missing).during(

@@ -18,7 +18,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import InvalidMessageError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
-from rankwire.links.protection import choose_policy
+from rankwire.links.protection import Policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
@@ -171,6 +171,7 @@ def dial_launcher(
     secret: bytes,
     node: int,
     nodes: int,
+    policy: Policy,
     deadline: Deadline,
     check: Callable[[], None],
 ) -> LauncherLink:
@@ -181,12 +182,13 @@ def dial_launcher(
         secret: The job's.
         node: This launcher's number.
         nodes: How many launchers there are.
+        policy: How the connection is protected; the same on both ends.
         deadline: For the answer.
         check: Called now and then while waiting; what it raises ends the wait.
 
     Raises:
         NoConnectionError: Nobody listens there yet.
-        AuthenticationError: The secrets differ.
+        AuthenticationError: The secrets differ, or TLS is not possible with it.
         RendezvousError: It does not want this node.
         DeadlineExceededError: No answer in time.
     """
@@ -201,7 +203,7 @@ def dial_launcher(
             key=handshake_key(secret),
             deadline=limit,
             check=check,
-            policy=choose_policy("auto", where),
+            policy=policy,
         )
         expect_prompt_reading(stream)
         return LauncherLink(Connection(stream, peer=0, max_nbytes=_MAX_NBYTES, seals=seals))
