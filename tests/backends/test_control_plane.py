@@ -307,3 +307,20 @@ def test_an_uncaught_error_without_any_block_reaches_the_others_too(tmp_path):
         "2 it raised ValueError: bad batch True",
     ]
     assert ended.returncode == 1
+
+
+def test_f03_a_coordinator_that_wakes_up_too_late_learns_it_too_and_blames_nobody():
+    with process_world(3, **TIGHT) as ranks:
+        watch(ranks[0])
+        waiting = ranks[0].start("recv", 2)
+        ranks[0].signal(signal.SIGSTOP)
+        for rank in ranks[1:]:
+            assert isinstance(rank.start("recv", 0).error(), PeerUnresponsiveError)
+        ranks[0].signal(signal.SIGCONT)
+        assert "given up this rank" in waiting.error().reason
+        lost = eventually(lambda: len(told := ranks[0].call("eval", "lost")) == 2 and told)
+        assert all("given up this rank" in reason for _, reason in lost)
+        # Nor does it make the others blame each other.
+        ranks[1].call("send", b"still here", 2)
+        assert ranks[2].call("recv", 1) == b"still here"
+        assert ranks[2].call("eval", "backend.alive") == (1, 2)

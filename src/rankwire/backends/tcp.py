@@ -41,6 +41,7 @@ from rankwire.errors import (
     NoConnectionError,
     PeerLostError,
     PeerUnresponsiveError,
+    ProtocolError,
     RankwireError,
 )
 from rankwire.links.connection import Connection
@@ -509,7 +510,9 @@ class TcpBackend(Backend):
                 reason = f"the others have given up this rank: {gone.reason}"
                 peer.judge(PeerLostError(rank, reason))
             return
-        peer = self._peers[gone.rank]
+        peer = self._peers.get(gone.rank)
+        if peer is None:
+            raise ProtocolError(f"the coordinator tells of rank {gone.rank}, which does not exist")
         if gone.orderly:
             peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
             return

@@ -78,8 +78,13 @@ class Attendance:
             if change is not Change.FAILED:
                 self._audience.on_suspected(Suspected(rank, seconds))
                 continue
+            reason = silent_reason(seconds)
+            # In case it wakes up: it must not take the end of this connection for a death.
+            tell(self._control, Gone(rank, reason, silent=True))
             self._doorkeeper.unwatch(self._control)
-            self._ended(self._control.fail(PeerUnresponsiveError(rank, silent_reason(seconds))))
+            error = PeerUnresponsiveError(rank, reason)
+            self._control.fail(error)
+            self._ended(error)
 
     def _ended(self, error: RankwireError) -> None:
         self._has_ended = True
