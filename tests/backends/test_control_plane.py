@@ -324,3 +324,27 @@ def test_f03_a_coordinator_that_wakes_up_too_late_learns_it_too_and_blames_nobod
         ranks[1].call("send", b"still here", 2)
         assert ranks[2].call("recv", 1) == b"still here"
         assert ranks[2].call("eval", "backend.alive") == (1, 2)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_without_a_coordinator_a_death_is_noticed_also_by_a_rank_that_waits_for_nothing(transport):
+    with process_world(3, transport=transport) as ranks:
+        watch(ranks[2])
+        ranks[0].call("close")
+        eventually(lambda: ranks[2].call("eval", "backend._peers[1].messages is not None"))
+        ranks[1].kill()
+        assert eventually(lambda: ranks[2].call("eval", "lost"))[0][0] == 1
+        assert ranks[2].call("eval", "backend.alive") == (2,)
+
+
+@pytest.mark.parametrize("security", ["auto", "auth"])
+def test_without_a_coordinator_leaving_is_noticed_too_and_is_no_death(security):
+    secret = b"of all ranks of this world"
+    with process_world(3, transport="tcp", security=security, secret=secret) as ranks:
+        watch(ranks[2])
+        ranks[0].call("close")
+        eventually(lambda: ranks[2].call("eval", "backend._peers[1].messages is not None"))
+        ranks[1].call("close")
+        eventually(lambda: ranks[2].call("eval", "backend.alive") == (2,))
+        assert ranks[2].call("eval", "backend.status().peers[1].state") == "left"
+        assert ranks[2].call("eval", "lost") == []

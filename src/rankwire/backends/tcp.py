@@ -510,9 +510,9 @@ class TcpBackend(Backend):
                 reason = f"the others have given up this rank: {gone.reason}"
                 peer.judge(PeerLostError(rank, reason))
             return
-        peer = self._peers.get(gone.rank)
-        if peer is None:
+        if gone.rank not in self._peers:
             raise ProtocolError(f"the coordinator tells of rank {gone.rank}, which does not exist")
+        peer = self._peers[gone.rank]
         if gone.orderly:
             peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
             return
@@ -556,9 +556,14 @@ class TcpBackend(Backend):
         self._introductions.start()
 
     def look_for_silence(self) -> None:
-        """Give up peers whose hosts do not answer on a busy connection. Every second."""
+        """Look for what nobody tells, now and then.
+
+        Hosts that do not answer on a busy connection; without a coordinator, also ends.
+        """
         for peer in self._peers.values():
             peer.look_for_silence(_UNANSWERED_LIMIT)
+            if not self._is_watched:
+                peer.look_for_end()
 
     def _expects_verdict(self) -> bool:
         return self._is_watched and not self._closed and not self._formation.is_doorkeeper
