@@ -348,3 +348,27 @@ def test_without_a_coordinator_leaving_is_noticed_too_and_is_no_death(security):
         eventually(lambda: ranks[2].call("eval", "backend.alive") == (2,))
         assert ranks[2].call("eval", "backend.status().peers[1].state") == "left"
         assert ranks[2].call("eval", "lost") == []
+
+
+@pytest.mark.parametrize("how", ["close", "kill", "fall"])
+def test_a_rank_that_went_right_after_the_coordinator_has_left_or_died_as_it_did(how):
+    """They have no connection yet, so it could not say farewell; its socket file tells."""
+    with process_world(3) as ranks:
+        watch(ranks[2])
+        ranks[0].call("close")
+        eventually(lambda: ranks[1].call("eval", "backend.alive") == (1, 2))
+        match how:
+            case "close":
+                ranks[1].call("close")
+            case "kill":
+                ranks[1].kill()
+            case "fall":
+                ranks[1].call("close", error=ValueError("a mistake"))
+        eventually(lambda: ranks[2].call("eval", "backend.alive") == (2,))
+        state = ranks[2].call("eval", "backend.status().peers[1].state")
+        assert state == ("left" if how == "close" else "lost")
+        error = ranks[2].start("send", b"too late", 1).error()
+        assert isinstance(error, ChannelClosedError if how == "close" else PeerLostError)
+        if how != "close":
+            eventually(lambda: ranks[2].call("eval", "lost"))
+        assert len(ranks[2].call("eval", "lost")) == (how != "close")

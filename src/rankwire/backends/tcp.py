@@ -49,6 +49,7 @@ from rankwire.links.dialing import authenticate
 from rankwire.links.protection import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spinning import Spin, default_spin
+from rankwire.rendezvous.host import has_removed
 from rankwire.rendezvous.messages import (
     DEFAULT_PATIENCE,
     Fallen,
@@ -388,7 +389,7 @@ class TcpBackend(Backend):
             except (NoConnectionError, AuthenticationError) as error:
                 # All have proved the secret when the world formed: who hangs up now is going.
                 if patience.expired or deadline.expired:
-                    raise PeerLostError(rank, error.message) from error
+                    raise self._unreachable(peer, error) from error
                 time.sleep(0.005)
         connection = self._adopt(peer, stream, seals)
         try:
@@ -412,6 +413,16 @@ class TcpBackend(Backend):
         except RankwireError as error:
             raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
         return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
+
+    def _unreachable(self, peer: Peer, error: RankwireError) -> RankwireError:
+        """Return what has become of a peer that lets nobody in, if nobody has told.
+
+        Who leaves removes its socket file; who is killed cannot.
+        """
+        rank, member = peer.member.rank, peer.member
+        if member.host_id == self._me.host_id and has_removed(member.unix_path):
+            return ChannelClosedError(f"rank {rank} has left").during(peer=rank)
+        return PeerLostError(rank, error.message)
 
     def _discard(self, peer: Peer, connection: Connection) -> None:
         connection.close()
@@ -613,6 +624,8 @@ class TcpBackend(Backend):
             self._dial_messages(peer, deadline).greet(deadline)
         except PeerLostError as error:
             peer.fail(error)
+        except ChannelClosedError as error:
+            peer.leave(error)
         except RankwireError as error:
             _log.debug("rank %d was not greeted: %s", peer.member.rank, error)
 
