@@ -307,3 +307,68 @@ def test_an_uncaught_error_without_any_block_reaches_the_others_too(tmp_path):
         "2 it raised ValueError: bad batch True",
     ]
     assert ended.returncode == 1
+
+
+def test_f03_a_coordinator_that_wakes_up_too_late_learns_it_too_and_blames_nobody():
+    with process_world(3, **TIGHT) as ranks:
+        watch(ranks[0])
+        waiting = ranks[0].start("recv", 2)
+        ranks[0].signal(signal.SIGSTOP)
+        for rank in ranks[1:]:
+            assert isinstance(rank.start("recv", 0).error(), PeerUnresponsiveError)
+        ranks[0].signal(signal.SIGCONT)
+        assert "given up this rank" in waiting.error().reason
+        lost = eventually(lambda: len(told := ranks[0].call("eval", "lost")) == 2 and told)
+        assert all("given up this rank" in reason for _, reason in lost)
+        # Nor does it make the others blame each other.
+        ranks[1].call("send", b"still here", 2)
+        assert ranks[2].call("recv", 1) == b"still here"
+        assert ranks[2].call("eval", "backend.alive") == (1, 2)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_without_a_coordinator_a_death_is_noticed_also_by_a_rank_that_waits_for_nothing(transport):
+    with process_world(3, transport=transport) as ranks:
+        watch(ranks[2])
+        ranks[0].call("close")
+        eventually(lambda: ranks[2].call("eval", "backend._peers[1].messages is not None"))
+        ranks[1].kill()
+        assert eventually(lambda: ranks[2].call("eval", "lost"))[0][0] == 1
+        assert ranks[2].call("eval", "backend.alive") == (2,)
+
+
+@pytest.mark.parametrize("security", ["auto", "auth"])
+def test_without_a_coordinator_leaving_is_noticed_too_and_is_no_death(security):
+    secret = b"of all ranks of this world"
+    with process_world(3, transport="tcp", security=security, secret=secret) as ranks:
+        watch(ranks[2])
+        ranks[0].call("close")
+        eventually(lambda: ranks[2].call("eval", "backend._peers[1].messages is not None"))
+        ranks[1].call("close")
+        eventually(lambda: ranks[2].call("eval", "backend.alive") == (2,))
+        assert ranks[2].call("eval", "backend.status().peers[1].state") == "left"
+        assert ranks[2].call("eval", "lost") == []
+
+
+@pytest.mark.parametrize("how", ["close", "kill", "fall"])
+def test_a_rank_that_went_right_after_the_coordinator_has_left_or_died_as_it_did(how):
+    """They have no connection yet, so it could not say farewell; its socket file tells."""
+    with process_world(3) as ranks:
+        watch(ranks[2])
+        ranks[0].call("close")
+        eventually(lambda: ranks[1].call("eval", "backend.alive") == (1, 2))
+        match how:
+            case "close":
+                ranks[1].call("close")
+            case "kill":
+                ranks[1].kill()
+            case "fall":
+                ranks[1].call("close", error=ValueError("a mistake"))
+        eventually(lambda: ranks[2].call("eval", "backend.alive") == (2,))
+        state = ranks[2].call("eval", "backend.status().peers[1].state")
+        assert state == ("left" if how == "close" else "lost")
+        error = ranks[2].start("send", b"too late", 1).error()
+        assert isinstance(error, ChannelClosedError if how == "close" else PeerLostError)
+        if how != "close":
+            eventually(lambda: ranks[2].call("eval", "lost"))
+        assert len(ranks[2].call("eval", "lost")) == (how != "close")

@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from rankwire.backends.events import PeerEvents
 from rankwire.errors import PeerLostError
 from worlds import eventually
@@ -28,13 +30,31 @@ def test_callbacks_run_in_order_and_never_two_at_once():
     assert sorted(seen) == list(range(50))
 
 
-def test_a_callback_that_raises_does_not_keep_others_from_being_called(caplog):
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_callback_that_raises_does_not_keep_others_from_being_called(caplog, error):
+    def raising(_):
+        raise error
+
     events, seen = PeerEvents(), []
-    events.on_lost(lambda error: 1 / 0)
+    events.on_lost(raising)
     events.on_lost(lambda error: seen.append(error.peer))
     events.lost(PeerLostError(3, "x"))
     eventually(lambda: seen == [3])
-    assert "ZeroDivisionError" in caplog.text
+    assert error.__name__ in caplog.text
+
+
+def test_what_finds_no_thread_is_told_with_the_next(monkeypatch, caplog):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    events, seen = PeerEvents(), []
+    events.on_lost(lambda error: seen.append(error.peer))
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        events.lost(PeerLostError(1, "x"))
+    assert "must wait" in caplog.text
+    events.lost(PeerLostError(2, "x"))
+    eventually(lambda: seen == [1, 2])
 
 
 def test_each_callback_gets_an_error_of_its_own():

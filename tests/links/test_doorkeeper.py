@@ -51,7 +51,7 @@ from rankwire.wire.handshake import (
     handshake_key,
     job_id,
 )
-from worlds import PATIENCE, eventually
+from worlds import PATIENCE, Running, eventually
 
 SOON = 5.0
 AT_ONCE = 1.0  # seconds in which a rank gets in, whatever strangers do; it takes 1 ms
@@ -674,6 +674,24 @@ def test_closing_twice_or_before_the_start_is_fine(cleanup):
 def test_what_is_posted_after_closing_is_ignored(door):
     door.keeper.close()
     door.keeper.call_soon(lambda: pytest.fail("it ran"))
+
+
+def test_what_is_posted_at_the_moment_of_closing_touches_no_descriptor_of_others(door, monkeypatch):
+    writing, closed = threading.Event(), threading.Event()
+    write = os.write
+
+    def slow_write(descriptor, data):
+        if threading.current_thread().name == "test":
+            writing.set()
+            closed.wait(0.2)  # it must not close meanwhile
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", slow_write)
+    posting = Running(door.keeper.call_soon, lambda: None)
+    assert writing.wait(PATIENCE)
+    door.keeper.close()
+    closed.set()
+    posting.result()
 
 
 def test_closing_while_strangers_keep_coming_ends(cleanup):

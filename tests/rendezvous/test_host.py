@@ -163,3 +163,13 @@ def test_a_file_that_another_sweep_removed_first_is_no_error(folder, monkeypatch
     path = host.runtime_folder() / f"{pid_namespace()}-{dead_pid()}-aaaaaaaa.sock"
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [path])
     host.sweep_socket_files()
+
+
+def test_a_socket_file_that_was_removed_is_told_from_one_that_is_there_or_cannot_be_seen():
+    path = Path(host.new_socket_path())
+    path.touch()
+    assert not host.has_removed(str(path))
+    path.unlink()
+    assert host.has_removed(str(path))
+    assert not host.has_removed(str(path.with_name(f"1{path.name}")))  # of another container
+    assert not host.has_removed("")

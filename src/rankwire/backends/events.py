@@ -76,7 +76,12 @@ class PeerEvents:
             if self._is_telling:
                 return
             self._is_telling = True
-        threading.Thread(target=self._run, name="rankwire-events", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="rankwire-events", daemon=True).start()
+        except RuntimeError as error:  # whoever noticed the loss must be able to go on
+            _log.warning("callbacks for lost and silent peers must wait: %s", error)
+            with self._lock:
+                self._is_telling = False  # the next one tries again, and tells all
 
     def _run(self) -> None:
         while True:
@@ -87,5 +92,5 @@ class PeerEvents:
                 call = self._untold.popleft()
             try:
                 call()
-            except Exception:  # a user's callback may raise anything
+            except (Exception, SystemExit):  # a user's callback may raise anything
                 _log.exception("a callback for a lost or silent peer raised")

@@ -41,6 +41,7 @@ from rankwire.errors import (
     NoConnectionError,
     PeerLostError,
     PeerUnresponsiveError,
+    ProtocolError,
     RankwireError,
 )
 from rankwire.links.connection import Connection
@@ -48,6 +49,7 @@ from rankwire.links.dialing import authenticate
 from rankwire.links.protection import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spinning import Spin, default_spin
+from rankwire.rendezvous.host import has_removed
 from rankwire.rendezvous.messages import (
     DEFAULT_PATIENCE,
     Fallen,
@@ -390,7 +392,7 @@ class TcpBackend(Backend):
             except (NoConnectionError, AuthenticationError) as error:
                 # All have proved the secret when the world formed: who hangs up now is going.
                 if patience.expired or deadline.expired:
-                    raise PeerLostError(rank, error.message) from error
+                    raise self._unreachable(peer, error) from error
                 time.sleep(0.005)
         connection = self._adopt(peer, stream, seals)
         try:
@@ -414,6 +416,16 @@ class TcpBackend(Backend):
         except RankwireError as error:
             raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
         return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
+
+    def _unreachable(self, peer: Peer, error: RankwireError) -> RankwireError:
+        """Return what has become of a peer that lets nobody in, if nobody has told.
+
+        Who leaves removes its socket file; who is killed cannot.
+        """
+        rank, member = peer.member.rank, peer.member
+        if member.host_id == self._me.host_id and has_removed(member.unix_path):
+            return ChannelClosedError(f"rank {rank} has left").during(peer=rank)
+        return PeerLostError(rank, error.message)
 
     def _discard(self, peer: Peer, connection: Connection) -> None:
         connection.close()
@@ -512,6 +524,8 @@ class TcpBackend(Backend):
                 reason = f"the others have given up this rank: {gone.reason}"
                 peer.judge(PeerLostError(rank, reason))
             return
+        if gone.rank not in self._peers:
+            raise ProtocolError(f"the coordinator tells of rank {gone.rank}, which does not exist")
         peer = self._peers[gone.rank]
         if gone.orderly:
             peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
@@ -556,9 +570,14 @@ class TcpBackend(Backend):
         self._introductions.start()
 
     def look_for_silence(self) -> None:
-        """Give up peers whose hosts do not answer on a busy connection. Every second."""
+        """Look for what nobody tells, now and then.
+
+        Hosts that do not answer on a busy connection; without a coordinator, also ends.
+        """
         for peer in self._peers.values():
             peer.look_for_silence(_UNANSWERED_LIMIT)
+            if not self._is_watched:
+                peer.look_for_end()
 
     def _expects_verdict(self) -> bool:
         return self._is_watched and not self._closed and not self._formation.is_doorkeeper
@@ -608,6 +627,8 @@ class TcpBackend(Backend):
             self._dial_messages(peer, deadline).greet(deadline)
         except PeerLostError as error:
             peer.fail(error)
+        except ChannelClosedError as error:
+            peer.leave(error)
         except RankwireError as error:
             _log.debug("rank %d was not greeted: %s", peer.member.rank, error)
 

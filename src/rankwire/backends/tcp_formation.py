@@ -281,6 +281,11 @@ class Formation:
         if self._coordinator is not None:
             self._coordinator.close(fallen)
         if self._attendance is not None:
+            if fallen is not None and self._attendance.has_ended:
+                # Nobody can be told. A file that is gone would say that this rank left in good
+                # order; as that of a killed one, it is swept by the next world.
+                for remove in self._files:
+                    remove.detach()
             self._attendance.leave(fallen)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from rankwire.backends.status import PeerStatus, describe_wanted, state_of
 from rankwire.deadline import Deadline
-from rankwire.errors import PeerLostError, RankwireError
+from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.rendezvous.messages import Member
@@ -155,6 +155,20 @@ class Peer:
         if self.failure is None and any(c.is_unanswered(seconds) for c in self._all()):
             reason = f"its host has not answered for {seconds:g} s"
             self.judge(PeerLostError(self.member.rank, reason))
+
+    def look_for_end(self) -> None:
+        """Look whether it has ended, because there is no control plane any more that would tell.
+
+        On the outgoing connection, which says nothing else and which nobody reads.
+        """
+        if self.failure is not None or self.messages is None:
+            return
+        try:
+            self.messages.look_for_end()
+        except ChannelClosedError as error:
+            self.leave(error)
+        except RankwireError as error:
+            self.judge(error)
 
     def close(self, cause: RankwireError, patience: Deadline, *, orderly: bool = True) -> None:
         """End every wait and close; say farewell on every connection if this is a good end."""

@@ -43,11 +43,11 @@ from rankwire.links.spinning import Spin
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     LOAN,
+    SEAL_NBYTES,
     Buffer,
     Channel,
     Frame,
     FrameParser,
-    is_farewell,
     pack_header,
 )
 from rankwire.wire.loans import LoanRefusedError, unpack_loan, whole_of
@@ -266,16 +266,16 @@ class Connection:
             DeadlineExceededError: It has not; the loan is revoked, and the message is not sent.
             RankwireError: The connection has failed.
         """
-        lent.settle(deadline, self.peer, self._look_for_end, meanwhile)
+        lent.settle(deadline, self.peer, self.look_for_end, meanwhile)
 
     def wait_for_receipt(
         self, lent: Lent, deadline: Deadline, *, meanwhile: Meanwhile | None = None
     ) -> bool:
         """Do the same, but return False at the deadline, and leave the loan as it is."""
-        return lent.wait(deadline, self._look_for_end, meanwhile)
+        return lent.wait(deadline, self.look_for_end, meanwhile)
 
-    def _look_for_end(self) -> None:
-        """Raise if the connection has ended, also if nobody reads it."""
+    def look_for_end(self) -> None:
+        """Raise if the connection has ended, also if nobody reads it. Safe from any thread."""
         if self.failure is None:
             try:
                 waiting = self._sock.recv(_PEEK_NBYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -292,7 +292,10 @@ class Connection:
 
     def _is_only_a_farewell(self, waiting: bytes) -> bool:
         """Whether nothing but a farewell is there to read, and not the end of a message."""
-        return len(waiting) == HEADER_NBYTES and is_farewell(waiting) and not self._parser.in_frame
+        nbytes = HEADER_NBYTES if self._seal is None else HEADER_NBYTES + SEAL_NBYTES
+        if len(waiting) != nbytes or self._parser.in_frame:
+            return False
+        return self._parser.is_farewell(waiting)
 
     def _send(
         self,

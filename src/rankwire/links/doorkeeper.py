@@ -79,6 +79,8 @@ class Doorkeeper:
         self._key = key
         self._policy = policy
         self._selector = selectors.DefaultSelector()
+        self._wake_lock = threading.Lock()  # guards the pipe against being used once closed
+        self._has_pipe = True
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -105,8 +107,7 @@ class Doorkeeper:
     def call_soon(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the doorkeeper's thread. Safe from any thread; ignored once closed."""
         self._posted.append(action)
-        if not self._closing:
-            self._wake()
+        self._wake()
 
     def call_every(self, seconds: float, action: Callable[[], None]) -> None:
         """Run ``action`` again and again. On the doorkeeper's thread, or before ``start``.
@@ -125,8 +126,10 @@ class Doorkeeper:
         return threading.current_thread() is self._thread
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # full of wake-ups: it will wake up
-            os.write(self._wake_write, b"\0")
+        with self._wake_lock:  # or the descriptor might be closed, and somebody else's by now
+            if self._has_pipe:
+                with suppress(BlockingIOError):  # full of wake-ups: it will wake up
+                    os.write(self._wake_write, b"\0")
 
     def watch(
         self,
@@ -191,15 +194,19 @@ class Doorkeeper:
             stranger.sock.close()
         self._strangers.clear()
         self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._wake_lock:
+            self._has_pipe = False
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def forsake(self) -> None:
         """See ``Forkable``."""
+        self._wake_lock = threading.Lock()
         for sock in (*self._listeners, *(stranger.sock for stranger in self._strangers)):
             sock.close()
         if not self._closing:  # else the numbers may be somebody else's by now
             self._closing = True
+            self._has_pipe = False
             self._selector.close()
             os.close(self._wake_read)
             os.close(self._wake_write)

@@ -40,7 +40,11 @@ class Audience(Protocol):
 
 
 class Attendance:
-    """See the module. ``begin`` before the doorkeeper starts, ``leave`` after it has stopped."""
+    """See the module. ``begin`` before the doorkeeper starts, ``leave`` after it has stopped.
+
+    Attributes:
+        has_ended: Whether the coordinator is gone, so that nobody hears any more what is said.
+    """
 
     def __init__(
         self, control: Connection, world: World, doorkeeper: Doorkeeper, audience: Audience
@@ -51,7 +55,7 @@ class Attendance:
         self._doorkeeper = doorkeeper
         self._audience = audience
         self._silence = Silence(self._patience, [self._coordinator], monotonic())
-        self._has_ended = False
+        self.has_ended = False
 
     def begin(self, heard_already: list[Frame]) -> None:
         """Begin with what came right behind the world."""
@@ -71,18 +75,23 @@ class Attendance:
                     self._audience.on_gone(gone)
 
     def _beat(self) -> None:
-        if self._has_ended:
+        if self.has_ended:
             return
         tell(self._control, Beat())
         for rank, change, seconds in self._silence.judge(monotonic()):
             if change is not Change.FAILED:
                 self._audience.on_suspected(Suspected(rank, seconds))
                 continue
+            reason = silent_reason(seconds)
+            # In case it wakes up: it must not take the end of this connection for a death.
+            tell(self._control, Gone(rank, reason, silent=True))
             self._doorkeeper.unwatch(self._control)
-            self._ended(self._control.fail(PeerUnresponsiveError(rank, silent_reason(seconds))))
+            error = PeerUnresponsiveError(rank, reason)
+            self._control.fail(error)
+            self._ended(error)
 
     def _ended(self, error: RankwireError) -> None:
-        self._has_ended = True
+        self.has_ended = True
         self._audience.on_coordinator_gone(error)
 
     def leave(self, fallen: Fallen | None) -> None:

@@ -10,7 +10,8 @@ downwards::
 
 Once formed, everyone says every beat that it lives. Who is silent for too long is suspected, then
 given up; who falls by an error says so first. All this is told to all others at once, so that they
-name the same rank and the same cause.
+name the same rank and the same cause. A coordinator that was silent itself, for so long that a
+member has given it up, gives in: it tells all that it is the one who is gone.
 
 All methods but ``wait_formed`` and ``close`` run on the doorkeeper's thread. One lock guards the
 state because ``wait_formed`` looks at it.
@@ -89,7 +90,7 @@ class Coordinator:
         on_formed: Called on the doorkeeper's thread when the world is complete, before any other
             rank is told.
         on_gone: Called on the doorkeeper's thread when a rank has died or left after the world
-            formed.
+            formed; also with the coordinator's own rank, or -1, if it was itself given up.
         on_suspected: Called there when a rank has become silent, or is heard again.
     """
 
@@ -105,6 +106,7 @@ class Coordinator:
         on_suspected: Callable[[Suspected], None] = lambda suspected: None,
     ) -> None:
         self._me = me
+        self._rank = -1 if me is None else me.rank
         self._world_size = world_size
         self._doorkeeper = doorkeeper
         self._patience = patience
@@ -181,8 +183,11 @@ class Coordinator:
                     pass
                 case Join(member, patience) if member.rank == rank:
                     self._reach(member, patience)
-                case Fallen(reason, traceback):
+                case Fallen(reason, traceback) if self._state is _State.FORMED:
                     self._lose(Gone(rank, reason, traceback=traceback))
+                    return
+                case Gone(self._rank) as gone if self._state is _State.FORMED:
+                    self._give_in(gone)
                     return
                 case message:
                     self._controls[rank].fail(ProtocolError(f"unexpected {type(message).__name__}"))
@@ -223,8 +228,7 @@ class Coordinator:
 
     def _form(self) -> None:
         members = [self._members[rank] for rank in range(self._world_size)]
-        coordinator = -1 if self._me is None else self._me.rank
-        world = World(secrets.randbits(32) or 1, members, self._patience, coordinator)
+        world = World(secrets.randbits(32) or 1, members, self._patience, self._rank)
         self._on_formed(world)
         # Told before this rank goes on, so that all are ready together.
         self._tell_all(world)
@@ -253,6 +257,14 @@ class Coordinator:
         self._silence.forget(gone.rank)
         self._given_up.add(gone.rank)
         self.report(gone)
+
+    def _give_in(self, gone: Gone) -> None:
+        """Members have given up this process; they live, though their connections end.
+
+        Those that have not are told the same, so that nobody is left who takes the others for dead.
+        """
+        self.report(gone)
+        self.dissolve()
 
     def _ended(self, rank: int, error: RankwireError) -> None:
         connection = self._controls.pop(rank)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["host_id", "new_socket_path", "runtime_folder", "sweep_socket_files"]
+__all__ = ["has_removed", "host_id", "new_socket_path", "runtime_folder", "sweep_socket_files"]
 
 
 def host_id() -> str:
@@ -44,6 +44,15 @@ def new_socket_path() -> str:
     """Return a path for a socket file; its name says which process it belongs to."""
     name = f"{_namespace('pid')}-{os.getpid()}-{secrets.token_hex(4)}.sock"
     return str(runtime_folder() / name)
+
+
+def has_removed(path: str) -> bool:
+    """Whether the process to which a socket file belonged has removed it, as one that leaves does.
+
+    False if that cannot be said: a process of another container may have files that are not seen.
+    """
+    file = Path(path)
+    return file.name.startswith(f"{_namespace('pid')}-") and not file.exists()
 
 
 def sweep_socket_files() -> None:

@@ -105,6 +105,9 @@ class CoordinatorHost:
         self._on_formed(world)
 
     def _gone(self, gone: Gone) -> None:
+        if gone.rank < 0:  # the ranks have given up this process: they go on without it
+            self.expect()
+            return
         self._present.discard(gone.rank)
         self._on_gone(gone)
         if not self._present:
