@@ -199,7 +199,8 @@ def test_a_refusal_is_an_error_of_its_type(make_link, status, join_error, other_
         link = make_link()
         dialling = dial(link.connection._sock, Hello(purpose, job_id("job"), 5, 4, 2, 1))
         answer(link.raw, status=status, detail=3)
-        expected = join_error if purpose is Purpose.JOIN else other_error
+        is_admission = purpose in (Purpose.JOIN, Purpose.LAUNCH)
+        expected = join_error if is_admission else other_error
         assert type(dialling.error()) is expected
 
 
