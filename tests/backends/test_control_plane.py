@@ -372,3 +372,26 @@ def test_a_rank_that_went_right_after_the_coordinator_has_left_or_died_as_it_did
         if how != "close":
             eventually(lambda: ranks[2].call("eval", "lost"))
         assert len(ranks[2].call("eval", "lost")) == (how != "close")
+
+
+def test_the_status_tells_how_long_the_coordinator_is_silent_too():
+    with process_world(2, suspect_after=0.3, fail_after=20.0) as ranks:
+        watch(ranks[1])
+        ranks[0].signal(signal.SIGSTOP)
+        eventually(lambda: ranks[1].call("eval", "suspected"))
+        status = ranks[1].call("eval", "backend.status().peers[0]")
+        assert status.state == "suspected"
+        assert status.silent_for >= 0.3
+        ranks[0].signal(signal.SIGCONT)
+
+
+def test_nobody_stays_suspected_once_there_is_nobody_to_say_that_it_is_heard_again():
+    with process_world(3, suspect_after=0.3, fail_after=20.0) as ranks:
+        watch(ranks[2])
+        ranks[1].signal(signal.SIGSTOP)
+        eventually(lambda: ranks[2].call("eval", "suspected"))
+        ranks[0].call("close")
+        ranks[1].signal(signal.SIGCONT)
+        eventually(lambda: ranks[2].call("eval", "backend.status().peers[0].state") == "left")
+        status = ranks[2].call("eval", "backend.status().peers[1]")
+        assert (status.state, status.silent_for) == ("up", 0.0)

@@ -540,6 +540,7 @@ class TcpBackend(Backend):
         if peer is None:
             return  # this rank itself, or a launcher
         peer.is_suspected = seconds > 0.0
+        peer.silent_for = seconds  # of the coordinator, no beat tells
         if peer.is_suspected:
             _log.warning("rank %d has been silent for %.1f s", rank, seconds)
         else:
@@ -554,6 +555,8 @@ class TcpBackend(Backend):
     def on_coordinator_gone(self, error: RankwireError) -> None:
         """Hear that nobody tells any more who is gone."""
         self._is_watched = False
+        for other in self._peers.values():  # nobody would say any more that it is heard again
+            other.is_suspected, other.silent_for = False, 0.0
         peer = self._peers.get(self._coordinator)
         if peer is not None:
             if isinstance(error, ChannelClosedError):
