@@ -25,6 +25,7 @@ from worlds import (
     Running,
     address_of,
     bound_socket,
+    deaf,
     eventually,
     nursery,
     process_world,
@@ -395,3 +396,16 @@ def test_nobody_stays_suspected_once_there_is_nobody_to_say_that_it_is_heard_aga
         eventually(lambda: ranks[2].call("eval", "backend.status().peers[0].state") == "left")
         status = ranks[2].call("eval", "backend.status().peers[1]")
         assert (status.state, status.silent_for) == ("up", 0.0)
+
+
+def test_a_verdict_that_has_come_counts_also_where_it_is_read_late():
+    """As in a process that has just been woken up: whoever sees a connection end may be faster."""
+    with tcp_world(3) as world:
+        world[2].send(b"hello", 1)
+        assert world[1].recv(2) == b"hello"
+        with deaf(world[1]):
+            waiting = Running(world[1].recv, 2)
+            world[2].close(error=ValueError("a mistake"))
+            eventually(lambda: world[0].failure_of(2))
+            time.sleep(0.1)  # longer than anyone waits for a verdict that has not come
+        assert "ValueError: a mistake" in waiting.error().reason

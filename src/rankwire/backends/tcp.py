@@ -213,7 +213,10 @@ class TcpBackend(Backend):
         self._coordinator = world.coordinator
         self._peers = {
             member.rank: Peer(
-                member, expects_verdict=self._expects_verdict, on_lost=self._events.lost
+                member,
+                expects_verdict=self._expects_verdict,
+                catch_up=self._formation.catch_up,
+                on_lost=self._events.lost,
             )
             for member in world.members
             if member.rank != self.rank
