@@ -116,6 +116,8 @@ class Peer:
                 self.inbox.fail(cause)
             if isinstance(cause, PeerLostError):
                 self._on_lost(cause)
+            elif not isinstance(cause, ChannelClosedError):  # it broke the protocol, say
+                self._on_lost(PeerLostError(self.member.rank, cause.message))
         assert self.failure is not None
         return self.failure
 
