@@ -131,6 +131,9 @@ def bound_socket(host: str = "127.0.0.1") -> socket.socket:
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.bind((host, 0))
+    # As the backend's own: connections that have ended must not keep the port from being taken
+    # again. After binding, so that nobody shares it.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return sock
 
 

@@ -25,6 +25,7 @@ from worlds import (
     Running,
     address_of,
     bound_socket,
+    deaf,
     eventually,
     nursery,
     process_world,
@@ -372,3 +373,39 @@ def test_a_rank_that_went_right_after_the_coordinator_has_left_or_died_as_it_did
         if how != "close":
             eventually(lambda: ranks[2].call("eval", "lost"))
         assert len(ranks[2].call("eval", "lost")) == (how != "close")
+
+
+def test_the_status_tells_how_long_the_coordinator_is_silent_too():
+    with process_world(2, suspect_after=0.3, fail_after=20.0) as ranks:
+        watch(ranks[1])
+        ranks[0].signal(signal.SIGSTOP)
+        eventually(lambda: ranks[1].call("eval", "suspected"))
+        status = ranks[1].call("eval", "backend.status().peers[0]")
+        assert status.state == "suspected"
+        assert status.silent_for >= 0.3
+        ranks[0].signal(signal.SIGCONT)
+
+
+def test_nobody_stays_suspected_once_there_is_nobody_to_say_that_it_is_heard_again():
+    with process_world(3, suspect_after=0.3, fail_after=20.0) as ranks:
+        watch(ranks[2])
+        ranks[1].signal(signal.SIGSTOP)
+        eventually(lambda: ranks[2].call("eval", "suspected"))
+        ranks[0].call("close")
+        ranks[1].signal(signal.SIGCONT)
+        eventually(lambda: ranks[2].call("eval", "backend.status().peers[0].state") == "left")
+        status = ranks[2].call("eval", "backend.status().peers[1]")
+        assert (status.state, status.silent_for) == ("up", 0.0)
+
+
+def test_a_verdict_that_has_come_counts_also_where_it_is_read_late():
+    """As in a process that has just been woken up: whoever sees a connection end may be faster."""
+    with tcp_world(3) as world:
+        world[2].send(b"hello", 1)
+        assert world[1].recv(2) == b"hello"
+        with deaf(world[1]):
+            waiting = Running(world[1].recv, 2)
+            world[2].close(error=ValueError("a mistake"))
+            eventually(lambda: world[0].failure_of(2))
+            time.sleep(0.1)  # longer than anyone waits for a verdict that has not come
+        assert "ValueError: a mistake" in waiting.error().reason

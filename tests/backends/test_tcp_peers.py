@@ -8,7 +8,12 @@ import pytest
 
 from rankwire.backends.tcp_peers import Peer
 from rankwire.deadline import Deadline
-from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+)
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import wait_for
 from rankwire.rendezvous.messages import Member
@@ -224,3 +229,16 @@ def test_a_peer_that_has_gone_is_not_dialled(peer):
     with pytest.raises(PeerLostError, match="first cause") as caught:
         peer.check()
     assert caught.value is not LOST
+
+
+@pytest.mark.parametrize(
+    ("cause", "reasons"),
+    [(LOST, ["the first cause"]), (ProtocolError("it sent garbage"), ["it sent garbage"])],
+)
+def test_whoever_asked_is_told_of_a_loss_once_whatever_the_cause(cause, reasons):
+    told = []
+    peer = Peer(Member(3, 1, "127.0.0.1", 9, "", "host"), on_lost=told.append)
+    peer.fail(cause)
+    peer.fail(LATER)
+    assert [(error.peer, error.reason) for error in told] == [(3, reason) for reason in reasons]
+    assert peer.failure is cause

@@ -17,7 +17,17 @@ from rankwire.links.sockets import wait_for
 from rankwire.rendezvous import coordinator as coordinator_module
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.host import host_id
-from rankwire.rendezvous.messages import Failed, Gone, Join, Member, Waiting, World, pack, unpack
+from rankwire.rendezvous.messages import (
+    Failed,
+    Fallen,
+    Gone,
+    Join,
+    Member,
+    Waiting,
+    World,
+    pack,
+    unpack,
+)
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
 from worlds import PATIENCE, Running, eventually
@@ -373,6 +383,46 @@ def test_a_member_that_takes_nothing_does_not_keep_the_others_from_being_told(me
     assert meeting.hear(connections[3]).rank == 2
     # As good as gone itself, and said so.
     assert meeting.hear(connections[3]).rank == 1
+
+
+def test_who_leaves_or_falls_at_the_same_moment_as_the_coordinator_is_still_told_of(meet):
+    meeting = meet(5)
+    connections = {rank: meeting.join(rank) for rank in (1, 2, 3, 4)}
+    for connection in connections.values():
+        meeting.hear_until(connection, World)
+    meeting.doorkeeper.close()
+    connections[2].farewell(Deadline(PATIENCE))
+    connections[2].close()
+    say(connections[3], Fallen("it raised ValueError", "a traceback"))
+    connections[4].close()
+    meeting.coordinator.close(Fallen("so did rank 0", ""))
+    told = [meeting.hear(connections[1]) for _ in range(4)]
+    assert [(gone.rank, gone.orderly) for gone in told] == [
+        (2, True),
+        (3, False),
+        (4, False),
+        (0, False),
+    ]
+    assert told[1].reason == "it raised ValueError"
+
+
+def test_a_coordinator_that_a_member_has_given_up_tells_all_others_and_blames_nobody(meet):
+    meeting = meet(4)
+    connections = {rank: meeting.join(rank) for rank in (1, 2, 3)}
+    for connection in connections.values():
+        meeting.hear_until(connection, World)
+    given_up = Gone(0, "it was silent", silent=True)
+
+    def give_up() -> None:  # while the coordinator does nothing else
+        for rank in (1, 2):
+            say(connections[rank], given_up)
+            connections[rank].close()
+
+    meeting.on_thread(give_up)
+    assert meeting.hear(connections[3]) == given_up
+    with pytest.raises(ChannelClosedError):
+        meeting.hear(connections[3])
+    assert meeting.gone == [given_up]
 
 
 def test_closing_says_farewell(meet):

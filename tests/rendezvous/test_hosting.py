@@ -1,11 +1,21 @@
 """A coordinator that is no rank."""
 
+import threading
+
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
 from rankwire.rendezvous.hosting import CoordinatorHost
-from worlds import SECRET, Running, address_of, bound_socket, eventually, runtime_folder_of_its_own
+from worlds import (
+    PATIENCE,
+    SECRET,
+    Running,
+    address_of,
+    bound_socket,
+    eventually,
+    runtime_folder_of_its_own,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +40,7 @@ class Launcher:
             on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
         )
 
-    def world(self, world_size):
+    def world(self, world_size, **options):
         forming = [
             Running(
                 TcpBackend,
@@ -42,6 +52,7 @@ class Launcher:
                 has_coordinator=True,
                 join_timeout=10.0,
                 timeout=10.0,
+                **options,
             )
             for rank in range(world_size)
         ]
@@ -115,3 +126,21 @@ def test_ranks_of_another_job_or_secret_or_size_are_refused(launcher):
 def test_a_rank_that_does_not_coordinate_takes_no_listener():
     with bound_socket() as listener, pytest.raises(ConfigurationError, match="listener"):
         TcpBackend(0, 2, address_of(listener), listener=listener, has_coordinator=True)
+
+
+def test_a_launcher_that_was_given_up_while_it_stood_still_blames_no_rank(launcher):
+    ranks = launcher.world(3, suspect_after=0.1, fail_after=0.3)
+    awake = threading.Event()
+    launcher.host._doorkeeper.call_soon(lambda: awake.wait(PATIENCE))
+    for rank in ranks:
+        eventually(lambda rank=rank: not rank._is_watched)
+    awake.set()
+    eventually(lambda: launcher.host._coordinator._state.name == "FORMING")
+    assert launcher.told == ["formed"]
+    ranks[0].send(b"on we go", 1)
+    assert ranks[1].recv(0) == b"on we go"
+    assert ranks[2].alive == (0, 1, 2)
+    for rank in ranks:
+        rank.close()
+    for rank in launcher.world(3):
+        rank.close()

@@ -216,7 +216,10 @@ class TcpBackend(Backend):
         self._coordinator = world.coordinator
         self._peers = {
             member.rank: Peer(
-                member, expects_verdict=self._expects_verdict, on_lost=self._events.lost
+                member,
+                expects_verdict=self._expects_verdict,
+                catch_up=self._formation.catch_up,
+                on_lost=self._events.lost,
             )
             for member in world.members
             if member.rank != self.rank
@@ -543,6 +546,7 @@ class TcpBackend(Backend):
         if peer is None:
             return  # this rank itself, or a launcher
         peer.is_suspected = seconds > 0.0
+        peer.silent_for = seconds  # of the coordinator, no beat tells
         if peer.is_suspected:
             _log.warning("rank %d has been silent for %.1f s", rank, seconds)
         else:
@@ -557,6 +561,8 @@ class TcpBackend(Backend):
     def on_coordinator_gone(self, error: RankwireError) -> None:
         """Hear that nobody tells any more who is gone."""
         self._is_watched = False
+        for other in self._peers.values():  # nobody would say any more that it is heard again
+            other.is_suspected, other.silent_for = False, 0.0
         peer = self._peers.get(self._coordinator)
         if peer is not None:
             if isinstance(error, ChannelClosedError):

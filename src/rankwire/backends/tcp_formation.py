@@ -256,6 +256,11 @@ class Formation:
         """Whether the caller runs on the doorkeeper's thread, which must not wait."""
         return self._doorkeeper is not None and self._doorkeeper.is_current_thread
 
+    def catch_up(self, seconds: float) -> None:
+        """Wait until the control plane's news that have come are known, but not for longer."""
+        if self._doorkeeper is not None:
+            self._doorkeeper.catch_up(Deadline(seconds))
+
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""
         return {} if self._coordinator is None else self._coordinator.silences()

@@ -25,6 +25,8 @@ from rankwire.wire.mailbox import Mailbox
 __all__ = ["Peer"]
 
 _VERDICT_PATIENCE = 0.03  # seconds
+# A process that has just been woken up, or has too few cores, reads its news late.
+_LATE_NEWS_PATIENCE = 0.5
 
 
 class Peer:
@@ -43,6 +45,7 @@ class Peer:
     Args:
         member: Where it is.
         expects_verdict: Whether the control plane may still tell more, and the caller may wait.
+        catch_up: Waits until what it has told is known here, at most for the seconds given.
         on_lost: Called once if the peer is lost.
     """
 
@@ -51,10 +54,12 @@ class Peer:
         member: Member,
         *,
         expects_verdict: Callable[[], bool] = lambda: False,
+        catch_up: Callable[[float], None] = lambda seconds: None,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
     ) -> None:
         self.member = member
         self._expects_verdict = expects_verdict
+        self._catch_up = catch_up
         self._on_lost = on_lost
         self._has_verdict = threading.Event()
         self.silent_for = 0.0
@@ -86,15 +91,20 @@ class Peer:
 
     def fail(self, cause: RankwireError) -> RankwireError:
         """Give the peer up: every connection to it ends now. Returns the cause that stays."""
-        if self.failure is None and type(cause) is PeerLostError and self._expects_verdict():
-            self._has_verdict.wait(_VERDICT_PATIENCE)
+        if type(cause) is PeerLostError:
+            self._await_verdict()
         return self.judge(cause)
 
     def explain_farewell(self, cause: RankwireError) -> RankwireError:
         """Return why it says farewell: its agent closes first if an error passes its blocks."""
-        if self.failure is None and self._expects_verdict():
-            self._has_verdict.wait(_VERDICT_PATIENCE)
+        self._await_verdict()
         return self.failure if isinstance(self.failure, PeerLostError) else cause
+
+    def _await_verdict(self) -> None:
+        if self.failure is not None or not self._expects_verdict():
+            return
+        if not self._has_verdict.wait(_VERDICT_PATIENCE):
+            self._catch_up(_LATE_NEWS_PATIENCE)
 
     def judge(self, cause: RankwireError) -> RankwireError:
         """Do the same at once, because the control plane has said so."""
@@ -106,6 +116,8 @@ class Peer:
                 self.inbox.fail(cause)
             if isinstance(cause, PeerLostError):
                 self._on_lost(cause)
+            elif not isinstance(cause, ChannelClosedError):  # it broke the protocol, say
+                self._on_lost(PeerLostError(self.member.rank, cause.message))
         assert self.failure is not None
         return self.failure
 

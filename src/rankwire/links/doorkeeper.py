@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from secrets import token_bytes
+from time import sleep
 from typing import TYPE_CHECKING, Protocol
 
 from rankwire.deadline import Deadline
@@ -53,6 +54,7 @@ _log = logging.getLogger("rankwire")
 _MAX_STRANGERS = 256
 _ACCEPTS_A_ROUND = 64
 _ACCEPT_PAUSE = 0.05  # seconds, when the process is out of file descriptors or memory
+_CATCHING_UP_NAP = 0.001
 
 
 class House(Protocol):
@@ -91,6 +93,7 @@ class Doorkeeper:
         self._accepting_again: Deadline | None = None
         self._strangers: dict[_Stranger, None] = {}
         self._closing = False
+        self._rounds = 0
         self._thread = threading.Thread(target=self._run, name="rankwire-doorkeeper", daemon=True)
         guard(self)
 
@@ -108,6 +111,13 @@ class Doorkeeper:
         """Run ``action`` on the doorkeeper's thread. Safe from any thread; ignored once closed."""
         self._posted.append(action)
         self._wake()
+
+    def catch_up(self, deadline: Deadline) -> None:
+        """Wait until all is read that has come by now. Safe from any thread but its own."""
+        seen = self._rounds + 2  # one round is under way; the next one sees what is there
+        while self._rounds < seen and not self._closing and not deadline.expired:
+            self._wake()
+            sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
 
     def call_every(self, seconds: float, action: Callable[[], None]) -> None:
         """Run ``action`` again and again. On the doorkeeper's thread, or before ``start``.
@@ -215,6 +225,7 @@ class Doorkeeper:
 
     def _run(self) -> None:
         while not self._closing:
+            self._rounds += 1
             for key, _ in self._selector.select(self._patience()):
                 if self._closing:
                     return

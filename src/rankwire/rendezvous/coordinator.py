@@ -89,8 +89,9 @@ class Coordinator:
         patience: How long a rank may be silent; ranks that join may ask for less.
         on_formed: Called on the doorkeeper's thread when the world is complete, before any other
             rank is told.
-        on_gone: Called on the doorkeeper's thread when a rank has died or left after the world
-            formed; also with the coordinator's own rank, or -1, if it was itself given up.
+        on_gone: Called on the doorkeeper's thread, or by ``close``, when a rank has died or left
+            after the world formed; also with the coordinator's own rank, or -1, if it was itself
+            given up.
         on_suspected: Called there when a rank has become silent, or is heard again.
     """
 
@@ -263,6 +264,7 @@ class Coordinator:
 
         Those that have not are told the same, so that nobody is left who takes the others for dead.
         """
+        self._state = _State.CLOSED
         self.report(gone)
         self.dissolve()
 
@@ -319,6 +321,8 @@ class Coordinator:
         Args:
             fallen: The error because of which rank 0 leaves, if it does not leave in good order.
         """
+        if self._state is _State.FORMED:
+            self._pass_on_last_words()
         self._state = _State.CLOSED
         for connection in self._controls.values():
             if fallen is None or self._me is None:
@@ -327,6 +331,19 @@ class Coordinator:
                 tell(connection, Gone(self._me.rank, fallen.reason, traceback=fallen.traceback))
             connection.close()
         self._controls.clear()
+
+    def _pass_on_last_words(self) -> None:
+        """Tell the others who left or fell at the same moment: after this nobody can."""
+        for rank, connection in list(self._controls.items()):
+            try:
+                while self._controls.get(rank) is connection:
+                    frames = connection.read_ready()
+                    if frames is None:
+                        break
+                    self._heard(rank, frames)
+            except RankwireError as error:
+                connection.fail(error)
+                self._ended(rank, error)
 
 
 def silent_reason(seconds: float) -> str:
