@@ -173,3 +173,15 @@ def test_a_socket_file_that_was_removed_is_told_from_one_that_is_there_or_cannot
     assert host.has_removed(str(path))
     assert not host.has_removed(str(path.with_name(f"1{path.name}")))  # of another container
     assert not host.has_removed("")
+
+
+def test_only_socket_files_of_the_runtime_folder_are_removed_for_others(tmp_path):
+    """The path is what another process said, and it may have said anything."""
+    ours = Path(host.new_socket_path())
+    elsewhere = tmp_path / "some.sock"
+    other = ours.with_suffix(".key")
+    for file in (ours, elsewhere, other):
+        file.touch()
+        host.remove_socket_file(str(file))
+    assert [file.exists() for file in (ours, elsewhere, other)] == [False, True, True]
+    host.remove_socket_file(str(ours))

@@ -49,7 +49,7 @@ from rankwire.links.dialing import authenticate
 from rankwire.links.protection import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spinning import Spin, default_spin
-from rankwire.rendezvous.host import has_removed
+from rankwire.rendezvous.host import has_removed, remove_socket_file
 from rankwire.rendezvous.messages import (
     DEFAULT_PATIENCE,
     Fallen,
@@ -536,8 +536,7 @@ class TcpBackend(Backend):
         kind = PeerUnresponsiveError if gone.silent else PeerLostError
         peer.judge(kind(gone.rank, gone.reason, remote_traceback=gone.traceback))
         if not gone.silent and peer.member.host_id == self._me.host_id and peer.member.unix_path:
-            with suppress(OSError):
-                os.unlink(peer.member.unix_path)  # a killed process cannot remove its own
+            remove_socket_file(peer.member.unix_path)  # a killed process cannot remove its own
 
     def on_suspected(self, suspected: Suspected) -> None:
         """Hear from the control plane that a rank has become silent, or is heard again."""

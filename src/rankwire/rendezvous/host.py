@@ -10,7 +10,14 @@ from pathlib import Path
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["has_removed", "host_id", "new_socket_path", "runtime_folder", "sweep_socket_files"]
+__all__ = [
+    "has_removed",
+    "host_id",
+    "new_socket_path",
+    "remove_socket_file",
+    "runtime_folder",
+    "sweep_socket_files",
+]
 
 
 def host_id() -> str:
@@ -53,6 +60,16 @@ def has_removed(path: str) -> bool:
     """
     file = Path(path)
     return file.name.startswith(f"{_namespace('pid')}-") and not file.exists()
+
+
+def remove_socket_file(path: str) -> None:
+    """Remove the socket file of another process of this user; a path elsewhere is left alone.
+
+    The path is what that process said, and it may have said anything.
+    """
+    file = Path(path)
+    if file.parent == runtime_folder() and file.suffix == ".sock":
+        file.unlink(missing_ok=True)
 
 
 def sweep_socket_files() -> None:
