@@ -94,9 +94,9 @@ def test_a_connection_let_in_just_before_its_agent_closed_is_ended(world):
     caller, callee = RpcAgent(first), RpcAgent(second)
     enter = second.enter
 
-    def late(hello, sock):
+    def late(hello, sock, seals):
         callee.close(0.0)
-        enter(hello, sock)
+        enter(hello, sock, seals)
 
     second.enter = late
     error = error_of(caller.rpc_sync, 1, "anything", timeout=1)
