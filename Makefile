@@ -26,7 +26,7 @@ $(BENCH)/ready: pyproject.toml
 demo: $(VENV)/ready  ## train a model with a parameter server on N=4 ranks of this machine
 	$(VENV)/bin/rankwire run -n $(N) examples/parameter_server.py
 
-test: $(VENV)/ready  ## run the tests (about 6 minutes on 2 cores)
+test: $(VENV)/ready  ## run the tests (about 12 minutes on 2 cores)
 	$(VENV)/bin/pytest
 
 check: $(VENV)/ready  ## lint and type-check

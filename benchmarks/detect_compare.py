@@ -4,7 +4,7 @@ Two ranks on this host; one waits for the other in a call or in a collective, wi
 settings of each library; then the other gets SIGKILL or SIGSTOP. The time is from the signal to the
 end of the operation on the survivor, by the clock that all processes of a host share.
 
-    python -m benchmarks.detect_compare --trials 10 --out docs/detection.md
+    python -m benchmarks.detect_compare --trials 10 --stop-trials 1
 
 An operation that has not ended after the cap is written as longer than that.
 """
