@@ -282,20 +282,26 @@ def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way):
                 go_on.set()
 
 
-def test_what_is_to_be_done_before_leaving_finds_all_open():
+def test_one_that_cannot_leave_does_not_keep_the_others_from_it():
     program = """
-        from rankwire import RpcAgent, TcpBackend
-        from rankwire.backends.ending import before_leaving
+        from rankwire import TcpBackend
+        from rankwire.backends.ending import close_at_exit
 
-        backend = TcpBackend(0, 1, "127.0.0.1:0")
-        agent = RpcAgent(backend)
-        agent.register("one", lambda: 1)
-        before_leaving(lambda: print("open", agent.rpc_sync(0, "one")))
-        before_leaving(lambda: 1 / 0)
+        class Stuck:
+            def leave_at_exit(self, error):
+                raise RuntimeError("stuck")
+
+        class Last:
+            def leave_at_exit(self, error):
+                print("left", error)
+
+        last, stuck = Last(), Stuck()
+        close_at_exit(last)
+        close_at_exit(stuck)
     """
     ended = programs.run(program)
-    assert (ended.returncode, ended.stdout) == (0, "open 1\n")
-    assert "division by zero" in ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "left None\n")
+    assert "stuck" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from rankwire.errors import ChannelClosedError
 
-__all__ = ["Leaving", "before_leaving", "close_at_exit"]
+__all__ = ["Leaving", "close_at_exit"]
 
 _log = logging.getLogger("rankwire")
 
@@ -41,7 +41,6 @@ class Leaving(Protocol):
 
 
 _leaving: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in the order of their making
-_actions: list[Callable[[], None]] = []
 
 
 def close_at_exit(thing: Leaving) -> None:
@@ -49,15 +48,8 @@ def close_at_exit(thing: Leaving) -> None:
     _leaving[thing] = None
 
 
-def before_leaving(action: Callable[[], None]) -> None:
-    """Have something done at the end of the interpreter, while all is still open."""
-    _actions.append(action)
-
-
 def _close_at_exit() -> None:
     threading.excepthook = _without_farewells(threading.excepthook)
-    for action in _actions:
-        _attempt(action)
     error = _uncaught()
     for thing in reversed(list(_leaving)):
         _attempt(partial(thing.leave_at_exit, error))
