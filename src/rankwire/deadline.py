@@ -8,6 +8,7 @@ whole. Monotonic time only: a change of the wall clock moves nothing.
 from __future__ import annotations
 
 import math
+import threading
 from time import monotonic
 
 from rankwire.errors import ConfigurationError
@@ -67,6 +68,18 @@ class Deadline:
     def sooner(self, limit: float) -> Deadline:
         """Return this deadline, or one ``limit`` seconds from now if that comes first."""
         return self if self.remaining() <= limit else Deadline(limit)
+
+    def take(self, lock: threading.Lock, grip: list[bool]) -> bool:
+        """Take a lock in time, and note it in ``grip``; return whether it is taken.
+
+        To be called within the ``try`` whose ``finally`` gives the lock back ``if grip[-1:] ==
+        [True]``. The lock is taken and noted by one call of a C function, so that no interrupt
+        (Ctrl-C) falls between the two and leaves it taken for ever.
+        """
+        grip.extend(map(lock.acquire, (False,)))
+        if not grip[-1]:
+            grip.extend(map(lock.acquire, (True,), (self.sleep_limit(),)))
+        return grip[-1]
 
     def __repr__(self) -> str:
         return f"<Deadline {self.remaining():.3f} s of {self.limit:g} s left>"

@@ -19,7 +19,7 @@ Tree::
       PeerLostError(ConnectionError)          .reason .remote_traceback .may_have_run: it died
         PeerUnresponsiveError                 alive for the kernel, silent for too long
       ChannelClosedError(ConnectionError)     this side, or the peer in good order, has closed
-      DeadlineExceededError(TimeoutError)     .limit .waiting_for .may_have_run
+      DeadlineExceededError(TimeoutError)     .limit .waiting_for .may_have_run .may_have_arrived
       OverloadedError(RuntimeError)           a stated limit was reached; the call did not run
       ResourceError(RuntimeError)              out of file descriptors
       CircularCallError(RuntimeError)         .circle .may_have_run: calls wait for each other
@@ -309,9 +309,12 @@ class DeadlineExceededError(RankwireError, TimeoutError):
         limit: The limit in seconds.
         waiting_for: The ranks that were waited for.
         detail: What else is known, as text.
+        may_have_arrived: For a message that was sent: whether a part of it had left by then. The
+            rest follows, so it arrives unless the peer is lost first. If not, it never arrives.
         may_have_run: For a call: whether the function may have run.
     """
 
+    may_have_arrived: bool = False
     may_have_run: bool = False
 
     def __init__(self, limit: float, *, waiting_for: Sequence[int] = (), detail: str = "") -> None:

@@ -30,6 +30,7 @@ from rankwire.errors import (
     SizeMismatchError,
 )
 from rankwire.links import connection, single_copy
+from rankwire.links.single_copy import Borrowed
 from worlds import (
     PATIENCE,
     Running,
@@ -103,8 +104,8 @@ def pattern(nbytes, seed=0):
 
 def until_offered(backend, dst):
     """Wait until a rank has said where its next message to ``dst`` lies; return a new count."""
-    sent = backend._peers[dst].messages._sequence
-    return lambda: eventually(lambda: backend._peers[dst].messages._sequence > sent)
+    sent = backend._peers[dst].messages.frames_sent
+    return lambda: eventually(lambda: backend._peers[dst].messages.frames_sent > sent)
 
 
 def offer(backend, message, dst, tag=0, **options):
@@ -117,7 +118,7 @@ def offer(backend, message, dst, tag=0, **options):
 
 def offer_from(rank, nbytes, dst, tag=0, *, fill=1, timeout=PATIENCE):
     """Do the same in a process that has sent nothing yet but its introduction."""
-    sequence = f"backend._peers[{dst}].messages._sequence"
+    sequence = f"backend._peers[{dst}].messages.frames_sent"
     before = rank.call("eval", sequence)
     code = f"backend.send(bytes([{fill}]) * {nbytes}, {dst}, {tag}, timeout={timeout})"
     sending = rank.start("eval", code)
@@ -496,15 +497,14 @@ def test_messages_that_were_withdrawn_take_no_room(lending):
 
 def test_the_sender_and_the_receiver_agree_on_whether_a_message_was_sent(lending, monkeypatch):
     """The deadline passes when the receiver has read everything and is about to say so."""
-    transfer, read, late = single_copy._transfer, threading.Event(), threading.Event()
+    write, read, late = Borrowed._write_receipt, threading.Event(), threading.Event()
 
-    def transfer_with_a_late_receipt(call, *args):
-        if call is single_copy._CALLS[1]:
-            read.set()
-            assert late.wait(PATIENCE)
-        return transfer(call, *args)
+    def write_late(parcel, value):
+        read.set()
+        assert late.wait(PATIENCE)
+        write(parcel, value)
 
-    monkeypatch.setattr(single_copy, "_transfer", transfer_with_a_late_receipt)
+    monkeypatch.setattr(Borrowed, "_write_receipt", write_late)
     sending = Running(lending[0].send, pattern(LARGE), 1, timeout=0.3)
     receiving = Running(lending[1].recv, 0, timeout=0.8)
     assert read.wait(PATIENCE)
@@ -974,7 +974,7 @@ def test_a_caller_that_cancels_while_its_large_reply_is_offered_does_not_stop_th
     slow = Slow(lending_agents[1])
     lending_agents[0].rpc_sync(1, "echo", 0)
     inbox = lending_agents[0]._port._outgoing[1]
-    eventually(inbox._take_role)  # nobody reads replies for now
+    eventually(lambda: inbox._take_role(inbox))  # nobody reads replies for now
     try:
         futures = [lending_agents[0].rpc_async(1, "slow_large", timeout=PATIENCE) for _ in range(4)]
         inbox.connection.flush(Deadline(PATIENCE))
@@ -985,7 +985,7 @@ def test_a_caller_that_cancels_while_its_large_reply_is_offered_does_not_stop_th
         for future in futures:
             assert future.cancel()
     finally:
-        inbox._leave_role()
+        inbox._leave_role(inbox)
     began = time.monotonic()
     assert lending_agents[2].rpc_sync(1, "echo", 5, timeout=5.0) == 5
     assert time.monotonic() - began < QUICK

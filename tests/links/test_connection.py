@@ -10,10 +10,10 @@ import threading
 import time
 from contextlib import suppress
 from itertools import chain, islice, repeat
-from pathlib import Path
 
 import pytest
 
+from interrupts import LIBRARY, Interrupt, every_interrupt
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -822,58 +822,152 @@ def test_repr_tells_the_peer_the_transport_and_the_state(link, transport):
 # -- interrupts
 
 
-def test_an_interrupted_send_of_which_a_part_has_left_ends_the_connection(link):
-    sock = link.connection._sock
+class Conversation:
+    """What a thread that is interrupted sends, and what its peer makes of it."""
 
-    def interrupt(pieces):
-        sock.send(bytes(pieces[0])[:10])
-        raise KeyboardInterrupt
+    def __init__(self, pair):
+        self.near, self.far = pair
+        self.reading = Running(self._read)
 
-    link.connection._sock = Proxied(sock, sendmsg=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        send(link.connection, bytes(100_000))
-    with pytest.raises(PeerLostError, match="interrupted"):
-        send(link.connection, b"x")
+    def send(self, tag, nbytes):
+        send(self.near, bytes([tag]) * nbytes, tag=tag)
 
+    def _read(self):
+        frames, deadline = [], Deadline(PATIENCE)
+        while not frames or frames[-1].tag != 9:
+            frames += self.far.read(deadline)
+            assert not deadline.expired
+        return frames
 
-@pytest.mark.parametrize("nbytes", [500, 100_000])
-def test_an_interrupt_between_the_system_call_and_the_parser_damages_no_message(link, nbytes):
-    # Python runs a signal handler when the call has returned: the bytes have left the kernel.
-    sock, calls = link.connection._sock, []
-
-    def recv_into(buffer):
-        count = sock.recv_into(buffer, min(len(buffer), 1000))
-        calls.append(count)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return count
-
-    link.connection._sock = Proxied(sock, recv_into=recv_into)
-    payloads = [bytes([number]) * nbytes for number in range(5)]
-    stream = b"".join(frame_bytes(body, sequence=number) for number, body in enumerate(payloads))
-    sending = Running(link.raw.sendall, stream)
-    received = []
-    with suppress(RankwireError):
-        while len(received) < len(payloads):
-            try:
-                frames = link.connection.read(Deadline(0.5))
-            except KeyboardInterrupt:
-                continue
-            received += [frame.payload for frame in frames]
-            if not frames:
-                break
-    with suppress(ConnectionError):  # the connection may have been given up meanwhile
-        sending.result()
-    assert received == payloads[: len(received)]
-    if len(received) < len(payloads):
-        assert isinstance(link.connection.failure, PeerLostError), "it is not the peer's fault"
+    def tags(self):
+        """Send the last one, and return the tags of all that came, each of them whole."""
+        self.send(9, 1)
+        frames = self.reading.result()
+        for frame in frames:
+            assert frame.payload == bytes([frame.tag]) * len(frame.payload)
+        return [frame.tag for frame in frames]
 
 
-class Interrupt(BaseException):
-    """What a signal raises, as KeyboardInterrupt does."""
+@pytest.mark.fault(37, "an interrupted send has sent nothing, or its message arrives whole")
+@pytest.mark.parametrize("nbytes", [10, 20_000, 70_000, 3_000_000])
+def test_an_interrupt_anywhere_in_a_send_leaves_the_connection_and_whole_frames(make_pair, nbytes):
+    sent = []
+
+    def run(interrupting):
+        talk = Conversation(make_pair("unix", introduced=False))
+        talk.send(1, 100)
+        with suppress(Interrupt), interrupting:
+            talk.send(2, nbytes)
+        talk.send(3, 50)
+        sent.append(talk.tags())
+
+    places = every_interrupt(run)
+    assert places >= 15
+    assert {tuple(tags) for tags in sent} == {(1, 3, 9), (1, 2, 3, 9)}
+    assert sent[-1] == [1, 2, 3, 9]
 
 
-LIBRARY = str(Path(connection_module.__file__).parent.parent)
+@pytest.mark.fault(37, "two interrupts in a send leave whole frames, or end the connection")
+@pytest.mark.parametrize("gap", [1, 2, 3, 5, 8])
+def test_two_interrupts_in_a_send_never_let_a_frame_begin_in_another(make_pair, gap):
+    lost = []
+
+    def run(interrupting):
+        talk = Conversation(make_pair("unix", introduced=False))
+        talk.send(1, 100)
+        with suppress(Interrupt), interrupting:
+            talk.send(2, 3_000_000)
+        try:
+            talk.send(3, 50)
+            tags = talk.tags()
+        except PeerLostError as error:
+            lost.append((error.reason, interrupting.happened))
+            with pytest.raises(PeerLostError):
+                talk.reading.result()
+        else:
+            assert tags in ([1, 3, 9], [1, 2, 3, 9])
+
+    every_interrupt(run, second_after=gap)
+    assert set(lost) <= {("sending a message to it was interrupted twice", 2)}
+
+
+def test_the_rest_of_an_interrupted_message_leaves_without_another_send(make_pair):
+    rests = []
+    near, far = make_pair("unix", introduced=False)
+    near._on_rest = rests.append
+
+    class Interrupted:
+        def watch(self):
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        near.send(
+            Channel.MESSAGE,
+            0,
+            5,
+            [bytes(MIB * 8)],
+            MIB * 8,
+            Deadline(PATIENCE),
+            meanwhile=Interrupted(),
+        )
+    assert rests == [near]
+    assert near.is_holding
+    reading = Running(read, far)
+    near.flush(Deadline(PATIENCE))
+    [frame] = reading.result()
+    assert (frame.tag, len(frame.payload)) == (5, MIB * 8)
+    assert not near.is_holding
+
+
+def test_a_message_that_was_not_taken_in_time_says_whether_it_will_arrive(make_pair):
+    near, far = make_pair("unix", introduced=False)
+    with pytest.raises(DeadlineExceededError, match="the rest follows") as caught:
+        near.send(Channel.MESSAGE, 0, 1, [bytes(MIB * 8)], MIB * 8, Deadline(0.05))
+    assert caught.value.may_have_arrived
+    for nbytes in (10, 8 * MIB):  # behind the rest of the first one, nothing of these leaves
+        with pytest.raises(DeadlineExceededError) as caught:
+            near.send(Channel.MESSAGE, 0, 2, [bytes(nbytes)], nbytes, Deadline(0.0))
+        assert not caught.value.may_have_arrived
+    reading = Running(read, far, 2)
+    send(near, b"last", tag=3)
+    assert [(frame.tag, len(frame.payload)) for frame in reading.result()] == [(1, MIB * 8), (3, 4)]
+
+
+@pytest.mark.fault(37, "an interrupted reader loses no byte that has left the kernel")
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("nbytes", [10, 20_000, 100_000])
+def test_an_interrupt_anywhere_in_a_read_loses_and_doubles_nothing(sockets, nbytes, is_sealed):
+    seals = make_seals(b"k" * 32, b"said", Protection.SEALED, dialled=True) if is_sealed else None
+    there = make_seals(b"k" * 32, b"said", Protection.SEALED, dialled=False) if is_sealed else None
+    near = Connection(sockets[0], peer=1, max_nbytes=1 << 30, seals=seals)
+    far = Connection(sockets[1], peer=0, max_nbytes=1 << 30, seals=there)
+
+    def chatter():
+        for number in range(1 << 30):
+            body = number.to_bytes(4, "little") * (nbytes // 4 + 1)
+            far.send(Channel.MESSAGE, 0, number, [body], len(body), Deadline(PATIENCE))
+
+    chattering, expected = Running(chatter), 0
+    try:
+
+        def run(interrupting):
+            nonlocal expected
+            with suppress(Interrupt), interrupting:
+                near.receive(Deadline(PATIENCE))
+            for _ in range(2):  # what was read and not taken comes again
+                for frame in [*near.undelivered]:
+                    assert frame.tag == expected
+                    assert frame.payload == frame.tag.to_bytes(4, "little") * (nbytes // 4 + 1)
+                    near.undelivered.popleft()
+                    expected += 1
+                near.receive(Deadline(PATIENCE))
+
+        for _ in range(3):
+            assert every_interrupt(run) >= 5
+    finally:
+        far.fail(PeerLostError(0, "over"))
+        chattering.error()
+    assert expected > 10
 
 
 @pytest.mark.fault(37, "signals at random times never put a stream out of step")

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from interrupts import Interrupt, every_interrupt
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -242,7 +243,7 @@ def test_the_role_is_handed_on_when_the_readers_deadline_passes(post):
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_the_role_is_handed_on_when_the_reader_is_interrupted(post, interruption):
-    read, go, calls = post.connection.read, threading.Event(), []
+    read, go, calls = post.connection.receive, threading.Event(), []
 
     def interrupted_once(deadline):
         calls.append(deadline)
@@ -251,7 +252,7 @@ def test_the_role_is_handed_on_when_the_reader_is_interrupted(post, interruption
         go.wait(PATIENCE)
         raise interruption
 
-    post.connection.read = interrupted_once
+    post.connection.receive = interrupted_once
     reader, other = post.start(1), post.start(2)
     go.set()
     assert isinstance(reader.error(SOON), interruption)
@@ -299,25 +300,92 @@ def test_a_message_for_a_thread_that_is_interrupted_goes_back(post):
     assert [post.recv(1), post.recv(1)] == [b"first", b"second"]
 
 
-def test_what_comes_after_a_message_that_was_lost_with_an_interrupt_is_not_delivered(post):
-    """Otherwise there would be a gap that nobody sees."""
-    deliver = post.inbox._deliver
+class Crowd:
+    """Threads that receive while one of them is interrupted, on an inbox of their own."""
 
-    def interrupted_after_the_first(frames):
-        post.inbox._deliver = deliver
-        first, *_ = frames
-        post.inbox._match(first, [])
-        raise KeyboardInterrupt
+    def __init__(self, connections):
+        self.post = Post(connections)
+        self.called = []
+        self.post.want(8, self.called.append)
 
-    post.inbox._deliver = interrupted_after_the_first
-    # More than one read takes: of the last one, some is still with the kernel.
-    for payload in (b"first", bytes(60_000), b"after the gap" * 2000):
-        post.send(1, payload)
-    with pytest.raises(KeyboardInterrupt):
-        post.recv(1)
-    assert post.recv(1) == b"first"
-    with pytest.raises(PeerLostError, match="interrupted"):
-        post.recv(1)
+    def check(self, got):
+        """Check that all came that was sent; ``got`` is what the interrupted thread has got."""
+        post = self.post
+        while len(got) < 3:
+            got.append(post.recv(6, SOON))
+        assert got == [b"6%d" % number for number in range(3)]
+        post.send(8, b"called back")
+        eventually(lambda: post.inbox.read_available() or self.called, SOON)
+        assert [receive.result() for receive in self.called] == [b"called back"]
+        eventually(lambda: not post.inbox.is_read, SOON)
+        assert (post.inbox.in_flight, post.inbox.unmatched_nbytes) == (0, 0)
+        assert not post.inbox._parked
+
+
+@pytest.mark.fault(37, "an interrupted receive loses no message, no wake-up and not the link")
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("role", ["reader", "parked"])
+def test_an_interrupt_anywhere_in_a_receive_loses_nothing(make_pair, role, when):
+    def run(interrupting):
+        crowd = Crowd(make_pair("unix", introduced=False))
+        post = crowd.post
+        first = post.start(5) if role == "parked" else None
+        if when == "early":
+            sending = Running(_send_a_few, post)
+            sending.result()
+        else:
+            sending = Running(lambda: (time.sleep(0.002), _send_a_few(post)))
+        other = Running(post.recv, 7)
+        got = []
+        with suppress(Interrupt), interrupting:
+            got = [post.inbox.take(Receive((0, Channel.MESSAGE, 6)), Deadline(PATIENCE))]
+        sending.result()
+        assert other.result(SOON) == b"70"
+        first_of_5 = post.recv(5, SOON) if first is None else first.result(SOON)
+        assert [first_of_5, post.recv(5, SOON), post.recv(5, SOON)] == [b"50", b"51", b"52"]
+        crowd.check(got)
+
+    assert every_interrupt(run) >= 10
+
+
+def _send_a_few(post):
+    for number in range(3):
+        for tag in (5, 6, 7) if number == 0 else (5, 6):
+            post.send(tag, b"%d%d" % (tag, number))
+
+
+@pytest.mark.parametrize("gap", [1, 2, 3, 5, 8, 13])
+def test_a_second_interrupt_costs_the_interrupted_receive_its_message_at_most(make_pair, gap):
+    def run(interrupting):
+        post = Post(make_pair("unix", introduced=False))
+        _send_a_few(post)
+        got = []
+        with suppress(Interrupt), interrupting:
+            got = [post.inbox.take(Receive((0, Channel.MESSAGE, 6)), Deadline(PATIENCE))]
+        post.send(6, b"last")
+        while not got or got[-1] != b"last":
+            got.append(post.recv(6, SOON))
+        assert got in ([b"60", b"61", b"62", b"last"], [b"61", b"62", b"last"])
+        assert [post.recv(5, SOON) for _ in range(3)] == [b"50", b"51", b"52"]
+
+    every_interrupt(run, second_after=gap)
+
+
+@pytest.mark.fault(37, "an interrupted receive of a lent message keeps it, and its sender goes on")
+def test_an_interrupt_anywhere_in_receiving_what_is_lent_loses_nothing(make_pair):
+    def run(interrupting):
+        post = Lending(make_pair())
+        sending = [post.lend(tag) for tag in (1, 2)]
+        eventually(lambda: post.sender.frames_sent == 3)
+        got = None
+        with suppress(Interrupt), interrupting:
+            got = post.inbox.take(Receive((0, Channel.MESSAGE, 2)), Deadline(PATIENCE))
+        assert whole_of(got or post.recv(2, SOON)) == large(2)
+        assert whole_of(post.recv(1, SOON)) == large(1)
+        for sent in sending:
+            sent.result(SOON)
+
+    assert every_interrupt(run) >= 30
 
 
 def test_no_wake_up_is_lost_with_a_thread_whose_deadline_passes_as_it_wakes(post):
@@ -937,7 +1005,7 @@ def test_no_more_is_fetched_than_is_kept_for_later(lending):
     """However many are announced at once."""
     post = Lending(lending, Mailbox(unmatched_limit=2 * LARGE))
     sending = [post.lend(1, large(number)) for number in range(6)]
-    eventually(lambda: post.sender._sequence == 1 + len(sending))
+    eventually(lambda: post.sender.frames_sent == 1 + len(sending))
     with pytest.raises(DeadlineExceededError, match="other messages"):
         post.recv(5, 0.2)
     assert sum(each.done for each in sending) == 2, "the others wait for room"
@@ -1041,32 +1109,6 @@ def test_refusing_makes_room_and_lets_the_reading_go_on(connections):
     post.inbox.refuse(0, Channel.MESSAGE, 0)
     post.send(2 << 20, b"x")
     assert waiting.result(SOON) == b"x"
-
-
-def test_an_interrupt_between_two_deliveries_doubles_nothing(lent_post, monkeypatch):
-    sending = lent_post.lend(1)
-    eventually(lambda: lent_post.sender._sequence == 2)
-    lent_post.send(2, b"x")
-    lent_post.send(3, b"y")
-    deliver = Mailbox.deliver
-
-    def interrupted_once(mailbox, key, payload):
-        receive = deliver(mailbox, key, payload)
-        if key[2] == 2:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        return receive
-
-    monkeypatch.setattr(Mailbox, "deliver", interrupted_once)
-    with pytest.raises(KeyboardInterrupt):
-        lent_post.recv(3)
-    received = []
-    with suppress(DeadlineExceededError, PeerLostError):  # it may have been given up
-        while True:
-            received.append(lent_post.recv(2, 0.1))
-    assert received == [b"x"]
-    with suppress(PeerLostError):
-        sending.result(SOON)
 
 
 def test_replies_are_fetched_by_whoever_reads_them(replies):

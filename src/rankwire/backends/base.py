@@ -107,7 +107,9 @@ class Backend(Transport):
             timeout: Seconds; None is the backend's default.
 
         Raises:
-            DeadlineExceededError: The peer did not take it in time.
+            DeadlineExceededError: The peer did not take it in time. ``may_have_arrived`` tells
+                whether a part of it had left: then the rest follows in the background, and the
+                message arrives unless the peer is lost. If not, it never arrives.
             PeerLostError: The peer is gone.
             MessageTooLargeError: Nothing was sent.
         """

@@ -302,9 +302,7 @@ class TcpBackend(Backend):
     ) -> Payload:
         """See ``Backend.receive``."""
         inbox = self._peers[src].inbox
-        receive = Receive((group, channel, tag), nbytes=nbytes)
-        inbox.post(receive)
-        return inbox.wait(receive, deadline)
+        return inbox.take(Receive((group, channel, tag), nbytes=nbytes), deadline)
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
@@ -317,18 +315,20 @@ class TcpBackend(Backend):
             peer.inbox.refuse(group, channel, tag)
 
     def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
-        if not peer.dial_lock.acquire(timeout=deadline.sleep_limit()):
-            raise DeadlineExceededError(
-                deadline.limit,
-                waiting_for=[peer.member.rank],
-                detail="another thread is still connecting to it",
-            )
+        grip: list[bool] = []
         try:
-            if peer.messages is None:
-                peer.messages = self.dial(peer.member.rank, Purpose.MESSAGES, 0, deadline)
-            return peer.messages
+            if not deadline.take(peer.dial_lock, grip):
+                raise DeadlineExceededError(
+                    deadline.limit,
+                    waiting_for=[peer.member.rank],
+                    detail="another thread is still connecting to it",
+                )
+            if peer.messages is not None:
+                return peer.messages
+            return self.dial(peer.member.rank, Purpose.MESSAGES, 0, deadline, peer.send_on)
         finally:
-            peer.dial_lock.release()
+            if grip[-1:] == [True]:
+                peer.dial_lock.release()
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -364,8 +364,23 @@ class TcpBackend(Backend):
 
     # -- connections -------------------------------------------------------------------------------
 
-    def dial(self, rank: int, purpose: Purpose, service: int, deadline: Deadline) -> Connection:
+    def dial(
+        self,
+        rank: int,
+        purpose: Purpose,
+        service: int,
+        deadline: Deadline,
+        keep: Callable[[Connection], None],
+    ) -> Connection:
         """Open a connection of our own to a peer.
+
+        Args:
+            rank: The peer.
+            purpose: What the connection is for.
+            service: Which agent it is for.
+            deadline: For all of it.
+            keep: Called with the connection once the peer takes an end of it for a death, also if
+                the caller is interrupted at that moment; perhaps twice.
 
         Raises:
             PeerLostError: The peer has gone.
@@ -397,17 +412,26 @@ class TcpBackend(Backend):
                 if patience.expired or deadline.expired:
                     raise self._unreachable(peer, error) from error
                 time.sleep(0.005)
-        connection = self._adopt(peer, stream, seals)
         try:
-            connection.await_introduction(deadline, peer.check)
-            connection.introduce()  # from now on the peer takes an end for a death
+            connection = self._wrap(peer, stream, seals)
         except BaseException:
-            self._discard(peer, connection)
+            stream.close()
             raise
-        if connection.failure is not None:  # the peer went, or this backend, at this moment
-            self._discard(peer, connection)
-            peer.check()
-        return connection
+        try:
+            peer.add(connection)
+            connection.await_introduction(deadline, peer.check)
+            if connection.failure is not None:  # the peer went, or this backend, at this moment
+                peer.check()
+                raise connection.failure.copy()
+            connection.introduce()  # from now on the peer takes an end for a death
+            keep(connection)
+            return connection
+        except BaseException:
+            if connection.frames_sent and connection.failure is None:
+                keep(connection)
+            else:
+                self._discard(peer, connection)
+            raise
 
     def link_to(self, rank: int, timeout: float | None = None) -> Link:
         """Return how messages to a rank travel; connects if that has not happened yet."""
@@ -457,10 +481,10 @@ class TcpBackend(Backend):
                 raise
             raise NoConnectionError(f"{error.detail} for {limit.limit:g} s") from error
 
-    def _adopt(
+    def _wrap(
         self, peer: Peer, sock: Stream, seals: Seals | None, *, incoming: bool = False
     ) -> Connection:
-        connection = Connection(
+        return Connection(
             sock,
             peer=peer.member.rank,
             max_nbytes=self.max_message_nbytes,
@@ -472,8 +496,6 @@ class TcpBackend(Backend):
             single_copy=self._single_copy,
             seals=seals,
         )
-        peer.add(connection)
-        return connection
 
     def release(self, connection: Connection) -> None:
         """Called by a port for a connection that it has closed."""
@@ -499,7 +521,8 @@ class TcpBackend(Backend):
     def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
-        connection = self._adopt(peer, sock, seals, incoming=True)
+        connection = self._wrap(peer, sock, seals, incoming=True)
+        peer.add(connection)
         with suppress(RankwireError):  # the connection has failed, then
             connection.introduce()
         if connection.failure is not None:

@@ -18,6 +18,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -129,8 +130,8 @@ class TcpCallPort(CallPort):
         if inbox is None or inbox.connection.failure is not None:  # type: ignore[union-attr]
             inbox = self._dial(dst, deadline)
         receive = Receive((self.service, Channel.REPLY, request_id), on_reply)
-        inbox.post(receive)
         try:
+            inbox.post(receive)
             inbox.connection.send(  # type: ignore[union-attr]
                 Channel.CALL,
                 self.service,
@@ -144,6 +145,10 @@ class TcpCallPort(CallPort):
         except ChannelClosedError:
             if inbox.withdraw(receive):
                 raise
+        except DeadlineExceededError as error:
+            inbox.withdraw(receive)
+            error.may_have_run = error.may_have_arrived
+            raise
         except BaseException:
             inbox.withdraw(receive)
             raise
@@ -243,11 +248,14 @@ class TcpCallPort(CallPort):
     def _dial(self, dst: int, deadline: Deadline) -> Inbox:
         with self._lock:
             dial_lock = self._dial_locks.setdefault(dst, threading.Lock())
-        if not dial_lock.acquire(timeout=deadline.sleep_limit()):
-            raise DeadlineExceededError(
-                deadline.limit, waiting_for=[dst], detail="another thread is still connecting to it"
-            )
+        grip: list[bool] = []
         try:
+            if not deadline.take(dial_lock, grip):
+                raise DeadlineExceededError(
+                    deadline.limit,
+                    waiting_for=[dst],
+                    detail="another thread is still connecting to it",
+                )
             inbox = self._outgoing.get(dst)
             if inbox is not None:
                 assert inbox.connection is not None
@@ -256,16 +264,26 @@ class TcpCallPort(CallPort):
                 self._discard(dst, inbox)
             if self._closed is not None:
                 raise self._closed.copy()
-            connection = self._backend.dial(dst, Purpose.CALLS, self.service, deadline)
-            inbox = Inbox(dst, Mailbox(keep_unmatched=False), connection, fetch=True)
-            with self._lock:
-                if self._closed is None:
-                    self._outgoing[dst] = inbox
-                    return inbox
+            connection = self._backend.dial(
+                dst, Purpose.CALLS, self.service, deadline, partial(self._keep, dst)
+            )
+            inbox = self._outgoing.get(dst)
+            if inbox is not None:
+                return inbox
             self._dismiss(connection, Deadline(_FAREWELL_PATIENCE))
+            assert self._closed is not None
             raise self._closed.copy()
         finally:
-            dial_lock.release()
+            if grip[-1:] == [True]:
+                dial_lock.release()
+
+    def _keep(self, dst: int, connection: Connection) -> None:
+        """Call on this connection from now on, unless this port is closed. Idempotent."""
+        with self._lock:
+            inbox = self._outgoing.get(dst)
+            if self._closed is None and (inbox is None or inbox.connection is not connection):
+                mailbox = Mailbox(keep_unmatched=False)
+                self._outgoing[dst] = Inbox(dst, mailbox, connection, fetch=True)
 
     def _discard(self, dst: int, inbox: Inbox) -> None:
         """Forget a connection that has ended.
@@ -363,13 +381,14 @@ class TcpCallPort(CallPort):
 
     def _read(self, connection: Connection) -> list[PortEvent]:
         try:
-            frames = connection.read_ready()
+            frames = connection.receive_ready()
         except RankwireError:
             self._last_caller = None
             self._drop(connection)
             return [CallerGone(connection.peer, connection)]
         events: list[PortEvent] = []
-        for channel, group, tag, payload in frames or ():
+        while frames:
+            channel, group, tag, payload = frames.popleft()
             if group != self.service:
                 continue  # a frame for another agent cannot come on this agent's connection
             if channel == Channel.CALL:

@@ -84,6 +84,10 @@ class Peer:
         with self._lock:
             self._connections.discard(connection)
 
+    def send_on(self, connection: Connection) -> None:
+        """Send messages on this connection from now on."""
+        self.messages = connection
+
     def check(self) -> None:
         """Raise if the peer has gone."""
         if self.failure is not None:

@@ -2,8 +2,12 @@
 
 Writing: any thread; a *send lock* keeps frames whole. Header and payload leave in one system call,
 straight from the caller's buffers. Once a part of a frame has left, the rest must follow: at a
-deadline it is copied and leaves later, before anything else; after an error or interrupt the
-connection is failed, because its stream would go on at an unknown place.
+deadline or an interrupt it is copied and leaves later, before anything else.
+
+A signal may end a writer between any two bytecodes. So what is being written is noted before the
+first byte of it leaves (``_Writing``), how much has left is noted by the same call of a C function
+that sends it, and what follows from both is one assignment (``_outgoing``). Whoever writes next
+puts in order what it finds.
 
 A large payload to a process of this host is lent instead (``single_copy``): the frame describes it,
 the peer copies it out of this process's memory. Each end says in its greeting whether it can do
@@ -11,7 +15,7 @@ that with the other's memory.
 
 Reading: one thread at a time, which one is the business of the owner (``inbox.Inbox`` for receives
 and replies, the poller of calls for requests). The parser's state stays here, so a reader whose
-deadline passes in the middle of a frame loses nothing.
+deadline passes in the middle of a frame, or who is interrupted there, loses nothing.
 
 Failure is sticky: the first cause is kept in ``failure`` and raised by every later use. Foreign
 exceptions end here: above, only errors of this package are seen.
@@ -22,7 +26,8 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -74,7 +79,23 @@ _BLOCKED_NAP = 0.001
 # Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
 # what has arrived, also if that is large.
 _LAST_READS = 256
-_NOTHING: Sequence[Frame] = ()
+
+
+# What a connection knows between two writes. Plain tuples: named ones cost 0.3 us more a frame.
+_Outgoing = tuple[
+    int,  # the sequence number of the next frame
+    tuple[Buffer, ...],  # what leaves before it, out of memory of our own
+]
+# A write that has begun and is not finished.
+_Writing = tuple[
+    _Outgoing,  # what was known before
+    Sequence[
+        Buffer
+    ],  # all that is to leave: what was held back, and then the frame if there is one
+    bool,  # whether there is one,
+    bool,  # and whether it is in memory of our own
+    list[int],  # how many bytes have left, call by call
+]
 
 
 class Connection:
@@ -124,6 +145,7 @@ class Connection:
         self.why_not_lend = "" if self.can_lend is None else self._why_not_borrow
         self.peer = peer
         self.failure: RankwireError | None = None
+        self._ending: RankwireError | None = None  # the first cause, while its owner is asked
         self._on_lost = on_lost
         self._on_left = on_left
         self._sock = sock
@@ -136,13 +158,10 @@ class Connection:
         self._used = not incoming
         self.has_parcels = False  # set when something lent was among the frames read
         self._given_up = False
-        # Returned by the last read; if the reader is interrupted before they are delivered, the
-        # connection cannot go on as if nothing were missing.
-        self.unclaimed: Sequence[Frame] = _NOTHING
         self._unanswered = Unanswered()
         self._send_lock = threading.Lock()
-        self._sequence = 0
-        self._held: list[Buffer] = []
+        self._outgoing: _Outgoing = (0, ())
+        self._writing: _Writing | None = None
         guard(self)
 
     @property
@@ -152,13 +171,18 @@ class Connection:
 
     @property
     def is_holding(self) -> bool:
-        """Whether frames wait here to be flushed."""
-        return bool(self._held)
+        """Whether frames wait here to be flushed, or have to be put in order."""
+        return bool(self._outgoing[1]) or self._writing is not None
+
+    @property
+    def frames_sent(self) -> int:
+        """How many frames have been sent, counting those that wait here."""
+        return self._outgoing[0]
 
     @property
     def queued_nbytes(self) -> int:
         """Bytes that the peer has not taken: held back here, or in the kernel."""
-        return sum(map(len, self._held)) + unsent_nbytes(self._sock)
+        return sum(map(len, self._outgoing[1])) + unsent_nbytes(self._sock)
 
     def is_unanswered(self, seconds: float) -> bool:
         """Whether the peer's host has not acknowledged what is under way for so long.
@@ -203,8 +227,8 @@ class Connection:
                 both send first do not wait for each other. The send lock may be held.
 
         Raises:
-            DeadlineExceededError: It was not taken in time. If a part of it had been, it will still
-                arrive.
+            DeadlineExceededError: It was not taken in time. If ``may_have_arrived``, a part of it
+                was, and the rest follows in the background; else it never arrives.
             RankwireError: The connection has failed.
         """
         if lend and nbytes >= self.lend_from and self.can_lend:
@@ -308,104 +332,145 @@ class Connection:
         hold: bool,
         meanwhile: Meanwhile | None,
     ) -> None:
-        self._begin_sending(deadline)
+        grip: list[bool] = []
         try:
-            if self.failure is not None:
-                raise self.failure.copy()
-            header = pack_header(channel, group, tag, nbytes, self._sequence)
+            self._begin_sending(grip, deadline)
+            sequence, held = self._outgoing
+            header = pack_header(channel, group, tag, nbytes, sequence)
             if self._seal is not None:
-                buffers = self._seal.around(self._sequence, header, channel, buffers, nbytes)
+                buffers = self._seal.around(sequence, header, channel, buffers, nbytes)
             if nbytes > _JOIN_NBYTES:
-                self._write([*self._held, header, *buffers], deadline, meanwhile, owned=False)
-            elif hold and len(self._held) < _HOLD_FRAMES:
-                self._held.append(b"".join((header, *buffers)))
+                self._write((header, *buffers), deadline, meanwhile, is_owned=False)
+            elif hold and len(held) < _HOLD_FRAMES:
+                self._outgoing = (sequence + 1, (*held, b"".join((header, *buffers))))
             else:
-                self._write(self._with_held(header, buffers), deadline, meanwhile, owned=True)
-            self._sequence += 1
+                self._write((b"".join((header, *buffers)),), deadline, meanwhile, is_owned=True)
             if channel == Channel.FAREWELL:
                 self.failure = ChannelClosedError("this end has left").during(peer=self.peer)
         finally:
-            self._send_lock.release()
-
-    def _with_held(self, header: bytes, buffers: Sequence[Buffer]) -> list[Buffer]:
-        """Return a small frame with what was held back before it, in as few pieces as is good."""
-        held = self._held
-        if held and sum(map(len, held)) > _JOIN_NBYTES:  # the rest of a large one
-            return [*held, b"".join((header, *buffers))]
-        return [b"".join((*held, header, *buffers))]
+            if grip[-1:] == [True]:
+                self._send_lock.release()
 
     def flush(self, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:
-        """Send the frames that were held back, if the connection still stands."""
-        if not self._held:
-            return
-        self._begin_sending(deadline)
-        try:
-            if self._held and self.failure is None:
-                self._write(list(self._held), deadline, meanwhile, owned=True)
-        finally:
-            self._send_lock.release()
+        """Send the frames that were held back.
 
-    def _begin_sending(self, deadline: Deadline) -> None:
-        lock = self._send_lock
-        if not lock.acquire(blocking=False) and not lock.acquire(timeout=deadline.sleep_limit()):
+        Raises:
+            RankwireError: The peer does not take them now, or the connection has failed.
+        """
+        if not self.is_holding:
+            return
+        grip: list[bool] = []
+        try:
+            self._begin_sending(grip, deadline)
+            if self._outgoing[1]:
+                self._write((), deadline, meanwhile, is_owned=True)
+        finally:
+            if grip[-1:] == [True]:
+                self._send_lock.release()
+
+    def _begin_sending(self, grip: list[bool], deadline: Deadline) -> None:
+        """Take the send lock, as ``Deadline.take`` does; then the stream is at a known place."""
+        if not deadline.take(self._send_lock, grip):
             raise DeadlineExceededError(
                 deadline.limit,
                 waiting_for=[self.peer],
                 detail="other threads are still sending to it",
             )
+        if self._writing is not None:
+            self._put_in_order(is_sender_there=False)
+        if self.failure is not None:
+            raise self.failure.copy()
 
     def _write(
         self,
-        pieces: list[Buffer],
+        frame: Sequence[Buffer],
         deadline: Deadline,
         meanwhile: Meanwhile | None,
         *,
-        owned: bool,
+        is_owned: bool,
     ) -> None:
-        """Write all of it, held frames included, or nothing; or fail the connection.
+        """Write what was held back and then a frame: all of the frame, or nothing of it.
+
+        If the peer does not take all of it in time, the rest is kept.
 
         Args:
-            pieces: What to write.
+            frame: The frame in pieces; none to write only what was held back.
             deadline: For all of it.
             meanwhile: See ``send``.
-            owned: Whether the pieces are our own, so that what the peer does not take can be kept.
+            is_owned: Whether the frame is in memory of our own.
+
+        Raises:
+            DeadlineExceededError: Nothing of the frame has left, or there was none.
         """
-        started = False
+        before = sequence, held = self._outgoing
+        if is_owned and held and frame and sum(map(len, held)) <= _JOIN_NBYTES:
+            pieces: Sequence[Buffer] = (b"".join((*held, *frame)),)
+        else:
+            pieces = (*held, *frame)
+        is_new = bool(frame)
+        counts: list[int] = []
+        self._writing = (before, pieces, is_new, is_owned, counts)
         try:
             while pieces:
                 try:
                     if len(pieces) == 1:
-                        count = self._sock.send(pieces[0])
+                        counts.extend(map(self._sock.send, pieces))
                     else:
-                        count = self._sock.sendmsg(pieces[:_MAX_VECTORS])
+                        counts.extend(map(self._sock.sendmsg, (pieces[:_MAX_VECTORS],)))
                 except BlockingIOError:
                     self._wait_writable(deadline, meanwhile)
                     continue
-                started = True
-                if len(pieces) == 1 and count == len(pieces[0]):
+                if len(pieces) == 1 and counts[-1] == len(pieces[0]):
                     break  # the usual case: a small frame, taken at once
-                pieces = _after(pieces, count)
-            if self._held:
-                self._held.clear()
-        except RankwireError:  # the deadline, or what was read or checked meanwhile
-            if not started:
-                raise
-            # The rest leaves before the next frame, out of memory of our own.
-            self._held[:] = pieces if owned else [bytes(piece) for piece in pieces]
-            if self._on_rest is not None:
-                self._on_rest(self)
-            if owned:
-                return  # a small frame counts as sent
-            self._sequence += 1
+                pieces = _after(pieces, counts[-1])
+            self._outgoing = (sequence + is_new, ())
+            self._writing = None
+        except RankwireError as error:  # the deadline, or what was read or checked meanwhile
+            has_begun = self._put_in_order(is_sender_there=True)
+            if has_begun and isinstance(error, DeadlineExceededError):
+                if is_owned:
+                    return  # a small frame counts as sent
+                error.may_have_arrived = True
+                error.explain("it has taken a part, and the rest follows")
             raise
         except OSError as error:
-            if not self._used:
-                raise self.fail(self._end_of_stream()) from error
-            left = self._farewell_is_waiting()
-            raise self.fail(_left(self.peer) if left else _lost(self.peer, error)) from error
+            cause = self.fail(self._why_not_sent(error))
+            self._writing = None  # not before: what has begun must not be followed by another frame
+            raise cause from error
         except BaseException:
-            self.fail(PeerLostError(self.peer, "sending a message to it was interrupted"))
+            self._put_in_order(is_sender_there=True)
             raise
+
+    def _put_in_order(self, *, is_sender_there: bool) -> bool:
+        """Keep the rest of a write that ended early; return whether its frame has begun to leave.
+
+        It may be interrupted and repeated: what it works with is replaced at its end only.
+
+        Args:
+            is_sender_there: Whether the frame's memory is as the sender left it. If not, it was
+                interrupted twice.
+        """
+        assert self._writing is not None
+        (sequence, held), pieces, is_new, is_owned, counts = self._writing
+        count, held_nbytes = sum(counts), sum(map(len, held))
+        has_begun = is_new and count > held_nbytes
+        rest = _after(pieces, count)
+        if not has_begun:
+            rest = _until(rest, held_nbytes - count) if is_new else rest
+        elif not is_owned and rest:
+            if not is_sender_there:
+                self.fail(PeerLostError(self.peer, "sending a message to it was interrupted twice"))
+            rest = [bytes(piece) for piece in rest]
+        self._outgoing = (sequence + has_begun, tuple(rest))
+        self._writing = None
+        if rest and self._on_rest is not None:
+            self._on_rest(self)
+        return has_begun
+
+    def _why_not_sent(self, error: OSError) -> RankwireError:
+        if not self._used:
+            return self._end_of_stream()
+        return _left(self.peer) if self._farewell_is_waiting() else _lost(self.peer, error)
 
     def _farewell_is_waiting(self) -> bool:
         """Whether the peer said goodbye before it closed: a farewell is the last frame, and bare.
@@ -441,26 +506,34 @@ class Connection:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read_ready(self) -> list[Frame] | None:
-        """Return the frames that one read completes; None if there is nothing to read.
+    @property
+    def undelivered(self) -> deque[Frame]:
+        """The frames that have been read and that nobody has taken."""
+        return self._parser.frames
 
-        One reader at a time, without waiting.
+    def receive_ready(self) -> deque[Frame] | None:
+        """Return the frames that have come; None if there is nothing to read.
+
+        One reader at a time, without waiting. Whoever takes a frame removes it: what stays, also
+        because the reader was interrupted, is returned again.
 
         Raises:
             RankwireError: The connection has failed; frames before that were returned earlier.
         """
+        parser = self._parser
+        frames = parser.frames
+        if frames:
+            return frames
         try:
-            if self._parser.violation is not None:
-                raise self._parser.violation
-            count = self._sock.recv_into(self._parser.receive_buffer())
-            if count == 0:
+            if parser.violation is not None:
+                raise parser.violation
+            if parser.read(self._sock.recv_into) == 0:
                 self._given_up = not self._used and self.failure is None
                 raise self.fail(self._end_of_stream())
-            frames = self._parser.bytes_received(count)
-            if self._is_inside_tls:
-                self._read_pending(frames)
             self._used = True
-            self.unclaimed = frames
+            self._parse()
+            if self._is_inside_tls:
+                self._read_pending()
         except BlockingIOError:
             return None
         except ProtocolError as error:
@@ -472,33 +545,34 @@ class Connection:
                 self._given_up = self.failure is None
                 raise self.fail(self._end_of_stream()) from error
             raise self.fail(_lost(self.peer, error)) from error
-        except BaseException:
-            # A signal: the bytes may have left the kernel without having reached the parser.
-            self.spoil("reading from it was interrupted")
-            raise
-        if self._parser.has_special:
-            frames = self._without_courtesies(frames)
-        return frames
+        return parser.frames
 
-    def _read_pending(self, frames: list[Frame]) -> None:
+    def _parse(self) -> None:
+        state, has_special = self._parser.parse()
+        if has_special:
+            self._take_courtesies(state[0])
+        self._parser.commit(state)
+
+    def _read_pending(self) -> None:
         """Read all that TLS has taken from the socket, which a poller would not see there."""
         assert not isinstance(self._sock, socket.socket)
-        while count := self._sock.recv_pending(self._parser.receive_buffer()):
+        while True:
             try:
-                frames += self._parser.bytes_received(count)
+                self._parser.read(self._sock.recv_pending)
+                self._parse()
+            except BlockingIOError:
+                return
             except ProtocolError as error:
-                if not frames:
+                if not self._parser.frames:
                     raise
-                self._parser.violation = error
-                self._parser.has_special = True
+                self.fail(error.during(peer=self.peer))  # raised by the next read
                 return
 
-    def _without_courtesies(self, frames: list[Frame]) -> list[Frame]:
+    def _take_courtesies(self, frames: deque[Frame]) -> None:
         """Take greetings and the farewell out; make parcels of what is lent.
 
-        Nothing comes after a farewell.
+        Nothing comes after a farewell. Safe to repeat: the frames are nobody's yet.
         """
-        self._parser.has_special = False
         messages: list[Frame] = []
         for frame in frames:
             if frame.channel & LOAN:
@@ -513,11 +587,11 @@ class Connection:
                 self._greeted(frame)
             else:
                 messages.append(frame)
+        frames.clear()
+        frames.extend(messages)
         if self._parser.violation is not None:
             # Raised by the next read; now, so that nobody sleeps until there is more to read.
             self.fail(self._parser.violation.during(peer=self.peer))
-        self.unclaimed = messages
-        return messages
 
     def _borrow(self, frame: Frame, *, is_first: bool) -> Frame | None:
         """Make a parcel of what is lent; None if it is a violation, with frames before it."""
@@ -543,10 +617,6 @@ class Connection:
             self.can_lend = False
             self.why_not_lend = whole_of(frame.payload).decode(errors="replace")
 
-    def claim(self) -> None:
-        """Take note that the frames last returned have been delivered."""
-        self.unclaimed = _NOTHING
-
     @property
     def was_given_up(self) -> bool:
         """Whether the peer closed it without ever having sent anything."""
@@ -559,16 +629,16 @@ class Connection:
         except OSError:
             return True
 
-    def read(self, deadline: Deadline) -> list[Frame]:
+    def receive(self, deadline: Deadline) -> Collection[Frame]:
         """Return the next frames; none at the deadline, or when it has been silent for a while.
 
-        One reader at a time; raises as ``read_ready`` does.
+        One reader at a time; takes and raises as ``receive_ready`` does.
         """
         spin = self._spin
         if spin.budget > 0.0 and deadline.limit > 0.0:
             limit = perf_counter() + spin.budget
             while True:
-                frames = self.read_ready()
+                frames = self.receive_ready()
                 if frames:
                     spin.paid()
                     return frames
@@ -580,7 +650,7 @@ class Connection:
             spin.skipped()
         late_reads = 0
         while late_reads < _LAST_READS:
-            frames = self.read_ready()
+            frames = self.receive_ready()
             if frames:
                 return frames
             patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
@@ -589,7 +659,21 @@ class Connection:
             # Now and then the reader looks up: what it waits for may have ended in another way.
             elif patience <= 0.0 or not wait_for(self._sock, select.POLLIN, patience):
                 break
-        return []
+        return ()
+
+    def read_ready(self) -> list[Frame] | None:
+        """Do as ``receive_ready``, and take what it returns: for readers that nobody interrupts."""
+        frames = self.receive_ready()
+        return None if frames is None else self._taken(frames)
+
+    def read(self, deadline: Deadline) -> list[Frame]:
+        """Do as ``receive``, and take what it returns."""
+        return self._taken(self.receive(deadline))
+
+    def _taken(self, frames: Collection[Frame]) -> list[Frame]:
+        taken = list(frames)
+        self._parser.frames.clear()
+        return taken
 
     def _end_of_stream(self) -> RankwireError:
         if not self._used:
@@ -605,20 +689,14 @@ class Connection:
 
         Returns the first cause, ready to be raised.
         """
+        # First of all, for what follows can wait and be interrupted: nothing can be sent any more.
+        cause = self._ending = self._ending or cause
+        self._shut_down()
         if self.failure is None:
             if self._on_lost is not None and not isinstance(cause, ChannelClosedError):
                 cause = self._on_lost(cause)
             self.failure = self.failure or cause
-        self._shut_down()
         return self.failure.copy()
-
-    def spoil(self, reason: str) -> None:
-        """Give up the connection because something that was read is gone.
-
-        What follows it must not be delivered, although it may have arrived.
-        """
-        self._parser.violation = ProtocolError("the stream is out of step")
-        self.fail(PeerLostError(self.peer, reason))
 
     def explain_end(self, error: RankwireError) -> RankwireError:
         """Return the cause of an end for which somebody waits; a farewell may have a reason."""
@@ -683,7 +761,7 @@ class Connection:
         return f"<Connection to rank {self.peer} over {self.transport}, {state}>"
 
 
-def _after(pieces: list[Buffer], count: int) -> list[Buffer]:
+def _after(pieces: Sequence[Buffer], count: int) -> list[Buffer]:
     """Return what is left to send after ``count`` bytes have left."""
     for index, piece in enumerate(pieces):
         size = memoryview(piece).nbytes
@@ -691,6 +769,17 @@ def _after(pieces: list[Buffer], count: int) -> list[Buffer]:
             return [memoryview(piece).cast("B")[count:], *pieces[index + 1 :]]
         count -= size
     return []
+
+
+def _until(pieces: Sequence[Buffer], nbytes: int) -> list[Buffer]:
+    """Return the first ``nbytes`` of what is to be sent."""
+    beginning: list[Buffer] = []
+    for piece in pieces:
+        if not nbytes:
+            break
+        beginning.append(memoryview(piece).cast("B")[:nbytes])
+        nbytes -= len(beginning[-1])
+    return beginning
 
 
 def _left(peer: int) -> ChannelClosedError:

@@ -13,14 +13,22 @@ replies always are, and one that nobody wants any more is given back unread.
 Locks: one *mutex* guards the mailbox, the role and the list of parked threads; it is never held
 while reading, sleeping or calling back. The connection may come later than the first receive (the
 peer dials when it first sends).
+
+A signal (Ctrl-C) may end a thread in here between any two bytecodes. Messages are safe by
+themselves: they are in the connection, in the mailbox or with their receive, and move in one step
+(``wire.mailbox``). Roles, lists and sleepers are put in order by the thread on its way out
+(``_recover``).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from itertools import starmap
 from time import sleep
+from typing import TypeVar
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -32,11 +40,13 @@ from rankwire.forking import guard
 from rankwire.links.connection import Connection
 from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Frame, Payload
-from rankwire.wire.mailbox import Key, Mailbox, Receive
+from rankwire.wire.mailbox import Key, Mailbox, Receive, pop_first
 
 __all__ = ["Inbox"]
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
+_ONCE = ((),)
+T = TypeVar("T")
 
 
 class Inbox:
@@ -62,12 +72,11 @@ class Inbox:
         self.connection = connection
         self._mailbox = mailbox
         self._mutex = threading.Lock()
-        self._being_read = False
-        self.due: deque[Receive] = deque()
+        self._reader: object | None = None  # who has the reading role: a receive, or a token
+        self.due: deque[Receive] = deque()  # done, and to be called back
+        mailbox.due = self.due
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
         self._parked: dict[Receive, list[threading.Lock]] = {}
-        self._backlog: deque[Frame] = deque()  # read, but there was no room to fetch what is lent
-        self._in_hand: Frame | None = None  # out of the backlog, and being delivered
         guard(self)
 
     def attach(self, connection: Connection) -> bool:
@@ -85,8 +94,19 @@ class Inbox:
         with self._mutex:
             self._mailbox.post(receive)
             # Taking a message may have made room for reading on, for which parked threads wait.
-            if self._parked and not self._being_read:
+            if self._parked and self._reader is None:
                 self._wake_a_parked()
+
+    def take(self, receive: Receive, deadline: Deadline) -> Payload:
+        """Post a receive and return its message: ``post`` and ``wait`` in one."""
+        try:
+            self.post(receive)
+            return self.wait(receive, deadline)
+        except RankwireError:
+            raise
+        except BaseException:
+            insist(self._abandon, receive)
+            raise
 
     def wait(self, receive: Receive, deadline: Deadline) -> Payload:
         """Return the message of a posted receive, reading for others on the way.
@@ -97,29 +117,35 @@ class Inbox:
             RankwireError: The peer has failed.
         """
         try:
-            in_time = self.drive(receive, deadline)
-        except BaseException:
-            self._abandon(receive)
+            if not self.drive(receive, deadline) and self.withdraw(receive):
+                raise self._too_late(deadline)
+            return receive.take()
+        except RankwireError:
             raise
-        if not in_time and self.withdraw(receive):
-            raise self._too_late(deadline)
-        return receive.take()
+        except BaseException:
+            insist(self._abandon, receive)
+            raise
 
     def drive(self, receive: Receive, deadline: Deadline) -> bool:
         """Read until a posted receive is done; False if the deadline passes first.
 
         After the deadline it stays posted.
         """
-        while not receive.done and receive.posted:
-            lock = self._take_role_or_park(receive)
-            if lock is None:
-                self._read_until(receive, deadline)
-            else:
-                self._sleep(receive, lock, deadline)
-            if not receive.done and deadline.expired:
-                self._pass_on()
-                break
-        return receive.done
+        try:
+            while not receive.done and receive.posted:
+                lock = self._take_role_or_park(receive)
+                if lock is None:
+                    self._read_until(receive, deadline)
+                else:
+                    self._sleep(receive, lock, deadline)
+                if not receive.done and deadline.expired:
+                    self._pass_on()
+                    break
+            return receive.done
+        except BaseException:
+            insist(self._recover, receive)
+            self.call_back_due()
+            raise
 
     def withdraw(self, receive: Receive) -> bool:
         """Take back a receive; False if it is done already. Whoever waits for it stops waiting."""
@@ -137,8 +163,10 @@ class Inbox:
             if not self._mailbox.withdraw(receive):
                 return False
             receive.fail(error)
+            if receive.on_done is not None:
+                self.due.append(receive)
             self._wake(receive)
-        _call_back([receive])
+        self.call_back_due()
         return True
 
     def tags_wanted(self) -> list[int]:
@@ -149,7 +177,7 @@ class Inbox:
     def watch(self) -> list[int]:
         """See ``Meanwhile``: what a thread that cannot send now reads from this peer."""
         connection = self.connection
-        if connection is None or connection.failure is not None or self._being_read:
+        if connection is None or connection.failure is not None or self._reader is not None:
             return []
         number = connection.fileno()
         return [] if number < 0 or self._mailbox.full else [number]
@@ -167,30 +195,40 @@ class Inbox:
 
     def read_quietly(self) -> None:
         """Do the same, but leave those it ends in ``due``: nobody is called back yet."""
-        if not self._take_role():
-            return
+        token = object()
         try:
+            if not self._take_role(token):
+                return
             assert self.connection is not None
-            if self._backlog:
-                self.due += self._deliver(())
-            while not self._mailbox.full and (frames := self.connection.read_ready()) is not None:
-                self.due += self._deliver(frames)
+            self._deliver(self.connection.undelivered)
+            while not self._mailbox.full:
+                frames = self.connection.receive_ready()
+                if frames is None:
+                    break
+                self._deliver(frames)
+            self._leave_role(token)
         except RankwireError as error:
-            self.due += self._ended(error)
+            self._ended(error)
+            self._leave_role(token)
         except BaseException:
-            self._interrupted()
+            insist(self._recover, token)
             raise
-        finally:
-            self._leave_role()
 
     def call_back_due(self) -> None:
-        """Call back those that ``read_quietly`` left; each once, whoever comes first."""
+        """Call back those that are due; each once, whoever comes first."""
         while self.due:
+            hand: list[Receive] = []
             try:
-                receive = self.due.popleft()
-            except IndexError:
-                return  # another thread was faster
-            _call_back([receive])
+                with suppress(IndexError):  # another thread was faster
+                    hand.extend(starmap(self.due.popleft, _ONCE))
+                for receive in hand:
+                    _call_back(receive)
+            except Exception:
+                raise
+            except BaseException:
+                for receive in hand:
+                    _call_back(receive)  # what was done of it already is not done twice
+                raise
 
     def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Read until ``condition()`` holds; False if the deadline passes first.
@@ -202,18 +240,17 @@ class Inbox:
                 return False
             if self._mailbox.failure is not None:
                 raise self._mailbox.failure.copy()
-            if self._take_role():
-                self._read_once(deadline)
-            else:
+            if not self._read_once(deadline):
                 # Somebody else reads and will end receives; look again when that may have happened.
                 sleep(min(0.001, deadline.sleep_limit()))
         return True
 
     def fail(self, cause: RankwireError) -> None:
         """End all receives, now and later; what has arrived can still be taken."""
-        _call_back(self._end_all(cause))
+        self._end_all(cause)
+        self.call_back_due()
 
-    def _ended(self, error: RankwireError) -> list[Receive]:
+    def _ended(self, error: RankwireError) -> None:
         """The connection has ended: so do all receives, unless it was never used.
 
         A peer that gave up dialling at the last moment leaves such a connection; it dials again.
@@ -223,41 +260,38 @@ class Inbox:
             if connection is not None and connection.was_given_up:
                 self.connection = None
                 connection.close()
-                return []
+                return
         if connection is not None and self._mailbox.wanted:
             error = connection.explain_end(error)
-        return self._end_all(error)
+        self._end_all(error)
 
     def drop_given_up(self) -> None:
         """Let go of a connection that the peer dialled and gave up, if nobody reads it."""
         with self._mutex:
-            if self.connection is not None and not self._being_read:
+            if self.connection is not None and self._reader is None:
                 if self.connection.was_given_up:
                     self.connection.close()
                     self.connection = None
 
-    def _end_all(self, cause: RankwireError) -> list[Receive]:
+    def _end_all(self, cause: RankwireError) -> None:
         with self._mutex:
-            ended = self._mailbox.fail(cause)
-            for receive in ended:
+            for receive in self._mailbox.fail(cause):
                 self._wake(receive)
-        return ended
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End the receives of one group, because this rank has left it."""
         with self._mutex:
-            ended = self._mailbox.fail_group(group, cause)
-            for receive in ended:
+            for receive in self._mailbox.fail_group(group, cause):
                 self._wake(receive)
-            if self._parked and not self._being_read:
+            if self._parked and self._reader is None:
                 self._wake_a_parked()  # there is room again
-        _call_back(ended)
+        self.call_back_due()
 
     def refuse(self, group: int, channel: int, tag: int) -> None:
         """Drop the messages of a family of tags, now and later: nobody will ask for them."""
         with self._mutex:
             self._mailbox.refuse(group, channel, tag)
-            if self._parked and not self._being_read:
+            if self._parked and self._reader is None:
                 self._wake_a_parked()  # there is room again
 
     def close(self, cause: RankwireError) -> None:
@@ -265,7 +299,7 @@ class Inbox:
         if self.connection is not None:
             self.connection.fail(cause)
         patience = Deadline(_CLOSE_PATIENCE)
-        while self._being_read and not patience.expired:
+        while self._reader is not None and not patience.expired:
             sleep(0.0005)  # it delivers what had arrived, and leaves
         self.fail(cause)
         if self.connection is not None:
@@ -288,7 +322,7 @@ class Inbox:
     @property
     def is_read(self) -> bool:
         """Whether some thread has the reading role."""
-        return self._being_read
+        return self._reader is not None
 
     @property
     def dropped(self) -> int:
@@ -302,11 +336,15 @@ class Inbox:
 
     # -- the reading role --------------------------------------------------------------------------
 
-    def _take_role(self) -> bool:
+    def _take_role(self, token: object) -> bool:
         with self._mutex:
-            if self._being_read or self.connection is None or self._mailbox.failure is not None:
+            if (
+                self._reader is not None
+                or self.connection is None
+                or self._mailbox.failure is not None
+            ):
                 return False
-            self._being_read = True
+            self._reader = token
             self.turns += 1
             return True
 
@@ -316,8 +354,8 @@ class Inbox:
         Both in one step, so that no wake-up falls between the look at the role and the sleep.
         """
         with self._mutex:
-            if not self._being_read and self.connection is not None and not self._mailbox.full:
-                self._being_read = True
+            if self._reader is None and self.connection is not None and not self._mailbox.full:
+                self._reader = receive
                 self.turns += 1
                 return None
             lock = threading.Lock()
@@ -326,128 +364,126 @@ class Inbox:
                 self._parked.setdefault(receive, []).append(lock)
             return lock
 
-    def _leave_role(self) -> None:
+    def _leave_role(self, token: object) -> None:
         with self._mutex:
-            self._being_read = False
+            if self._reader is token:
+                self._reader = None
             if self._parked:
                 self._wake_a_parked()
 
     def _read_until(self, receive: Receive, deadline: Deadline) -> None:
         """Read, with the role, until one's own is done or somebody has to be called back."""
         assert self.connection is not None
-        ended: list[Receive] = []
         try:
-            if self._backlog:
-                ended = self._deliver(())
-            while not (receive.done or ended or self._mailbox.full):
-                frames = self.connection.read(deadline)
+            while not (receive.done or self.due or self._mailbox.full):
+                frames = self.connection.receive(deadline)
                 if not frames:
                     break
-                ended = self._deliver(frames)
+                self._deliver(frames)
         except RankwireError as error:
-            ended = self._ended(error)
-        except BaseException:
-            self._interrupted()
-            raise
-        finally:
-            self._leave_role()
+            self._ended(error)
+        self._leave_role(receive)
         # Without the role: a callback may make a call to this very peer and wait for its reply.
-        if ended:
-            _call_back(ended)
+        if self.due:
+            self.call_back_due()
 
-    def _read_once(self, deadline: Deadline) -> None:
-        assert self.connection is not None
-        ended: list[Receive] = []
+    def _read_once(self, deadline: Deadline) -> bool:
+        """Read once, if nobody reads; return whether that was so."""
+        token = object()
         try:
-            ended = self._deliver(() if self._backlog else self.connection.read(deadline))
+            if not self._take_role(token):
+                return False
+            assert self.connection is not None
+            self._deliver(self.connection.receive(deadline))
+            self._leave_role(token)
         except RankwireError as error:
-            ended = self._ended(error)
+            self._ended(error)
+            self._leave_role(token)
         except BaseException:
-            self._interrupted()
+            insist(self._recover, token)
+            self.call_back_due()
             raise
-        finally:
-            self._leave_role()
-        _call_back(ended)
+        self.call_back_due()
+        return True
 
-    def _interrupted(self) -> None:
-        """A signal ended the reading: what was read and not delivered is lost, and may not be."""
-        assert self.connection is not None
-        if self.connection.unclaimed or self._in_hand is not None:
-            self.connection.spoil("receiving from it was interrupted")
+    def _recover(self, token: object) -> None:
+        """Put in order what a thread that was interrupted in here has left. Safe to repeat.
 
-    def _deliver(self, frames: Sequence[Frame]) -> list[Receive]:
-        """Match frames to receives; return those to be called back."""
-        assert self.connection is not None
-        if self.connection.has_parcels or self._backlog:
-            return self._deliver_parcels(frames)
-        to_call_back: list[Receive] = []
+        Whoever sleeps wakes up: its message may have been delivered without a word.
+        """
         with self._mutex:
-            for frame in frames:
-                self._match(frame, to_call_back)
-            while self._mailbox.misfits:
-                self._wake(self._mailbox.misfits.pop())
-            self.connection.claim()
-        return to_call_back
-
-    def _match(self, frame: Frame, to_call_back: list[Receive]) -> None:
-        channel, group, tag, payload = frame
-        receive = self._mailbox.deliver((group, channel, tag), payload)
-        if receive is not None:
-            if self._parked:
+            self._mailbox.tidy()
+            if self._reader is token:
+                self._reader = None
+            for receive in list(self._parked):
                 self._wake(receive)
-            if receive.on_done is not None:
-                to_call_back.append(receive)
 
-    def _deliver_parcels(self, frames: Sequence[Frame]) -> list[Receive]:
+    def _deliver(self, frames: Collection[Frame]) -> None:
+        """Match the frames to receives, and take them from the connection one by one."""
+        if not frames:
+            return
+        assert isinstance(frames, deque)
+        assert self.connection is not None
+        if self.connection.has_parcels:
+            self._deliver_parcels(frames)
+            return
+        with self._mutex:
+            while frames:
+                self._match(frames)
+
+    def _match(self, frames: deque[Frame]) -> None:
+        """Match the first frame. Mutex held."""
+        channel, group, tag, payload = frames[0]
+        receive = self._mailbox.deliver((group, channel, tag), payload, pop_first(frames))
+        if receive is not None and self._parked:
+            self._wake(receive)
+        while self._mailbox.misfits:
+            self._wake(self._mailbox.misfits.pop())
+
+    def _deliver_parcels(self, frames: deque[Frame]) -> None:
         """Do the same where messages are lent.
 
         One that a receive waits for is matched as it is, and fetched by whoever waits; another one
-        is fetched here, if there is room for it. If there is not, it waits with all that came after
-        it until there is.
+        is fetched here, if there is room for it. If there is not, it stays with the connection, and
+        all that came after it, until there is.
         """
         assert self.connection is not None
-        self._backlog += frames
+        while frames:
+            if not self._deliver_first(frames):
+                return
         self.connection.has_parcels = False
-        self.connection.claim()
-        to_call_back: list[Receive] = []
-        while self._backlog:
-            self._in_hand = self._backlog.popleft()
-            if not self._deliver_first(self._in_hand, to_call_back):
-                self._backlog.appendleft(self._in_hand)
-                break
-        self._in_hand = None
-        return to_call_back
 
-    def _deliver_first(self, frame: Frame, to_call_back: list[Receive]) -> bool:
-        """Deliver one frame, or drop it; False if there is no room for it now."""
+    def _deliver_first(self, frames: deque[Frame]) -> bool:
+        """Deliver the first frame, or drop it; False if there is no room for it now."""
+        frame = frames[0]
         payload = frame.payload
-        is_lent = type(payload) is Borrowed
-        if is_lent and payload.is_revoked:  # type: ignore[union-attr]
+        if not isinstance(payload, Borrowed):
+            with self._mutex:
+                self._match(frames)
             return True
-        key = (frame.group, frame.channel, frame.tag)
+        if payload.is_revoked:
+            frames.popleft()
+            return True
         with self._mutex:
+            key = (frame.group, frame.channel, frame.tag)
             is_wanted = self._mailbox.would_take(key, len(payload))
-            if not is_lent or (is_wanted and not self._fetch):
-                self._match(frame, to_call_back)
-                while self._mailbox.misfits:
-                    self._wake(self._mailbox.misfits.pop())
+            if is_wanted and not self._fetch:
+                self._match(frames)
                 return True
-            if not is_wanted and self._fetch:
-                self._mailbox.dropped += 1
-            elif not is_wanted and self._mailbox.full:
+            if not is_wanted and not self._fetch and self._mailbox.full:
                 return False
-        assert isinstance(payload, Borrowed)
         try:
-            if not is_wanted and self._fetch:
+            if self._fetch and not is_wanted:
                 payload.give_back()
+                self._mailbox.dropped += 1
+                frames.popleft()
                 return True
-            frame = frame._replace(payload=payload.whole())
+            frames[0] = frame._replace(payload=payload.whole())
         except RankwireError:
-            return True  # revoked, or its sender is gone, which the next read says
+            frames.popleft()  # revoked, or its sender is gone, which the next read says
+            return True
         with self._mutex:
-            self._match(frame, to_call_back)
-            while self._mailbox.misfits:
-                self._wake(self._mailbox.misfits.pop())
+            self._match(frames)
         return True
 
     # -- parked threads ----------------------------------------------------------------------------
@@ -473,12 +509,14 @@ class Inbox:
     def _pass_on(self) -> None:
         """Leave the waiting; whoever still waits may have to read now."""
         with self._mutex:
-            if self._parked and not self._being_read:
+            if self._parked and self._reader is None:
                 self._wake_a_parked()
 
     def _wake(self, receive: Receive) -> None:
-        for lock in self._parked.pop(receive, ()):
-            lock.release()
+        for lock in self._parked.get(receive, ()):
+            if lock.locked():  # not yet woken by a thread that was interrupted then
+                lock.release()
+        self._parked.pop(receive, None)
 
     def _wake_a_parked(self) -> None:
         """Whoever wakes up finds its receive not done and takes the role."""
@@ -487,15 +525,13 @@ class Inbox:
             return
 
     def _abandon(self, receive: Receive) -> None:
-        """Let a waiting thread leave by an exception.
+        """Let a waiting thread leave by an exception. Safe to repeat.
 
-        Nothing may wait for it, and no wake-up may be lost with it.
+        Nothing may wait for it, no wake-up may be lost with it, and its message is for others.
         """
-        if isinstance(receive.payload, Borrowed):
-            try:
-                receive.payload = receive.payload.whole()
-            except RankwireError:
-                receive.payload = None  # it was taken back, or its sender is gone
+        receive.posted = False
+        self._recover(receive)
+        receive.fetch()
         with self._mutex:
             self._mailbox.withdraw(receive)
             self._wake(receive)
@@ -503,8 +539,9 @@ class Inbox:
                 next_receive = self._mailbox.put_back(receive)
                 if next_receive is not None:
                     self._wake(next_receive)
-            if not self._being_read:
+            if self._reader is None:
                 self._wake_a_parked()
+        self.call_back_due()
 
     def _too_late(self, deadline: Deadline) -> DeadlineExceededError:
         kept = self._mailbox.unmatched_nbytes
@@ -516,8 +553,18 @@ class Inbox:
         return DeadlineExceededError(deadline.limit, waiting_for=[self.peer], detail=detail)
 
 
-def _call_back(receives: list[Receive]) -> None:
-    """Tell those who asked to be told that their receive is done. Without any lock held."""
-    for receive in receives:
-        if receive.on_done is not None:
-            receive.on_done(receive)
+def _call_back(receive: Receive) -> None:
+    """Tell who asked to be told that a receive is done. Without any lock held."""
+    if receive.on_done is not None:
+        receive.on_done(receive)
+
+
+def insist(step: Callable[[T], None], argument: T) -> None:
+    """Take a step that puts things in order, to its end, although an interrupt falls into it."""
+    try:
+        step(argument)
+    except Exception:
+        raise
+    except BaseException:
+        step(argument)
+        raise

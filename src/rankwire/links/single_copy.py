@@ -29,6 +29,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Protocol
 
@@ -234,15 +235,23 @@ class Lent:
 
         If not, the peer can tell from the guard, whenever it looks.
         """
+        try:
+            return self._end()
+        except BaseException:
+            self._end()  # interrupted: a peer that finds it undecided would wait
+            raise
+
+    def _end(self) -> bool:
+        """Decide whether it was read; may be interrupted and repeated."""
         with self._lock:
             if self._buffers is not None:
-                self._buffers = None
                 self._pair[0] = self.number | DECIDING
                 # The lock is also the fence between the two words: either we see the receipt here,
                 # or the peer sees the mark.
                 with _arena.fence:
-                    self._was_read = self.is_settled
+                    self._was_read = self._was_read or self.is_settled
                 self._pair[0] = self.number if self._was_read else self.number | REVOKED
+                self._buffers = None
                 if self._was_read:
                     _arena.put((self._pair, self.address))
                 # Else the peer may be about to write its receipt: these words are not used again.
@@ -332,7 +341,17 @@ class Borrowed(Parcel):
         fail: Called with the cause if the process is gone; returns what to raise.
     """
 
-    __slots__ = ("_fail", "_loan", "_lock", "_peer", "_pid", "_returned", "_revoked")
+    __slots__ = (
+        "_fail",
+        "_is_settled",
+        "_loan",
+        "_lock",
+        "_memory",
+        "_peer",
+        "_pid",
+        "_receipt",
+        "_revoked",
+    )
 
     def __init__(
         self, loan: Loan, pid: int, peer: int, fail: Callable[[RankwireError], RankwireError]
@@ -343,7 +362,10 @@ class Borrowed(Parcel):
         self._fail = fail
         self._lock = threading.Lock()
         self._revoked = False
-        self._returned = False
+        # Each step is noted before the next, so that after an interrupt it is not taken twice.
+        self._memory: bytearray | None = None  # all of it, once it was read
+        self._receipt: list[int] = []  # what writing the receipt returned
+        self._is_settled = False
 
     def __len__(self) -> int:
         return self._loan.nbytes
@@ -363,13 +385,15 @@ class Borrowed(Parcel):
     def whole(self) -> bytearray:
         """See ``Parcel``."""
         with self._lock:
-            try:
-                memory = allocate(self._loan.nbytes)
-            except MemoryError as error:
-                raise ProtocolError(f"no memory for a message of {len(self)} bytes") from error
-            self._pull(0, memoryview(memory))
+            if self._memory is None:
+                try:
+                    memory = allocate(self._loan.nbytes)
+                except MemoryError as error:
+                    raise ProtocolError(f"no memory for a message of {len(self)} bytes") from error
+                self._pull(0, memoryview(memory))
+                self._memory = memory
             self._give_back()
-            return memory
+            return self._memory
 
     def give_back(self) -> None:
         """See ``Parcel``."""
@@ -379,7 +403,7 @@ class Borrowed(Parcel):
     def _pull(self, start: int, view: memoryview) -> None:
         if self._revoked:
             raise LoanRevokedError("the sender took the message back")
-        if self._returned:
+        if self._receipt:
             raise ProtocolError("this message has been given back")  # a mistake of ours
         assert _CALLS is not None
         guard = ctypes.c_uint64(_NONE)
@@ -421,10 +445,10 @@ class Borrowed(Parcel):
 
     def _give_back(self) -> None:
         """Write the receipt; raise if the sender had taken the loan back by then."""
-        if self._returned or self._revoked:
+        if self._is_settled or self._revoked:
             return
-        self._returned = True
-        self._write_receipt(self._loan.number)
+        if not self._receipt:
+            self._write_receipt(self._loan.number)
         patience = Deadline(_DECISION_PATIENCE)
         guard = self._guard()
         while guard == self._loan.number | DECIDING and not patience.expired:
@@ -436,16 +460,20 @@ class Borrowed(Parcel):
         ):
             self._revoked = True
             raise LoanRevokedError("the sender took the message back")
+        self._is_settled = True
 
     def _write_receipt(self, value: int) -> None:
+        """Write it, and note that in the same step: a second one might be another loan's."""
         assert _CALLS is not None
         word = ctypes.c_uint64(value)
-        local = [(ctypes.addressof(word), _WORD_NBYTES)]
+        local = (_Vector * 1)(_Vector(ctypes.addressof(word), _WORD_NBYTES))
+        remote = (_Vector * 1)(_Vector(self._loan.receipt, _WORD_NBYTES))
         # If it cannot be written, its owner is gone and does not wait.
-        _transfer(_CALLS[1], self._pid, local, [(self._loan.receipt, _WORD_NBYTES)])
+        arguments = ((self._pid, local, 1, remote, 1, 0),)
+        self._receipt.extend(starmap(_CALLS[1], arguments))
 
     def __repr__(self) -> str:
-        state = "revoked" if self._revoked else "given back" if self._returned else "lent"
+        state = "revoked" if self._revoked else "given back" if self._receipt else "lent"
         return f"<Borrowed {len(self)} bytes of rank {self._peer}, {state}>"
 
 

@@ -16,6 +16,9 @@ Two things are not as with a socket:
   single records from the socket, so that nothing is ever left over.
 - Encrypted bytes may lie here although the socket takes no more. Then the last byte of what was
   sent counts as not sent; whoever repeats it, as after any partial send, makes the rest leave.
+
+An interrupt (Ctrl-C) that falls between two steps of encrypting or decrypting ends the connection:
+what OpenSSL had in hand at that moment is lost. While waiting, it harms nothing.
 """
 
 from __future__ import annotations
@@ -138,6 +141,11 @@ class TlsStream:
         self._peeked = bytearray()  # decrypted, and only looked at
         self._has_ended = False
         self._failure: str | None = None
+        # Set while bytes are on their way through OpenSSL to the caller or the socket. If one is
+        # found set, a thread was interrupted there, and some bytes are missing.
+        self._is_decrypting = False
+        self._is_encrypting = False
+        self._is_flushing = False
         # Until the first recv_into, records are read one by one: what is left of the current one,
         # and what has come of the next one's head.
         self._by_record = True
@@ -204,12 +212,14 @@ class TlsStream:
         buffer = bytearray(nbytes)
         with self._lock:
             try:
-                if not flags & socket.MSG_PEEK:
-                    return bytes(buffer[: self._read(memoryview(buffer))])
                 if not self._peeked:
                     count = self._read(memoryview(buffer))
                     self._peeked += buffer[:count]
-                return bytes(self._peeked[:nbytes])
+                    self._is_decrypting = False
+                seen = bytes(self._peeked[:nbytes])
+                if not flags & socket.MSG_PEEK:
+                    del self._peeked[: len(seen)]
+                return seen
             except _TlsError as error:
                 raise AuthenticationError(f"TLS: {error}") from error
 
@@ -219,18 +229,31 @@ class TlsStream:
         Raises:
             BlockingIOError: There is nothing to read now.
             ProtocolError: What came is not from the other end of this TLS connection.
+            OSError: The connection has ended.
         """
         with self._lock:
+            if self._is_decrypting:
+                raise ConnectionError("reading from it was interrupted")
             self._by_record = False
             try:
-                return self._read(buffer)
+                count = self._read(buffer)
             except _TlsError as error:
                 raise ProtocolError(f"TLS: {error}") from error
+        self._is_decrypting = False  # after the lock, with nothing between it and the return
+        return count
 
     def recv_pending(self, buffer: memoryview) -> int:
-        """Read what has been taken from the socket before; 0 if there is none."""
+        """Read what has been taken from the socket before.
+
+        Raises:
+            BlockingIOError: There is none.
+        """
         with self._lock:
-            return self._take_peeked(buffer) if self._peeked else self._decrypt(buffer)
+            count = self._take_peeked(buffer) if self._peeked else self._decrypt(buffer)
+            if not count:
+                raise BlockingIOError
+        self._is_decrypting = False
+        return count
 
     def _read(self, buffer: memoryview) -> int:
         if self._peeked:
@@ -253,6 +276,7 @@ class TlsStream:
     def _decrypt(self, buffer: memoryview) -> int:
         """Fill the buffer as far as records have come; sets ``_has_ended`` or ``_failure``."""
         filled = 0
+        self._is_decrypting = True
         try:
             while filled < len(buffer) and not self._has_ended and self._failure is None:
                 rest = buffer[filled:]
@@ -270,21 +294,22 @@ class TlsStream:
         if self._encrypted.pending:
             with suppress(OSError):  # the next send says so
                 self._flush()  # an answer of TLS itself, or an alert
+        self._is_decrypting = filled > 0
         return filled
 
     def _fill(self) -> bool:
         """Take bytes from the socket; False at its end, BlockingIOError if there are none now."""
+        if not self._by_record:
+            # One call of a C function: no interrupt falls between the two ends of it.
+            return any(map(self._received.write, map(self._sock.recv, (_CHUNK_NBYTES,))))
         piece = self._sock.recv(self._wanted_nbytes())
         if not piece:
             return False
-        if self._by_record:
-            self._count_record(piece)
+        self._count_record(piece)
         self._received.write(piece)
         return True
 
     def _wanted_nbytes(self) -> int:
-        if not self._by_record:
-            return _CHUNK_NBYTES
         return self._record_left or _RECORD_HEAD_NBYTES - len(self._record_head)
 
     def _count_record(self, piece: bytes) -> None:
@@ -309,23 +334,31 @@ class TlsStream:
     def sendmsg(self, pieces: Sequence[Buffer]) -> int:
         """Do the same with a message in pieces."""
         with self._lock:
-            if self._unsent:
-                self._flush()
-                if self._unsent:
-                    raise BlockingIOError
-            if self._owes_a_byte:
-                self._owes_a_byte = False
-                return 1
-            chunk = _first_bytes(pieces, _CHUNK_NBYTES)
-            if not chunk:
-                return 0
-            try:
-                self._tls.write(chunk)
-            except ssl.SSLError as error:
-                raise OSError(f"TLS: {_reason(error)}") from error
+            count = self._encrypt(pieces)
+        self._is_encrypting = False  # after the lock, with nothing between it and the return
+        return count
+
+    def _encrypt(self, pieces: Sequence[Buffer]) -> int:
+        if self._unsent:
             self._flush()
-            self._owes_a_byte = bool(self._unsent)
-            return len(chunk) - self._owes_a_byte
+            if self._unsent:
+                raise BlockingIOError
+        if self._is_encrypting:
+            raise ConnectionError("sending to it was interrupted")
+        self._is_encrypting = True
+        if self._owes_a_byte:
+            self._owes_a_byte = False
+            return 1
+        chunk = _first_bytes(pieces, _CHUNK_NBYTES)
+        if not chunk:
+            return 0
+        try:
+            self._tls.write(chunk)
+        except ssl.SSLError as error:
+            raise OSError(f"TLS: {_reason(error)}") from error
+        self._flush()
+        self._owes_a_byte = bool(self._unsent)
+        return len(chunk) - self._owes_a_byte
 
     def sendall(self, data: Buffer) -> None:
         """Send a short message all at once, as is possible on a new connection."""
@@ -335,11 +368,15 @@ class TlsStream:
 
     def _flush(self) -> None:
         """Send encrypted bytes as far as the socket takes them."""
+        if self._is_flushing:
+            raise ConnectionError("sending to it was interrupted")
+        self._is_flushing = True
         if self._encrypted.pending:
             self._unsent = memoryview(bytes(self._unsent) + self._encrypted.read())
         with suppress(BlockingIOError):
             while self._unsent:
                 self._unsent = self._unsent[self._sock.send(self._unsent) :]
+        self._is_flushing = False
 
     # -- as the socket -----------------------------------------------------------------------------
 

@@ -21,8 +21,7 @@ checks them before it returns the frame. The length does not count them.
 does not write is a ``ProtocolError``, and a length above the limit is refused from the header
 alone, before anything is allocated. It is fed any split of the stream and gives the same frames;
 its state is the connection's, so a reader may stop in the middle of a frame and another one goes
-on. It does not know sockets: its owner fills ``receive_buffer()`` and reports
-``bytes_received(n)``.
+on. It does not know sockets: its owner hands it what receives.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
+from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -170,184 +171,207 @@ def _want_huge_pages(memory: bytearray) -> None:
         )
 
 
+class _Large(NamedTuple):
+    """A payload too large for the buffer, which is received into memory of its own."""
+
+    body: bytearray
+    head: tuple[int, int, int]  # channel, group, tag
+    filled: int
+    impression: Impression | None  # of what has come of it, if it is sealed
+
+
+# What a parser knows between two reads:
+_State = tuple[
+    deque[Frame],  # complete frames that nobody has taken
+    list[int],  # how many bytes the last receive brought; empty before it
+    int,  # where in the buffer the first incomplete frame begins,
+    int,  # and where what has come of it ends
+    int,  # the next sequence number
+    int,  # how many frames with a good seal there were; unlike a sequence number it never repeats
+    bytearray,  # the buffer,
+    memoryview,  # and a view of it
+    _Large | None,  # a large payload that is being received
+]
+
+
 class FrameParser:
     """The receiving state of one direction of one connection. One reader at a time.
+
+    A signal may end the reader between any two bytecodes, and another reader goes on where it
+    stopped. So neither bytes nor frames are ever between two places: receiving and noting how much
+    are one call of a C function (``read``), and all that parsing changes is replaced by one
+    assignment (``commit``). Until then the old state stands, and parsing again gives the same.
 
     Args:
         max_nbytes: Largest payload that is accepted.
         seal: Checks the seals of this direction; None if there are none.
     """
 
-    __slots__ = (
-        "_body",
-        "_body_head",
-        "_body_view",
-        "_buffer",
-        "_end",
-        "_filled",
-        "_impression",
-        "_max_nbytes",
-        "_seal",
-        "_seal_nbytes",
-        "_sealed_frames",
-        "_sequence",
-        "_start",
-        "_view",
-        "has_special",
-        "violation",
-    )
+    __slots__ = ("_max_nbytes", "_seal", "_seal_nbytes", "_state", "violation")
 
     def __init__(
         self, *, max_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES, seal: Seal | None = None
     ) -> None:
         self._max_nbytes = max_nbytes
-        self._buffer = bytearray(_BUFFER_NBYTES)
-        self._view = memoryview(self._buffer)
-        self._start = 0
-        self._end = 0
-        self._sequence = 0
-        # A payload too large for the buffer: its memory, how much of it has come, and its (channel,
-        # group, tag).
-        self._body: bytearray | None = None
-        self._body_view = self._view
-        self._body_head = (0, 0, 0)
-        self._filled = 0
-        # How many frames with a good seal there were; unlike a sequence number it never repeats.
         self._seal = seal
         self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
-        self._sealed_frames = 0
-        self._impression: Impression | None = None  # of the body
-        # Found behind whole frames in one read: they are returned first, and nothing after it.
+        buffer = bytearray(_BUFFER_NBYTES)
+        self._state: _State = (deque(), [], 0, 0, 0, 0, buffer, memoryview(buffer), None)
+        # Sticky. Frames before it are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
-        # Set when a greeting, a farewell or a loan was among the frames, or a violation follows
-        # them; for the owner to reset.
-        self.has_special = False
+
+    @property
+    def frames(self) -> deque[Frame]:
+        """The complete frames; whoever takes one removes it."""
+        return self._state[0]
 
     @property
     def in_frame(self) -> bool:
         """Whether a frame has begun and is not complete."""
-        return self._body is not None or self._end > self._start
+        _, counts, start, end, _, _, _, _, large = self._state
+        return large is not None or end > start or any(counts)
 
     def receive_buffer(self) -> memoryview:
         """Return where the next bytes of the stream belong; never empty."""
-        if self._body is not None and self._filled < len(self._body):
-            return self._body_view[self._filled :]
-        return self._view[self._end :] if self._end else self._view
+        _, _, _, end, _, _, _, view, large = self._state
+        if large is not None and large.filled < len(large.body):
+            return memoryview(large.body)[large.filled :]
+        return view[end:] if end else view
+
+    def read(self, receive_into: Callable[[memoryview], int]) -> int:
+        """Receive, and return how many bytes came; those of an interrupted reader come first.
+
+        Args:
+            receive_into: Receives into a buffer. If it is not a C function, an interrupt may fall
+                between the receive and the note of it.
+        """
+        counts = self._state[1]
+        if not counts:
+            counts.extend(map(receive_into, (self.receive_buffer(),)))
+        return counts[0]
+
+    def received(self, count: int) -> None:
+        """Note that ``count`` bytes were written to ``receive_buffer()``, after the last commit."""
+        self._state[1].append(count)
+
+    def commit(self, state: _State) -> None:
+        """Make what ``parse`` has returned the state from now on."""
+        self._state = state
 
     def bytes_received(self, count: int) -> list[Frame]:
         """Take ``count`` bytes written to ``receive_buffer()``; return the frames they complete.
 
+        All of the above in one, for owners that nothing interrupts.
+
         Raises:
             ProtocolError: The stream is not a valid one; the connection must not be used again.
         """
+        self.received(count)
+        self.commit(self.parse()[0])
+        frames = list(self.frames)
+        self.frames.clear()
+        return frames
+
+    def parse(self) -> tuple[_State, bool]:
+        """Work out what the bytes that came last complete; nothing changes until ``commit``.
+
+        Returns:
+            The next state, and whether its frames have something special among them: a greeting, a
+            farewell or a loan, or a violation behind them.
+
+        Raises:
+            ProtocolError: The stream is not a valid one.
+        """
         if self.violation is not None:
             raise self.violation
-        if self._body is not None:
-            return self._continue_body(count)
-        self._end += count
-        return self._parse()
+        old, counts, start, end, sequence, sealed, buffer, view, large = self._state
+        frames = deque(old) if old else deque()
+        if large is None:
+            return self._parse(
+                frames, start, end + counts[0], sequence, sealed, buffer, view, is_special=False
+            )
+        if large.filled == len(large.body):  # what came is the seal behind it, and more
+            end += counts[0]
+        else:
+            large = self._filled_further(large, counts[0])
+        if large.filled < len(large.body) or (large.impression and end < SEAL_NBYTES):
+            return (frames, [], start, end, sequence, sealed, buffer, view, large), False
+        if large.impression:
+            if not large.impression.matches(view[:SEAL_NBYTES]):
+                self.violation = _broken_seal()
+                raise self.violation
+            start = SEAL_NBYTES
+            sealed += 1
+        frames.append(Frame(*large.head, large.body))
+        is_special = large.head[0] >= _FIRST_SPECIAL
+        return self._parse(
+            frames, start, end, sequence, sealed, buffer, view, is_special=is_special
+        )
 
-    def _continue_body(self, count: int) -> list[Frame]:
-        assert self._body is not None
-        if self._impression is not None:
-            return self._continue_sealed_body(count)
-        self._filled += count
-        if self._filled < len(self._body):
-            return []
-        return [self._finish_body()]
-
-    def _continue_sealed_body(self, count: int) -> list[Frame]:
-        """Take a piece of a large payload, or of the seal behind it and what comes then."""
-        assert self._body is not None
-        assert self._impression is not None
-        if self._filled < len(self._body):
-            self._impression.add(self._body_view[self._filled : self._filled + count])
-            self._filled += count
-            return []
-        self._end += count
-        if self._end < SEAL_NBYTES:
-            return []
-        if not self._impression.matches(self._view[:SEAL_NBYTES]):
-            self.violation = _broken_seal()
-            raise self.violation
-        self._impression = None
-        self._sealed_frames += 1
-        self._start = SEAL_NBYTES
-        frame = self._finish_body()
-        try:
-            return [frame, *self._parse()]
-        except ProtocolError as error:
-            self.violation = error
-            self.has_special = True
-            return [frame]
-
-    def _finish_body(self) -> Frame:
-        assert self._body is not None
-        frame = Frame(*self._body_head, self._body)
-        if frame.channel >= _FIRST_SPECIAL:
-            self.has_special = True
-        self._body = None
-        self._body_view = self._view
-        return frame
-
-    def _parse(self) -> list[Frame]:
-        frames: list[Frame] = []
-        buffer, start, end = self._buffer, self._start, self._end
+    def _parse(
+        self,
+        frames: deque[Frame],
+        start: int,
+        end: int,
+        sequence: int,
+        sealed: int,
+        buffer: bytearray,
+        view: memoryview,
+        *,
+        is_special: bool,
+    ) -> tuple[_State, bool]:
+        """Find the frames in the buffer."""
+        large: _Large | None = None
         seal_nbytes = self._seal_nbytes
         while end - start >= HEADER_NBYTES:
-            channel, sequence, group, tag, nbytes = _HEADER.unpack_from(buffer, start)
-            if channel not in _CHANNELS or sequence != self._sequence or nbytes > self._max_nbytes:
-                self.violation = self._describe_violation(channel, sequence, nbytes)
+            channel, number, group, tag, nbytes = _HEADER.unpack_from(buffer, start)
+            if channel not in _CHANNELS or number != sequence or nbytes > self._max_nbytes:
+                self.violation = self._describe_violation(channel, number, sequence, nbytes)
                 break
             body = start + HEADER_NBYTES
             stop = body + nbytes
             if stop + seal_nbytes <= end:
                 payload = buffer[body:stop]
-                if seal_nbytes and not self._is_sealed(channel, start, payload):
-                    self.violation = _broken_seal()
-                    break
+                if seal_nbytes:
+                    if not self._is_sealed(sealed, channel, view[start : stop + seal_nbytes]):
+                        self.violation = _broken_seal()
+                        break
+                    sealed += 1
                 frames.append(_new_frame(Frame, (channel, group, tag, payload)))
                 start = stop + seal_nbytes
                 if channel >= _FIRST_SPECIAL:
-                    self.has_special = True
-                self._sequence = (sequence + 1) & _SEQUENCE_MASK
-            elif stop + seal_nbytes - start > _BUFFER_NBYTES:
-                if self._seal is not None:
-                    if end - body < SEAL_NBYTES:
-                        break  # the header's own seal comes first: an altered length ends here
-                    if not self._begin_sealed_body(channel, nbytes, start):
-                        self.violation = _broken_seal()
-                        break
-                    body, stop = body + SEAL_NBYTES, stop + SEAL_NBYTES
-                start = min(stop, end)
-                self._begin_body((channel, group, tag), nbytes, self._view[body:start])
-                self._sequence = (sequence + 1) & _SEQUENCE_MASK
+                    is_special = True
+                sequence = (sequence + 1) & _SEQUENCE_MASK
+            elif stop + seal_nbytes - start > _BUFFER_NBYTES and end - body >= seal_nbytes:
+                head = (channel, group, tag)
+                large = self._begin_large(head, nbytes, view[start:end], sealed)
+                if large is None:
+                    break
+                start = body + seal_nbytes + large.filled
+                sequence = (sequence + 1) & _SEQUENCE_MASK
                 break
             else:
-                break
-        if start == end:
-            self._start = self._end = 0
-            return frames
-        self._keep(start, end)
+                break  # the rest of it comes later; of a large sealed one, first its header's seal
         if self.violation is not None:
             if not frames:
                 raise self.violation
-            self.has_special = True
-        return frames
+            is_special = True
+        if start == end:
+            start = end = 0
+        elif start:
+            # The rest of the frame must fit behind it. Copied, not moved: the old state stands.
+            rest = allocate(_BUFFER_NBYTES)
+            rest[: end - start] = view[start:end]
+            buffer, view, start, end = rest, memoryview(rest), 0, end - start
+        return (frames, [], start, end, sequence, sealed, buffer, view, large), is_special
 
-    def _is_sealed(self, channel: int, start: int, payload: bytearray) -> bool:
-        """Check the seal of a whole frame that begins at ``start`` of the buffer."""
+    def _is_sealed(self, number: int, channel: int, frame: memoryview) -> bool:
+        """Check the seal behind a whole frame."""
         assert self._seal is not None
-        body = start + HEADER_NBYTES
-        stop = body + len(payload)
-        impression = self._seal.begin(
-            self._sealed_frames, self._view[start:body], channel, len(payload)
-        )
+        payload = frame[HEADER_NBYTES:-SEAL_NBYTES]
+        impression = self._seal.begin(number, frame[:HEADER_NBYTES], channel, len(payload))
         impression.add(payload)
-        if not impression.matches(self._view[stop : stop + SEAL_NBYTES]):
-            return False
-        self._sealed_frames += 1
-        return True
+        return impression.matches(frame[-SEAL_NBYTES:])
 
     def is_farewell(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes, all unread, ends with a genuine farewell."""
@@ -357,41 +381,50 @@ class FrameParser:
         if not is_farewell(header):
             return False
         # Some frames may stand before it; how many its sequence number says.
-        ahead = (_HEADER.unpack(header)[1] - self._sequence) & _SEQUENCE_MASK
-        number = self._sealed_frames + (self._impression is not None) + ahead
+        _, _, _, _, sequence, sealed, _, _, large = self._state
+        ahead = (_HEADER.unpack(header)[1] - sequence) & _SEQUENCE_MASK
+        number = sealed + (large is not None) + ahead
         return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
 
-    def _begin_sealed_body(self, channel: int, nbytes: int, start: int) -> bool:
-        """Check the seal of a header, which a large payload has before it, and begin its own."""
-        assert self._seal is not None
-        body = start + HEADER_NBYTES
-        header, seal = self._view[start:body], self._view[body : body + SEAL_NBYTES]
-        if not self._seal.begin_head(self._sealed_frames, header).matches(seal):
-            return False
-        self._impression = self._seal.begin(self._sealed_frames, header, channel, nbytes)
-        return True
+    def _begin_large(
+        self, head: tuple[int, int, int], nbytes: int, come: memoryview, number: int
+    ) -> _Large | None:
+        """Take memory for a large payload; None and a violation if its header is not genuine.
 
-    def _begin_body(self, head: tuple[int, int, int], nbytes: int, first: memoryview) -> None:
+        Args:
+            head: Its channel, group and tag.
+            nbytes: Its size.
+            come: What has come of the frame.
+            number: Which sealed frame it is.
+        """
+        header, first = come[:HEADER_NBYTES], come[HEADER_NBYTES:]
+        impression = None
+        if self._seal is not None:
+            seal, first = first[:SEAL_NBYTES], first[SEAL_NBYTES:]
+            if not self._seal.begin_head(number, header).matches(seal):
+                self.violation = _broken_seal()
+                return None
+            impression = self._seal.begin(number, header, head[0], nbytes)
         try:
             body = allocate(nbytes)
         except MemoryError as error:
-            raise ProtocolError(f"no memory for a message of {nbytes} bytes") from error
-        self._body = body
-        self._body_view = memoryview(body)
-        self._body_head = head
-        self._filled = len(first)
-        self._body_view[: self._filled] = first
-        if self._impression is not None:
-            self._impression.add(first)
+            self.violation = ProtocolError(f"no memory for a message of {nbytes} bytes")
+            self.violation.__cause__ = error
+            return None
+        first = first[:nbytes]
+        body[: len(first)] = first
+        return self._filled_further(_Large(body, head, 0, impression), len(first))
 
-    def _keep(self, start: int, end: int) -> None:
-        """Move the beginning of an incomplete frame to the front, so that the rest of it fits."""
-        if start > 0:
-            end -= start
-            self._buffer[:end] = self._buffer[start : start + end]
-        self._start, self._end = 0, end
+    def _filled_further(self, large: _Large, count: int) -> _Large:
+        """Return a large payload of which ``count`` bytes more have come."""
+        body, head, filled, impression = large
+        if impression is not None:
+            impression = impression.plus(memoryview(body)[filled : filled + count])
+        return _Large(body, head, filled + count, impression)
 
-    def _describe_violation(self, word: int, sequence: int, nbytes: int) -> ProtocolError:
+    def _describe_violation(
+        self, word: int, sequence: int, expected: int, nbytes: int
+    ) -> ProtocolError:
         channel, flags, reserved = word & 0xFF, word >> 8 & 0xFF, word >> 16
         if channel not in _CHANNELS:
             return ProtocolError(f"a frame names the unknown channel {channel}")
@@ -401,9 +434,9 @@ class FrameParser:
             return ProtocolError(
                 f"a frame has unknown flags {flags:#x} or reserved bits {reserved:#x}"
             )
-        if sequence != self._sequence:
+        if sequence != expected:
             return ProtocolError(
-                f"a frame has sequence number {sequence}, expected {self._sequence}: "
+                f"a frame has sequence number {sequence}, expected {expected}: "
                 "one is lost or repeated"
             )
         error = ProtocolError(f"the peer announced {nbytes} bytes, the limit is {self._max_nbytes}")

@@ -7,25 +7,39 @@ of one key are served in the order in which they were posted.
 A ``Receive`` ends exactly once, with a payload or with an error: in ``post`` when its message is
 here already, in ``deliver`` when it comes, or in ``fail``. Pure state: no lock and no waiting; the
 owner guards it and wakes whoever waits.
+
+A signal may end the thread in here between any two bytecodes. So a payload moves from one place to
+the next by one call of a C function (``extend`` of what pops it there): it is never in none of
+them, nor in two. What is only counted or listed may be wrong after an interrupt, until ``tidy``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import starmap
+from operator import attrgetter
 from typing import Any
 
 from rankwire.errors import RankwireError, SizeMismatchError
-from rankwire.wire.frames import Payload
+from rankwire.wire.frames import Frame, Payload
 from rankwire.wire.loans import whole_of
 
-__all__ = ["FAMILY_BITS", "Key", "Mailbox", "Receive"]
+__all__ = ["FAMILY_BITS", "Key", "Mailbox", "Receive", "pop_first"]
 
 # Tags that differ only in so many lower bits are of one family: the steps of a collective.
 FAMILY_BITS = 16
 _MOST_REFUSED = 256
 
 Key = tuple[int, int, int]  # group, channel, tag
+
+_ONCE = ((),)
+_payload_of = attrgetter("payload")
+
+
+def pop_first(frames: deque[Frame]) -> Iterable[Payload]:
+    """Return the payload of the first frame as something that takes it when it is consumed."""
+    return map(_payload_of, starmap(frames.popleft, _ONCE))
 
 
 class Receive:
@@ -41,7 +55,7 @@ class Receive:
         home: The owner's note of where it is posted.
     """
 
-    __slots__ = ("done", "error", "home", "key", "nbytes", "on_done", "payload", "posted")
+    __slots__ = ("_cell", "done", "error", "home", "key", "nbytes", "on_done", "posted")
 
     def __init__(
         self,
@@ -54,31 +68,44 @@ class Receive:
         self.nbytes = nbytes
         self.done = False
         self.posted = False
-        self.payload: Payload | None = None
+        self._cell: list[Payload] = []
         self.error: RankwireError | None = None
         self.on_done = on_done
         self.home: Any = None
 
+    @property
+    def payload(self) -> Payload | None:
+        """The message, if it has come."""
+        return self._cell[0] if self._cell else None
+
     def take(self) -> Payload:
         """Return the payload or raise the error. Only when ``done``."""
-        if self.payload is None:
+        if not self._cell:
             assert self.error is not None
             raise self.error.copy()
-        return self.payload
+        return self._cell[0]
+
+    def fetch(self) -> None:
+        """Bring the payload here, if it lies with its sender; it is gone if that took it back."""
+        try:
+            self._cell[:] = map(whole_of, self._cell)
+        except RankwireError:
+            self._cell.clear()
 
     def result(self) -> bytearray:
         """Return the payload in memory of the caller's own, or raise the error likewise."""
         return whole_of(self.take())
 
-    def complete(self, payload: Payload) -> None:
-        """End it with the message."""
-        self.payload = payload
+    def complete(self, payload: Iterable[Payload]) -> None:
+        """End it with the message, which ``payload`` gives."""
+        self._cell.extend(payload)
         self.done = True
 
     def fail(self, error: RankwireError) -> None:
-        """End it with an error."""
-        self.error = error
-        self.done = True
+        """End it with an error, unless it has ended."""
+        if not self._cell and not self.done:
+            self.error = error
+            self.done = True
 
 
 class Mailbox:
@@ -88,6 +115,10 @@ class Mailbox:
         keep_unmatched: Whether a message that nobody wants yet is kept (messages) or counted and
             dropped (replies whose caller has given up).
         unmatched_limit: Bytes kept for later at which ``full`` turns true.
+
+    Attributes:
+        misfits: Receives that a message of another size has ended, for the owner to wake.
+        due: Receives that are done, for the owner to call ``on_done``; None if it does not ask.
     """
 
     __slots__ = (
@@ -97,6 +128,7 @@ class Mailbox:
         "_unmatched_limit",
         "_wanted",
         "dropped",
+        "due",
         "failure",
         "misfits",
         "unmatched_nbytes",
@@ -111,6 +143,7 @@ class Mailbox:
         self.failure: RankwireError | None = None
         self.dropped = 0
         self.misfits: list[Receive] = []
+        self.due: deque[Receive] | None = None
         self.unmatched_nbytes = 0
 
     @property
@@ -145,18 +178,21 @@ class Mailbox:
         return wanted is not None and wanted[0].nbytes in (None, nbytes)
 
     def post(self, receive: Receive) -> None:
-        """Ask for a message. Ends at once if it is here, or if the peer has failed."""
+        """Ask for a message. Ends at once if it is here, or if the peer has failed.
+
+        Then it is not left in ``due``.
+        """
         receive.posted = True
         arrived = self._arrived.get(receive.key)
-        if arrived is not None:
-            if receive.nbytes is not None and receive.nbytes != len(arrived[0]):
-                receive.fail(SizeMismatchError(receive.nbytes, len(arrived[0])))
+        if arrived:
+            nbytes = len(arrived[0])
+            if receive.nbytes is not None and receive.nbytes != nbytes:
+                receive.fail(SizeMismatchError(receive.nbytes, nbytes))
                 return
-            payload = arrived.popleft()
+            receive.complete(starmap(arrived.popleft, _ONCE))
             if not arrived:
                 del self._arrived[receive.key]
-            self.unmatched_nbytes -= len(payload)
-            receive.complete(payload)
+            self.unmatched_nbytes -= nbytes
         elif self.failure is not None:
             receive.fail(self.failure)
         else:
@@ -169,33 +205,52 @@ class Mailbox:
     def withdraw(self, receive: Receive) -> bool:
         """Take back a receive; return False if it is done already."""
         wanted = self._wanted.get(receive.key)
-        if wanted is None or receive not in wanted:
+        if receive.done or wanted is None or receive not in wanted:
             return False
+        receive.posted = False
         wanted.remove(receive)
         if not wanted:
             del self._wanted[receive.key]
-        receive.posted = False
         return True
 
-    def deliver(self, key: Key, payload: Payload) -> Receive | None:
+    def deliver(
+        self, key: Key, payload: Payload, source: Iterable[Payload] | None = None
+    ) -> Receive | None:
         """Take a message; return the receive that gets it, if one was waiting.
 
-        Receives that wanted another size are ended too and left in ``misfits`` for the owner.
+        That one is left in ``due`` if it is to be called back. Receives that wanted another size
+        are ended too and left in ``misfits``.
+
+        Args:
+            key: Its envelope.
+            payload: The message.
+            source: Gives the payload when it is consumed, and removes it from where it was.
         """
+        source = (payload,) if source is None else source
         wanted = self._wanted.get(key)
         while wanted:
-            receive = wanted.popleft()
+            receive = wanted[0]
+            if not receive.posted or receive.done:
+                pass  # given up or ended by a thread that was interrupted then
+            elif receive.nbytes is None or receive.nbytes == len(payload):
+                receive.complete(source)
+                if receive.on_done is not None and self.due is not None:
+                    self.due.append(receive)
+                wanted.popleft()
+                if not wanted:
+                    del self._wanted[key]
+                return receive
+            else:
+                receive.fail(SizeMismatchError(receive.nbytes, len(payload)))
+                self.misfits.append(receive)
+            wanted.popleft()
             if not wanted:
                 del self._wanted[key]
-            if receive.nbytes is None or receive.nbytes == len(payload):
-                receive.complete(payload)
-                return receive
-            receive.fail(SizeMismatchError(receive.nbytes, len(payload)))
-            self.misfits.append(receive)
         if not self._keep_unmatched or (self._refused and _family(key) in self._refused):
+            deque(source, 0)
             self.dropped += 1
         else:
-            self._arrived.setdefault(key, deque()).append(payload)
+            self._arrived.setdefault(key, deque()).extend(source)
             self.unmatched_nbytes += len(payload)
         return None
 
@@ -217,12 +272,34 @@ class Mailbox:
         That is a receive which waits for the same key, if there is one; otherwise the message goes
         to the head of its queue.
         """
-        assert receive.payload is not None
+        payload = receive.payload
+        assert payload is not None
+        source = starmap(receive._cell.pop, _ONCE)
         if not self._keep_unmatched or receive.key in self._wanted:
-            return self.deliver(receive.key, receive.payload)
-        self._arrived.setdefault(receive.key, deque()).appendleft(receive.payload)
-        self.unmatched_nbytes += len(receive.payload)
+            return self.deliver(receive.key, payload, source)
+        self._arrived.setdefault(receive.key, deque()).extendleft(source)
+        self.unmatched_nbytes += len(payload)
         return None
+
+    def tidy(self) -> None:
+        """Put in order what a thread that was interrupted in here has left. Safe to repeat."""
+        for key, wanted in list(self._wanted.items()):
+            for receive in wanted:
+                if receive._cell and not receive.done:
+                    receive.done = True
+                if receive.done:
+                    self._note_due([receive])
+            waiting = deque(r for r in wanted if r.posted and not r.done)
+            if waiting:
+                self._wanted[key] = waiting
+            else:
+                del self._wanted[key]
+        for key, arrived in list(self._arrived.items()):
+            if not arrived:
+                del self._arrived[key]
+        self.unmatched_nbytes = sum(sum(map(len, queue)) for queue in self._arrived.values())
+        if self.failure is not None:
+            self.fail(self.failure)
 
     def fail(self, error: RankwireError) -> list[Receive]:
         """End every receive, now and later, with ``error``.
@@ -232,21 +309,29 @@ class Mailbox:
         if self.failure is None:
             self.failure = error
         ended = [receive for wanted in self._wanted.values() for receive in wanted]
-        self._wanted.clear()
         for receive in ended:
             receive.fail(self.failure)
+        self._note_due(ended)
+        self._wanted.clear()
         return ended
 
     def fail_group(self, group: int, error: RankwireError) -> list[Receive]:
         """End the receives of one group, and forget what has arrived for it."""
-        ended: list[Receive] = []
-        for key in [key for key in self._wanted if key[0] == group]:
-            ended += self._wanted.pop(key)
-        for key in [key for key in self._arrived if key[0] == group]:
-            self.unmatched_nbytes -= sum(map(len, self._arrived.pop(key)))
+        ended = [r for key, wanted in self._wanted.items() if key[0] == group for r in wanted]
         for receive in ended:
             receive.fail(error)
+        self._note_due(ended)
+        for key in [key for key in self._wanted if key[0] == group]:
+            del self._wanted[key]
+        for key in [key for key in self._arrived if key[0] == group]:
+            self.unmatched_nbytes -= sum(map(len, self._arrived.pop(key)))
         return ended
+
+    def _note_due(self, ended: list[Receive]) -> None:
+        if self.due is not None:
+            for receive in ended:
+                if receive.on_done is not None and receive not in self.due:
+                    self.due.append(receive)
 
 
 def _family(key: Key) -> Key:

@@ -51,10 +51,10 @@ class Impression:
 
     __slots__ = ("_by_crc", "_crc", "_mac")
 
-    def __init__(self, mac: hmac.HMAC, *, by_crc: bool) -> None:
+    def __init__(self, mac: hmac.HMAC, *, by_crc: bool, crc: int = 0) -> None:
         self._mac = mac
         self._by_crc = by_crc
-        self._crc = 0
+        self._crc = crc
 
     def add(self, piece: Buffer) -> None:
         """Take the next piece of the payload."""
@@ -63,11 +63,21 @@ class Impression:
         else:
             self._mac.update(piece)
 
+    def plus(self, piece: Buffer) -> Impression:
+        """Return what it will be with the next piece, and stay as it is."""
+        further = Impression(
+            self._mac if self._by_crc else self._mac.copy(), by_crc=self._by_crc, crc=self._crc
+        )
+        further.add(piece)
+        return further
+
     def finish(self) -> bytes:
         """Return the seal."""
+        mac = self._mac
         if self._by_crc:
-            self._mac.update(_CRC.pack(self._crc))
-        return self._mac.digest()[:SEAL_NBYTES]
+            mac = mac.copy()
+            mac.update(_CRC.pack(self._crc))
+        return mac.digest()[:SEAL_NBYTES]
 
     def matches(self, seal: Buffer) -> bool:
         """Tell whether this is the seal of what has passed by."""
