@@ -43,6 +43,7 @@ from rankwire.rpc.messages import Chain, Encoded, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.outgoing import Lane, Outgoing
 from rankwire.rpc.registry import Registry
+from rankwire.rpc.room import DEFAULT_QUEUED_NBYTES, ROOM, SMALL_NBYTES, Allowance
 from rankwire.wire.codec import Codec
 from rankwire.wire.mailbox import Receive
 
@@ -75,6 +76,10 @@ class RpcAgent:
         max_in_flight: Calls to one rank that wait for a reply; further ones wait, then fail with
             ``OverloadedError``. Threads that call at the same moment may pass it together.
         max_queued: Incoming calls that wait for a worker; further ones are refused.
+        max_queued_nbytes: Bytes of incoming calls of more than 64 KiB that wait for a worker.
+            Callers of further ones wait before they send them, until their deadline. One call of
+            any size always has room, and each rank may have 8 MiB more in flight. Nested calls and
+            those of ``async def`` functions do not wait for workers, so they do not count.
         max_nested: Calls made by functions being served here that run at once.
         codec: How values travel; register your dataclasses, enums and Structs on it.
     """
@@ -88,10 +93,11 @@ class RpcAgent:
         workers: int = 16,
         max_in_flight: int = 1024,
         max_queued: int = 4096,
+        max_queued_nbytes: float = DEFAULT_QUEUED_NBYTES,
         max_nested: int = 256,
         codec: Codec | None = None,
     ) -> None:
-        if min(workers, max_in_flight, max_queued, max_nested) < 1:
+        if min(workers, max_in_flight, max_queued, max_queued_nbytes, max_nested) < 1:
             raise ConfigurationError("workers and limits are 1 or more")
         self.backend = backend
         self.name = name
@@ -99,6 +105,7 @@ class RpcAgent:
         self.codec = codec if codec is not None else Codec()
         check_pickle(backend, self.codec.allows_pickle)
         self._max_in_flight = max_in_flight
+        self._allowance = Allowance()
         self._registry = Registry()
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
@@ -113,7 +120,7 @@ class RpcAgent:
             self._port,
             self._registry,
             self.codec,
-            Limits(workers, max_queued, max_nested, MAX_DEPTH),
+            Limits(workers, max_queued, max_queued_nbytes, max_nested, MAX_DEPTH),
             on_look=self._look,
             on_end=self._end_all,
         )
@@ -216,7 +223,16 @@ class RpcAgent:
             request_id = next(self._ids)
             if call is not None:
                 self._before_waiting(call)
-            receive = lane.call(dst, request_id, buffers, nbytes, deadline)
+            try:
+                if nbytes > SMALL_NBYTES and self._make_room(
+                    lane, dst, request_id, nbytes, deadline, call
+                ):
+                    buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
+                receive = lane.call(dst, request_id, buffers, nbytes, deadline)
+            except BaseException:
+                if nbytes > SMALL_NBYTES:
+                    self._leave_room(lane, dst, request_id)
+                raise
             try:
                 if call is not None:
                     nested = Outgoing(lane, dst, request_id, name, receive)
@@ -240,6 +256,8 @@ class RpcAgent:
             finally:
                 if call is not None:
                     call.ended(request_id)
+                if nbytes > SMALL_NBYTES:
+                    self._allowance.give_back(request_id)
             return decode_reply(self.codec, payload)
         except RankwireError as error:
             raise self._explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
@@ -271,8 +289,12 @@ class RpcAgent:
                 error, "rpc_async", name, dst, deadline, call
             ) from error.__cause__
         future = RpcFuture(self, lane, dst, next(self._ids), name, deadline, call)
-        self._track(future)
         try:
+            if nbytes > SMALL_NBYTES and self._make_room(
+                lane, dst, future.request_id, nbytes, deadline, call
+            ):
+                buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
+            self._track(future)
             receive = lane.call(
                 dst,
                 future.request_id,
@@ -289,7 +311,11 @@ class RpcAgent:
                 call.began(future.outgoing(receive))
                 if future.done():  # at this moment
                     call.ended(future.request_id)
-        except RankwireError as error:
+        except BaseException as error:
+            if nbytes > SMALL_NBYTES:
+                self._leave_room(lane, dst, future.request_id)
+            if not isinstance(error, RankwireError):
+                raise
             future.fail(self._explained(error, "rpc_async", name, dst, deadline, call))
         return future
 
@@ -336,6 +362,42 @@ class RpcAgent:
             has_room = self._nested.wait_for_room(call, lane, dst, name, limit, deadline)
         if not has_room:
             raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
+
+    # -- room for large calls ----------------------------------------------------------------------
+
+    def _make_room(
+        self,
+        lane: Lane,
+        dst: int,
+        request_id: int,
+        nbytes: int,
+        deadline: Deadline,
+        call: Call | None,
+    ) -> bool:
+        """See to it that the callee has room for a large call; return whether that took time.
+
+        Raises:
+            DeadlineExceededError: It had none in time, or did not say. The call was not sent.
+        """
+        if call is not None or self._allowance.take(dst, request_id, nbytes):
+            return False
+        left = float(deadline.remaining())
+        ask = encode_request(self.codec, ROOM, left, [], (request_id, nbytes), {})
+        receive = lane.call(dst, next(self._ids), *ask, deadline)
+        try:
+            decode_reply(self.codec, lane.wait(dst, receive, deadline))
+        except DeadlineExceededError as error:
+            error.explain(
+                f"it had no room for another {nbytes} bytes of calls that wait for a worker "
+                "(max_queued_nbytes)"
+            )
+            raise
+        return True
+
+    def _leave_room(self, lane: Lane, dst: int, request_id: int) -> None:
+        """A large call was not sent: what was kept for it, here and there, is free again."""
+        self._allowance.give_back(request_id)
+        lane.cancel(dst, request_id)
 
     # -- calls of functions that are being served --------------------------------------------------
 
@@ -434,6 +496,7 @@ class RpcAgent:
     def settled(self, future: RpcFuture) -> None:
         """Forget a future that is done."""
         self._futures.pop(future.request_id, None)
+        self._allowance.give_back(future.request_id)
         if future.call is not None:
             future.call.ended(future.request_id)
 

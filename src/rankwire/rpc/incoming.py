@@ -49,6 +49,7 @@ from rankwire.rpc.messages import (
     encode_result,
 )
 from rankwire.rpc.registry import Function, Registry
+from rankwire.rpc.room import ROOM, SMALL_NBYTES, Room, unpack_ask
 from rankwire.rpc.serving import Job, Pool, Worker
 from rankwire.wire.codec import Codec
 
@@ -77,6 +78,7 @@ class Limits:
 
     workers: int
     max_queued: int
+    max_queued_nbytes: float
     max_nested: int
     max_depth: int
 
@@ -103,6 +105,7 @@ class Server:
         self._draining = False
         self._loopback: Loopback | None = None
         self._active: dict[tuple[int, int], _Serving] = {}
+        self.room = Room(limits.max_queued_nbytes, limits.max_queued)
         self._late: dict[Key, ActiveCall] = {}
         self._unsent: dict[Any, deque[tuple[IncomingCall, Encoded]]] = {}
         self._unsent_lock = threading.Lock()
@@ -160,24 +163,47 @@ class Server:
             self.answer_at_once(call, self.encode_refusal(Outcome.BAD_REQUEST, error.message))
             return None
         function = self._registry.find(request.name)
+        refusal: Encoded | None
         if function is None and request.name == QUESTION:
             refusal = self._answer_question(request)
         elif self._draining:
             refusal = self.encode_refusal(
                 Outcome.CLOSED, f"the agent of rank {self._backend.rank} is closing"
             )
+        elif function is None and request.name == ROOM:
+            refusal = self._make_room(call, request)
         elif function is None:
             refusal = self._encode_not_found(request.name)
         elif len(request.chain) > 2 * self._limits.max_depth:
             chain = describe_chain([*request.chain, self._backend.rank, request.name])
             reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
             refusal = self.encode_refusal(Outcome.OVERLOADED, reason)
+        elif len(call.payload) > SMALL_NBYTES and not self._has_room(call, request):
+            reason = "too much of this rank's calls waits there, for which it has not asked"
+            refusal = self.encode_refusal(Outcome.OVERLOADED, reason)
         else:
             job = _Serving(self, call, request, function)
             self._active[call.src, call.request_id] = job
             return job
-        self.answer_at_once(call, refusal)
+        if refusal is not None:
+            self.answer_at_once(call, refusal)
         return None
+
+    def _has_room(self, call: IncomingCall, request: Request) -> bool:
+        """Count a large call that may have to wait; a nested one never does."""
+        return bool(request.chain) or self.room.admit(call.src, call.request_id, len(call.payload))
+
+    def _make_room(self, call: IncomingCall, request: Request) -> Encoded | None:
+        """Have a caller told when a large call of its may come; return why not, if not."""
+        try:
+            request_id, nbytes = unpack_ask(request.args)
+        except InvalidMessageError as error:
+            return self.encode_refusal(Outcome.BAD_REQUEST, error.message)
+        granted = encode_result(self._codec, None)
+        tell = partial(self.answer_at_once, call, granted)
+        if self.room.ask(call.src, request_id, nbytes, call.link, tell):
+            return None
+        return self.encode_refusal(Outcome.OVERLOADED, "too many callers wait for room")
 
     # -- replies -----------------------------------------------------------------------------------
 
@@ -296,6 +322,8 @@ class Server:
         job = self._active.get((src, request_id))
         if job is not None:
             self._unwanted(job)
+        else:
+            self.room.release(src, request_id)  # it may have asked for a call that will not come
 
     def _unwanted(self, job: _Serving) -> None:
         """The caller does not want the result any more."""
@@ -311,9 +339,11 @@ class Server:
         for job in list(self._active.values()):
             if job.call.src == event.src and event.link in (None, job.incoming.link):
                 self._unwanted(job)
+        self.room.caller_gone(event.src, event.link)
 
     def finished(self, job: _Serving) -> None:
         """Forget a job that has been answered."""
+        job.leave_room()
         self._active.pop((job.incoming.src, job.incoming.request_id), None)
 
     # -- what others ask ---------------------------------------------------------------------------
@@ -411,6 +441,7 @@ class _Serving:
     __slots__ = (
         "_function",
         "_has_result",
+        "_is_in_room",
         "_request",
         "_server",
         "call",
@@ -423,7 +454,8 @@ class _Serving:
         self, server: Server, incoming: IncomingCall, request: Request, function: Function
     ) -> None:
         self._server = server
-        self._request = request
+        self._request: Request | None = request
+        self._is_in_room = len(incoming.payload) > SMALL_NBYTES and not request.chain
         self._function = function
         self.incoming = incoming
         self.depth = len(request.chain) // 2
@@ -443,25 +475,34 @@ class _Serving:
 
     def run(self, worker: Worker | None) -> None:
         """See ``Job``."""
-        if self.call.cancelled or self.call.deadline.expired:
+        request = self._request  # before the look: whoever cancels lets go of it afterwards
+        if self._is_in_room:
+            self.leave_room()
+        if request is None or self.call.cancelled or self.call.deadline.expired:
             self._server.answer_unwanted(self.incoming)
             self._server.finished(self)
         elif self._function.is_async:
-            self._server.event_loop.run(self.run_async, self)
+            self._server.event_loop.run(partial(self.run_async, request), self)
         else:
             self.call.worker = worker
             token = serving.set(self.call)
             try:
-                encoded = self._run_function()
+                encoded = self._run_function(request)
             finally:
                 serving.reset(token)
                 # Whoever still holds the context of this call is not this thread's function.
                 self.call.worker = None
             self._reply(encoded, worker)
 
-    def _run_function(self) -> Encoded:
+    def leave_room(self) -> None:
+        """Do not wait any more: a worker has it, or nobody wants it. Idempotent."""
+        if self._is_in_room:
+            self._is_in_room = False
+            self._server.room.release(self.incoming.src, self.incoming.request_id)
+
+    def _run_function(self, request: Request) -> Encoded:
         try:
-            value = self._function.target(*self._request.args, **self._request.kwargs)
+            value = self._function.target(*request.args, **request.kwargs)
         except BaseException as error:
             # Whatever it raises is the caller's business, and must not end the serving thread.
             if self.call.deadline.expired:
@@ -469,10 +510,10 @@ class _Serving:
             return self._server.encode_error(error)
         return self._server.encode_value(value)
 
-    async def run_async(self) -> None:
+    async def run_async(self, request: Request) -> None:
         """Run on the event loop."""
         serving.set(self.call)
-        encoded = await self._run_coroutine()
+        encoded = await self._run_coroutine(request)
         self._has_result = True
         if encoded[1] <= _SMALL_REPLY:
             self._server.answer_at_once(self.incoming, encoded)
@@ -480,12 +521,12 @@ class _Serving:
         else:  # sending may wait for the caller, and the event loop must not
             self._server.run_soon(partial(self._reply, encoded))
 
-    async def _run_coroutine(self) -> Encoded:
+    async def _run_coroutine(self, request: Request) -> Encoded:
         cancelled = self._server.event_loop.cancelled
         try:
             if self.call.cancelled:  # before there was a task to cancel
                 raise cancelled
-            value = await self._function.target(*self._request.args, **self._request.kwargs)
+            value = await self._function.target(*request.args, **request.kwargs)
         except cancelled:
             return self._server.encode_refusal(Outcome.CANCELLED, "cancelled")
         except BaseException as error:  # as in _run_function
@@ -508,6 +549,10 @@ class _Serving:
     def cancel(self) -> None:
         """Let the function know that it need not go on."""
         self.call.cancelled = True
+        if self._is_in_room:  # it has not begun, and its arguments need not wait
+            self._request = None
+            self.incoming.payload = bytearray()
+            self.leave_room()
         if self.task is not None:
             self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
