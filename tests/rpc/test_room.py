@@ -272,10 +272,11 @@ def test_a_caller_that_does_not_ask_for_room_is_refused(office):
     caller = office.caller
     receives = []
     for _ in range(6):
-        encoded = encode_request(caller.codec, "take", 20.0, [], (np.ones(UNASKED_NBYTES),), {})
+        array = np.ones(UNASKED_NBYTES - 1024, np.uint8)
+        encoded = encode_request(caller.codec, "take", 20.0, [], (array,), {})
         receives.append(caller._port.call(1, next(caller._ids), *encoded, Deadline(20)))
     with pytest.raises(OverloadedError, match="not asked"):
-        decode_reply(caller.codec, caller._port.wait(1, receives[-1], Deadline(20)))
+        decode_reply(caller.codec, caller._port.wait(1, receives[-1], Deadline(20)), 1, 20.0)
 
 
 def test_an_ask_that_is_no_ask_is_answered(office):
@@ -285,7 +286,7 @@ def test_an_ask_that_is_no_ask_is_answered(office):
     encoded = encode_request(caller.codec, ROOM, 5.0, [], ("x",), {})
     receive = caller._port.call(1, next(caller._ids), *encoded, Deadline(5))
     with pytest.raises(InvalidMessageError, match="room"):
-        decode_reply(caller.codec, caller._port.wait(1, receive, Deadline(5)))
+        decode_reply(caller.codec, caller._port.wait(1, receive, Deadline(5)), 1, 5.0)
 
 
 def test_small_calls_are_not_counted(office):

@@ -258,7 +258,7 @@ class RpcAgent:
                     call.ended(request_id)
                 if nbytes > SMALL_NBYTES:
                     self._allowance.give_back(request_id)
-            return decode_reply(self.codec, payload)
+            return decode_reply(self.codec, payload, dst, deadline.limit)
         except RankwireError as error:
             raise self._explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
 
@@ -385,7 +385,7 @@ class RpcAgent:
         ask = encode_request(self.codec, ROOM, left, [], (request_id, nbytes), {})
         receive = lane.call(dst, next(self._ids), *ask, deadline)
         try:
-            decode_reply(self.codec, lane.wait(dst, receive, deadline))
+            decode_reply(self.codec, lane.wait(dst, receive, deadline), dst, deadline.limit)
         except DeadlineExceededError as error:
             error.explain(
                 f"it had no room for another {nbytes} bytes of calls that wait for a worker "
@@ -429,7 +429,8 @@ class RpcAgent:
             left = float(deadline.remaining())
             encoded = encode_request(self.codec, QUESTION, left, [], arguments, {})
             receive = self._port.call(rank, next(self._ids), *encoded, deadline)
-            return unpack(decode_reply(self.codec, self._port.wait(rank, receive, deadline)))
+            payload = self._port.wait(rank, receive, deadline)
+            return unpack(decode_reply(self.codec, payload, rank, deadline.limit))
         except RankwireError as error:
             _log.debug("rank %d did not say what it is doing: %s", rank, error)
             return None
@@ -479,7 +480,7 @@ class RpcAgent:
             self._fail(future, error)
             return
         try:
-            value = decode_reply(self.codec, payload)
+            value = decode_reply(self.codec, payload, future.dst, future.deadline.limit)
         except RankwireError as error:
             self._fail(future, error)
         else:

@@ -29,6 +29,7 @@ from rankwire.backends.calls import (
 )
 from rankwire.deadline import Deadline
 from rankwire.errors import (
+    CallCancelledError,
     DeadlineExceededError,
     InvalidMessageError,
     MessageTooLargeError,
@@ -103,6 +104,7 @@ class Server:
         self._codec = codec
         self._limits = limits
         self._draining = False
+        self.is_stopping = False  # and so cancels what still runs
         self._loopback: Loopback | None = None
         self._active: dict[tuple[int, int], _Serving] = {}
         self.room = Room(limits.max_queued_nbytes, limits.max_queued)
@@ -167,9 +169,7 @@ class Server:
         if function is None and request.name == QUESTION:
             refusal = self._answer_question(request)
         elif self._draining:
-            refusal = self.encode_refusal(
-                Outcome.CLOSED, f"the agent of rank {self._backend.rank} is closing"
-            )
+            refusal = self.encode_closed(began=False)
         elif function is None and request.name == ROOM:
             refusal = self._make_room(call, request)
         elif function is None:
@@ -229,7 +229,7 @@ class Server:
             else:
                 if deadline is None or deadline.remaining() < _REPLY_PATIENCE:
                     if deadline is not None and deadline.expired:  # the caller's is too
-                        self.answer_unwanted(call)
+                        self.answer_late(call, began=True)
                         return
                     deadline = Deadline(_REPLY_PATIENCE)
                 self._port.reply(call, buffers, nbytes, deadline, hold=hold)
@@ -242,6 +242,10 @@ class Server:
         """End a call whose caller has given up: with a small reply, and without waiting."""
         refusal = self.encode_refusal(Outcome.CANCELLED, "not wanted any more")
         self.answer_at_once(call, refusal)
+
+    def answer_late(self, call: IncomingCall, *, began: bool) -> None:
+        """End a call whose deadline has passed; the same way, because its caller's has too."""
+        self.answer_at_once(call, encode_reply(self._codec, Outcome.EXPIRED, began))
 
     def answer_at_once(self, call: IncomingCall, encoded: Encoded) -> None:
         """Send a reply from a thread that must not wait for one caller: poller or event loop.
@@ -301,6 +305,11 @@ class Server:
     def encode_refusal(self, outcome: Outcome, reason: str) -> Encoded:
         """Return the reply for a call that will not run."""
         return encode_reply(self._codec, outcome, reason)
+
+    def encode_closed(self, *, began: bool) -> Encoded:
+        """Return the reply for a call that ends with this agent."""
+        reason = f"the agent of rank {self._backend.rank} is closing"
+        return encode_reply(self._codec, Outcome.CLOSED, [reason, began])
 
     def _encode_not_found(self, name: str) -> Encoded:
         encoded = encode_reply(self._codec, Outcome.NOT_FOUND, [name, self._registry.names()])
@@ -426,6 +435,7 @@ class Server:
         Args:
             patience: Seconds to wait for the event loop, and for the others; None is the default.
         """
+        self.is_stopping = True
         for job in list(self._active.values()):
             job.cancel()
             job.call.give_up_nested()
@@ -478,8 +488,11 @@ class _Serving:
         request = self._request  # before the look: whoever cancels lets go of it afterwards
         if self._is_in_room:
             self.leave_room()
-        if request is None or self.call.cancelled or self.call.deadline.expired:
-            self._server.answer_unwanted(self.incoming)
+        if request is None or self.call.cancelled:
+            self._server.answer_at_once(self.incoming, self._encode_cut_short(began=False))
+            self._server.finished(self)
+        elif self.call.deadline.expired:
+            self._server.answer_late(self.incoming, began=False)
             self._server.finished(self)
         elif self._function.is_async:
             self._server.event_loop.run(partial(self.run_async, request), self)
@@ -507,8 +520,16 @@ class _Serving:
             # Whatever it raises is the caller's business, and must not end the serving thread.
             if self.call.deadline.expired:
                 self._server.remember_late(self, error)
+            if isinstance(error, CallCancelledError) and self._server.is_stopping:
+                return self._encode_cut_short(began=True)
             return self._server.encode_error(error)
         return self._server.encode_value(value)
+
+    def _encode_cut_short(self, *, began: bool) -> Encoded:
+        """Return the reply for a function that was cancelled: by the agent's end or the caller."""
+        if self._server.is_stopping:
+            return self._server.encode_closed(began=began)
+        return self._server.encode_refusal(Outcome.CANCELLED, "not wanted any more")
 
     async def run_async(self, request: Request) -> None:
         """Run on the event loop."""
@@ -522,14 +543,15 @@ class _Serving:
             self._server.run_soon(partial(self._reply, encoded))
 
     async def _run_coroutine(self, request: Request) -> Encoded:
-        cancelled = self._server.event_loop.cancelled
+        if self.call.cancelled:  # before there was a task to cancel
+            return self._encode_cut_short(began=False)
         try:
-            if self.call.cancelled:  # before there was a task to cancel
-                raise cancelled
             value = await self._function.target(*request.args, **request.kwargs)
-        except cancelled:
-            return self._server.encode_refusal(Outcome.CANCELLED, "cancelled")
+        except self._server.event_loop.cancelled:
+            return self._encode_cut_short(began=True)
         except BaseException as error:  # as in _run_function
+            if isinstance(error, CallCancelledError) and self._server.is_stopping:
+                return self._encode_cut_short(began=True)
             return self._server.encode_error(error)
         return self._server.encode_value(value)
 

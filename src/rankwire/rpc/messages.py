@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rankwire.errors import (
     ChannelClosedError,
+    DeadlineExceededError,
     FunctionNotFoundError,
     InvalidMessageError,
     MessageTooLargeError,
@@ -49,7 +50,11 @@ _TEXT = frozenset((str,))
 
 
 class Outcome(IntEnum):
-    """How a call ended."""
+    """How a call ended.
+
+    A function that was cut short says by whom: ``CLOSED`` by the end of its agent, ``EXPIRED`` by
+    its deadline, ``CANCELLED`` by itself, or by its caller, which then does not wait for a reply.
+    """
 
     VALUE = 0
     RAISED = 1
@@ -59,6 +64,7 @@ class Outcome(IntEnum):
     CANCELLED = 5
     TOO_LARGE = 6
     CLOSED = 7
+    EXPIRED = 8
 
 
 class Request(NamedTuple):
@@ -150,18 +156,25 @@ def describe_error(error: BaseException) -> str:
     return _printable(f"{_type_name(error)}: {_text(error)}")
 
 
-def decode_reply(codec: Codec, payload: bytearray) -> Any:
-    """Return the value of a reply, or raise what it says."""
+def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> Any:
+    """Return the value of a reply, or raise what it says.
+
+    Args:
+        codec: How it is written.
+        payload: The reply.
+        dst: The rank that was called, for an error that says its time has passed.
+        limit: The call's time limit, likewise.
+    """
     record = codec.decode(payload)
     if type(record) is not list or len(record) != 2:
         raise InvalidMessageError("a reply is not of the form [outcome, value]")
     outcome, details = record
     if outcome == 0:
         return details
-    raise _error(outcome, details)
+    raise _error(outcome, details, dst, limit)
 
 
-def _error(outcome: int, details: Any) -> RankwireError:
+def _error(outcome: int, details: Any, dst: int, limit: float) -> RankwireError:
     match outcome, details:
         case Outcome.RAISED, [str(kind), str(message), str(trace)]:
             return RemoteError(kind, message, trace)
@@ -173,8 +186,15 @@ def _error(outcome: int, details: Any) -> RankwireError:
             return OverloadedError(reason)
         case Outcome.TOO_LARGE, [int(nbytes), int(limit)]:
             return MessageTooLargeError(nbytes, limit)
-        case Outcome.CLOSED, str(reason):
-            return ChannelClosedError(reason)
+        case Outcome.CLOSED, [str(reason), bool(began)]:
+            closed = ChannelClosedError(reason)
+            closed.may_have_run = began
+            return closed
+        case Outcome.EXPIRED, bool(began):
+            detail = "it ended too late" if began else "it came too late, and was not run"
+            late = DeadlineExceededError(limit, waiting_for=[dst], detail=detail)
+            late.may_have_run = began
+            return late
         case Outcome.CANCELLED, _:
             return RemoteError("CancelledError", "the callee cancelled the call", "")
         case _:
