@@ -1,7 +1,10 @@
 """RpcAgent: what goes beyond the conformance suite."""
 
+import asyncio
 import dataclasses
 import enum
+import gc
+import os
 import threading
 import time
 
@@ -19,8 +22,9 @@ from rankwire import (
     SubBackend,
     UnsupportedTypeError,
 )
-from rankwire.testing import in_parallel, tcp_world
+from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Channel
+from worlds import eventually
 
 
 @pytest.fixture
@@ -206,6 +210,54 @@ def test_closing_the_backend_ends_its_agents():
 
 
 @pytest.mark.fault(46, "callers of a rank that left are told so")
+def held():
+    """Return the descriptors and the threads of this process."""
+    numbers = os.listdir("/proc/self/fd")
+    return len(numbers) - 1, set(threading.enumerate())  # without that of the listing
+
+
+@pytest.mark.parametrize(
+    "make_world", [tcp_world, simulated_world, sub_world(tcp_world), sub_world(simulated_world)]
+)
+def test_closing_only_the_backend_ends_all_that_its_agents_hold(make_world):
+    async def wait(seconds):
+        await asyncio.sleep(seconds)
+
+    with make_world(2):  # what the first world of a process leaves behind for all later ones
+        pass
+    gc.collect()
+    descriptors, threads = held()
+    with make_world(2) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        for agent in agents:
+            agent.register("wait", wait)
+        for agent in agents:
+            agent.rpc_sync(1 - agent.rank, "wait", 0.0)
+        running = agents[0].rpc_async(1, "wait", 60.0)
+        eventually(lambda: agents[1]._server._active)
+        for backend in world:
+            backend.close()
+        assert isinstance(running.exception(10), ChannelClosedError)
+    eventually(lambda: held()[1] <= threads)
+    eventually(lambda: held()[0] <= descriptors)
+    for agent in agents:
+        agent.close()
+
+
+def test_an_async_function_that_is_called_when_its_agent_has_ended_starts_no_thread():
+    async def nothing():
+        pass
+
+    with simulated_world(1) as world:
+        agent = RpcAgent(world[0])
+        agent.register("nothing", nothing)
+        agent._server.end(patience=0.0)
+        with pytest.raises(ChannelClosedError):
+            agent.rpc_sync(0, "nothing")
+        assert not [t for t in threading.enumerate() if t.name == "rankwire-event-loop"]
+        agent.close()
+
+
 def test_a_peer_that_has_left_is_told_from_one_that_died():
     with tcp_world(2) as world:
         caller, callee = [RpcAgent(backend) for backend in world]

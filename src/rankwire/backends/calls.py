@@ -221,4 +221,7 @@ class CallPort(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Say farewell to all and end every wait. Idempotent. No thread may be in ``poll``."""
+        """Say farewell to all and end every wait. Idempotent.
+
+        A thread in ``poll`` gets ``ChannelClosedError``.
+        """

@@ -663,6 +663,8 @@ class TcpBackend(Backend):
                 peer.close(cause, patience, orderly=fall is None)
             for connection in waiting:
                 connection.close()
+            for port in ports:  # whether or not its agent is still there to do it
+                port.close()
             self._formation.close()
             if self._introductions.ident is not None:
                 self._introductions.join(_INTRODUCTIONS_PATIENCE)

@@ -122,7 +122,7 @@ class RpcAgent:
             self.codec,
             Limits(workers, max_queued, max_queued_nbytes, max_nested, MAX_DEPTH),
             on_look=self._look,
-            on_end=self._end_all,
+            on_end=self._ended_by_itself,
         )
         self._nested = Nested(self._server, self._ask)
         self._loopback = Loopback(backend.rank, self._server.serve_own, self._server.cancel_own)
@@ -575,6 +575,12 @@ class RpcAgent:
         for future in list(self._futures.values()):
             disown(future)
         disown(self)
+
+    def _ended_by_itself(self) -> None:
+        """The backend is closed, or this rank was given up, and nobody has closed this agent."""
+        self._server.end(patience=0.0)
+        self._port.close()
+        self._end_all()
 
     def _end_all(self) -> None:
         """End what still waits: this agent is closed, or its backend is."""

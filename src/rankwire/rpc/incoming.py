@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
@@ -410,6 +411,8 @@ class Server:
                 from rankwire.rpc.event_loop import EventLoop
 
                 self._event_loop = EventLoop()
+                if self.is_stopping:
+                    self._event_loop.close()
             return self._event_loop
 
     def about_to_block(self, worker: Worker) -> None:
@@ -429,18 +432,24 @@ class Server:
                 return
             sleep(min(0.002, deadline.sleep_limit()))
 
+    def end(self, patience: float | None) -> None:
+        """Cancel what runs, and stop the event loop; the other threads may be ending already."""
+        self.is_stopping = True
+        for job in list(self._active.values()):
+            job.cancel()
+            job.call.give_up_nested()
+        with self._event_loop_lock:  # from now on a new one is closed as soon as it is made
+            event_loop = self._event_loop
+        if event_loop is not None:
+            event_loop.close(*([] if patience is None else [patience]))
+
     def stop(self, patience: float | None = None) -> None:
         """Stop all threads; one that is inside a user's function ends when that does.
 
         Args:
             patience: Seconds to wait for the event loop, and for the others; None is the default.
         """
-        self.is_stopping = True
-        for job in list(self._active.values()):
-            job.cancel()
-            job.call.give_up_nested()
-        if self._event_loop is not None:
-            self._event_loop.close(*([] if patience is None else [patience]))
+        self.end(patience)
         if not self._pool.close(Deadline.of(patience, _STOP_PATIENCE)):
             _log.warning("a function still runs while its agent is closed")
 
@@ -495,7 +504,9 @@ class _Serving:
             self._server.answer_late(self.incoming, began=False)
             self._server.finished(self)
         elif self._function.is_async:
-            self._server.event_loop.run(partial(self.run_async, request), self)
+            if not self._server.event_loop.run(partial(self.run_async, request), self):
+                self._server.answer_at_once(self.incoming, self._server.encode_closed(began=False))
+                self._server.finished(self)
         else:
             self.call.worker = worker
             token = serving.set(self.call)
@@ -576,7 +587,8 @@ class _Serving:
             self.incoming.payload = bytearray()
             self.leave_room()
         if self.task is not None:
-            self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+            with suppress(RuntimeError):  # the event loop has ended, and all tasks with it
+                self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
     def _reply(self, encoded: Encoded, worker: Worker | None = None) -> None:
         try:
