@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
 from rankwire.backends.meeting import meet
-from rankwire.backends.payloads import copy_into, share_memory, to_array
+from rankwire.backends.payloads import check_out, copy_into, share_memory, to_array
 from rankwire.backends.status import WorldStatus
 from rankwire.backends.transport import Transport
 from rankwire.deadline import Deadline
@@ -40,6 +40,7 @@ from rankwire.wire.frames import (
     Payload,
 )
 from rankwire.wire.loans import LoanRevokedError, whole_of
+from rankwire.wire.references import holds_references
 
 __all__ = ["DEFAULT_TIMEOUT", "Backend", "Sendable"]
 
@@ -101,7 +102,8 @@ class Backend(Transport):
 
         Args:
             data: Any contiguous buffer (``bytes``, ``bytearray``, ``memoryview``, a numpy array),
-                or a sequence of them that arrives as one message.
+                or a sequence of them that arrives as one message. Not one that holds references,
+                such as an array of objects.
             dst: The rank to send to.
             tag: Only a receive with the same tag takes it.
             timeout: Seconds; None is the backend's default.
@@ -110,6 +112,7 @@ class Backend(Transport):
             DeadlineExceededError: The peer did not take it in time.
             PeerLostError: The peer is gone.
             MessageTooLargeError: Nothing was sent.
+            ConfigurationError: It is no such buffer; nothing was sent.
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
@@ -151,6 +154,8 @@ class Backend(Transport):
         Raises:
             SizeMismatchError: The sizes differ; the message stays receivable and the buffer is
                 untouched.
+            ConfigurationError: The buffer is read-only, has gaps, or holds references, such as an
+                array of objects; the same.
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
@@ -194,12 +199,14 @@ class Backend(Transport):
 
         Raises:
             ConfigurationError: ``out`` has another dtype or shape; the message is received and
-                dropped, and ``out`` untouched.
+                dropped, and ``out`` untouched. If its dtype is not carried at all, such as that
+                of objects, nothing is received.
             InvalidMessageError: The message was not sent by ``send_array``.
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
             self._check(src, tag)
+            check_out(out)
             return self._taken(src, tag, deadline, None, lambda payload: to_array(payload, out))
         except RankwireError as error:
             raise self._explained(error, "recv_array", src, tag, deadline) from error.__cause__
@@ -230,6 +237,7 @@ class Backend(Transport):
         try:
             self._check(dst, tag)
             self._check(src, tag)
+            check_out(out)
             packed = pack_array(array)[0]
             if out is not None and share_memory(array, out):
                 packed = [bytes(piece) for piece in packed]
@@ -413,16 +421,23 @@ def flat_view(buffer: Any) -> memoryview:
     """Return a contiguous buffer as bytes, uncopied.
 
     Raises:
-        ConfigurationError: It is no buffer, or has gaps.
+        ConfigurationError: It is no buffer, or has gaps, or holds references to objects.
     """
     try:
         view = memoryview(buffer)
+        refers = holds_references(view)
         # cast() refuses shapes with a zero in them; without elements there is nothing to share.
-        return view.cast("B") if view.nbytes else memoryview(bytearray())
+        flat = view.cast("B") if view.nbytes else memoryview(bytearray())
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"a message is one or more contiguous buffers, not {type(buffer).__name__}: {error}"
         ) from error
+    if refers:
+        raise ConfigurationError(
+            f"this {type(buffer).__name__} holds references to objects, which mean nothing to "
+            "another process; convert it, or send its values by a call"
+        )
+    return flat
 
 
 def _as_buffers(data: Sendable) -> tuple[list[Buffer], int]:

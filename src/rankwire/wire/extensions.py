@@ -28,6 +28,7 @@ from rankwire.errors import InvalidMessageError
 from rankwire.wire import arrays, collisions, scalars
 from rankwire.wire.classes import ClassTable, EnumClass, RecordClass
 from rankwire.wire.items import DEFAULT_MAX_ITEMS, ItemCount
+from rankwire.wire.references import holds_references
 
 __all__ = [
     "ALIGNMENT",
@@ -199,6 +200,8 @@ class Writer:
         return self._buffer(_BYTEARRAY, memoryview(value))
 
     def _memoryview(self, value: memoryview) -> Any:
+        if holds_references(value):
+            return self._unsupported(value, "It holds references to objects: send the objects.")
         if value.nbytes < MIN_BUFFER_NBYTES or not value.c_contiguous:
             return self._bytes(value.tobytes())
         return self._buffer(_BYTES, value.cast("B"))
