@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from rankwire import RpcAgent, SimulatedBackend
@@ -290,3 +291,47 @@ def test_a_nested_wait_that_ends_with_the_agent_is_reported_as_closing(pair, is_
         assert error.may_have_run
     finally:
         release.set()
+
+
+# -- results that change -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("nbytes", [10_000, 4 << 20])
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_result_is_copied_before_it_can_change_if_that_was_asked_for(
+    pair, monkeypatch, kind, nbytes, copy
+):
+    """Without, it is sent from where it is: what changes before it has left is seen."""
+    array = np.zeros(nbytes, np.uint8)
+    reply = pair[1]._port.reply
+
+    def change_and_reply(*args, **kwargs):
+        array[:] = 1
+        reply(*args, **kwargs)
+
+    async def get_async():
+        return {"arrays": [array, b"a constant"]}
+
+    function = get_async if kind == "async" else lambda: {"arrays": [array, b"a constant"]}
+    assert pair[1].register("get", function, copy=copy) is function
+    monkeypatch.setattr(pair[1]._port, "reply", change_and_reply)
+    result = pair[0].rpc_sync(1, "get")["arrays"]
+    assert set(result[0].tolist()) == {0 if copy else 1}
+    assert result[1] == b"a constant"
+
+
+def test_a_decorator_may_ask_for_the_copy(pair):
+    @pair[1].register(copy=True)
+    def first():
+        return 1
+
+    @pair[1].register("other", copy=True)
+    def second():
+        return 2
+
+    find = pair[1]._registry.find
+    assert find("first").copies
+    assert find("other").copies
+    assert not find("sync").copies
+    assert (pair[0].rpc_sync(1, "first"), pair[0].rpc_sync(1, "other")) == (1, 2)

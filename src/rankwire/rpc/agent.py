@@ -143,20 +143,37 @@ class RpcAgent:
     # -- registering -------------------------------------------------------------------------------
 
     @overload
-    def register(self, name: str, function: F, *, replace: bool = False) -> F: ...
+    def register(
+        self, name: str, function: F, *, replace: bool = False, copy: bool = False
+    ) -> F: ...
     @overload
-    def register(self, name: F, *, replace: bool = False) -> F: ...
+    def register(self, name: F, *, replace: bool = False, copy: bool = False) -> F: ...
     @overload
-    def register(self, name: str | None = None, *, replace: bool = False) -> Callable[[F], F]: ...
-    def register(self, name: Any = None, function: Any = None, *, replace: bool = False) -> Any:
+    def register(
+        self, name: str | None = None, *, replace: bool = False, copy: bool = False
+    ) -> Callable[[F], F]: ...
+    def register(
+        self, name: Any = None, function: Any = None, *, replace: bool = False, copy: bool = False
+    ) -> Any:
         """Let other ranks call a function.
 
         Written ``register("add", add)``, ``@agent.register`` or ``@agent.register("add")``.
+
+        A result is sent from where it is: arrays and long byte strings in it are read after the
+        function has returned, until the caller has them. If they change meanwhile, the caller may
+        get some of the old and some of the new. So return what nothing changes any more. An array
+        that goes on changing is returned as ``array.copy()``, made under the lock that guards it.
 
         Args:
             name: What callers call it; the function's own name if left out.
             function: The function; it may be an ``async def``.
             replace: Whether a function of that name is replaced; without it that is an error.
+            copy: Whether the result is copied as soon as the function has returned, before anything
+                is sent. After that nobody's changes reach the caller: enough for an ``async def``
+                whose array changes on the event loop alone, as nothing else runs there between its
+                return and the copy. Not enough where other threads change the array: a lock that
+                the function lets go as it returns does not cover the copy, which takes about
+                a millisecond for 10 MB. There, copy under the lock.
 
         Returns:
             The function, or a decorator.
@@ -164,8 +181,10 @@ class RpcAgent:
         if callable(name):
             name, function = name.__name__, name
         if function is None:
-            return lambda target: self.register(name or target.__name__, target, replace=replace)
-        self._registry.add(name, function, replace=replace)
+            return lambda target: self.register(
+                name or target.__name__, target, replace=replace, copy=copy
+            )
+        self._registry.add(name, function, replace=replace, copies=copy)
         return function
 
     def unregister(self, name: str) -> None:

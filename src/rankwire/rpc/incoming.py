@@ -44,6 +44,7 @@ from rankwire.rpc.messages import (
     Encoded,
     Outcome,
     Request,
+    copied,
     decode_request,
     describe_error,
     encode_failure,
@@ -286,11 +287,16 @@ class Server:
         """Have something done by a serving thread, because it may take long."""
         self._pool.add(_Errand(errand))
 
-    def encode_value(self, value: Any) -> Encoded:
-        """Return the reply that carries a result, or the one that says why it cannot be sent."""
+    def encode_value(self, value: Any, *, copies: bool = False) -> Encoded:
+        """Return the reply that carries a result, or the one that says why it cannot be sent.
+
+        With ``copies``, nothing in it is memory of the function's.
+        """
         try:
             encoded = encode_result(self._codec, value)
             self._check_size(encoded)
+            if copies:
+                encoded = copied(encoded)
         except BaseException as error:  # a value's own methods may raise anything
             return self.encode_error(error)
         return encoded
@@ -534,7 +540,7 @@ class _Serving:
             if isinstance(error, CallCancelledError) and self._server.is_stopping:
                 return self._encode_cut_short(began=True)
             return self._server.encode_error(error)
-        return self._server.encode_value(value)
+        return self._server.encode_value(value, copies=self._function.copies)
 
     def _encode_cut_short(self, *, began: bool) -> Encoded:
         """Return the reply for a function that was cancelled: by the agent's end or the caller."""
@@ -564,7 +570,7 @@ class _Serving:
             if isinstance(error, CallCancelledError) and self._server.is_stopping:
                 return self._encode_cut_short(began=True)
             return self._server.encode_error(error)
-        return self._server.encode_value(value)
+        return self._server.encode_value(value, copies=self._function.copies)
 
     def refuse(self, reason: str) -> None:
         """See ``Job``."""

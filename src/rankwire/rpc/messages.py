@@ -24,13 +24,14 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.wire.codec import Codec
-from rankwire.wire.frames import Buffer
+from rankwire.wire.frames import Buffer, allocate
 
 __all__ = [
     "Chain",
     "Encoded",
     "Outcome",
     "Request",
+    "copied",
     "decode_reply",
     "decode_request",
     "describe_error",
@@ -122,6 +123,18 @@ def _is_chain(items: list[Any]) -> bool:
 def encode_result(codec: Codec, value: Any) -> Encoded:
     """Return the reply that carries a function's result."""
     return codec.encode_record([0, value], _REPLY_PATHS)
+
+
+def copied(encoded: Encoded) -> Encoded:
+    """Return the same message in memory of its own."""
+    buffers, nbytes = encoded
+    return [piece if type(piece) is bytes else _copy(piece) for piece in buffers], nbytes
+
+
+def _copy(piece: Buffer) -> bytearray:
+    memory = allocate(len(piece))
+    memoryview(memory)[:] = piece
+    return memory
 
 
 def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded:
