@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import enum
 import gc
+import math
 import os
 import threading
 import time
@@ -271,12 +272,50 @@ def test_a_peer_that_has_left_is_told_from_one_that_died():
         caller.close()
 
 
-@pytest.mark.parametrize("options", [{"workers": 0}, {"max_in_flight": 0}, {"timeout": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": 0},
+        {"workers": "4"},
+        {"max_in_flight": 0},
+        {"max_queued_nbytes": 0},
+        {"max_queued_nbytes": math.nan},
+        {"timeout": -1},
+        {"timeout": "5"},
+        {"name": 5},
+        {"name": b"rpc"},
+        {"name": None},
+        {"name": "\udc80"},
+    ],
+)
 def test_wrong_settings_are_refused(options):
     (backend,) = SimulatedBackend.create_group(1)
     with pytest.raises(ConfigurationError):
         RpcAgent(backend, **options)
     backend.close()
+
+
+def test_a_wrong_limit_of_a_call_or_of_closing_is_refused_and_harms_nothing(agents):
+    agents[1].register("hello", lambda: 1)
+    for timeout in ("5", -1, 10**400):
+        for call in (agents[0].rpc_sync, agents[0].rpc_async):
+            with pytest.raises(ConfigurationError):
+                call(1, "hello", timeout=timeout)
+        with pytest.raises(ConfigurationError):
+            agents[0].close(grace=timeout)
+    assert agents[0].rpc_sync(1, "hello") == 1
+
+
+@pytest.mark.parametrize("rank", [np.int64(1), np.array(1), True])
+def test_any_integer_is_a_rank_to_call(agents, rank):
+    go_on = threading.Event()
+    agents[1].register("wait", lambda: go_on.wait(10))
+    with pytest.raises(DeadlineExceededError) as info:  # asks that rank what it is doing, too
+        agents[0].rpc_sync(rank, "wait", timeout=0.1)
+    go_on.set()
+    assert type(info.value.peer) is int
+    assert [type(waited) for waited in info.value.waiting_for] == [int]
+    assert "wait" in info.value.detail
 
 
 def test_the_default_timeout_is_the_backends():

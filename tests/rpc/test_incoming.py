@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from rankwire import RpcAgent, SimulatedBackend
-from rankwire.backends.calls import IncomingCall
+from rankwire.backends.calls import OWN, IncomingCall
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
+    ConfigurationError,
     DeadlineExceededError,
     FunctionNotFoundError,
     InvalidMessageError,
@@ -53,7 +54,7 @@ def test_a_malformed_request_is_answered(agents):
 
 
 def test_a_reply_of_an_unknown_id_is_dropped(agents):
-    call = IncomingCall(0, 123456, bytearray(), None)
+    call = IncomingCall(0, 123456, bytearray(), OWN)
     agents[1]._server.answer(call, agents[1]._server.encode_value(1))
     assert agents[0]._port.in_flight() == 0
 
@@ -96,8 +97,17 @@ def test_handle_request_serves_on_the_calling_thread(agents):
     served_by = []
     agents[1].register("who", lambda: served_by.append(threading.current_thread()))
     encoded, _ = encode_request(agents[1].codec, "who", 5.0, [], (), {})
-    agents[1].handle_request(IncomingCall(0, 1, bytearray().join(encoded), None))
+    agents[1].handle_request(IncomingCall(0, 1, bytearray().join(encoded), OWN))
     assert served_by == [threading.current_thread()]
+
+
+def test_a_call_that_does_not_say_where_its_reply_goes_is_not_taken_for_an_own_one(agents):
+    served = []
+    agents[1].register("serve", lambda: served.append(1))
+    encoded, _ = encode_request(agents[1].codec, "serve", 5.0, [], (), {})
+    with pytest.raises(ConfigurationError, match="origin"):
+        agents[1].handle_request(IncomingCall(0, 1, bytearray().join(encoded), None))
+    assert not served
 
 
 def test_a_call_that_is_late_is_not_run(agents):
@@ -207,7 +217,7 @@ def pair(request):
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_a_request_that_comes_too_late_is_answered_as_late_and_not_as_cancelled(pair, caller, name):
     agent = pair[caller]
-    lane = agent._lane(1)
+    lane, _ = agent._lane(1)
     request = encode_request(agent.codec, name, 0.0, [], (), {})
     receive = lane.call(1, next(agent._ids), *request, Deadline(10))
     with pytest.raises(DeadlineExceededError) as info:

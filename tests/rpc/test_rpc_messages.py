@@ -15,6 +15,7 @@ from rankwire.errors import (
     OverloadedError,
     RankwireError,
     RemoteError,
+    UnsupportedTypeError,
 )
 from rankwire.rpc.messages import (
     Outcome,
@@ -55,6 +56,23 @@ def raised(encoded):
 def test_a_request_round_trips(name, args, kwargs):
     request = decode_request(CODEC, joined(encode_request(CODEC, name, 1.5, CHAIN, args, kwargs)))
     assert request == (name, 1.5, CHAIN, list(args), kwargs)
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}])
+def test_arguments_and_results_nest_32_deep_and_no_deeper(wrap):
+    deep = 1
+    for _ in range(32):
+        deep = wrap(deep)
+    request = decode_request(
+        CODEC, joined(encode_request(CODEC, "f", 1.0, [], (deep,), {"key": deep}))
+    )
+    assert (request.args, request.kwargs) == ([deep], {"key": deep})
+    assert decode_reply(CODEC, joined(encode_result(CODEC, deep)), 1, 5.0) == deep
+    for args, kwargs in (((wrap(deep),), {}), ((), {"key": wrap(deep)})):
+        with pytest.raises(UnsupportedTypeError, match="32"):
+            encode_request(CODEC, "f", 1.0, [], args, kwargs)
+    with pytest.raises(UnsupportedTypeError, match="32"):
+        encode_result(CODEC, wrap(deep))
 
 
 def test_a_result_round_trips():

@@ -80,10 +80,9 @@ class Backend(Transport):
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
     ) -> None:
         check_world(rank, world_size)
-        Deadline(timeout)  # refuses a negative one
         self.rank = operator.index(rank)  # numpy's integers would not travel
         self.world_size = operator.index(world_size)
-        self.timeout = timeout
+        self.timeout = Deadline(timeout).limit
         self.max_message_nbytes = max_message_nbytes
         self.team: Any = None  # what the collectives keep about this group; theirs alone
         self._events = PeerEvents()
@@ -116,7 +115,7 @@ class Backend(Transport):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(dst, tag)
+            dst, tag = self._check(dst, tag)
             buffers, nbytes = self._as_message(data)
             self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
         except RankwireError as error:
@@ -138,7 +137,7 @@ class Backend(Transport):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(src, tag)
+            src, tag = self._check(src, tag)
             return self._taken(src, tag, deadline, None, whole_of)
         except RankwireError as error:
             raise self._explained(error, "recv", src, tag, deadline) from error.__cause__
@@ -159,7 +158,7 @@ class Backend(Transport):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(src, tag)
+            src, tag = self._check(src, tag)
             view = flat_view(buffer)
             if view.readonly:
                 raise ConfigurationError("recv_into needs a writable buffer")
@@ -180,7 +179,7 @@ class Backend(Transport):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(dst, tag)
+            dst, tag = self._check(dst, tag)
             buffers, nbytes = self._as_message(pack_array(array)[0])
             self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
         except RankwireError as error:
@@ -205,7 +204,7 @@ class Backend(Transport):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(src, tag)
+            src, tag = self._check(src, tag)
             check_out(out)
             return self._taken(src, tag, deadline, None, lambda payload: to_array(payload, out))
         except RankwireError as error:
@@ -235,8 +234,8 @@ class Backend(Transport):
         deadline = Deadline.of(timeout, self.timeout)
         offer = None
         try:
-            self._check(dst, tag)
-            self._check(src, tag)
+            dst, tag = self._check(dst, tag)
+            src, tag = self._check(src, tag)
             check_out(out)
             packed = pack_array(array)[0]
             if out is not None and share_memory(array, out):
@@ -361,14 +360,14 @@ class Backend(Transport):
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def _check(self, peer: int, tag: int) -> None:
-        self._check_peer(peer)
-        _check_tag(tag)
+    def _check(self, peer: int, tag: int) -> tuple[int, int]:
+        return self._check_peer(peer), _check_tag(tag)
 
-    def _check_peer(self, peer: int) -> None:
-        check_rank(peer, self.world_size)
+    def _check_peer(self, peer: int) -> int:
+        peer = check_rank(peer, self.world_size)
         if peer == self.rank:
             raise SelfSendError(self.rank)
+        return peer
 
     def _explained(
         self,
@@ -393,14 +392,18 @@ def check_world(rank: int, world_size: int) -> None:
     check_rank(rank, world_size)
 
 
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise unless ``rank`` is one of ``world_size`` ranks."""
+def check_rank(rank: int, world_size: int) -> int:
+    """Return a rank as a plain integer; raise unless it is one of ``world_size`` ranks.
+
+    Any integer will do, numpy's too; they would neither travel nor be found in all tables.
+    """
     try:
-        valid = 0 <= operator.index(rank) < world_size
+        index = operator.index(rank)
     except TypeError:
-        valid = False
-    if not valid:
+        index = -1
+    if not 0 <= index < world_size:
         raise InvalidRankError(rank, world_size)
+    return index
 
 
 def check_pickle(backend: Backend, allowed: bool) -> None:
@@ -412,9 +415,14 @@ def check_pickle(backend: Backend, allowed: bool) -> None:
         )
 
 
-def _check_tag(tag: int) -> None:
-    if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
+def _check_tag(tag: int) -> int:
+    try:
+        index = operator.index(tag)
+    except TypeError:
+        index = -1
+    if not 0 <= index <= _MAX_TAG:
         raise ConfigurationError(f"a tag is an integer from 0 to 2**64 - 1, not {tag!r}")
+    return index
 
 
 def flat_view(buffer: Any) -> memoryview:

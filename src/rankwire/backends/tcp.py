@@ -413,8 +413,7 @@ class TcpBackend(Backend):
         """Return how messages to a rank travel; connects if that has not happened yet."""
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check_peer(rank)
-            peer = self._peers[rank]
+            peer = self._peers[self._check_peer(rank)]
             connection = peer.messages or self._dial_messages(peer, deadline)
         except RankwireError as error:
             raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
@@ -589,12 +588,11 @@ class TcpBackend(Backend):
 
     def failure_of(self, rank: int) -> RankwireError | None:
         """See ``Backend.failure_of``."""
-        self._check_peer(rank)
-        return self._peers[rank].failure
+        return self._peers[self._check_peer(rank)].failure
 
     def status_of(self, rank: int) -> PeerStatus:
         """See ``Backend.status_of``."""
-        self._check_peer(rank)
+        rank = self._check_peer(rank)
         with self._lock:
             ports = list(self._ports.values())
         status = self._peers[rank].status()

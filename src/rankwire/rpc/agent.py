@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -97,10 +98,10 @@ class RpcAgent:
         max_nested: int = 256,
         codec: Codec | None = None,
     ) -> None:
-        if min(workers, max_in_flight, max_queued, max_queued_nbytes, max_nested) < 1:
-            raise ConfigurationError("workers and limits are 1 or more")
+        _check_limits(workers, max_in_flight, max_queued, max_queued_nbytes, max_nested)
         self.backend = backend
         self.name = name
+        service = _service_number(name)
         self.timeout = backend.timeout if timeout is None else Deadline(timeout).limit
         self.codec = codec if codec is not None else Codec()
         check_pickle(backend, self.codec.allows_pickle)
@@ -114,7 +115,7 @@ class RpcAgent:
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture] = {}
         self._next_expiry_check = Deadline(0.0)
-        self._port = backend.open_calls(_service_number(name))
+        self._port = backend.open_calls(service)
         self._server = Server(
             backend,
             self._port,
@@ -236,7 +237,7 @@ class RpcAgent:
         deadline = self._deadline(timeout, call)
         name = self._registry.name_of(function)
         try:
-            lane = self._lane(dst)
+            lane, dst = self._lane(dst)
             self._wait_for_room(lane, dst, name, deadline, call)
             buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
             request_id = next(self._ids)
@@ -300,7 +301,7 @@ class RpcAgent:
         deadline = self._deadline(timeout, call)
         name = self._registry.name_of(function)
         try:
-            lane = self._lane(dst)
+            lane, dst = self._lane(dst)
             self._wait_for_room(lane, dst, name, deadline, call)
             buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
         except RankwireError as error:
@@ -338,11 +339,12 @@ class RpcAgent:
             future.fail(self._explained(error, "rpc_async", name, dst, deadline, call))
         return future
 
-    def _lane(self, dst: int) -> Lane:
+    def _lane(self, dst: int) -> tuple[Lane, int]:
+        """Return the way to a rank, and the rank as a plain integer."""
         if self._closed or self.backend.closed:
             raise ChannelClosedError("this agent is closed")
-        check_rank(dst, self.backend.world_size)
-        return self._loopback if dst == self.backend.rank else self._port
+        dst = check_rank(dst, self.backend.world_size)
+        return (self._loopback if dst == self.backend.rank else self._port), dst
 
     def _deadline(self, timeout: float | None, call: Call | None) -> Deadline:
         """Return the deadline of a call made now, perhaps while serving another one."""
@@ -554,7 +556,15 @@ class RpcAgent:
         """Serve one request on the calling thread and send the reply.
 
         The serving threads do this by themselves.
+
+        Args:
+            call: As a port has given it. One whose ``origin`` is ``OWN`` is a call to oneself.
+
+        Raises:
+            ConfigurationError: It does not say where the reply goes.
         """
+        if call.origin is None:
+            raise ConfigurationError("an incoming call says where its reply goes (origin)")
         self._server.handle(call)
 
     # -- ending ------------------------------------------------------------------------------------
@@ -571,8 +581,8 @@ class RpcAgent:
         with self._close_lock:
             if self._closed:
                 return
-            self._closed = True
             deadline = Deadline(grace)
+            self._closed = True
             self._server.drain(deadline, lambda: not self._futures and not self._port.in_flight())
             try:
                 self._server.stop(patience)
@@ -628,6 +638,19 @@ class RpcAgent:
         )
 
 
+def _check_limits(*limits: float) -> None:
+    if not all(isinstance(limit, Real) and limit >= 1 for limit in limits):
+        raise ConfigurationError("workers and limits are numbers, 1 or more")
+
+
 def _service_number(name: str) -> int:
-    """Return the number by which agents of one name find each other."""
-    return int.from_bytes(hashlib.sha256(b"rankwire agent " + name.encode()).digest()[:8], "little")
+    """Return the number by which agents of one name find each other.
+
+    Raises:
+        ConfigurationError: The name is no text, or none that can be encoded.
+    """
+    try:
+        encoded = str.encode(name)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigurationError(f"an agent's name is text, not {name!r}: {error}") from error
+    return int.from_bytes(hashlib.sha256(b"rankwire agent " + encoded).digest()[:8], "little")

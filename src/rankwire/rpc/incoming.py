@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import (
+    OWN,
     CallCancelled,
     CallerGone,
     CallPort,
@@ -225,7 +226,7 @@ class Server:
         hold = worker is not None and self._pool.has_more(worker)
         buffers, nbytes = encoded
         try:
-            if call.origin is None:
+            if call.origin is OWN:
                 assert self._loopback is not None
                 self._loopback.reply(call.request_id, buffers)
             else:
@@ -254,7 +255,7 @@ class Server:
 
         What the caller does not take now is left to one serving thread, in order.
         """
-        if call.origin is None:
+        if call.origin is OWN:
             self.answer(call, encoded)
             return
         with self._unsent_lock:
@@ -343,7 +344,7 @@ class Server:
 
     def _unwanted(self, job: _Serving) -> None:
         """The caller does not want the result any more."""
-        if job.incoming.origin is None:
+        if job.incoming.origin is OWN:
             job.incoming.is_wanted = False
         else:
             self._port.drop_reply(job.incoming)

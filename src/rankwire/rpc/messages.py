@@ -90,7 +90,8 @@ def encode_request(
     kwargs: dict[str, Any],
 ) -> Encoded:
     """Return a request's buffers and size; arrays in it are not copied."""
-    return codec.encode_record([name, timeout, chain, list(args), kwargs], _REQUEST_PATHS)
+    record = [name, timeout, chain, list(args), kwargs]
+    return codec.encode_record(record, _REQUEST_PATHS, levels=2)
 
 
 def decode_request(codec: Codec, payload: bytearray) -> Request:

@@ -128,9 +128,9 @@ class Writer:
         lower = _LOWER.get(kind)
         return self._other(value) if lower is None else lower(self, value)
 
-    def lower_record(self, record: list[Any], paths: Sequence[str]) -> Any:
-        """Lower a list whose items have names and that is no level of nesting."""
-        self._depth = -1
+    def lower_record(self, record: list[Any], paths: Sequence[str], levels: int = 1) -> Any:
+        """Lower a list whose items have names; so many outer levels do not count as nesting."""
+        self._depth = -levels
         return self._each(record, record, paths.__getitem__)
 
     def _each(self, owner: Any, values: Collection[Any], name: Callable[[int], str]) -> Any:
