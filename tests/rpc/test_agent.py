@@ -18,6 +18,7 @@ from rankwire import (
     ConfigurationError,
     DeadlineExceededError,
     OverloadedError,
+    PeerLostError,
     RpcAgent,
     SimulatedBackend,
     SubBackend,
@@ -243,6 +244,35 @@ def test_closing_only_the_backend_ends_all_that_its_agents_hold(make_world):
     eventually(lambda: held()[0] <= descriptors)
     for agent in agents:
         agent.close()
+
+
+def test_a_rank_that_falls_by_an_error_says_why_before_its_coroutines_are_answered(monkeypatch):
+    """The agent ends with its backend; what it cancels then must not pass for an orderly end."""
+    started = threading.Event()
+
+    async def wait():
+        started.set()
+        await asyncio.sleep(60)
+
+    with tcp_world(2) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        agents[1].register("wait", wait)
+        future = agents[0].rpc_async(1, "wait")
+        assert started.wait(10)
+        formation = world[1]._formation
+        close = formation.close
+
+        def close_late(*args):
+            eventually(lambda: not agents[1]._server._active)
+            close(*args)
+
+        monkeypatch.setattr(formation, "close", close_late)
+        world[1].close(error=ValueError("boom"))
+        error = future.exception(10)
+        assert isinstance(error, PeerLostError)
+        assert "boom" in error.reason
+        for agent in agents:
+            agent.close(grace=0)
 
 
 def test_an_async_function_that_is_called_when_its_agent_has_ended_starts_no_thread():

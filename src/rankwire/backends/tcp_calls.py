@@ -406,6 +406,8 @@ class TcpCallPort(CallPort):
         hold: bool = False,
     ) -> None:
         """See ``CallPort.reply``."""
+        if self._ended is not None:  # the backend tells the callers, and perhaps of an error
+            raise self._ended.copy()
         connection: Connection = call.origin
         if nbytes >= connection.lend_from and deadline.limit > 0.0:
             self._reply_at_length(connection, call, buffers, nbytes, deadline)
