@@ -6,7 +6,13 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from rankwire import DeadlineExceededError, OverloadedError, RpcAgent
+from rankwire import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    FunctionNotFoundError,
+    OverloadedError,
+    RpcAgent,
+)
 from rankwire.deadline import Deadline
 from rankwire.rpc.messages import decode_reply, encode_request
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance, Room, unpack_ask
@@ -22,11 +28,13 @@ class Asks:
     def __init__(self, room):
         self.room = room
         self.granted = []
+        self.refused = []
 
     def ask(self, src, request_id, nbytes, link=None):
-        return self.room.ask(
-            src, request_id, nbytes, link, lambda: self.granted.append((src, request_id))
-        )
+        def answer(is_granted):
+            (self.granted if is_granted else self.refused).append((src, request_id))
+
+        return self.room.ask(src, request_id, nbytes, link, answer)
 
 
 @pytest.fixture
@@ -75,6 +83,15 @@ def test_a_caller_that_is_gone_leaves_its_room(asks):
     assert asks.room.kept_nbytes == 0
 
 
+def test_a_room_that_closes_refuses_those_who_wait_and_who_come_later(asks):
+    asks.ask(1, 0, 90)
+    asks.ask(1, 1, 90)
+    asks.room.close()
+    asks.ask(1, 2, 1)
+    assert (asks.granted, asks.refused) == ([(1, 0)], [(1, 1), (1, 2)])
+    assert asks.room.admit(1, 0, 90)
+
+
 def test_too_many_asks_are_refused(asks):
     asks.ask(1, 0, 100)
     assert all(asks.ask(1, number, 100) for number in (1, 2, 3))
@@ -82,19 +99,39 @@ def test_too_many_asks_are_refused(asks):
 
 
 def test_an_interrupt_while_callers_are_told_loses_none(asks):
-    def interrupt():
+    def interrupt(is_granted):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         asks.room.ask(1, 0, 60, None, interrupt)
-    asks.room._untold[0] = asks.room._untold[0]._replace(grant=lambda: asks.granted.append("told"))
+    ((ask, is_granted),) = asks.room._untold
+    asks.room._untold[0] = (ask._replace(answer=asks.granted.append), is_granted)
     asks.room.release(7, 7)
-    assert asks.granted == ["told"]
+    assert asks.granted == [True]
 
 
 def test_a_call_that_was_granted_room_is_admitted(asks):
     asks.ask(1, 0, 100 * UNASKED_NBYTES)
     assert asks.room.admit(1, 0, 100 * UNASKED_NBYTES)
+
+
+def test_room_for_a_call_is_asked_for_once(asks):
+    assert asks.ask(1, 0, 90)
+    assert not asks.ask(1, 0, 90)
+    assert asks.ask(1, 1, 90)
+    assert not asks.ask(1, 1, 90)
+    asks.room.caller_gone(1, None)
+    assert asks.room.kept_nbytes == 0
+
+
+def test_a_call_is_admitted_once(asks):
+    asks.ask(1, 0, 100)
+    assert [asks.room.admit(1, 0, 100) for _ in range(2)] == [True, False]
+    assert [asks.room.admit(1, 1, 100) for _ in range(2)] == [True, False]
+    asks.room.release(1, 0)
+    asks.room.release(1, 1)
+    assert asks.room.kept_nbytes == 0
+    assert asks.room.admit(1, 0, 100)
 
 
 def test_a_caller_that_does_not_ask_is_refused_before_long(asks):
@@ -277,6 +314,26 @@ def test_a_caller_that_does_not_ask_for_room_is_refused(office):
         receives.append(caller._port.call(1, next(caller._ids), *encoded, Deadline(20)))
     with pytest.raises(OverloadedError, match="not asked"):
         decode_reply(caller.codec, caller._port.wait(1, receives[-1], Deadline(20)), 1, 20.0)
+
+
+def test_a_call_that_is_not_served_leaves_its_room(office):
+    array = np.ones(BOUND, np.uint8)
+    for _ in range(3):
+        with pytest.raises(FunctionNotFoundError):
+            office.caller.rpc_sync(1, "no such function", array, timeout=10)
+    assert office.callee._server.room.kept_nbytes == 0
+    assert office.caller.rpc_sync(1, "take", array) == BOUND
+
+
+def test_a_caller_that_waits_for_room_is_told_when_the_callee_closes(office):
+    office.block()
+    array = np.ones(BOUND, np.uint8)
+    office.caller.rpc_async(1, "take", array)
+    waiting = Running(office.caller.rpc_sync, 1, "take", array)
+    eventually(lambda: office.callee._server.room._asked)
+    office.callee.close(grace=0)
+    assert isinstance(waiting.error(), ChannelClosedError)
+    assert not waiting.error().may_have_run
 
 
 def test_an_ask_that_is_no_ask_is_answered(office):

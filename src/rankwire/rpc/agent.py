@@ -295,7 +295,9 @@ class RpcAgent:
 
         It has ``result``, ``exception``, ``cancel``, ``add_done_callback`` and ``await``. Arguments
         are encoded, and large ones sent, before this returns: they may be changed afterwards. Wrong
-        arguments raise here; what the network or the callee does ends the future.
+        arguments raise here; what the network or the callee does ends the future. This waits, until
+        the deadline, while too many calls to that rank are in flight (``max_in_flight``), or too
+        many large ones wait there (``max_queued_nbytes``).
         """
         call = serving.get()
         deadline = self._deadline(timeout, call)

@@ -165,6 +165,7 @@ class Server:
         try:
             request = decode_request(self._codec, call.payload)
         except InvalidMessageError as error:
+            self._free_room(call)
             self.answer_at_once(call, self.encode_refusal(Outcome.BAD_REQUEST, error.message))
             return None
         function = self._registry.find(request.name)
@@ -188,6 +189,7 @@ class Server:
             job = _Serving(self, call, request, function)
             self._active[call.src, call.request_id] = job
             return job
+        self._free_room(call)
         if refusal is not None:
             self.answer_at_once(call, refusal)
         return None
@@ -196,15 +198,23 @@ class Server:
         """Count a large call that may have to wait; a nested one never does."""
         return bool(request.chain) or self.room.admit(call.src, call.request_id, len(call.payload))
 
+    def _free_room(self, call: IncomingCall) -> None:
+        """A call is not served: what was kept for it is free, unless its number is in use."""
+        if (call.src, call.request_id) not in self._active:
+            self.room.release(call.src, call.request_id)
+
     def _make_room(self, call: IncomingCall, request: Request) -> Encoded | None:
         """Have a caller told when a large call of its may come; return why not, if not."""
         try:
             request_id, nbytes = unpack_ask(request.args)
         except InvalidMessageError as error:
             return self.encode_refusal(Outcome.BAD_REQUEST, error.message)
-        granted = encode_result(self._codec, None)
-        tell = partial(self.answer_at_once, call, granted)
-        if self.room.ask(call.src, request_id, nbytes, call.link, tell):
+
+        def answer(is_granted: bool) -> None:
+            granted, closed = encode_result(self._codec, None), self.encode_closed(began=False)
+            self.answer_at_once(call, granted if is_granted else closed)
+
+        if self.room.ask(call.src, request_id, nbytes, call.link, answer):
             return None
         return self.encode_refusal(Outcome.OVERLOADED, "too many callers wait for room")
 
@@ -433,6 +443,7 @@ class Server:
     def drain(self, deadline: Deadline, is_quiet: Callable[[], bool]) -> None:
         """Refuse new calls, and wait until the running ones are done and ``is_quiet()``."""
         self._draining = True
+        self.room.close()
         own = serving.get()  # a function may close the agent that serves it
         while not deadline.expired:
             if not any(job.call is not own for job in list(self._active.values())) and is_quiet():

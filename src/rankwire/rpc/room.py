@@ -62,7 +62,7 @@ _Key = tuple[int, int]  # the caller's rank, and its number for the call
 class _Ask(NamedTuple):
     nbytes: int
     link: Any
-    grant: Callable[[], None]
+    answer: Callable[[bool], None]
 
 
 class Room:
@@ -79,8 +79,10 @@ class Room:
         self._lock = threading.Lock()
         self._asked: dict[_Key, _Ask] = {}  # in order of asking
         self._granted: dict[_Key, _Ask] = {}
+        self._arrived: set[_Key] = set()  # of those that were granted room
         self._granted_nbytes = 0
-        self._untold: deque[_Ask] = deque()  # granted, and its caller does not know yet
+        self._untold: deque[tuple[_Ask, bool]] = deque()  # answered; its caller does not know yet
+        self._closed = False
         self._unasked: dict[_Key, int] = {}
         self._unasked_nbytes: Counter[int] = Counter()  # by rank
 
@@ -90,27 +92,39 @@ class Room:
         return self._granted_nbytes + self._unasked_nbytes.total()
 
     def ask(
-        self, src: int, request_id: int, nbytes: int, link: Any, grant: Callable[[], None]
+        self, src: int, request_id: int, nbytes: int, link: Any, answer: Callable[[bool], None]
     ) -> bool:
-        """Have ``grant()`` called once there is room for a call; False if too many have asked.
+        """Have ``answer(True)`` called once there is room for a call; False if too many have asked.
 
-        It may be called twice, at once, or never.
+        It may be called at once, twice, or never if the caller gives up; and with False once this
+        room is closed. To ask twice for one call is one too many.
         """
+        key = (src, request_id)
         with self._lock:
-            if len(self._asked) >= self._most_asks:
+            if len(self._asked) >= self._most_asks or key in self._asked or key in self._granted:
                 return False
-            self._asked[src, request_id] = _Ask(nbytes, link, grant)
+            self._asked[key] = _Ask(nbytes, link, answer)
             self._grant_next()
         self._tell()
         return True
+
+    def close(self) -> None:
+        """Grant nothing any more. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._grant_next()
+        self._tell()
 
     def admit(self, src: int, request_id: int, nbytes: int) -> bool:
         """Count a large call that has arrived; False if its caller should have asked."""
         key = (src, request_id)
         with self._lock:
+            if key in self._arrived or key in self._unasked:
+                return False  # no caller uses a number twice
             if key in self._granted and nbytes <= self._granted[key].nbytes:
+                self._arrived.add(key)
                 return True
-            if self._unasked_nbytes[src] + nbytes > _MOST_UNASKED_NBYTES or key in self._unasked:
+            if self._unasked_nbytes[src] + nbytes > _MOST_UNASKED_NBYTES:
                 return False
             self._unasked[key] = nbytes
             self._unasked_nbytes[src] += nbytes
@@ -136,6 +150,7 @@ class Room:
 
     def _forget(self, key: _Key) -> None:
         self._asked.pop(key, None)
+        self._arrived.discard(key)
         ask = self._granted.pop(key, None)
         if ask is not None:
             self._granted_nbytes -= ask.nbytes
@@ -147,21 +162,24 @@ class Room:
     def _grant_next(self) -> None:
         while self._asked:
             key, ask = next(iter(self._asked.items()))
-            if self._granted_nbytes and self._granted_nbytes + ask.nbytes > self._limit:
-                return
-            self._granted[key] = self._asked.pop(key)
-            self._granted_nbytes += ask.nbytes
-            self._untold.append(ask)
+            if not self._closed:
+                if self._granted_nbytes and self._granted_nbytes + ask.nbytes > self._limit:
+                    return
+                self._granted[key] = ask
+                self._granted_nbytes += ask.nbytes
+            del self._asked[key]
+            self._untold.append((ask, not self._closed))
 
     def _tell(self) -> None:
-        """Answer those who were granted room. One leaves the list when it has been told.
+        """Answer those who have asked. One leaves the list when it has been told.
 
         So an interrupt loses nobody: the next thread that comes by tells them.
         """
-        for ask in list(self._untold):
-            ask.grant()
+        for answered in list(self._untold):
+            ask, is_granted = answered
+            ask.answer(is_granted)
             with suppress(ValueError):  # another thread has told it too
-                self._untold.remove(ask)
+                self._untold.remove(answered)
 
 
 def unpack_ask(args: list[Any]) -> tuple[int, int]:
