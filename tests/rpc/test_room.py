@@ -1,5 +1,6 @@
 """Room for large calls that wait for a worker: the tables alone, then agents that fill them."""
 
+import signal
 import threading
 from contextlib import ExitStack
 
@@ -353,3 +354,28 @@ def test_small_calls_are_not_counted(office):
     assert office.callee._server.room.kept_nbytes == 0
     office.door.set()
     assert [future.result(20) for future in futures] == [array.nbytes] * 50
+
+
+def test_a_caller_that_is_interrupted_while_it_waits_for_room_asks_no_more():
+    with simulated_world(2) as world:
+        office = Office(world, max_queued_nbytes=BOUND)
+        office.block()
+        array = np.ones(BOUND, np.uint8)
+        kept = office.caller.rpc_async(1, "take", array)
+        main = threading.get_ident()
+
+        def interrupt():
+            eventually(lambda: office.callee._server.room._asked)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        interrupting = Running(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            office.caller.rpc_sync(1, "take", array)
+        interrupting.result()
+        eventually(lambda: not office.callee._server.room._asked)
+        office.door.set()
+        assert kept.result(20) == BOUND
+        assert office.caller.rpc_sync(1, "take", array) == BOUND
+        assert office.callee._server.room.kept_nbytes == 0
+        for agent in office.agents:
+            agent.close(grace=2)
