@@ -3,7 +3,10 @@
 import math
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from rankwire import deadline as deadline_module
@@ -131,3 +134,16 @@ def test_repr_tells_what_is_left(clock):
     clock.now += 1.0
     assert repr(deadline) == "<Deadline 1.500 s of 2.5 s left>"
     assert repr(Deadline.never()) == "<Deadline inf s of inf s left>"
+
+
+@pytest.mark.parametrize("limit", ["5", Decimal(5), 10**400, 5j, [5], np.array([1.0]), b"5"])
+def test_what_is_no_number_of_seconds_is_a_configuration_error(limit):
+    with pytest.raises(ConfigurationError, match="number of seconds"):
+        Deadline(limit)
+
+
+@pytest.mark.parametrize("limit", [5, Fraction(5), np.float32(5), np.int64(5), 2**100])
+def test_any_real_number_is_a_limit(limit):
+    deadline = Deadline(limit)
+    assert type(deadline.limit) is float
+    assert deadline.limit == limit

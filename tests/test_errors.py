@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 import threading
+import typing
 
 import pytest
 
@@ -293,3 +294,12 @@ def test_a_deadline_error_can_be_explained_afterwards():
     assert error.detail == "it is busy; very"
     assert str(error) == "no result within 1.5 s waiting for rank 2; it is busy; very"
     assert str(pickle.loads(pickle.dumps(error))) == str(error.copy()) == str(error)
+
+
+@pytest.mark.parametrize(
+    "kind", [errors.PeerLostError, errors.PeerUnresponsiveError, errors.CollectiveAbortedError]
+)
+def test_a_lost_peer_is_always_named(kind):
+    """Whoever handles it need not ask whether there is one, nor does a type checker."""
+    assert typing.get_type_hints(kind)["peer"] is int
+    assert kind(3, "why").peer == 3

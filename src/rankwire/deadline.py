@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from numbers import Real
 from time import monotonic
 
 from rankwire.errors import ConfigurationError
@@ -23,12 +24,17 @@ class Deadline:
     """A point in monotonic time.
 
     Args:
-        limit: Seconds from now. 0 polls, ``math.inf`` never expires.
+        limit: Seconds from now, any real number. 0 polls, ``math.inf`` never expires.
+
+    Raises:
+        ConfigurationError: It is negative, no number, or too large for one.
     """
 
     __slots__ = ("_end", "_start", "limit")
 
     def __init__(self, limit: float) -> None:
+        if type(limit) is not float:
+            limit = _seconds(limit)
         if not limit >= 0:  # also refuses NaN
             raise ConfigurationError(f"a time limit is 0 or more seconds, not {limit!r}")
         self.limit = limit
@@ -83,3 +89,13 @@ class Deadline:
 
     def __repr__(self) -> str:
         return f"<Deadline {self.remaining():.3f} s of {self.limit:g} s left>"
+
+
+def _seconds(limit: object) -> float:
+    try:
+        if isinstance(limit, Real):
+            return float(limit)
+        reason = f"of type {type(limit).__name__}"
+    except OverflowError:
+        reason = "so many; math.inf is for no limit"
+    raise ConfigurationError(f"a time limit is a number of seconds, not {reason}")

@@ -269,11 +269,13 @@ class PeerLostError(RankwireError, ConnectionError):
     """The peer died, or its connection broke. Every operation that needs it fails from now on.
 
     Attributes:
+        peer: The rank that is lost.
         reason: How that was noticed, or the error that the peer fell by.
         remote_traceback: The traceback of that error, as text; else empty.
         may_have_run: For a call: whether the function may have run.
     """
 
+    peer: int
     may_have_run: bool = False
 
     def __init__(self, peer: int, reason: str, *, remote_traceback: str = "") -> None:
@@ -424,6 +426,8 @@ class CollectiveAbortedError(RankwireError, RuntimeError):
     Attributes:
         reason: What that rank said.
     """
+
+    peer: int
 
     def __init__(self, peer: int, reason: str) -> None:
         super().__init__(f"rank {peer} failed in {reason}")

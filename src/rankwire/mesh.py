@@ -80,8 +80,7 @@ class DeviceMesh:
         Raises:
             InvalidRankError: It is not a rank of this mesh.
         """
-        check_rank(rank, self._size)
-        rank = operator.index(rank)
+        rank = check_rank(rank, self._size)
         return tuple(
             rank // stride % length
             for stride, length in zip(self._strides, self._shape, strict=True)

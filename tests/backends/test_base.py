@@ -452,3 +452,39 @@ def test_the_deadline_of_a_barrier_also_counts_while_another_thread_is_in_one():
     finally:
         release.set()
         first.result()
+
+
+# -- integers of all kinds
+
+
+@pytest.mark.parametrize("number", [np.int32(2), np.uint64(2), np.array(2)])
+def test_any_integer_is_a_rank_and_a_tag_and_becomes_a_plain_one(number):
+    backend = Paper()
+    backend.send(b"x", number, tag=number)
+    ((dst, _, _, tag, _, _),) = backend.sent
+    assert (type(dst), type(tag)) == (int, int)
+    backend.give(2, b"y", tag=2)
+    assert backend.recv(number, tag=number) == b"y"
+    with pytest.raises(DeadlineExceededError) as info:
+        backend.recv(3, tag=number)
+    assert type(info.value.tag) is int
+
+
+@pytest.mark.parametrize("tag", [1.0, np.float64(1), np.array([1]), "1", None, -1, 2**64])
+def test_what_is_no_tag_is_refused(tag):
+    with pytest.raises(ConfigurationError, match="a tag is"):
+        Paper().send(b"x", 1, tag=tag)
+
+
+@pytest.mark.parametrize("rank", [1.0, np.array([1, 2]), np.array(1.0), "1", None])
+def test_what_is_no_rank_is_refused(rank):
+    with pytest.raises(InvalidRankError):
+        Paper().send(b"x", rank)
+
+
+@pytest.mark.parametrize("timeout", ["5", 10**400])
+def test_a_timeout_that_is_none_is_a_configuration_error(timeout):
+    with pytest.raises(ConfigurationError):
+        Paper(timeout=timeout)
+    with pytest.raises(ConfigurationError):
+        Paper().barrier(timeout=timeout)

@@ -5,6 +5,7 @@ when nothing can be made of it.
 """
 
 import contextlib
+import ctypes
 import struct
 import time
 import tracemalloc
@@ -506,3 +507,44 @@ def test_memory_in_common_is_noticed():
     assert share_memory(memory, memory)
     assert share_memory(memory[2:], memory[:5])
     assert not share_memory(memory, np.zeros(10))
+
+
+# -- what holds references -------------------------------------------------------------------------
+
+OBJECTS = {
+    "objects": np.array([None, {"b": 1}, [3]], dtype=object),
+    "record": np.zeros(3, dtype=[("thing", object), ("number", "d")]),
+    "view": memoryview(np.array([None, None, None], dtype=object)),
+    "py_object": (ctypes.py_object * 3)(1, 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_buffer_that_holds_references_is_neither_sent_nor_received_into(pair, name):
+    buffer = OBJECTS[name]
+    before = bytes(memoryview(buffer).cast("B"))
+    with pytest.raises(ConfigurationError, match="references"):
+        pair[0].send(buffer, 1)
+    with pytest.raises(ConfigurationError, match="references"):
+        pair[0].send([b"first", buffer], 1)
+    message = b"\x41" * len(before)
+    pair[0].send(message, 1)  # it is the first one: nothing has travelled before
+    with pytest.raises(ConfigurationError, match="references"):
+        pair[1].recv_into(buffer, 0)
+    assert bytes(memoryview(buffer).cast("B")) == before
+    assert pair[1].recv(0) == message
+
+
+@pytest.mark.parametrize("name", ["objects", "record"])
+def test_an_array_of_objects_is_neither_sent_nor_received_into(pair, name):
+    array = OBJECTS[name]
+    for send in (pair[0].send_array, pair[0].sendrecv):
+        with pytest.raises(UnsupportedTypeError, match="not carried"):
+            send(array, 1)
+    numbers = np.arange(3.0)
+    with pytest.raises(ConfigurationError, match="not carried"):
+        pair[0].sendrecv(numbers, 1, out=array)
+    pair[0].send_array(numbers, 1)  # likewise
+    with pytest.raises(ConfigurationError, match="not carried"):
+        pair[1].recv_array(0, out=array)
+    assert_same(numbers, pair[1].recv_array(0))

@@ -246,7 +246,7 @@ def _replies() -> list[bytes]:
 
 
 def _feed_reply(data: bytearray, _: Mutator) -> None:
-    rpc.decode_reply(CODEC, data)
+    rpc.decode_reply(CODEC, data, 1, 5.0)
 
 
 def _notices() -> list[bytes]:

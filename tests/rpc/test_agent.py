@@ -1,7 +1,11 @@
 """RpcAgent: what goes beyond the conformance suite."""
 
+import asyncio
 import dataclasses
 import enum
+import gc
+import math
+import os
 import threading
 import time
 
@@ -14,13 +18,15 @@ from rankwire import (
     ConfigurationError,
     DeadlineExceededError,
     OverloadedError,
+    PeerLostError,
     RpcAgent,
     SimulatedBackend,
     SubBackend,
     UnsupportedTypeError,
 )
-from rankwire.testing import in_parallel, tcp_world
+from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Channel
+from worlds import eventually
 
 
 @pytest.fixture
@@ -206,6 +212,83 @@ def test_closing_the_backend_ends_its_agents():
 
 
 @pytest.mark.fault(46, "callers of a rank that left are told so")
+def held():
+    """Return the descriptors and the threads of this process."""
+    numbers = os.listdir("/proc/self/fd")
+    return len(numbers) - 1, set(threading.enumerate())  # without that of the listing
+
+
+@pytest.mark.parametrize(
+    "make_world", [tcp_world, simulated_world, sub_world(tcp_world), sub_world(simulated_world)]
+)
+def test_closing_only_the_backend_ends_all_that_its_agents_hold(make_world):
+    async def wait(seconds):
+        await asyncio.sleep(seconds)
+
+    with make_world(2):  # what the first world of a process leaves behind for all later ones
+        pass
+    gc.collect()
+    descriptors, threads = held()
+    with make_world(2) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        for agent in agents:
+            agent.register("wait", wait)
+        for agent in agents:
+            agent.rpc_sync(1 - agent.rank, "wait", 0.0)
+        running = agents[0].rpc_async(1, "wait", 60.0)
+        eventually(lambda: agents[1]._server._active)
+        for backend in world:
+            backend.close()
+        assert isinstance(running.exception(10), ChannelClosedError)
+    eventually(lambda: held()[1] <= threads)
+    eventually(lambda: held()[0] <= descriptors)
+    for agent in agents:
+        agent.close()
+
+
+def test_a_rank_that_falls_by_an_error_says_why_before_its_coroutines_are_answered(monkeypatch):
+    """The agent ends with its backend; what it cancels then must not pass for an orderly end."""
+    started = threading.Event()
+
+    async def wait():
+        started.set()
+        await asyncio.sleep(60)
+
+    with tcp_world(2) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        agents[1].register("wait", wait)
+        future = agents[0].rpc_async(1, "wait")
+        assert started.wait(10)
+        formation = world[1]._formation
+        close = formation.close
+
+        def close_late(*args):
+            eventually(lambda: not agents[1]._server._active)
+            close(*args)
+
+        monkeypatch.setattr(formation, "close", close_late)
+        world[1].close(error=ValueError("boom"))
+        error = future.exception(10)
+        assert isinstance(error, PeerLostError)
+        assert "boom" in error.reason
+        for agent in agents:
+            agent.close(grace=0)
+
+
+def test_an_async_function_that_is_called_when_its_agent_has_ended_starts_no_thread():
+    async def nothing():
+        pass
+
+    with simulated_world(1) as world:
+        agent = RpcAgent(world[0])
+        agent.register("nothing", nothing)
+        agent._server.end(patience=0.0)
+        with pytest.raises(ChannelClosedError):
+            agent.rpc_sync(0, "nothing")
+        assert not [t for t in threading.enumerate() if t.name == "rankwire-event-loop"]
+        agent.close()
+
+
 def test_a_peer_that_has_left_is_told_from_one_that_died():
     with tcp_world(2) as world:
         caller, callee = [RpcAgent(backend) for backend in world]
@@ -219,12 +302,50 @@ def test_a_peer_that_has_left_is_told_from_one_that_died():
         caller.close()
 
 
-@pytest.mark.parametrize("options", [{"workers": 0}, {"max_in_flight": 0}, {"timeout": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": 0},
+        {"workers": "4"},
+        {"max_in_flight": 0},
+        {"max_queued_nbytes": 0},
+        {"max_queued_nbytes": math.nan},
+        {"timeout": -1},
+        {"timeout": "5"},
+        {"name": 5},
+        {"name": b"rpc"},
+        {"name": None},
+        {"name": "\udc80"},
+    ],
+)
 def test_wrong_settings_are_refused(options):
     (backend,) = SimulatedBackend.create_group(1)
     with pytest.raises(ConfigurationError):
         RpcAgent(backend, **options)
     backend.close()
+
+
+def test_a_wrong_limit_of_a_call_or_of_closing_is_refused_and_harms_nothing(agents):
+    agents[1].register("hello", lambda: 1)
+    for timeout in ("5", -1, 10**400):
+        for call in (agents[0].rpc_sync, agents[0].rpc_async):
+            with pytest.raises(ConfigurationError):
+                call(1, "hello", timeout=timeout)
+        with pytest.raises(ConfigurationError):
+            agents[0].close(grace=timeout)
+    assert agents[0].rpc_sync(1, "hello") == 1
+
+
+@pytest.mark.parametrize("rank", [np.int64(1), np.array(1), True])
+def test_any_integer_is_a_rank_to_call(agents, rank):
+    go_on = threading.Event()
+    agents[1].register("wait", lambda: go_on.wait(10))
+    with pytest.raises(DeadlineExceededError) as info:  # asks that rank what it is doing, too
+        agents[0].rpc_sync(rank, "wait", timeout=0.1)
+    go_on.set()
+    assert type(info.value.peer) is int
+    assert [type(waited) for waited in info.value.waiting_for] == [int]
+    assert "wait" in info.value.detail
 
 
 def test_the_default_timeout_is_the_backends():

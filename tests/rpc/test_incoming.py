@@ -1,20 +1,26 @@
 """Serving: every request gets exactly one reply, whatever it is and whatever the function does."""
 
+import asyncio
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from rankwire import RpcAgent, SimulatedBackend
-from rankwire.backends.calls import IncomingCall
+from rankwire.backends.calls import OWN, IncomingCall
 from rankwire.deadline import Deadline
 from rankwire.errors import (
+    ChannelClosedError,
+    ConfigurationError,
     DeadlineExceededError,
     FunctionNotFoundError,
     InvalidMessageError,
     RemoteError,
 )
 from rankwire.rpc.messages import decode_reply, encode_request
+from rankwire.testing import simulated_world, tcp_world
+from worlds import eventually
 
 
 @pytest.fixture
@@ -42,13 +48,13 @@ def send_raw(agent, payload):
 def test_a_malformed_request_is_answered(agents):
     for garbage in (b"", b"\0", b"garbage" * 50, bytes(100)):
         with pytest.raises(InvalidMessageError):
-            decode_reply(agents[0].codec, send_raw(agents[0], garbage))
+            decode_reply(agents[0].codec, send_raw(agents[0], garbage), 1, 5.0)
     agents[1].register("fine", lambda: 1)
     assert agents[0].rpc_sync(1, "fine") == 1
 
 
 def test_a_reply_of_an_unknown_id_is_dropped(agents):
-    call = IncomingCall(0, 123456, bytearray(), None)
+    call = IncomingCall(0, 123456, bytearray(), OWN)
     agents[1]._server.answer(call, agents[1]._server.encode_value(1))
     assert agents[0]._port.in_flight() == 0
 
@@ -91,8 +97,17 @@ def test_handle_request_serves_on_the_calling_thread(agents):
     served_by = []
     agents[1].register("who", lambda: served_by.append(threading.current_thread()))
     encoded, _ = encode_request(agents[1].codec, "who", 5.0, [], (), {})
-    agents[1].handle_request(IncomingCall(0, 1, bytearray().join(encoded), None))
+    agents[1].handle_request(IncomingCall(0, 1, bytearray().join(encoded), OWN))
     assert served_by == [threading.current_thread()]
+
+
+def test_a_call_that_does_not_say_where_its_reply_goes_is_not_taken_for_an_own_one(agents):
+    served = []
+    agents[1].register("serve", lambda: served.append(1))
+    encoded, _ = encode_request(agents[1].codec, "serve", 5.0, [], (), {})
+    with pytest.raises(ConfigurationError, match="origin"):
+        agents[1].handle_request(IncomingCall(0, 1, bytearray().join(encoded), None))
+    assert not served
 
 
 def test_a_call_that_is_late_is_not_run(agents):
@@ -175,3 +190,158 @@ def test_replies_that_two_threads_fail_to_send_at_once_are_both_sent_later(agent
         time.sleep(0.001)
     assert sorted(sent) == [1, 2]
     assert not server._unsent
+
+
+# -- who cut a call short --------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[tcp_world, simulated_world])
+def pair(request):
+    """Two agents on TCP or simulated; the second has functions of both kinds."""
+    with request.param(2) as world:
+        agents = [RpcAgent(backend) for backend in world]
+        ran = []
+
+        async def run_async():
+            ran.append("async")
+
+        agents[1].register("sync", lambda: ran.append("sync"))
+        agents[1].register("async", run_async)
+        agents[1].ran = ran
+        yield agents
+        for agent in agents:
+            agent.close(grace=0.5)
+
+
+@pytest.mark.parametrize("caller", [0, 1], ids=["other rank", "itself"])
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_a_request_that_comes_too_late_is_answered_as_late_and_not_as_cancelled(pair, caller, name):
+    agent = pair[caller]
+    lane, _ = agent._lane(1)
+    request = encode_request(agent.codec, name, 0.0, [], (), {})
+    receive = lane.call(1, next(agent._ids), *request, Deadline(10))
+    with pytest.raises(DeadlineExceededError) as info:
+        decode_reply(agent.codec, lane.wait(1, receive, Deadline(10)), 1, 0.25)
+    assert (info.value.limit, info.value.waiting_for) == (0.25, [1])
+    assert not info.value.may_have_run
+    assert not pair[1].ran
+
+
+def error_of(agent, how, name, limit):
+    """Make a call and return its error, if it has one."""
+    if how == "rpc_async":
+        return agent.rpc_async(1, name, timeout=limit).exception(10)
+    try:
+        agent.rpc_sync(1, name, timeout=limit)
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("caller", [0, 1], ids=["other rank", "itself"])
+@pytest.mark.parametrize("name", ["sync", "async"])
+@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async"])
+def test_tiny_limits_end_with_the_value_or_the_deadline(pair, caller, name, how):
+    agent = pair[caller]
+    agent.rpc_sync(1, name)
+    for limit in (0.0, 1e-9, 1e-5, 1e-4):
+        for _ in range(20):
+            error = error_of(agent, how, name, limit)
+            if error is not None:
+                assert isinstance(error, DeadlineExceededError)
+                assert (error.limit, error.waiting_for) == (limit, [1])
+
+
+def test_a_coroutine_that_cancels_itself_is_a_remote_error(pair):
+    async def give_up():
+        raise asyncio.CancelledError
+
+    pair[1].register("give up", give_up)
+    with pytest.raises(RemoteError) as info:
+        pair[0].rpc_sync(1, "give up")
+    assert info.value.remote_type == "CancelledError"
+
+
+@pytest.mark.parametrize("caller", [0, 1], ids=["other rank", "itself"])
+def test_the_caller_of_a_coroutine_whose_agent_closes_hears_of_the_closing(pair, caller):
+    started = threading.Event()
+
+    async def wait():
+        started.set()
+        await asyncio.sleep(60)
+
+    pair[1].register("wait", wait)
+    future = pair[caller].rpc_async(1, "wait")
+    assert started.wait(10)
+    pair[1].close(grace=0)
+    error = future.exception(10)
+    assert isinstance(error, ChannelClosedError)
+    assert error.may_have_run
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_nested_wait_that_ends_with_the_agent_is_reported_as_closing(pair, is_async):
+    release = threading.Event()
+    pair[0].register("hang", lambda: release.wait(30))
+
+    def relay():
+        return pair[1].rpc_sync(0, "hang")
+
+    async def relay_async():
+        return await pair[1].rpc_async(0, "hang")
+
+    pair[1].register("relay", relay_async if is_async else relay)
+    future = pair[0].rpc_async(1, "relay")
+    eventually(lambda: pair[1]._port.in_flight() == 1)
+    eventually(lambda: any(job.call.outgoing for job in pair[1]._server._active.values()))
+    try:
+        pair[1].close(grace=0)
+        error = future.exception(10)
+        assert isinstance(error, ChannelClosedError)
+        assert error.may_have_run
+    finally:
+        release.set()
+
+
+# -- results that change -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("nbytes", [10_000, 4 << 20])
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_result_is_copied_before_it_can_change_if_that_was_asked_for(
+    pair, monkeypatch, kind, nbytes, copy
+):
+    """Without, it is sent from where it is: what changes before it has left is seen."""
+    array = np.zeros(nbytes, np.uint8)
+    reply = pair[1]._port.reply
+
+    def change_and_reply(*args, **kwargs):
+        array[:] = 1
+        reply(*args, **kwargs)
+
+    async def get_async():
+        return {"arrays": [array, b"a constant"]}
+
+    function = get_async if kind == "async" else lambda: {"arrays": [array, b"a constant"]}
+    assert pair[1].register("get", function, copy=copy) is function
+    monkeypatch.setattr(pair[1]._port, "reply", change_and_reply)
+    result = pair[0].rpc_sync(1, "get")["arrays"]
+    assert set(result[0].tolist()) == {0 if copy else 1}
+    assert result[1] == b"a constant"
+
+
+def test_a_decorator_may_ask_for_the_copy(pair):
+    @pair[1].register(copy=True)
+    def first():
+        return 1
+
+    @pair[1].register("other", copy=True)
+    def second():
+        return 2
+
+    find = pair[1]._registry.find
+    assert find("first").copies
+    assert find("other").copies
+    assert not find("sync").copies
+    assert (pair[0].rpc_sync(1, "first"), pair[0].rpc_sync(1, "other")) == (1, 2)

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from rankwire.errors import (
     ChannelClosedError,
+    DeadlineExceededError,
     FunctionNotFoundError,
     InvalidMessageError,
     MessageTooLargeError,
     OverloadedError,
     RankwireError,
     RemoteError,
+    UnsupportedTypeError,
 )
 from rankwire.rpc.messages import (
     Outcome,
@@ -39,7 +41,7 @@ def joined(encoded):
 
 def raised(encoded):
     with pytest.raises(RankwireError) as info:
-        decode_reply(CODEC, joined(encoded))
+        decode_reply(CODEC, joined(encoded), 1, 5.0)
     return info.value
 
 
@@ -56,9 +58,26 @@ def test_a_request_round_trips(name, args, kwargs):
     assert request == (name, 1.5, CHAIN, list(args), kwargs)
 
 
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}])
+def test_arguments_and_results_nest_32_deep_and_no_deeper(wrap):
+    deep = 1
+    for _ in range(32):
+        deep = wrap(deep)
+    request = decode_request(
+        CODEC, joined(encode_request(CODEC, "f", 1.0, [], (deep,), {"key": deep}))
+    )
+    assert (request.args, request.kwargs) == ([deep], {"key": deep})
+    assert decode_reply(CODEC, joined(encode_result(CODEC, deep)), 1, 5.0) == deep
+    for args, kwargs in (((wrap(deep),), {}), ((), {"key": wrap(deep)})):
+        with pytest.raises(UnsupportedTypeError, match="32"):
+            encode_request(CODEC, "f", 1.0, [], args, kwargs)
+    with pytest.raises(UnsupportedTypeError, match="32"):
+        encode_result(CODEC, wrap(deep))
+
+
 def test_a_result_round_trips():
-    assert decode_reply(CODEC, joined(encode_result(CODEC, (4, 5, 6)))) == (4, 5, 6)
-    assert decode_reply(CODEC, joined(encode_result(CODEC, None))) is None
+    assert decode_reply(CODEC, joined(encode_result(CODEC, (4, 5, 6))), 1, 5.0) == (4, 5, 6)
+    assert decode_reply(CODEC, joined(encode_result(CODEC, None)), 1, 5.0) is None
 
 
 def failure(error):
@@ -109,12 +128,21 @@ def test_huge_and_unprintable_texts_are_bounded():
         (Outcome.BAD_REQUEST, "why", InvalidMessageError),
         (Outcome.OVERLOADED, "why", OverloadedError),
         (Outcome.TOO_LARGE, [2, 1], MessageTooLargeError),
-        (Outcome.CLOSED, "why", ChannelClosedError),
+        (Outcome.CLOSED, ["why", True], ChannelClosedError),
+        (Outcome.EXPIRED, False, DeadlineExceededError),
         (Outcome.CANCELLED, None, RemoteError),
     ],
 )
 def test_every_outcome_has_its_error(outcome, details, kind):
     assert type(raised(encode_reply(CODEC, outcome, details))) is kind
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_call_that_was_cut_short_says_whether_it_had_begun(began):
+    closed = raised(encode_reply(CODEC, Outcome.CLOSED, ["why", began]))
+    late = raised(encode_reply(CODEC, Outcome.EXPIRED, began))
+    assert closed.may_have_run is late.may_have_run is began
+    assert (late.limit, late.waiting_for) == (5.0, [1])
 
 
 @pytest.mark.parametrize(
@@ -146,14 +174,14 @@ def test_a_request_of_another_form_is_refused(record):
 @pytest.mark.parametrize("record", [[], [0], [0, 1, 2], [99, None], ["x", 1], [1, "text"], None])
 def test_a_reply_of_another_form_is_refused(record):
     with pytest.raises(InvalidMessageError):
-        decode_reply(CODEC, joined(CODEC.encode(record)))
+        decode_reply(CODEC, joined(CODEC.encode(record)), 1, 5.0)
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_only_ever_a_protocol_error(data):
-    for decode in (decode_request, decode_reply):
+    for decode, context in ((decode_request, ()), (decode_reply, (1, 5.0))):
         try:
-            decode(CODEC, bytearray(data))
+            decode(CODEC, bytearray(data), *context)
         except RankwireError:
             pass
 

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
 from rankwire.backends.meeting import meet
-from rankwire.backends.payloads import copy_into, share_memory, to_array
+from rankwire.backends.payloads import check_out, copy_into, share_memory, to_array
 from rankwire.backends.status import WorldStatus
 from rankwire.backends.transport import Transport
 from rankwire.deadline import Deadline
@@ -40,6 +40,7 @@ from rankwire.wire.frames import (
     Payload,
 )
 from rankwire.wire.loans import LoanRevokedError, whole_of
+from rankwire.wire.references import holds_references
 
 __all__ = ["DEFAULT_TIMEOUT", "Backend", "Sendable"]
 
@@ -79,10 +80,9 @@ class Backend(Transport):
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
     ) -> None:
         check_world(rank, world_size)
-        Deadline(timeout)  # refuses a negative one
         self.rank = operator.index(rank)  # numpy's integers would not travel
         self.world_size = operator.index(world_size)
-        self.timeout = timeout
+        self.timeout = Deadline(timeout).limit
         self.max_message_nbytes = max_message_nbytes
         self.team: Any = None  # what the collectives keep about this group; theirs alone
         self._events = PeerEvents()
@@ -101,7 +101,8 @@ class Backend(Transport):
 
         Args:
             data: Any contiguous buffer (``bytes``, ``bytearray``, ``memoryview``, a numpy array),
-                or a sequence of them that arrives as one message.
+                or a sequence of them that arrives as one message. Not one that holds references,
+                such as an array of objects.
             dst: The rank to send to.
             tag: Only a receive with the same tag takes it.
             timeout: Seconds; None is the backend's default.
@@ -112,10 +113,11 @@ class Backend(Transport):
                 message arrives unless the peer is lost. If not, it never arrives.
             PeerLostError: The peer is gone.
             MessageTooLargeError: Nothing was sent.
+            ConfigurationError: It is no such buffer; nothing was sent.
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(dst, tag)
+            dst, tag = self._check(dst, tag)
             buffers, nbytes = self._as_message(data)
             self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
         except RankwireError as error:
@@ -137,7 +139,7 @@ class Backend(Transport):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(src, tag)
+            src, tag = self._check(src, tag)
             return self._taken(src, tag, deadline, None, whole_of)
         except RankwireError as error:
             raise self._explained(error, "recv", src, tag, deadline) from error.__cause__
@@ -153,10 +155,12 @@ class Backend(Transport):
         Raises:
             SizeMismatchError: The sizes differ; the message stays receivable and the buffer is
                 untouched.
+            ConfigurationError: The buffer is read-only, has gaps, or holds references, such as an
+                array of objects; the same.
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(src, tag)
+            src, tag = self._check(src, tag)
             view = flat_view(buffer)
             if view.readonly:
                 raise ConfigurationError("recv_into needs a writable buffer")
@@ -177,7 +181,7 @@ class Backend(Transport):
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(dst, tag)
+            dst, tag = self._check(dst, tag)
             buffers, nbytes = self._as_message(pack_array(array)[0])
             self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
         except RankwireError as error:
@@ -196,12 +200,14 @@ class Backend(Transport):
 
         Raises:
             ConfigurationError: ``out`` has another dtype or shape; the message is received and
-                dropped, and ``out`` untouched.
+                dropped, and ``out`` untouched. If its dtype is not carried at all, such as that
+                of objects, nothing is received.
             InvalidMessageError: The message was not sent by ``send_array``.
         """
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check(src, tag)
+            src, tag = self._check(src, tag)
+            check_out(out)
             return self._taken(src, tag, deadline, None, lambda payload: to_array(payload, out))
         except RankwireError as error:
             raise self._explained(error, "recv_array", src, tag, deadline) from error.__cause__
@@ -230,8 +236,9 @@ class Backend(Transport):
         deadline = Deadline.of(timeout, self.timeout)
         offer = None
         try:
-            self._check(dst, tag)
-            self._check(src, tag)
+            dst, tag = self._check(dst, tag)
+            src, tag = self._check(src, tag)
+            check_out(out)
             packed = pack_array(array)[0]
             if out is not None and share_memory(array, out):
                 packed = [bytes(piece) for piece in packed]
@@ -355,14 +362,14 @@ class Backend(Transport):
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def _check(self, peer: int, tag: int) -> None:
-        self._check_peer(peer)
-        _check_tag(tag)
+    def _check(self, peer: int, tag: int) -> tuple[int, int]:
+        return self._check_peer(peer), _check_tag(tag)
 
-    def _check_peer(self, peer: int) -> None:
-        check_rank(peer, self.world_size)
+    def _check_peer(self, peer: int) -> int:
+        peer = check_rank(peer, self.world_size)
         if peer == self.rank:
             raise SelfSendError(self.rank)
+        return peer
 
     def _explained(
         self,
@@ -387,14 +394,18 @@ def check_world(rank: int, world_size: int) -> None:
     check_rank(rank, world_size)
 
 
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise unless ``rank`` is one of ``world_size`` ranks."""
+def check_rank(rank: int, world_size: int) -> int:
+    """Return a rank as a plain integer; raise unless it is one of ``world_size`` ranks.
+
+    Any integer will do, numpy's too; they would neither travel nor be found in all tables.
+    """
     try:
-        valid = 0 <= operator.index(rank) < world_size
+        index = operator.index(rank)
     except TypeError:
-        valid = False
-    if not valid:
+        index = -1
+    if not 0 <= index < world_size:
         raise InvalidRankError(rank, world_size)
+    return index
 
 
 def check_pickle(backend: Backend, allowed: bool) -> None:
@@ -406,25 +417,37 @@ def check_pickle(backend: Backend, allowed: bool) -> None:
         )
 
 
-def _check_tag(tag: int) -> None:
-    if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
+def _check_tag(tag: int) -> int:
+    try:
+        index = operator.index(tag)
+    except TypeError:
+        index = -1
+    if not 0 <= index <= _MAX_TAG:
         raise ConfigurationError(f"a tag is an integer from 0 to 2**64 - 1, not {tag!r}")
+    return index
 
 
 def flat_view(buffer: Any) -> memoryview:
     """Return a contiguous buffer as bytes, uncopied.
 
     Raises:
-        ConfigurationError: It is no buffer, or has gaps.
+        ConfigurationError: It is no buffer, or has gaps, or holds references to objects.
     """
     try:
         view = memoryview(buffer)
+        refers = holds_references(view)
         # cast() refuses shapes with a zero in them; without elements there is nothing to share.
-        return view.cast("B") if view.nbytes else memoryview(bytearray())
+        flat = view.cast("B") if view.nbytes else memoryview(bytearray())
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"a message is one or more contiguous buffers, not {type(buffer).__name__}: {error}"
         ) from error
+    if refers:
+        raise ConfigurationError(
+            f"this {type(buffer).__name__} holds references to objects, which mean nothing to "
+            "another process; convert it, or send its values by a call"
+        )
+    return flat
 
 
 def _as_buffers(data: Sendable) -> tuple[list[Buffer], int]:

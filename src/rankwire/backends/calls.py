@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from rankwire.deadline import Deadline
@@ -21,6 +22,7 @@ from rankwire.wire.frames import Buffer
 from rankwire.wire.mailbox import Receive
 
 __all__ = [
+    "OWN",
     "CallCancelled",
     "CallPort",
     "CallerGone",
@@ -30,14 +32,24 @@ __all__ = [
 ]
 
 
+class _Own(Enum):
+    """What ``OWN`` is of."""
+
+    OWN = "this rank itself"
+
+
+OWN = _Own.OWN
+
+
 class IncomingCall:
-    """A request from another rank.
+    """A request from another rank, or from this one.
 
     Attributes:
         src: The rank that calls.
         request_id: Its number for the call.
         payload: The request.
-        origin: The port's own note of where the reply goes.
+        origin: The port's own note of where the reply goes; ``OWN`` for a call of this rank to
+            itself, which no port has carried.
         link: What it came over, if its end is reported apart from the rank's (``CallerGone``).
         is_wanted: Whether the caller wants the reply, as far as is known here.
     """
@@ -221,4 +233,7 @@ class CallPort(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Say farewell to all and end every wait. Idempotent. No thread may be in ``poll``."""
+        """Say farewell to all and end every wait. Idempotent.
+
+        A thread in ``poll`` gets ``ChannelClosedError``.
+        """

@@ -13,14 +13,14 @@ import numpy as np
 
 from rankwire.errors import ConfigurationError
 from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
-from rankwire.wire.arrays import is_tensor
+from rankwire.wire.arrays import dtype_code, is_tensor
 from rankwire.wire.frames import Payload
 from rankwire.wire.loans import LoanRevokedError, whole_of
 
 # Not every byte is a bool or a character: these are looked at before they are anybody's.
 _CHECKED_KINDS = "bU"
 
-__all__ = ["copy_into", "share_memory", "to_array"]
+__all__ = ["check_out", "copy_into", "share_memory", "to_array"]
 
 
 def copy_into(payload: Payload, view: memoryview, start: int = 0) -> None:
@@ -68,7 +68,7 @@ def share_memory(a: Any, b: Any) -> bool:
     Raises:
         ConfigurationError: The second one is neither.
     """
-    _check_out(b)
+    _check_kind(b)
     return np.may_share_memory(_as_array(a), _as_array(b))
 
 
@@ -82,7 +82,7 @@ def _beginning(payload: Payload) -> bytearray:
 
 def _target(message: ArrayMessage, out: Any) -> np.ndarray[Any, Any]:
     """Return ``out`` as an array that the message's elements can be copied to."""
-    _check_out(out)
+    _check_kind(out)
     theirs = message.describe()
     if is_tensor(out):
         name = str(out.dtype).removeprefix("torch.")
@@ -101,7 +101,17 @@ def _target(message: ArrayMessage, out: Any) -> np.ndarray[Any, Any]:
     return target
 
 
-def _check_out(out: Any) -> None:
+def check_out(out: Any) -> None:
+    """Raise, before anything is received, if ``out`` is an array that no message can fill.
+
+    Raises:
+        ConfigurationError: Its dtype is not carried: it holds references to objects, say.
+    """
+    if isinstance(out, np.ndarray) and dtype_code(out.dtype) is None:
+        raise ConfigurationError(f"out is of dtype {out.dtype}, which is not carried")
+
+
+def _check_kind(out: Any) -> None:
     if not isinstance(out, np.ndarray) and not is_tensor(out):
         raise ConfigurationError(f"out is an array or a tensor, not {type(out).__name__}")
 

@@ -105,7 +105,7 @@ class Network:
         What it sent and has arrived stays receivable, what is under way is lost. A rank that has
         left cannot die.
         """
-        check_rank(rank, self.world_size)
+        rank = check_rank(rank, self.world_size)
         with self.changing():
             self._kill(rank)
 
@@ -114,8 +114,7 @@ class Network:
 
         What is under way is lost, what has arrived stays receivable.
         """
-        for rank in (a, b):
-            check_rank(rank, self.world_size)
+        a, b = (check_rank(rank, self.world_size) for rank in (a, b))
         with self.changing():
             self._break(link_between(a, b))
 

@@ -15,7 +15,6 @@ in ``sub_agreement``.
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,8 +122,7 @@ class SubBackend(Backend):
 
     def to_global(self, local: int) -> int:
         """Return the parent rank of a rank of this group; ``InvalidRankError`` if it is not one."""
-        check_rank(local, self.world_size)
-        return self._members[local]
+        return self._members[check_rank(local, self.world_size)]
 
     def to_local(self, parent_rank: int) -> int | None:
         """Return the rank in this group of a parent rank, or None if it is not a member."""
@@ -340,9 +338,7 @@ def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
     chosen = list(members)
     if not chosen:
         raise InvalidWorldSizeError(0)
-    for member in chosen:
-        check_rank(member, parent.world_size)
-    chosen = sorted({operator.index(member) for member in chosen})
+    chosen = sorted({check_rank(member, parent.world_size) for member in chosen})
     if parent.rank not in chosen:
         error = InvalidRankError(parent.rank, len(chosen))
         error.message = f"rank {parent.rank} is not a member of the group {chosen}"

@@ -142,7 +142,9 @@ class SubCallPort(CallPort):
         assert src is not None  # the service number is known to members alone
         match event:
             case IncomingCall():
-                return IncomingCall(src, event.request_id, event.payload, event, event.link)
+                # Kept in one place, so that whoever lets go of it lets go of the memory.
+                payload, event.payload = event.payload, bytearray()
+                return IncomingCall(src, event.request_id, payload, event, event.link)
             case CallCancelled():
                 return CallCancelled(src, event.request_id)
             case CallerGone():

@@ -437,8 +437,7 @@ class TcpBackend(Backend):
         """Return how messages to a rank travel; connects if that has not happened yet."""
         deadline = Deadline.of(timeout, self.timeout)
         try:
-            self._check_peer(rank)
-            peer = self._peers[rank]
+            peer = self._peers[self._check_peer(rank)]
             connection = peer.messages or self._dial_messages(peer, deadline)
         except RankwireError as error:
             raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
@@ -612,12 +611,11 @@ class TcpBackend(Backend):
 
     def failure_of(self, rank: int) -> RankwireError | None:
         """See ``Backend.failure_of``."""
-        self._check_peer(rank)
-        return self._peers[rank].failure
+        return self._peers[self._check_peer(rank)].failure
 
     def status_of(self, rank: int) -> PeerStatus:
         """See ``Backend.status_of``."""
-        self._check_peer(rank)
+        rank = self._check_peer(rank)
         with self._lock:
             ports = list(self._ports.values())
         status = self._peers[rank].status()
@@ -686,6 +684,8 @@ class TcpBackend(Backend):
                 peer.close(cause, patience, orderly=fall is None)
             for connection in waiting:
                 connection.close()
+            for port in ports:  # whether or not its agent is still there to do it
+                port.close()
             self._formation.close()
             if self._introductions.ident is not None:
                 self._introductions.join(_INTRODUCTIONS_PATIENCE)

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 from rankwire.backends.calls import (
@@ -56,6 +56,7 @@ _log = logging.getLogger("rankwire")
 
 _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 _FAREWELL_PATIENCE = 0.2
+_POLLER_PATIENCE = 1.0
 _CANCEL_AGAIN = 0.005
 _NOW = Deadline(0.0)
 _LOOKS_AT_ALL = 4  # one look in so many is at all connections
@@ -87,6 +88,7 @@ class TcpCallPort(CallPort):
         self._unsent_cancels: deque[tuple[Connection, int]] = deque()
         self._lent: dict[tuple[Connection, int], Lent] = {}  # replies that are being read
         self._turns: dict[int, int] = {}
+        self._is_polled = False
         self._spin = Spin(backend.spin)
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
@@ -321,9 +323,11 @@ class TcpCallPort(CallPort):
         """See ``CallPort.poll``."""
         if self._holding:
             self.flush()
-        if self._ended is not None:
-            raise self._ended.copy()
+        # In this order, and in ``close`` the other way round: one of the two sees the other.
+        self._is_polled = True
         try:
+            if self._ended is not None:
+                raise self._ended.copy()
             events = self._spin_for_events()
             if events is None:
                 patience = _CANCEL_AGAIN if self._unsent_cancels else deadline.sleep_limit()
@@ -332,7 +336,9 @@ class TcpCallPort(CallPort):
         except ValueError as error:
             if self._closed is None:
                 raise
-            raise self._closed.copy() from error  # a poller that was busy when the agent closed
+            raise self._closed.copy() from error  # so slow that the epoll was closed meanwhile
+        finally:
+            self._is_polled = False
         return events
 
     def _spin_for_events(self) -> list[PortEvent] | None:
@@ -419,6 +425,8 @@ class TcpCallPort(CallPort):
         hold: bool = False,
     ) -> None:
         """See ``CallPort.reply``."""
+        if self._ended is not None:  # the backend tells the callers, and perhaps of an error
+            raise self._ended.copy()
         connection: Connection = call.origin
         if nbytes >= connection.lend_from and deadline.limit > 0.0:
             self._reply_at_length(connection, call, buffers, nbytes, deadline)
@@ -519,7 +527,7 @@ class TcpCallPort(CallPort):
     def shut_down(self, cause: ChannelClosedError) -> None:
         """End every wait and ``poll`` with ``cause``, because the backend closes.
 
-        ``close`` is still to come.
+        Nobody is told: that is the backend's business. It calls ``close`` afterwards.
         """
         self._ended = cause
         self.wake()
@@ -536,19 +544,27 @@ class TcpCallPort(CallPort):
             os.close(self._wakeup)
 
     def close(self) -> None:
-        """See ``CallPort.close``."""
+        """See ``CallPort.close``. When the backend closes, farewells are left to that."""
         cause = ChannelClosedError("this agent is closed")
         with self._lock:
             if self._closed is not None:
                 return
             self._closed = cause
+            is_alone = self._ended is None
+            self._ended = self._ended or cause
             outgoing, self._outgoing = dict(self._outgoing), {}
             incoming, self._incoming = list(self._incoming.values()), {}
             self._attended = {}
-            self._epoll.close()
-            os.close(self._wakeup)
         # First of all: who dials from now on is told at the door.
         self._backend.forget_port(self)
+        os.eventfd_write(self._wakeup, 1)
+        patience = Deadline(_POLLER_PATIENCE)
+        while self._is_polled and not patience.expired:
+            sleep(0.0005)  # it was woken up, and leaves
+        self._epoll.close()
+        os.close(self._wakeup)
+        if not is_alone:
+            return
         patience = Deadline(_FAREWELL_PATIENCE)
         for connection in incoming:
             self._dismiss(connection, patience)

@@ -72,7 +72,7 @@ def gather_object(
     timeout: float | None = None,
 ) -> Any:
     """Return the list of all ranks' values at the root, and None elsewhere."""
-    check_rank(root, backend.world_size)
+    root = check_rank(root, backend.world_size)
     codec = _checked(backend, codec)
     buffers, nbytes = codec.encode(value)
 
@@ -98,7 +98,7 @@ def broadcast_object(
     timeout: float | None = None,
 ) -> Any:
     """Return the root's value on all ranks; what the others pass is not looked at."""
-    check_rank(root, backend.world_size)
+    root = check_rank(root, backend.world_size)
     codec = _checked(backend, codec)
     buffers, nbytes = codec.encode(value) if backend.rank == root else ([], 0)
 
@@ -125,7 +125,7 @@ def scatter_object(
     timeout: float | None = None,
 ) -> Any:
     """Return the item of the root's list that is this rank's."""
-    check_rank(root, backend.world_size)
+    root = check_rank(root, backend.world_size)
     codec = _checked(backend, codec)
     encoded = _encoded(backend, codec, values) if backend.rank == root else []
 

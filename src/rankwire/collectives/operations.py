@@ -152,7 +152,7 @@ def broadcast(
         ``array``, or the ``Work`` whose ``wait`` returns it.
     """
     target = operand(array)
-    check_rank(root, backend.world_size)
+    root = check_rank(root, backend.world_size)
     if backend.rank != root:
         target.check_writable("array")
 
@@ -241,7 +241,7 @@ def scatter(
         async_op: Whether to return a ``Work`` at once.
         timeout: Seconds for all of it; None is the backend's default.
     """
-    check_rank(root, backend.world_size)
+    root = check_rank(root, backend.world_size)
     if backend.rank == root:
         source = operand(array)
         shape = _part_shape(backend, source)
@@ -433,7 +433,7 @@ def _target_at_root(
     backend: Backend, source: Operand, shape: tuple[int, ...], root: int, out: Any
 ) -> Operand | None:
     """Return where the root's result goes; None on other ranks."""
-    check_rank(root, backend.world_size)
+    root = check_rank(root, backend.world_size)
     if backend.rank != root:
         return None
     return _target(source, shape, out)

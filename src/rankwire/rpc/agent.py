@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -43,6 +44,7 @@ from rankwire.rpc.messages import Chain, Encoded, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.outgoing import Lane, Outgoing
 from rankwire.rpc.registry import Registry
+from rankwire.rpc.room import DEFAULT_QUEUED_NBYTES, ROOM, SMALL_NBYTES, Allowance
 from rankwire.wire.codec import Codec
 from rankwire.wire.mailbox import Receive
 
@@ -75,6 +77,10 @@ class RpcAgent:
         max_in_flight: Calls to one rank that wait for a reply; further ones wait, then fail with
             ``OverloadedError``. Threads that call at the same moment may pass it together.
         max_queued: Incoming calls that wait for a worker; further ones are refused.
+        max_queued_nbytes: Bytes of incoming calls of more than 64 KiB that wait for a worker.
+            Callers of further ones wait before they send them, until their deadline. One call of
+            any size always has room, and each rank may have 8 MiB more in flight. Nested calls and
+            those of ``async def`` functions do not wait for workers, so they do not count.
         max_nested: Calls made by functions being served here that run at once.
         codec: How values travel; register your dataclasses, enums and Structs on it.
     """
@@ -88,17 +94,19 @@ class RpcAgent:
         workers: int = 16,
         max_in_flight: int = 1024,
         max_queued: int = 4096,
+        max_queued_nbytes: float = DEFAULT_QUEUED_NBYTES,
         max_nested: int = 256,
         codec: Codec | None = None,
     ) -> None:
-        if min(workers, max_in_flight, max_queued, max_nested) < 1:
-            raise ConfigurationError("workers and limits are 1 or more")
+        _check_limits(workers, max_in_flight, max_queued, max_queued_nbytes, max_nested)
         self.backend = backend
         self.name = name
+        service = _service_number(name)
         self.timeout = backend.timeout if timeout is None else Deadline(timeout).limit
         self.codec = codec if codec is not None else Codec()
         check_pickle(backend, self.codec.allows_pickle)
         self._max_in_flight = max_in_flight
+        self._allowance = Allowance()
         self._registry = Registry()
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
@@ -107,15 +115,15 @@ class RpcAgent:
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture] = {}
         self._next_expiry_check = Deadline(0.0)
-        self._port = backend.open_calls(_service_number(name))
+        self._port = backend.open_calls(service)
         self._server = Server(
             backend,
             self._port,
             self._registry,
             self.codec,
-            Limits(workers, max_queued, max_nested, MAX_DEPTH),
+            Limits(workers, max_queued, max_queued_nbytes, max_nested, MAX_DEPTH),
             on_look=self._look,
-            on_end=self._end_all,
+            on_end=self._ended_by_itself,
         )
         self._nested = Nested(self._server, self._ask)
         self._loopback = Loopback(backend.rank, self._server.serve_own, self._server.cancel_own)
@@ -136,20 +144,37 @@ class RpcAgent:
     # -- registering -------------------------------------------------------------------------------
 
     @overload
-    def register(self, name: str, function: F, *, replace: bool = False) -> F: ...
+    def register(
+        self, name: str, function: F, *, replace: bool = False, copy: bool = False
+    ) -> F: ...
     @overload
-    def register(self, name: F, *, replace: bool = False) -> F: ...
+    def register(self, name: F, *, replace: bool = False, copy: bool = False) -> F: ...
     @overload
-    def register(self, name: str | None = None, *, replace: bool = False) -> Callable[[F], F]: ...
-    def register(self, name: Any = None, function: Any = None, *, replace: bool = False) -> Any:
+    def register(
+        self, name: str | None = None, *, replace: bool = False, copy: bool = False
+    ) -> Callable[[F], F]: ...
+    def register(
+        self, name: Any = None, function: Any = None, *, replace: bool = False, copy: bool = False
+    ) -> Any:
         """Let other ranks call a function.
 
         Written ``register("add", add)``, ``@agent.register`` or ``@agent.register("add")``.
+
+        A result is sent from where it is: arrays and long byte strings in it are read after the
+        function has returned, until the caller has them. If they change meanwhile, the caller may
+        get some of the old and some of the new. So return what nothing changes any more. An array
+        that goes on changing is returned as ``array.copy()``, made under the lock that guards it.
 
         Args:
             name: What callers call it; the function's own name if left out.
             function: The function; it may be an ``async def``.
             replace: Whether a function of that name is replaced; without it that is an error.
+            copy: Whether the result is copied as soon as the function has returned, before anything
+                is sent. After that nobody's changes reach the caller: enough for an ``async def``
+                whose array changes on the event loop alone, as nothing else runs there between its
+                return and the copy. Not enough where other threads change the array: a lock that
+                the function lets go as it returns does not cover the copy, which takes about
+                a millisecond for 10 MB. There, copy under the lock.
 
         Returns:
             The function, or a decorator.
@@ -157,8 +182,10 @@ class RpcAgent:
         if callable(name):
             name, function = name.__name__, name
         if function is None:
-            return lambda target: self.register(name or target.__name__, target, replace=replace)
-        self._registry.add(name, function, replace=replace)
+            return lambda target: self.register(
+                name or target.__name__, target, replace=replace, copy=copy
+            )
+        self._registry.add(name, function, replace=replace, copies=copy)
         return function
 
     def unregister(self, name: str) -> None:
@@ -210,13 +237,22 @@ class RpcAgent:
         deadline = self._deadline(timeout, call)
         name = self._registry.name_of(function)
         try:
-            lane = self._lane(dst)
+            lane, dst = self._lane(dst)
             self._wait_for_room(lane, dst, name, deadline, call)
             buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
             request_id = next(self._ids)
             if call is not None:
                 self._before_waiting(call)
-            receive = lane.call(dst, request_id, buffers, nbytes, deadline)
+            try:
+                if nbytes > SMALL_NBYTES and self._make_room(
+                    lane, dst, request_id, nbytes, deadline, call
+                ):
+                    buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
+                receive = lane.call(dst, request_id, buffers, nbytes, deadline)
+            except BaseException:
+                if nbytes > SMALL_NBYTES:
+                    self._leave_room(lane, dst, request_id)
+                raise
             try:
                 if call is not None:
                     nested = Outgoing(lane, dst, request_id, name, receive)
@@ -240,7 +276,9 @@ class RpcAgent:
             finally:
                 if call is not None:
                     call.ended(request_id)
-            return decode_reply(self.codec, payload)
+                if nbytes > SMALL_NBYTES:
+                    self._allowance.give_back(request_id)
+            return decode_reply(self.codec, payload, dst, deadline.limit)
         except RankwireError as error:
             raise self._explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
 
@@ -257,13 +295,15 @@ class RpcAgent:
 
         It has ``result``, ``exception``, ``cancel``, ``add_done_callback`` and ``await``. Arguments
         are encoded, and large ones sent, before this returns: they may be changed afterwards. Wrong
-        arguments raise here; what the network or the callee does ends the future.
+        arguments raise here; what the network or the callee does ends the future. This waits, until
+        the deadline, while too many calls to that rank are in flight (``max_in_flight``), or too
+        many large ones wait there (``max_queued_nbytes``).
         """
         call = serving.get()
         deadline = self._deadline(timeout, call)
         name = self._registry.name_of(function)
         try:
-            lane = self._lane(dst)
+            lane, dst = self._lane(dst)
             self._wait_for_room(lane, dst, name, deadline, call)
             buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
         except RankwireError as error:
@@ -271,8 +311,12 @@ class RpcAgent:
                 error, "rpc_async", name, dst, deadline, call
             ) from error.__cause__
         future = RpcFuture(self, lane, dst, next(self._ids), name, deadline, call)
-        self._track(future)
         try:
+            if nbytes > SMALL_NBYTES and self._make_room(
+                lane, dst, future.request_id, nbytes, deadline, call
+            ):
+                buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
+            self._track(future)
             receive = lane.call(
                 dst,
                 future.request_id,
@@ -289,15 +333,20 @@ class RpcAgent:
                 call.began(future.outgoing(receive))
                 if future.done():  # at this moment
                     call.ended(future.request_id)
-        except RankwireError as error:
+        except BaseException as error:
+            if nbytes > SMALL_NBYTES:
+                self._leave_room(lane, dst, future.request_id)
+            if not isinstance(error, RankwireError):
+                raise
             future.fail(self._explained(error, "rpc_async", name, dst, deadline, call))
         return future
 
-    def _lane(self, dst: int) -> Lane:
+    def _lane(self, dst: int) -> tuple[Lane, int]:
+        """Return the way to a rank, and the rank as a plain integer."""
         if self._closed or self.backend.closed:
             raise ChannelClosedError("this agent is closed")
-        check_rank(dst, self.backend.world_size)
-        return self._loopback if dst == self.backend.rank else self._port
+        dst = check_rank(dst, self.backend.world_size)
+        return (self._loopback if dst == self.backend.rank else self._port), dst
 
     def _deadline(self, timeout: float | None, call: Call | None) -> Deadline:
         """Return the deadline of a call made now, perhaps while serving another one."""
@@ -337,6 +386,42 @@ class RpcAgent:
         if not has_room:
             raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
 
+    # -- room for large calls ----------------------------------------------------------------------
+
+    def _make_room(
+        self,
+        lane: Lane,
+        dst: int,
+        request_id: int,
+        nbytes: int,
+        deadline: Deadline,
+        call: Call | None,
+    ) -> bool:
+        """See to it that the callee has room for a large call; return whether that took time.
+
+        Raises:
+            DeadlineExceededError: It had none in time, or did not say. The call was not sent.
+        """
+        if call is not None or self._allowance.take(dst, request_id, nbytes):
+            return False
+        left = float(deadline.remaining())
+        ask = encode_request(self.codec, ROOM, left, [], (request_id, nbytes), {})
+        receive = lane.call(dst, next(self._ids), *ask, deadline)
+        try:
+            decode_reply(self.codec, lane.wait(dst, receive, deadline), dst, deadline.limit)
+        except DeadlineExceededError as error:
+            error.explain(
+                f"it had no room for another {nbytes} bytes of calls that wait for a worker "
+                "(max_queued_nbytes)"
+            )
+            raise
+        return True
+
+    def _leave_room(self, lane: Lane, dst: int, request_id: int) -> None:
+        """A large call was not sent: what was kept for it, here and there, is free again."""
+        self._allowance.give_back(request_id)
+        lane.cancel(dst, request_id)
+
     # -- calls of functions that are being served --------------------------------------------------
 
     def _before_waiting(self, call: Call) -> None:
@@ -367,7 +452,8 @@ class RpcAgent:
             left = float(deadline.remaining())
             encoded = encode_request(self.codec, QUESTION, left, [], arguments, {})
             receive = self._port.call(rank, next(self._ids), *encoded, deadline)
-            return unpack(decode_reply(self.codec, self._port.wait(rank, receive, deadline)))
+            payload = self._port.wait(rank, receive, deadline)
+            return unpack(decode_reply(self.codec, payload, rank, deadline.limit))
         except RankwireError as error:
             _log.debug("rank %d did not say what it is doing: %s", rank, error)
             return None
@@ -417,7 +503,7 @@ class RpcAgent:
             self._fail(future, error)
             return
         try:
-            value = decode_reply(self.codec, payload)
+            value = decode_reply(self.codec, payload, future.dst, future.deadline.limit)
         except RankwireError as error:
             self._fail(future, error)
         else:
@@ -434,6 +520,7 @@ class RpcAgent:
     def settled(self, future: RpcFuture) -> None:
         """Forget a future that is done."""
         self._futures.pop(future.request_id, None)
+        self._allowance.give_back(future.request_id)
         if future.call is not None:
             future.call.ended(future.request_id)
 
@@ -471,7 +558,15 @@ class RpcAgent:
         """Serve one request on the calling thread and send the reply.
 
         The serving threads do this by themselves.
+
+        Args:
+            call: As a port has given it. One whose ``origin`` is ``OWN`` is a call to oneself.
+
+        Raises:
+            ConfigurationError: It does not say where the reply goes.
         """
+        if call.origin is None:
+            raise ConfigurationError("an incoming call says where its reply goes (origin)")
         self._server.handle(call)
 
     # -- ending ------------------------------------------------------------------------------------
@@ -488,8 +583,8 @@ class RpcAgent:
         with self._close_lock:
             if self._closed:
                 return
-            self._closed = True
             deadline = Deadline(grace)
+            self._closed = True
             self._server.drain(deadline, lambda: not self._futures and not self._port.in_flight())
             try:
                 self._server.stop(patience)
@@ -511,6 +606,12 @@ class RpcAgent:
         for future in list(self._futures.values()):
             disown(future)
         disown(self)
+
+    def _ended_by_itself(self) -> None:
+        """The backend is closed, or this rank was given up, and nobody has closed this agent."""
+        self._server.end(patience=0.0)
+        self._port.close()
+        self._end_all()
 
     def _end_all(self) -> None:
         """End what still waits: this agent is closed, or its backend is."""
@@ -539,6 +640,19 @@ class RpcAgent:
         )
 
 
+def _check_limits(*limits: float) -> None:
+    if not all(isinstance(limit, Real) and limit >= 1 for limit in limits):
+        raise ConfigurationError("workers and limits are numbers, 1 or more")
+
+
 def _service_number(name: str) -> int:
-    """Return the number by which agents of one name find each other."""
-    return int.from_bytes(hashlib.sha256(b"rankwire agent " + name.encode()).digest()[:8], "little")
+    """Return the number by which agents of one name find each other.
+
+    Raises:
+        ConfigurationError: The name is no text, or none that can be encoded.
+    """
+    try:
+        encoded = str.encode(name)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigurationError(f"an agent's name is text, not {name!r}: {error}") from error
+    return int.from_bytes(hashlib.sha256(b"rankwire agent " + encoded).digest()[:8], "little")

@@ -40,16 +40,23 @@ class EventLoop:
         """Its thread's identifier, once it runs."""
         return None if self._thread is None else self._thread.ident
 
-    def run(self, make: Callable[[], Coroutine[Any, Any, None]], holder: _HasTask) -> None:
-        """Start a coroutine; its task is put on ``holder``, so that it can be cancelled."""
+    def run(self, make: Callable[[], Coroutine[Any, Any, None]], holder: _HasTask) -> bool:
+        """Start a coroutine; its task is put on ``holder``, so that it can be cancelled.
+
+        Returns False if this event loop is closed.
+        """
         loop = self._running_loop()
         if loop is None:
-            return
+            return False
 
         def start() -> None:
             holder.task = loop.create_task(make())
 
-        loop.call_soon_threadsafe(start)
+        try:
+            loop.call_soon_threadsafe(start)
+        except RuntimeError:  # it has just ended
+            return False
+        return True
 
     def _running_loop(self) -> asyncio.AbstractEventLoop | None:
         with self._lock:
@@ -93,9 +100,10 @@ class EventLoop:
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(asyncio.sleep(0))  # starts what it was given before it stopped
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()

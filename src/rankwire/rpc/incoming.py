@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import (
+    OWN,
     CallCancelled,
     CallerGone,
     CallPort,
@@ -29,6 +31,7 @@ from rankwire.backends.calls import (
 )
 from rankwire.deadline import Deadline
 from rankwire.errors import (
+    CallCancelledError,
     DeadlineExceededError,
     InvalidMessageError,
     MessageTooLargeError,
@@ -42,6 +45,7 @@ from rankwire.rpc.messages import (
     Encoded,
     Outcome,
     Request,
+    copied,
     decode_request,
     describe_error,
     encode_failure,
@@ -49,6 +53,7 @@ from rankwire.rpc.messages import (
     encode_result,
 )
 from rankwire.rpc.registry import Function, Registry
+from rankwire.rpc.room import ROOM, SMALL_NBYTES, Room, unpack_ask
 from rankwire.rpc.serving import Job, Pool, Worker
 from rankwire.wire.codec import Codec
 
@@ -77,6 +82,7 @@ class Limits:
 
     workers: int
     max_queued: int
+    max_queued_nbytes: float
     max_nested: int
     max_depth: int
 
@@ -101,8 +107,10 @@ class Server:
         self._codec = codec
         self._limits = limits
         self._draining = False
+        self.is_stopping = False  # and so cancels what still runs
         self._loopback: Loopback | None = None
         self._active: dict[tuple[int, int], _Serving] = {}
+        self.room = Room(limits.max_queued_nbytes, limits.max_queued)
         self._late: dict[Key, ActiveCall] = {}
         self._unsent: dict[Any, deque[tuple[IncomingCall, Encoded]]] = {}
         self._unsent_lock = threading.Lock()
@@ -157,27 +165,58 @@ class Server:
         try:
             request = decode_request(self._codec, call.payload)
         except InvalidMessageError as error:
+            self._free_room(call)
             self.answer_at_once(call, self.encode_refusal(Outcome.BAD_REQUEST, error.message))
             return None
         function = self._registry.find(request.name)
+        refusal: Encoded | None
         if function is None and request.name == QUESTION:
             refusal = self._answer_question(request)
         elif self._draining:
-            refusal = self.encode_refusal(
-                Outcome.CLOSED, f"the agent of rank {self._backend.rank} is closing"
-            )
+            refusal = self.encode_closed(began=False)
+        elif function is None and request.name == ROOM:
+            refusal = self._make_room(call, request)
         elif function is None:
             refusal = self._encode_not_found(request.name)
         elif len(request.chain) > 2 * self._limits.max_depth:
             chain = describe_chain([*request.chain, self._backend.rank, request.name])
             reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
             refusal = self.encode_refusal(Outcome.OVERLOADED, reason)
+        elif len(call.payload) > SMALL_NBYTES and not self._has_room(call, request):
+            reason = "too much of this rank's calls waits there, for which it has not asked"
+            refusal = self.encode_refusal(Outcome.OVERLOADED, reason)
         else:
             job = _Serving(self, call, request, function)
             self._active[call.src, call.request_id] = job
             return job
-        self.answer_at_once(call, refusal)
+        self._free_room(call)
+        if refusal is not None:
+            self.answer_at_once(call, refusal)
         return None
+
+    def _has_room(self, call: IncomingCall, request: Request) -> bool:
+        """Count a large call that may have to wait; a nested one never does."""
+        return bool(request.chain) or self.room.admit(call.src, call.request_id, len(call.payload))
+
+    def _free_room(self, call: IncomingCall) -> None:
+        """A call is not served: what was kept for it is free, unless its number is in use."""
+        if (call.src, call.request_id) not in self._active:
+            self.room.release(call.src, call.request_id)
+
+    def _make_room(self, call: IncomingCall, request: Request) -> Encoded | None:
+        """Have a caller told when a large call of its may come; return why not, if not."""
+        try:
+            request_id, nbytes = unpack_ask(request.args)
+        except InvalidMessageError as error:
+            return self.encode_refusal(Outcome.BAD_REQUEST, error.message)
+
+        def answer(is_granted: bool) -> None:
+            granted, closed = encode_result(self._codec, None), self.encode_closed(began=False)
+            self.answer_at_once(call, granted if is_granted else closed)
+
+        if self.room.ask(call.src, request_id, nbytes, call.link, answer):
+            return None
+        return self.encode_refusal(Outcome.OVERLOADED, "too many callers wait for room")
 
     # -- replies -----------------------------------------------------------------------------------
 
@@ -197,13 +236,13 @@ class Server:
         hold = worker is not None and self._pool.has_more(worker)
         buffers, nbytes = encoded
         try:
-            if call.origin is None:
+            if call.origin is OWN:
                 assert self._loopback is not None
                 self._loopback.reply(call.request_id, buffers)
             else:
                 if deadline is None or deadline.remaining() < _REPLY_PATIENCE:
                     if deadline is not None and deadline.expired:  # the caller's is too
-                        self.answer_unwanted(call)
+                        self.answer_late(call, began=True)
                         return
                     deadline = Deadline(_REPLY_PATIENCE)
                 self._port.reply(call, buffers, nbytes, deadline, hold=hold)
@@ -217,12 +256,16 @@ class Server:
         refusal = self.encode_refusal(Outcome.CANCELLED, "not wanted any more")
         self.answer_at_once(call, refusal)
 
+    def answer_late(self, call: IncomingCall, *, began: bool) -> None:
+        """End a call whose deadline has passed; the same way, because its caller's has too."""
+        self.answer_at_once(call, encode_reply(self._codec, Outcome.EXPIRED, began))
+
     def answer_at_once(self, call: IncomingCall, encoded: Encoded) -> None:
         """Send a reply from a thread that must not wait for one caller: poller or event loop.
 
         What the caller does not take now is left to one serving thread, in order.
         """
-        if call.origin is None:
+        if call.origin is OWN:
             self.answer(call, encoded)
             return
         with self._unsent_lock:
@@ -255,11 +298,16 @@ class Server:
         """Have something done by a serving thread, because it may take long."""
         self._pool.add(_Errand(errand))
 
-    def encode_value(self, value: Any) -> Encoded:
-        """Return the reply that carries a result, or the one that says why it cannot be sent."""
+    def encode_value(self, value: Any, *, copies: bool = False) -> Encoded:
+        """Return the reply that carries a result, or the one that says why it cannot be sent.
+
+        With ``copies``, nothing in it is memory of the function's.
+        """
         try:
             encoded = encode_result(self._codec, value)
             self._check_size(encoded)
+            if copies:
+                encoded = copied(encoded)
         except BaseException as error:  # a value's own methods may raise anything
             return self.encode_error(error)
         return encoded
@@ -275,6 +323,11 @@ class Server:
     def encode_refusal(self, outcome: Outcome, reason: str) -> Encoded:
         """Return the reply for a call that will not run."""
         return encode_reply(self._codec, outcome, reason)
+
+    def encode_closed(self, *, began: bool) -> Encoded:
+        """Return the reply for a call that ends with this agent."""
+        reason = f"the agent of rank {self._backend.rank} is closing"
+        return encode_reply(self._codec, Outcome.CLOSED, [reason, began])
 
     def _encode_not_found(self, name: str) -> Encoded:
         encoded = encode_reply(self._codec, Outcome.NOT_FOUND, [name, self._registry.names()])
@@ -296,10 +349,12 @@ class Server:
         job = self._active.get((src, request_id))
         if job is not None:
             self._unwanted(job)
+        else:
+            self.room.release(src, request_id)  # it may have asked for a call that will not come
 
     def _unwanted(self, job: _Serving) -> None:
         """The caller does not want the result any more."""
-        if job.incoming.origin is None:
+        if job.incoming.origin is OWN:
             job.incoming.is_wanted = False
         else:
             self._port.drop_reply(job.incoming)
@@ -311,9 +366,11 @@ class Server:
         for job in list(self._active.values()):
             if job.call.src == event.src and event.link in (None, job.incoming.link):
                 self._unwanted(job)
+        self.room.caller_gone(event.src, event.link)
 
     def finished(self, job: _Serving) -> None:
         """Forget a job that has been answered."""
+        job.leave_room()
         self._active.pop((job.incoming.src, job.incoming.request_id), None)
 
     # -- what others ask ---------------------------------------------------------------------------
@@ -371,6 +428,8 @@ class Server:
                 from rankwire.rpc.event_loop import EventLoop
 
                 self._event_loop = EventLoop()
+                if self.is_stopping:
+                    self._event_loop.close()
             return self._event_loop
 
     def about_to_block(self, worker: Worker) -> None:
@@ -384,11 +443,23 @@ class Server:
     def drain(self, deadline: Deadline, is_quiet: Callable[[], bool]) -> None:
         """Refuse new calls, and wait until the running ones are done and ``is_quiet()``."""
         self._draining = True
+        self.room.close()
         own = serving.get()  # a function may close the agent that serves it
         while not deadline.expired:
             if not any(job.call is not own for job in list(self._active.values())) and is_quiet():
                 return
             sleep(min(0.002, deadline.sleep_limit()))
+
+    def end(self, patience: float | None) -> None:
+        """Cancel what runs, and stop the event loop; the other threads may be ending already."""
+        self.is_stopping = True
+        for job in list(self._active.values()):
+            job.cancel()
+            job.call.give_up_nested()
+        with self._event_loop_lock:  # from now on a new one is closed as soon as it is made
+            event_loop = self._event_loop
+        if event_loop is not None:
+            event_loop.close(*([] if patience is None else [patience]))
 
     def stop(self, patience: float | None = None) -> None:
         """Stop all threads; one that is inside a user's function ends when that does.
@@ -396,11 +467,7 @@ class Server:
         Args:
             patience: Seconds to wait for the event loop, and for the others; None is the default.
         """
-        for job in list(self._active.values()):
-            job.cancel()
-            job.call.give_up_nested()
-        if self._event_loop is not None:
-            self._event_loop.close(*([] if patience is None else [patience]))
+        self.end(patience)
         if not self._pool.close(Deadline.of(patience, _STOP_PATIENCE)):
             _log.warning("a function still runs while its agent is closed")
 
@@ -411,6 +478,7 @@ class _Serving:
     __slots__ = (
         "_function",
         "_has_result",
+        "_is_in_room",
         "_request",
         "_server",
         "call",
@@ -423,7 +491,8 @@ class _Serving:
         self, server: Server, incoming: IncomingCall, request: Request, function: Function
     ) -> None:
         self._server = server
-        self._request = request
+        self._request: Request | None = request
+        self._is_in_room = len(incoming.payload) > SMALL_NBYTES and not request.chain
         self._function = function
         self.incoming = incoming
         self.depth = len(request.chain) // 2
@@ -443,36 +512,58 @@ class _Serving:
 
     def run(self, worker: Worker | None) -> None:
         """See ``Job``."""
-        if self.call.cancelled or self.call.deadline.expired:
-            self._server.answer_unwanted(self.incoming)
+        request = self._request  # before the look: whoever cancels lets go of it afterwards
+        if self._is_in_room:
+            self.leave_room()
+        if request is None or self.call.cancelled:
+            self._server.answer_at_once(self.incoming, self._encode_cut_short(began=False))
+            self._server.finished(self)
+        elif self.call.deadline.expired:
+            self._server.answer_late(self.incoming, began=False)
             self._server.finished(self)
         elif self._function.is_async:
-            self._server.event_loop.run(self.run_async, self)
+            if not self._server.event_loop.run(partial(self.run_async, request), self):
+                self._server.answer_at_once(self.incoming, self._server.encode_closed(began=False))
+                self._server.finished(self)
         else:
             self.call.worker = worker
             token = serving.set(self.call)
             try:
-                encoded = self._run_function()
+                encoded = self._run_function(request)
             finally:
                 serving.reset(token)
                 # Whoever still holds the context of this call is not this thread's function.
                 self.call.worker = None
             self._reply(encoded, worker)
 
-    def _run_function(self) -> Encoded:
+    def leave_room(self) -> None:
+        """Do not wait any more: a worker has it, or nobody wants it. Idempotent."""
+        if self._is_in_room:
+            self._is_in_room = False
+            self._server.room.release(self.incoming.src, self.incoming.request_id)
+
+    def _run_function(self, request: Request) -> Encoded:
         try:
-            value = self._function.target(*self._request.args, **self._request.kwargs)
+            value = self._function.target(*request.args, **request.kwargs)
         except BaseException as error:
             # Whatever it raises is the caller's business, and must not end the serving thread.
             if self.call.deadline.expired:
                 self._server.remember_late(self, error)
+            if isinstance(error, CallCancelledError) and self._server.is_stopping:
+                return self._encode_cut_short(began=True)
             return self._server.encode_error(error)
-        return self._server.encode_value(value)
+        return self._server.encode_value(value, copies=self._function.copies)
 
-    async def run_async(self) -> None:
+    def _encode_cut_short(self, *, began: bool) -> Encoded:
+        """Return the reply for a function that was cancelled: by the agent's end or the caller."""
+        if self._server.is_stopping:
+            return self._server.encode_closed(began=began)
+        return self._server.encode_refusal(Outcome.CANCELLED, "not wanted any more")
+
+    async def run_async(self, request: Request) -> None:
         """Run on the event loop."""
         serving.set(self.call)
-        encoded = await self._run_coroutine()
+        encoded = await self._run_coroutine(request)
         self._has_result = True
         if encoded[1] <= _SMALL_REPLY:
             self._server.answer_at_once(self.incoming, encoded)
@@ -480,17 +571,18 @@ class _Serving:
         else:  # sending may wait for the caller, and the event loop must not
             self._server.run_soon(partial(self._reply, encoded))
 
-    async def _run_coroutine(self) -> Encoded:
-        cancelled = self._server.event_loop.cancelled
+    async def _run_coroutine(self, request: Request) -> Encoded:
+        if self.call.cancelled:  # before there was a task to cancel
+            return self._encode_cut_short(began=False)
         try:
-            if self.call.cancelled:  # before there was a task to cancel
-                raise cancelled
-            value = await self._function.target(*self._request.args, **self._request.kwargs)
-        except cancelled:
-            return self._server.encode_refusal(Outcome.CANCELLED, "cancelled")
+            value = await self._function.target(*request.args, **request.kwargs)
+        except self._server.event_loop.cancelled:
+            return self._encode_cut_short(began=True)
         except BaseException as error:  # as in _run_function
+            if isinstance(error, CallCancelledError) and self._server.is_stopping:
+                return self._encode_cut_short(began=True)
             return self._server.encode_error(error)
-        return self._server.encode_value(value)
+        return self._server.encode_value(value, copies=self._function.copies)
 
     def refuse(self, reason: str) -> None:
         """See ``Job``."""
@@ -508,8 +600,13 @@ class _Serving:
     def cancel(self) -> None:
         """Let the function know that it need not go on."""
         self.call.cancelled = True
+        if self._is_in_room:  # it has not begun, and its arguments need not wait
+            self._request = None
+            self.incoming.payload = bytearray()
+            self.leave_room()
         if self.task is not None:
-            self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+            with suppress(RuntimeError):  # the event loop has ended, and all tasks with it
+                self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
     def _reply(self, encoded: Encoded, worker: Worker | None = None) -> None:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from rankwire.backends.calls import IncomingCall
+from rankwire.backends.calls import OWN, IncomingCall
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.wire.frames import Buffer, Channel
@@ -51,7 +51,7 @@ class Loopback:
         with self._changed:
             self._mailbox.post(receive)
         if not receive.done:
-            self._serve(IncomingCall(self._rank, request_id, bytearray().join(buffers), None))
+            self._serve(IncomingCall(self._rank, request_id, bytearray().join(buffers), OWN))
         return receive
 
     def reply(self, request_id: int, buffers: Sequence[Buffer]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rankwire.errors import (
     ChannelClosedError,
+    DeadlineExceededError,
     FunctionNotFoundError,
     InvalidMessageError,
     MessageTooLargeError,
@@ -23,13 +24,14 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.wire.codec import Codec
-from rankwire.wire.frames import Buffer
+from rankwire.wire.frames import Buffer, allocate
 
 __all__ = [
     "Chain",
     "Encoded",
     "Outcome",
     "Request",
+    "copied",
     "decode_reply",
     "decode_request",
     "describe_error",
@@ -49,7 +51,11 @@ _TEXT = frozenset((str,))
 
 
 class Outcome(IntEnum):
-    """How a call ended."""
+    """How a call ended.
+
+    A function that was cut short says by whom: ``CLOSED`` by the end of its agent, ``EXPIRED`` by
+    its deadline, ``CANCELLED`` by itself, or by its caller, which then does not wait for a reply.
+    """
 
     VALUE = 0
     RAISED = 1
@@ -59,6 +65,7 @@ class Outcome(IntEnum):
     CANCELLED = 5
     TOO_LARGE = 6
     CLOSED = 7
+    EXPIRED = 8
 
 
 class Request(NamedTuple):
@@ -83,7 +90,8 @@ def encode_request(
     kwargs: dict[str, Any],
 ) -> Encoded:
     """Return a request's buffers and size; arrays in it are not copied."""
-    return codec.encode_record([name, timeout, chain, list(args), kwargs], _REQUEST_PATHS)
+    record = [name, timeout, chain, list(args), kwargs]
+    return codec.encode_record(record, _REQUEST_PATHS, levels=2)
 
 
 def decode_request(codec: Codec, payload: bytearray) -> Request:
@@ -118,6 +126,18 @@ def encode_result(codec: Codec, value: Any) -> Encoded:
     return codec.encode_record([0, value], _REPLY_PATHS)
 
 
+def copied(encoded: Encoded) -> Encoded:
+    """Return the same message in memory of its own."""
+    buffers, nbytes = encoded
+    return [piece if type(piece) is bytes else _copy(piece) for piece in buffers], nbytes
+
+
+def _copy(piece: Buffer) -> bytearray:
+    memory = allocate(len(piece))
+    memoryview(memory)[:] = piece
+    return memory
+
+
 def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded:
     """Return a reply other than a result."""
     return codec.encode_record([int(outcome), details], _REPLY_PATHS)
@@ -150,18 +170,25 @@ def describe_error(error: BaseException) -> str:
     return _printable(f"{_type_name(error)}: {_text(error)}")
 
 
-def decode_reply(codec: Codec, payload: bytearray) -> Any:
-    """Return the value of a reply, or raise what it says."""
+def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> Any:
+    """Return the value of a reply, or raise what it says.
+
+    Args:
+        codec: How it is written.
+        payload: The reply.
+        dst: The rank that was called, for an error that says its time has passed.
+        limit: The call's time limit, likewise.
+    """
     record = codec.decode(payload)
     if type(record) is not list or len(record) != 2:
         raise InvalidMessageError("a reply is not of the form [outcome, value]")
     outcome, details = record
     if outcome == 0:
         return details
-    raise _error(outcome, details)
+    raise _error(outcome, details, dst, limit)
 
 
-def _error(outcome: int, details: Any) -> RankwireError:
+def _error(outcome: int, details: Any, dst: int, limit: float) -> RankwireError:
     match outcome, details:
         case Outcome.RAISED, [str(kind), str(message), str(trace)]:
             return RemoteError(kind, message, trace)
@@ -173,8 +200,15 @@ def _error(outcome: int, details: Any) -> RankwireError:
             return OverloadedError(reason)
         case Outcome.TOO_LARGE, [int(nbytes), int(limit)]:
             return MessageTooLargeError(nbytes, limit)
-        case Outcome.CLOSED, str(reason):
-            return ChannelClosedError(reason)
+        case Outcome.CLOSED, [str(reason), bool(began)]:
+            closed = ChannelClosedError(reason)
+            closed.may_have_run = began
+            return closed
+        case Outcome.EXPIRED, bool(began):
+            detail = "it ended too late" if began else "it came too late, and was not run"
+            late = DeadlineExceededError(limit, waiting_for=[dst], detail=detail)
+            late.may_have_run = began
+            return late
         case Outcome.CANCELLED, _:
             return RemoteError("CancelledError", "the callee cancelled the call", "")
         case _:

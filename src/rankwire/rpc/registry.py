@@ -23,12 +23,14 @@ class Function:
         is_async: Whether it is an ``async def``.
         is_slow: Whether its last run took so long, or blocked, that another thread should poll
             meanwhile.
+        copies: Whether its result is copied before it is sent.
     """
 
-    __slots__ = ("is_async", "is_slow", "name", "target")
+    __slots__ = ("copies", "is_async", "is_slow", "name", "target")
 
-    def __init__(self, name: str, target: Callable[..., Any]) -> None:
+    def __init__(self, name: str, target: Callable[..., Any], *, copies: bool = False) -> None:
         self.name = name
+        self.copies = copies
         self.target = target
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(
             getattr(target, "__call__", None)  # noqa: B004  (an object whose __call__ is async)
@@ -46,7 +48,9 @@ class Registry:
         self._lock = threading.Lock()
         self._functions: dict[str, Function] = {}
 
-    def add(self, name: str, target: Callable[..., Any], *, replace: bool) -> None:
+    def add(
+        self, name: str, target: Callable[..., Any], *, replace: bool, copies: bool = False
+    ) -> None:
         """Register a function.
 
         Raises:
@@ -64,7 +68,8 @@ class Registry:
                 raise ConfigurationError(
                     f"{name!r} is registered already; replace=True replaces it"
                 )
-            self._functions = {**self._functions, name: Function(name, target)}
+            function = Function(name, target, copies=copies)
+            self._functions = {**self._functions, name: function}
 
     def remove(self, name: str) -> None:
         """Unregister; raises ``FunctionNotFoundError`` if there is no such function."""

@@ -17,7 +17,8 @@ and sleeps when there is none. A third one is started only when the standby has 
 
 Limits: at most ``workers`` calls of depth 0 run at once, more wait in a bounded queue; nested calls
 (depth 1 and more) get threads of their own up to ``max_nested``, because a bounded pool that nested
-calls have to share deadlocks. Beyond a limit the call is refused, never left waiting.
+calls have to share deadlocks. Beyond a limit the call is refused, never left waiting. The bytes of
+waiting calls are bounded before they are sent (``room``).
 
 Lock: ``_mutex`` guards the roles, the counts and the queues; it is not held while polling, running
 a function or replying.

@@ -158,12 +158,15 @@ class Codec:
                 pass  # the walk says what and where
         return self._encode_by_walk(lambda writer: writer.lower(value), path)
 
-    def encode_record(self, record: list[Any], paths: Sequence[str]) -> tuple[Buffers, int]:
+    def encode_record(
+        self, record: list[Any], paths: Sequence[str], *, levels: int = 1
+    ) -> tuple[Buffers, int]:
         """Encode a list whose items have names; the rest is as for :meth:`encode`.
 
         Args:
             record: The items. The list itself does not count as a level of nesting.
             paths: What to call each item in an error.
+            levels: 2 if the containers in it do not count either, only what is in those.
         """
         for item in record:
             if not (type(item) in PLAIN or is_flat(item)):
@@ -173,7 +176,7 @@ class Codec:
                 return _join(_pack(record), ())
             except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
                 pass  # the walk says what and where
-        return self._encode_by_walk(lambda writer: writer.lower_record(record, paths), "")
+        return self._encode_by_walk(lambda writer: writer.lower_record(record, paths, levels), "")
 
     def decode(self, payload: bytearray) -> Any:
         """Decode a whole payload.

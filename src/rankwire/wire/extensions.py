@@ -28,6 +28,7 @@ from rankwire.errors import InvalidMessageError
 from rankwire.wire import arrays, collisions, scalars
 from rankwire.wire.classes import ClassTable, EnumClass, RecordClass
 from rankwire.wire.items import DEFAULT_MAX_ITEMS, ItemCount
+from rankwire.wire.references import holds_references
 
 __all__ = [
     "ALIGNMENT",
@@ -127,9 +128,9 @@ class Writer:
         lower = _LOWER.get(kind)
         return self._other(value) if lower is None else lower(self, value)
 
-    def lower_record(self, record: list[Any], paths: Sequence[str]) -> Any:
-        """Lower a list whose items have names and that is no level of nesting."""
-        self._depth = -1
+    def lower_record(self, record: list[Any], paths: Sequence[str], levels: int = 1) -> Any:
+        """Lower a list whose items have names; so many outer levels do not count as nesting."""
+        self._depth = -levels
         return self._each(record, record, paths.__getitem__)
 
     def _each(self, owner: Any, values: Collection[Any], name: Callable[[int], str]) -> Any:
@@ -199,6 +200,8 @@ class Writer:
         return self._buffer(_BYTEARRAY, memoryview(value))
 
     def _memoryview(self, value: memoryview) -> Any:
+        if holds_references(value):
+            return self._unsupported(value, "It holds references to objects: send the objects.")
         if value.nbytes < MIN_BUFFER_NBYTES or not value.c_contiguous:
             return self._bytes(value.tobytes())
         return self._buffer(_BYTES, value.cast("B"))

@@ -1,0 +1,381 @@
+"""Room for large calls that wait for a worker: the tables alone, then agents that fill them."""
+
+import signal
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from rankwire import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    FunctionNotFoundError,
+    OverloadedError,
+    RpcAgent,
+)
+from rankwire.deadline import Deadline
+from rankwire.rpc.messages import decode_reply, encode_request
+from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance, Room, unpack_ask
+from rankwire.testing import simulated_world, sub_world, tcp_world
+from worlds import Running, eventually
+
+MIB = 1 << 20
+
+
+class Asks:
+    """Asks a room, and notes who was granted it."""
+
+    def __init__(self, room):
+        self.room = room
+        self.granted = []
+        self.refused = []
+
+    def ask(self, src, request_id, nbytes, link=None):
+        def answer(is_granted):
+            (self.granted if is_granted else self.refused).append((src, request_id))
+
+        return self.room.ask(src, request_id, nbytes, link, answer)
+
+
+@pytest.fixture
+def asks():
+    return Asks(Room(100, most_asks=3))
+
+
+# -- the callee's tables ---------------------------------------------------------------------------
+
+
+def test_room_is_granted_up_to_the_limit_and_in_order(asks):
+    for number, nbytes in enumerate((60, 40, 1, 30)):
+        asks.ask(1, number, nbytes)
+    assert asks.granted == [(1, 0), (1, 1)]
+    asks.room.release(1, 1)
+    assert asks.granted == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert asks.room.kept_nbytes == 91
+
+
+def test_one_call_of_any_size_has_room(asks):
+    asks.ask(1, 0, 1000)
+    asks.ask(2, 0, 1)
+    assert asks.granted == [(1, 0)]
+    asks.room.release(1, 0)
+    assert asks.granted == [(1, 0), (2, 0)]
+
+
+def test_a_smaller_call_does_not_pass_a_larger_one(asks):
+    asks.ask(1, 0, 90)
+    asks.ask(2, 0, 50)
+    asks.ask(3, 0, 5)
+    assert asks.granted == [(1, 0)]
+    asks.room.release(2, 0)  # it gave up
+    assert asks.granted == [(1, 0), (3, 0)]
+
+
+def test_a_caller_that_is_gone_leaves_its_room(asks):
+    asks.ask(1, 0, 90, link="old")
+    asks.ask(1, 1, 90, link="new")
+    asks.ask(2, 0, 90)
+    asks.room.caller_gone(1, "old")
+    assert asks.granted == [(1, 0), (1, 1)]
+    asks.room.caller_gone(1, None)
+    assert asks.granted == [(1, 0), (1, 1), (2, 0)]
+    asks.room.release(2, 0)
+    assert asks.room.kept_nbytes == 0
+
+
+def test_a_room_that_closes_refuses_those_who_wait_and_who_come_later(asks):
+    asks.ask(1, 0, 90)
+    asks.ask(1, 1, 90)
+    asks.room.close()
+    asks.ask(1, 2, 1)
+    assert (asks.granted, asks.refused) == ([(1, 0)], [(1, 1), (1, 2)])
+    assert asks.room.admit(1, 0, 90)
+
+
+def test_too_many_asks_are_refused(asks):
+    asks.ask(1, 0, 100)
+    assert all(asks.ask(1, number, 100) for number in (1, 2, 3))
+    assert not asks.ask(1, 4, 100)
+
+
+def test_an_interrupt_while_callers_are_told_loses_none(asks):
+    def interrupt(is_granted):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asks.room.ask(1, 0, 60, None, interrupt)
+    ((ask, is_granted),) = asks.room._untold
+    asks.room._untold[0] = (ask._replace(answer=asks.granted.append), is_granted)
+    asks.room.release(7, 7)
+    assert asks.granted == [True]
+
+
+def test_a_call_that_was_granted_room_is_admitted(asks):
+    asks.ask(1, 0, 100 * UNASKED_NBYTES)
+    assert asks.room.admit(1, 0, 100 * UNASKED_NBYTES)
+
+
+def test_room_for_a_call_is_asked_for_once(asks):
+    assert asks.ask(1, 0, 90)
+    assert not asks.ask(1, 0, 90)
+    assert asks.ask(1, 1, 90)
+    assert not asks.ask(1, 1, 90)
+    asks.room.caller_gone(1, None)
+    assert asks.room.kept_nbytes == 0
+
+
+def test_a_call_is_admitted_once(asks):
+    asks.ask(1, 0, 100)
+    assert [asks.room.admit(1, 0, 100) for _ in range(2)] == [True, False]
+    assert [asks.room.admit(1, 1, 100) for _ in range(2)] == [True, False]
+    asks.room.release(1, 0)
+    asks.room.release(1, 1)
+    assert asks.room.kept_nbytes == 0
+    assert asks.room.admit(1, 0, 100)
+
+
+def test_a_caller_that_does_not_ask_is_refused_before_long(asks):
+    admitted = [asks.room.admit(1, number, UNASKED_NBYTES) for number in range(10)]
+    assert admitted == [True] * 4 + [False] * 6
+    assert asks.room.admit(2, 0, UNASKED_NBYTES)
+    asks.room.release(1, 0)
+    assert asks.room.admit(1, 20, UNASKED_NBYTES)
+    assert not asks.room.admit(3, 0, 100 * UNASKED_NBYTES)
+
+
+@pytest.mark.parametrize("args", [[], [1], [1, 0], [-1, 5], ["1", 5], [1, 2, 3], [1.0, 2.0]])
+def test_an_ask_of_another_form_is_invalid(args):
+    from rankwire.errors import InvalidMessageError
+
+    with pytest.raises(InvalidMessageError):
+        unpack_ask(args)
+
+
+def test_the_allowance_is_by_rank_and_given_back_once():
+    allowance = Allowance()
+    assert allowance.take(1, 10, UNASKED_NBYTES)
+    assert not allowance.take(1, 11, 1)
+    assert allowance.take(2, 12, UNASKED_NBYTES)
+    allowance.give_back(10)
+    allowance.give_back(10)
+    assert allowance.take(1, 13, UNASKED_NBYTES)
+    assert not allowance.take(1, 14, 1)
+
+
+# -- agents ----------------------------------------------------------------------------------------
+
+CALL_NBYTES = 4 * MIB
+BOUND = 16 * MIB
+
+
+class Office:
+    """Two agents; the callee has one worker, which is busy until ``door`` opens."""
+
+    def __init__(self, world, **options):
+        self.agents = [RpcAgent(backend, workers=1, **options) for backend in world]
+        self.caller, self.callee = self.agents
+        self.door = threading.Event()
+        self.served = []
+        self.callee.register("block", lambda: self.door.wait(30))
+        self.callee.register("take", self._take)
+        self.caller.register("ping", lambda: "pong")
+        self.callee.register("relay", lambda: self.callee.rpc_sync(0, "ping_back"))
+        self.callee.register("size", lambda array: array.nbytes)
+        self.caller.register("ping_back", lambda array=None: self.caller.rpc_sync(1, "size", BIG))
+        self.array = np.ones(CALL_NBYTES, np.uint8)
+
+    def _take(self, array):
+        self.served.append(int(array[0]))
+        return array.nbytes
+
+    def block(self):
+        future = self.caller.rpc_async(1, "block")
+        eventually(lambda: self.callee._server._pool.busy == 1)
+        return future
+
+    def waiting_nbytes(self):
+        return sum(len(job.incoming.payload) for job in self.callee._server._pool.queued())
+
+    def fill(self, count, dst=1, agent=None):
+        """Make so many large calls in a thread of its own; return it and the list of futures."""
+        agent = agent or self.caller
+        futures = []
+        calls = (agent.rpc_async(dst, "take", self.array) for _ in range(count))
+        return Running(futures.extend, calls), futures
+
+    def wait_until_full(self, futures):
+        """Return when the caller waits for room."""
+        eventually(lambda: self.callee._server.room._asked)
+        return len(futures)
+
+
+BIG = np.ones(3 * UNASKED_NBYTES, np.uint8)
+
+WORLDS = {
+    "tcp": tcp_world,
+    "tcp forced": lambda size: tcp_world(size, transport="tcp"),
+    "simulated": simulated_world,
+    "sub": sub_world(simulated_world),
+}
+
+
+@pytest.fixture(params=WORLDS)
+def office(request):
+    with ExitStack() as stack:
+        world = stack.enter_context(WORLDS[request.param](2))
+        office = Office(world, max_queued_nbytes=BOUND)
+        yield office
+        office.door.set()
+        for agent in office.agents:
+            agent.close(grace=2)
+
+
+def test_waiting_calls_are_bounded_in_bytes_and_their_sender_waits(office):
+    blocked = office.block()
+    sender, futures = office.fill(30)
+    sent = office.wait_until_full(futures)
+    assert sent < 30
+    assert office.waiting_nbytes() <= BOUND + UNASKED_NBYTES + 30 * 1024
+    assert not sender.done
+    office.door.set()
+    assert blocked.result(20)
+    sender.result()
+    assert [future.result(20) for future in futures] == [CALL_NBYTES] * 30
+    eventually(lambda: office.callee._server.room.kept_nbytes == 0)
+    assert not office.caller._allowance._calls
+
+
+def test_cancels_nested_calls_and_small_calls_flow_while_large_ones_wait(office):
+    office.block()
+    sender, futures = office.fill(30)
+    sent = office.wait_until_full(futures)
+    # Nested calls, large ones too, go in both directions past those that wait.
+    assert office.callee.rpc_sync(0, "ping_back", timeout=10) == BIG.nbytes
+    for future in futures[:sent]:
+        assert future.cancel()
+    eventually(lambda: len(futures) > sent)  # what was cancelled has made room
+    assert office.waiting_nbytes() <= BOUND + UNASKED_NBYTES + 30 * 1024
+    for future in futures:
+        future.cancel()
+    office.door.set()
+    sender.result()
+
+
+def test_a_call_for_which_there_is_no_room_in_time_has_not_run(office):
+    office.block()
+    array = np.full(BOUND, 7, np.uint8)
+    kept = office.caller.rpc_async(1, "take", array)
+    with pytest.raises(DeadlineExceededError, match="max_queued_nbytes") as info:
+        office.caller.rpc_sync(1, "take", array, timeout=0.05)
+    assert not info.value.may_have_run
+    late = office.caller.rpc_async(1, "take", array, timeout=0.05)
+    assert isinstance(late.exception(5), DeadlineExceededError)
+    assert not late.exception().may_have_run
+    eventually(lambda: not office.callee._server.room._asked)
+    office.door.set()
+    assert kept.result(20) == BOUND
+    assert office.caller.rpc_sync(1, "take", array) == BOUND
+    assert office.served == [7, 7]
+
+
+def test_time_spent_waiting_for_room_counts(office):
+    """The callee learns what is left of the deadline, not what there was before the wait."""
+    from rankwire import current_call
+
+    office.callee.register("left", lambda array: current_call().deadline.limit)
+    office.block()
+    array = np.ones(BOUND, np.uint8)
+    office.caller.rpc_async(1, "take", array)
+    asking = Running(office.caller.rpc_sync, 1, "left", array, timeout=20)
+    eventually(lambda: office.callee._server.room._asked)
+    threading.Event().wait(0.2)
+    office.door.set()
+    assert asking.result() <= 19.8
+
+
+def test_calls_to_oneself_are_bounded_too(office):
+    agent = office.callee
+    office.block()
+    sender, futures = office.fill(30, dst=1, agent=agent)
+    office.wait_until_full(futures)
+    assert office.waiting_nbytes() <= BOUND + UNASKED_NBYTES + 30 * 1024
+    office.door.set()
+    sender.result()
+    assert [future.result(20) for future in futures] == [CALL_NBYTES] * 30
+
+
+def test_a_caller_that_does_not_ask_for_room_is_refused(office):
+    office.block()
+    caller = office.caller
+    receives = []
+    for _ in range(6):
+        array = np.ones(UNASKED_NBYTES - 1024, np.uint8)
+        encoded = encode_request(caller.codec, "take", 20.0, [], (array,), {})
+        receives.append(caller._port.call(1, next(caller._ids), *encoded, Deadline(20)))
+    with pytest.raises(OverloadedError, match="not asked"):
+        decode_reply(caller.codec, caller._port.wait(1, receives[-1], Deadline(20)), 1, 20.0)
+
+
+def test_a_call_that_is_not_served_leaves_its_room(office):
+    array = np.ones(BOUND, np.uint8)
+    for _ in range(3):
+        with pytest.raises(FunctionNotFoundError):
+            office.caller.rpc_sync(1, "no such function", array, timeout=10)
+    assert office.callee._server.room.kept_nbytes == 0
+    assert office.caller.rpc_sync(1, "take", array) == BOUND
+
+
+def test_a_caller_that_waits_for_room_is_told_when_the_callee_closes(office):
+    office.block()
+    array = np.ones(BOUND, np.uint8)
+    office.caller.rpc_async(1, "take", array)
+    waiting = Running(office.caller.rpc_sync, 1, "take", array)
+    eventually(lambda: office.callee._server.room._asked)
+    office.callee.close(grace=0)
+    assert isinstance(waiting.error(), ChannelClosedError)
+    assert not waiting.error().may_have_run
+
+
+def test_an_ask_that_is_no_ask_is_answered(office):
+    from rankwire.errors import InvalidMessageError
+
+    caller = office.caller
+    encoded = encode_request(caller.codec, ROOM, 5.0, [], ("x",), {})
+    receive = caller._port.call(1, next(caller._ids), *encoded, Deadline(5))
+    with pytest.raises(InvalidMessageError, match="room"):
+        decode_reply(caller.codec, caller._port.wait(1, receive, Deadline(5)), 1, 5.0)
+
+
+def test_small_calls_are_not_counted(office):
+    office.block()
+    array = np.ones(SMALL_NBYTES // 2, np.uint8)
+    futures = [office.caller.rpc_async(1, "take", array) for _ in range(50)]
+    assert office.callee._server.room.kept_nbytes == 0
+    office.door.set()
+    assert [future.result(20) for future in futures] == [array.nbytes] * 50
+
+
+def test_a_caller_that_is_interrupted_while_it_waits_for_room_asks_no_more():
+    with simulated_world(2) as world:
+        office = Office(world, max_queued_nbytes=BOUND)
+        office.block()
+        array = np.ones(BOUND, np.uint8)
+        kept = office.caller.rpc_async(1, "take", array)
+        main = threading.get_ident()
+
+        def interrupt():
+            eventually(lambda: office.callee._server.room._asked)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        interrupting = Running(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            office.caller.rpc_sync(1, "take", array)
+        interrupting.result()
+        eventually(lambda: not office.callee._server.room._asked)
+        office.door.set()
+        assert kept.result(20) == BOUND
+        assert office.caller.rpc_sync(1, "take", array) == BOUND
+        assert office.callee._server.room.kept_nbytes == 0
+        for agent in office.agents:
+            agent.close(grace=2)
