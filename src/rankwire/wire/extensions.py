@@ -28,6 +28,7 @@ from rankwire.errors import InvalidMessageError
 from rankwire.wire import arrays, collisions, scalars
 from rankwire.wire.classes import ClassTable, EnumClass, RecordClass
 from rankwire.wire.items import DEFAULT_MAX_ITEMS, ItemCount
+from rankwire.wire.probing import MANY_KEYS
 
 __all__ = [
     "ALIGNMENT",
@@ -338,6 +339,8 @@ class Reader:
             collisions.may_hold_wide_maps(payload, position)
         )
         self._items = ItemCount(max_items) if position > max_items else None
+        self._keys: collisions.KeyCheck | None = None
+        self._head_nbytes = position
         self.position = position
 
     def read(self, body: memoryview) -> Any:
@@ -376,8 +379,11 @@ class Reader:
 
     def _set(self, body: memoryview) -> set[Any]:
         items = self._level(body)
-        collisions.check_hashes(items)
-        return _without_repeats(set(items), len(items))
+        self._check_keys(items, is_set=True)
+        # By way of a dict if it is large, so that the set has its final size at once: that is the
+        # table which was checked.
+        keyed = set(items) if len(items) <= MANY_KEYS else set(dict.fromkeys(items))
+        return _without_repeats(keyed, len(items))
 
     def _frozenset(self, body: memoryview) -> frozenset[Any]:
         return frozenset(self._set(body))
@@ -386,8 +392,15 @@ class Reader:
         keys, values = self._level(body)
         if type(keys) is not list or type(values) is not list:
             raise InvalidMessageError("a dict is not a list of keys and a list of values")
-        collisions.check_hashes(keys)
+        self._check_keys(keys)
         return _without_repeats(dict(zip(keys, values, strict=True)), len(keys))
+
+    def _check_keys(self, keys: list[Any], *, is_set: bool = False) -> None:
+        if self._head_nbytes <= collisions.MIN_SCANNED_NBYTES:
+            return
+        if self._keys is None:
+            self._keys = collisions.KeyCheck(self._head_nbytes, self._classes.parts_of)
+        self._keys.check(keys, is_set=is_set)
 
     def _take(self, nbytes: int) -> int:
         """Consume the next buffer; return where it starts."""
