@@ -26,6 +26,7 @@ from rankwire.wire.loans import whole_of
 
 __all__ = [
     "LAUNCH_JOB",
+    "MAX_LAUNCHER_NBYTES",
     "Asked",
     "Ended",
     "Finish",
@@ -41,7 +42,7 @@ __all__ = [
 
 # The name of the job comes with Start; until then the secret alone tells jobs apart.
 LAUNCH_JOB = "rankwire run"
-_MAX_NBYTES = 16 << 20
+MAX_LAUNCHER_NBYTES = 16 << 20
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -206,7 +207,7 @@ def dial_launcher(
             policy=policy,
         )
         expect_prompt_reading(stream)
-        return LauncherLink(Connection(stream, peer=0, max_nbytes=_MAX_NBYTES, seals=seals))
+        return LauncherLink(Connection(stream, peer=0, max_nbytes=MAX_LAUNCHER_NBYTES, seals=seals))
     except BaseException:
         sock.close()
         raise

@@ -24,6 +24,7 @@ from rankwire.errors import (
 )
 from rankwire.wire.codec import Codec
 from rankwire.wire.frames import Buffer
+from rankwire.wire.texts import one_line, printable
 
 __all__ = [
     "Chain",
@@ -43,6 +44,8 @@ Encoded = tuple[Sequence[Buffer], int]
 Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us longer to encode
 
 _MAX_TRACEBACK = 65536
+_MAX_NAMES = 1000  # told of what is registered
+_MAX_NUMBER = 2**64  # a size; wider ones cannot even be printed
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
 _REPLY_PATHS = ("outcome", "result")
 _TEXT = frozenset((str,))
@@ -156,6 +159,8 @@ def decode_reply(codec: Codec, payload: bytearray) -> Any:
     if type(record) is not list or len(record) != 2:
         raise InvalidMessageError("a reply is not of the form [outcome, value]")
     outcome, details = record
+    if type(outcome) is not int:
+        raise InvalidMessageError("the outcome of a reply is not a number")
     if outcome == 0:
         return details
     raise _error(outcome, details)
@@ -164,21 +169,24 @@ def decode_reply(codec: Codec, payload: bytearray) -> Any:
 def _error(outcome: int, details: Any) -> RankwireError:
     match outcome, details:
         case Outcome.RAISED, [str(kind), str(message), str(trace)]:
-            return RemoteError(kind, message, trace)
+            return RemoteError(one_line(kind), _printable(message), _printable(trace))
         case Outcome.NOT_FOUND, [str(name), list(known)]:
-            return FunctionNotFoundError(name, [str(item) for item in known])
+            names = [one_line(item) for item in known[:_MAX_NAMES] if type(item) is str]
+            return FunctionNotFoundError(one_line(name), names)
         case Outcome.BAD_REQUEST, str(reason):
-            return InvalidMessageError(f"the callee could not read the call: {reason}")
+            return InvalidMessageError(f"the callee could not read the call: {_printable(reason)}")
         case Outcome.OVERLOADED, str(reason):
-            return OverloadedError(reason)
-        case Outcome.TOO_LARGE, [int(nbytes), int(limit)]:
+            return OverloadedError(_printable(reason))
+        case Outcome.TOO_LARGE, [int(nbytes), int(limit)] if (
+            0 <= min(details) <= max(details) < _MAX_NUMBER
+        ):
             return MessageTooLargeError(nbytes, limit)
         case Outcome.CLOSED, str(reason):
-            return ChannelClosedError(reason)
+            return ChannelClosedError(_printable(reason))
         case Outcome.CANCELLED, _:
             return RemoteError("CancelledError", "the callee cancelled the call", "")
         case _:
-            return InvalidMessageError(f"a reply has the unknown outcome {outcome!r}")
+            return InvalidMessageError(f"a reply has the unknown outcome {outcome % _MAX_NUMBER}")
 
 
 def _type_name(error: BaseException) -> str:
@@ -204,11 +212,8 @@ def _traceback(error: BaseException) -> str:
         text = "".join(traceback.format_exception(type(error), error, frames))
     except BaseException as second:
         return f"<the traceback could not be made: {type(second).__name__}>"
-    if len(text) <= _MAX_TRACEBACK:
-        return text
-    half = _MAX_TRACEBACK // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return text
 
 
 def _printable(text: str) -> str:
-    return text[:_MAX_TRACEBACK].encode("utf-8", "backslashreplace").decode()
+    return printable(text, _MAX_TRACEBACK)
