@@ -39,6 +39,7 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
+from rankwire.links.private_files import open_private
 from rankwire.links.sockets import wait_patiently
 
 if TYPE_CHECKING:
@@ -389,8 +390,10 @@ def _make_context(protocol: int, files: Tls) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
     context.load_verify_locations(cafile=os.fspath(files.ca))
-    # A function, or OpenSSL would ask the terminal for the passphrase of an encrypted key.
-    context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
+    with open_private(files.key, named=f"the TLS key {os.fspath(files.key)}") as key:
+        # OpenSSL wants a name: this one means the file that was checked, whatever its own one means
+        # by now. A function, or it would ask the terminal for the passphrase of an encrypted key.
+        context.load_cert_chain(files.cert, f"/proc/self/fd/{key}", password=_no_passphrase)
     return context
 
 
