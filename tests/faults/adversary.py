@@ -53,6 +53,7 @@ class Adversary:
             self._many_small,
             self._deep_with_much_below,
             self._native_maps,
+            self._odd_keys_of_native_maps,
             self._maps_in_descriptions,
             self._wide_numbers,
         ]
@@ -213,6 +214,22 @@ class Adversary:
         if self._chance.random() < 0.5:
             maps.append(_raw_map([n << 40 for n in range(size)]))
         return maps
+
+    def _odd_keys_of_native_maps(self, size: int) -> Item:
+        """Return maps of msgpack itself whose keys are records with such maps in them."""
+        if not self._records:
+            return self._native_maps(size)
+        name, signature, fields = self._chance.choice(self._records)
+
+        def record(content: Item) -> Item:
+            return Ext(_RECORD, _pack([name, signature, [1, content, *[0] * (fields - 2)]]))
+
+        def alike(depth: int, last: int) -> Item:
+            if depth == 0:
+                return record(last)
+            return record(_raw_map([alike(depth - 1, n) for n in [*range(13), 20 + last]]))
+
+        return _raw_map([alike(2 if size > 10_000 else 1, n) for n in range(14)])
 
     def _maps_in_descriptions(self, size: int) -> Item:
         """Return what should describe an array, a number, or a member of an enum, and is a map."""

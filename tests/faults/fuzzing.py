@@ -240,6 +240,9 @@ _CONTROL: list[control.Message] = [
     control.World(77, [_MEMBER, _MEMBER]),
     control.Failed("nobody came", [2]),
     control.Gone(3, "killed", False),
+    control.Beat([(1, 2.5), (300, 0.5)]),
+    control.Suspected(2, 7.0),
+    control.Fallen("it raised ValueError: no", "Traceback ...\nValueError: no"),
 ]
 
 

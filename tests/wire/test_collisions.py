@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from rankwire.errors import InvalidMessageError
-from rankwire.wire.collisions import KeyCheck, may_hold_wide_maps, refuse_wide_maps
+from rankwire.wire.codec import Codec
+from rankwire.wire.collisions import (
+    KeyCheck,
+    may_hold_wide_maps,
+    refuse_extensions_as_keys,
+    refuse_wide_maps,
+)
 
 PRIME = sys.hash_info.modulus  # ints that differ by a multiple of it have the same hash
 
@@ -119,6 +125,26 @@ def test_a_wide_map_is_found_wherever_it_is(header, padding):
 def test_a_wide_map_inside_an_extension_is_left_to_its_own_scan():
     for nbytes in (1, 2, 4, 8, 16, 17, 300, 70_000):
         refuse_wide_maps(packed([Ext(10, b"\xde" * nbytes)] * 1000))
+
+
+def test_an_extension_as_a_key_of_a_native_map_is_refused():
+    for body in (b"\x81\xc7\x00\x0c\x01", b"\x91\x82\x01\x02\xd4\x0c\x90\x01"):
+        with pytest.raises(InvalidMessageError, match="an extension as a key"):
+            refuse_extensions_as_keys(memoryview(body))
+    refuse_extensions_as_keys(packed([Ext(12, b"\x90"), {"a": Ext(12, b"\x90"), 1: {2.5: None}}]))
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["a key", "in a tuple that is a key"])
+def test_a_codec_refuses_records_and_frozensets_as_keys_of_native_maps(hidden):
+    """However deep: they would be compared without asking."""
+    codec = Codec([Named])
+    pack = msgspec.msgpack.encode
+    for key in (Ext(12, pack([1])), Ext(31, pack(["Named", "name,content", ["a", 1]]))):
+        ext = Ext(10, pack([key])) if hidden else key
+        odd = msgspec.Raw(b"\x81" + pack(ext) + b"\x00")
+        head = pack([b" " * 1100, Ext(10, pack([odd]))])
+        with pytest.raises(InvalidMessageError, match="an extension as a key"):
+            codec.decode(bytearray(struct.pack("<I", len(head)) + head))
 
 
 def test_a_short_body_is_not_scanned():

@@ -3,8 +3,8 @@
 Python hashes numbers and tuples without a secret, so such keys are easy to make, and a dict of n
 of them takes n**2 comparisons: a quarter of a megabyte stops the interpreter for seconds. Keys
 that arrive in an extension are checked by hash before they meet in a dict or set. Native msgpack
-maps are built by msgspec without asking, so the codec writes only short ones, where collisions do
-not matter, and a head that may hide a longer one is scanned for it.
+maps are built by msgspec without asking, so the codec writes only short ones with single values as
+keys, where collisions do not matter, and a head that may hide others is scanned for them.
 
 Contract: linear time, ``InvalidMessageError`` or nothing. Knows msgpack's tokens and nothing of
 what they mean to the codec.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import date, datetime, time, timedelta
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rankwire.errors import InvalidMessageError
@@ -27,6 +28,7 @@ __all__ = [
     "MIN_SCANNED_NBYTES",
     "KeyCheck",
     "may_hold_wide_maps",
+    "refuse_extensions_as_keys",
     "refuse_wide_maps",
 ]
 
@@ -50,6 +52,9 @@ _HASHED_SAFELY: frozenset[type] = frozenset({type(None), bool, str, bytes})
 _SINGLE: frozenset[type] = frozenset(
     {type(None), bool, int, float, complex, date, time, datetime, timedelta}
 )
+
+_NO_KEY: list[None] = []
+_unpack = msgspec.msgpack.decode
 
 _MAP16, _MAP32 = 0xDE, 0xDF
 # Tokens of a fixed length, frequent ones first; fixmap is among them.
@@ -188,6 +193,21 @@ def refuse_wide_maps(body: memoryview) -> None:
         width, besides = _LONG_TOKENS[token]
         nbytes = int.from_bytes(body[position + 1 : position + 1 + width], "big")
         position += 1 + width + besides + nbytes
+
+
+def refuse_extensions_as_keys(body: memoryview) -> None:
+    """Refuse msgpack in which an extension is the key of a native map.
+
+    It is decoded once more, with extensions as something that cannot be a key.
+    """
+    try:
+        _unpack(body, ext_hook=_unhashable)
+    except msgspec.DecodeError as error:
+        raise InvalidMessageError(f"an extension as a key of a native map, or {error}") from error
+
+
+def _unhashable(code: int, body: memoryview) -> list[None]:
+    return _NO_KEY
 
 
 def _skip_short_tokens(body: memoryview, position: int) -> int:

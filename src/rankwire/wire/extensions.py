@@ -341,6 +341,8 @@ class Reader:
         self._items = ItemCount(max_items) if position > max_items else None
         self._keys: collisions.KeyCheck | None = None
         self._head_nbytes = position
+        # What is being decoded now, from outside to inside, and was not looked at for odd keys.
+        self._open: list[memoryview] = []
         self.position = position
 
     def read(self, body: memoryview) -> Any:
@@ -349,7 +351,13 @@ class Reader:
             self._items.add(body)
         if self._must_scan:
             collisions.refuse_wide_maps(body)
-        return _unpack(body, ext_hook=self._lift)
+        if self._head_nbytes <= collisions.MIN_SCANNED_NBYTES:
+            return _unpack(body, ext_hook=self._lift)
+        self._open.append(body)
+        value = _unpack(body, ext_hook=self._lift)
+        if self._open and self._open[-1] is body:
+            self._open.pop()
+        return value
 
     def _lift(self, code: int, body: memoryview) -> Any:
         """Return what an extension stands for. msgspec calls this in the order of the head."""
@@ -386,6 +394,7 @@ class Reader:
         return _without_repeats(keyed, len(items))
 
     def _frozenset(self, body: memoryview) -> frozenset[Any]:
+        self._refuse_odd_keys()
         return frozenset(self._set(body))
 
     def _dict(self, body: memoryview) -> dict[Any, Any]:
@@ -394,6 +403,15 @@ class Reader:
             raise InvalidMessageError("a dict is not a list of keys and a list of values")
         self._check_keys(keys)
         return _without_repeats(dict(zip(keys, values, strict=True)), len(keys))
+
+    def _refuse_odd_keys(self) -> None:
+        """Refuse native maps with extensions as keys in all that is being decoded.
+
+        No writer makes them. msgspec would compare them without asking, and a frozenset or a
+        record takes long to compare.
+        """
+        while self._open:
+            collisions.refuse_extensions_as_keys(self._open.pop())
 
     def _check_keys(self, keys: list[Any], *, is_set: bool = False) -> None:
         if self._head_nbytes <= collisions.MIN_SCANNED_NBYTES:
@@ -449,6 +467,7 @@ class Reader:
         return _registered(self._classes.enums, name).member_of(key)
 
     def _record(self, body: memoryview) -> Any:
+        self._refuse_odd_keys()
         name, signature, values = self._level(body)
         carried = _registered(self._classes.records, name)
         if signature != carried.signature:
