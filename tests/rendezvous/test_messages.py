@@ -164,6 +164,15 @@ def test_what_4096_ranks_need_fits():
     assert len(pack(Fallen("\U0001f600" * 10**6, "\U0001f600" * 10**6))) < MAX_MEMBER_NBYTES
 
 
+@pytest.mark.parametrize("field", ["host", "unix_path", "host_id"])
+@pytest.mark.parametrize("text", ["x" * 256, "escape\x1b[2J", "\x9b"])
+def test_a_member_whose_names_are_too_long_or_unprintable_is_refused(field, text):
+    """It is told to all, and one member must not make that longer than they read."""
+    member = msgspec.structs.replace(MEMBERS[1], **{field: text})
+    with pytest.raises(InvalidMessageError, match=field):
+        unpack(bytearray(RAW(Join(member))))
+
+
 def test_a_beat_lists_no_more_silent_ranks_than_anyone_reads():
     silent = [(rank, 1.0) for rank in range(10_000)]
     assert unpack(bytearray(pack(Beat(silent)))) == Beat(silent[:4096])

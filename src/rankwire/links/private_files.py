@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["MAX_PRIVATE_NBYTES", "open_private", "read_private"]
+__all__ = ["MAX_PRIVATE_NBYTES", "name_of_open", "open_private", "read_private"]
 
 # Much more than any secret or key has.
 MAX_PRIVATE_NBYTES = 1 << 20
@@ -58,6 +58,12 @@ def open_private(path: str | os.PathLike[str], *, named: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+def name_of_open(descriptor: int) -> str:
+    """Return a name of what is open there, for those who want one."""
+    folder = "/proc/self/fd" if os.path.exists("/proc/self/fd") else "/dev/fd"
+    return f"{folder}/{descriptor}"
+
+
 def read_private(path: str | os.PathLike[str], *, named: str) -> bytes:
     """Return the content of such a file; raises as ``open_private`` does."""
     with open_private(path, named=named) as descriptor:
@@ -68,7 +74,9 @@ def read_private(path: str | os.PathLike[str], *, named: str) -> bytes:
 
 
 def _open(path: str, links: int) -> int:
-    """Open a file, through links that this user or root has made."""
+    """Open a file, through links that this user or root has made; on Linux, elsewhere none."""
+    if not hasattr(os, "O_PATH"):
+        return os.open(path, _FLAGS)
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(link)

@@ -9,6 +9,8 @@ short already if the peer is honest.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from rankwire.errors import InvalidMessageError
@@ -48,6 +50,11 @@ def max_coordinator_nbytes(world_size: int) -> int:
     return MAX_MEMBER_NBYTES + _NBYTES_PER_MEMBER * world_size
 
 
+def _meta(longest: int) -> msgspec.Meta:
+    """Return what must hold of a text that is told to all and printed: short, printable."""
+    return msgspec.Meta(max_length=longest, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")
+
+
 class Member(msgspec.Struct, frozen=True):
     """Where one rank is.
 
@@ -62,10 +69,10 @@ class Member(msgspec.Struct, frozen=True):
 
     rank: int
     pid: int
-    host: str
+    host: Annotated[str, _meta(255)]
     port: int
-    unix_path: str
-    host_id: str
+    unix_path: Annotated[str, _meta(107)]
+    host_id: Annotated[str, _meta(255)]
 
 
 class Patience(msgspec.Struct, frozen=True):
