@@ -103,6 +103,19 @@ def test_huge_and_unprintable_texts_are_bounded():
     assert len(error.remote_traceback) <= 70_000
 
 
+def test_a_chain_of_numbers_that_are_no_ranks_is_refused():
+    """They could not even be printed."""
+    for rank in (10**5000, -1):
+        payload = joined(CODEC.encode(["f", 1.0, [rank, "g"], [], {}]))
+        with pytest.raises(InvalidMessageError):
+            decode_request(CODEC, payload)
+
+
+def test_a_reason_that_repeats_what_the_caller_said_is_bounded():
+    _, nbytes = encode_reply(CODEC, Outcome.BAD_REQUEST, "x" * 10**7)
+    assert nbytes < 70_000
+
+
 def test_texts_of_a_callee_that_keeps_to_nothing_are_bounded_and_harmless():
     escape, long = "\x1b[2J", "x" * 10**6
     error = raised(encode_reply(CODEC, Outcome.RAISED, [escape + long, escape + long, long]))

@@ -45,7 +45,7 @@ Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us lon
 
 _MAX_TRACEBACK = 65536
 _MAX_NAMES = 1000  # told of what is registered
-_MAX_NUMBER = 2**64  # a size; wider ones cannot even be printed
+_MAX_NUMBER = 2**64  # a size or a rank; wider ones cannot even be printed
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
 _REPLY_PATHS = ("outcome", "result")
 _TEXT = frozenset((str,))
@@ -113,7 +113,8 @@ def decode_request(codec: Codec, payload: bytearray) -> Request:
 
 
 def _is_chain(items: list[Any]) -> bool:
-    return [type(item) for item in items] == [int, str] * (len(items) // 2)
+    is_one = [type(item) for item in items] == [int, str] * (len(items) // 2)
+    return is_one and max(items[::2]) < _MAX_NUMBER and min(items[::2]) >= 0
 
 
 def encode_result(codec: Codec, value: Any) -> Encoded:
@@ -122,7 +123,9 @@ def encode_result(codec: Codec, value: Any) -> Encoded:
 
 
 def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded:
-    """Return a reply other than a result."""
+    """Return a reply other than a result; a text is made as short as it is read."""
+    if type(details) is str:
+        details = _printable(details)
     return codec.encode_record([int(outcome), details], _REPLY_PATHS)
 
 
