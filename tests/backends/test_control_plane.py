@@ -13,13 +13,16 @@ import time
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
+from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
     PeerLostError,
     PeerUnresponsiveError,
+    RankwireError,
 )
 from rankwire.rpc.agent import RpcAgent
+from rankwire.wire.frames import Channel
 from worlds import (
     PATIENCE,
     Running,
@@ -409,3 +412,17 @@ def test_a_verdict_that_has_come_counts_also_where_it_is_read_late():
             eventually(lambda: world[0].failure_of(2))
             time.sleep(0.1)  # longer than anyone waits for a verdict that has not come
         assert "ValueError: a mistake" in waiting.error().reason
+
+
+def test_a_control_message_that_is_too_long_ends_the_connection_of_its_sender():
+    """From its header, before it is read; all are told who sent it."""
+    with tcp_world(3) as ranks:
+        waiting = [Running(ranks[survivor].recv, 1) for survivor in (0, 2)]
+        control = ranks[1]._formation._attendance._control
+        with contextlib.suppress(RankwireError):  # it may be hung up on before it has sent all
+            control.send(Channel.CONTROL, 0, 0, [bytes(1 << 20)], 1 << 20, Deadline(PATIENCE))
+        for command in waiting:
+            error = command.error(PATIENCE)
+            assert type(error) is PeerLostError
+            assert error.peer == 1
+            assert "announced 1048576 bytes, the limit is 262144" in error.reason

@@ -15,12 +15,14 @@ from rankwire.errors import (
     PeerLostError,
 )
 
+# What is not printable is escaped, see below.
+TEXTS = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"], include_characters="\n\t"))
 NOTICES = st.builds(
     Notice,
     sequence=st.integers(0, 2**60),
-    description=st.text(),
+    description=TEXTS,
     state=st.sampled_from(["waiting", "mismatch", "lost", "failed"]),
-    text=st.text(),
+    text=TEXTS,
     culprit=st.integers(-1, 10_000),
 )
 
@@ -118,3 +120,14 @@ def test_a_text_that_is_not_unicode_is_told_too():
     # As in the name of a file, say. If this failed, the others would not hear of the failure.
     error = told(InvalidMessageError("no file 'a\udc80'"))
     assert "no file 'a" in error.reason
+
+
+def test_a_text_of_a_peer_is_short_and_harmless_to_a_terminal():
+    notice = Notice(1, "all_reduce\x1b[2J", "failed", "begin" + "x" * 10**6 + "\x07 end")
+    found = unpack(bytearray(pack(notice)))
+    assert found.description == "all_reduce\\x1b[2J"
+    assert len(found.text) <= 4000
+    assert found.text.startswith("begin")
+    assert found.text.endswith("\\x07 end")
+    error = ValueError("y" * 10**6)
+    assert len(failure_notice(1, "all_reduce", 1, error).text) <= 4000

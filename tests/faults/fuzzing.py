@@ -1,10 +1,12 @@
 """Fuzzing of everything that reads bytes from the wire. Run as a script, by ``test_fuzz.py``::
 
-    python tests/faults/fuzzing.py TARGET SEED COUNT
+    python tests/faults/fuzzing.py TARGET SEED COUNT [hard]
 
-Only the errors that a reader promises may come out. Each input is watched: one that takes longer
-than a second, or memory above the limit, ends the run with the input in hex. The limit on address
-space makes an allocation by a lying length fail at once. Prints what happened as JSON.
+Inputs are damaged valid ones, or with ``hard`` such as are meant to take long. Only the errors that
+a reader promises may come out. Each input is watched: one that takes longer than a second, or
+memory above the limit, ends the run with the input in hex. The limit on address space makes an
+allocation by a lying length fail at once. A hard input may take so much processor time for each of
+its bytes, and no more. Prints what happened as JSON.
 """
 
 import dataclasses
@@ -26,6 +28,7 @@ if __name__ == "__main__":  # a script has its own folder on the path, not the o
 import msgspec
 import numpy as np
 
+from faults.adversary import Adversary
 from faults.mutator import Mutator
 from rankwire import errors
 from rankwire.collectives import notices
@@ -52,6 +55,10 @@ ADDRESS_SPACE = 1 << 30  # beyond what the process has at the start
 MEMORY_LIMIT = 64 << 20
 SLOW = 1.0  # seconds for one input
 _WATCH_EVERY = 256  # inputs
+# Of processor time, for a hard input. The slowest honest ones, many small arrays, take 0.5 us for
+# a byte on an idle machine; what the limits of equal hashes allow takes 1 us.
+SLOW_BYTE = 4e-6
+SLOW_START = 0.1
 
 KEY, NONCE = bytes(range(32)), bytes(range(32, 64))
 JOB = job_id("fuzz")
@@ -72,7 +79,20 @@ class Pair(msgspec.Struct):
     second: Any
 
 
-CODEC = Codec([Color, Point, Pair])
+class Option(enum.IntFlag):
+    ONE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """Hashes by one field, compares by all."""
+
+    name: Any
+    content: Any = dataclasses.field(hash=False)
+    number: Any = dataclasses.field(hash=False)
+
+
+CODEC = Codec([Color, Point, Pair, Option, Label])
 VALUES: list[Any] = [
     None, True, 7, -(1 << 40), 1 << 80, 1.5, 2j, "text", "äöü", b"bytes", b"x" * 3000,
     bytearray(b"y"), [1, [2, [3]]], (1, "two", 3.0), {"a": 1, 2: [None]}, {1, 2}, frozenset("ab"),
@@ -91,12 +111,16 @@ def joined(encoded: tuple[Any, int]) -> bytes:
 
 
 class Target:
-    """What is fuzzed: valid inputs, and what to do with a damaged one."""
+    """What is fuzzed: valid inputs, hard ones, and what to do with either."""
 
     def __init__(
-        self, corpus: list[bytes], feed: Callable[[bytearray, Mutator], None], *expected: type
+        self,
+        corpus: list[bytes],
+        feed: Callable[[bytearray, Mutator], None],
+        *expected: type,
+        hard: Callable[[Adversary], bytearray] | None = None,
     ) -> None:
-        self.corpus, self.feed, self.expected = corpus, feed, expected
+        self.corpus, self.feed, self.expected, self.hard = corpus, feed, expected, hard
 
 
 # -- the handshake: a session is what the other end says, one message after the other
@@ -216,6 +240,9 @@ _CONTROL: list[control.Message] = [
     control.World(77, [_MEMBER, _MEMBER]),
     control.Failed("nobody came", [2]),
     control.Gone(3, "killed", False),
+    control.Beat([(1, 2.5), (300, 0.5)]),
+    control.Suspected(2, 7.0),
+    control.Fallen("it raised ValueError: no", "Traceback ...\nValueError: no"),
 ]
 
 
@@ -266,21 +293,30 @@ _STRANGERS = (errors.ProtocolError, errors.AuthenticationError)
 TARGETS = {
     "listener": Target(_listener_sessions(), _feed_listener, *_STRANGERS),
     "dialler": Target(_dialler_sessions(), _feed_dialler, *_STRANGERS),
-    "frame": Target(_streams(), _feed_frames, errors.ProtocolError),
+    "frame": Target(_streams(), _feed_frames, errors.ProtocolError, hard=Adversary.stream),
     "codec": Target(
-        [joined(CODEC.encode(v)) for v in VALUES], _feed_codec, errors.InvalidMessageError
+        [joined(CODEC.encode(v)) for v in VALUES],
+        _feed_codec,
+        errors.InvalidMessageError,
+        hard=Adversary.payload,
     ),
     "array": Target(
         [joined(pack_array(v)) for v in VALUES if isinstance(v, np.ndarray)],
         _feed_array,
         errors.InvalidMessageError,
+        hard=Adversary.array,
     ),
     "control": Target(
-        [control.pack(m) for m in _CONTROL], _feed_control, errors.InvalidMessageError
+        [control.pack(m) for m in _CONTROL],
+        _feed_control,
+        errors.InvalidMessageError,
+        hard=Adversary.control,
     ),
-    "request": Target(_requests(), _feed_request, errors.InvalidMessageError),
-    "reply": Target(_replies(), _feed_reply, errors.RankwireError),
-    "notice": Target(_notices(), _feed_notice, errors.InvalidMessageError),
+    "request": Target(
+        _requests(), _feed_request, errors.InvalidMessageError, hard=Adversary.payload
+    ),
+    "reply": Target(_replies(), _feed_reply, errors.RankwireError, hard=Adversary.payload),
+    "notice": Target(_notices(), _feed_notice, errors.InvalidMessageError, hard=Adversary.notice),
 }
 
 
@@ -321,6 +357,31 @@ def fuzz(
     return {"outcomes": outcomes, "slowest": slowest, "memory": grown}
 
 
+def fuzz_hard(target: Target, seed: str, count: int) -> dict[str, Any]:
+    """Feed so many inputs that are meant to take long; raise at the first one that does."""
+    assert target.hard is not None
+    mutator = Mutator(target.corpus, seed)
+    records = [("Label", "name,content,number", 3)]
+    adversary = Adversary(seed, records, ["Option", "Color"])
+    outcomes: Counter[str] = Counter()
+    slowest = 0.0
+    for number in range(count):
+        data = target.hard(adversary)
+        nbytes = len(data)
+        began = time.thread_time()
+        try:
+            target.feed(data, mutator)
+            outcomes["read"] += 1
+        except target.expected as error:
+            outcomes[type(error).__name__] += 1
+        seconds = time.thread_time() - began
+        slowest = max(slowest, (seconds - SLOW_START) / nbytes)
+        if slowest > SLOW_BYTE:
+            what = f"{nbytes} bytes took {seconds:.3f} s"
+            raise AssertionError(f"seed {seed!r}, input {number}: {what}; {bytes(data[:200])!r}")
+    return {"outcomes": outcomes, "slowest": max(slowest, 0.0)}
+
+
 def _hung(*_: object) -> None:
     raise AssertionError("hung")
 
@@ -335,8 +396,11 @@ def _resident() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
-def main(name: str, seed: str, count: str) -> None:
+def main(name: str, seed: str, count: str, *hard: str) -> None:
     """Fuzz one target with little memory, and print what happened."""
+    if hard:
+        print(json.dumps(fuzz_hard(TARGETS[name], f"{name} {seed}", int(count))))
+        return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

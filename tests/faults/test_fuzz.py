@@ -13,19 +13,21 @@ import time
 import pytest
 
 from faults import fuzzing
+from faults.adversary import Adversary
 from faults.mutator import Mutator
 from faults.sizes import NIGHTLY, time_limit, trials
 
 pytestmark = pytest.mark.timeout(time_limit(60, 3600))
 
 INPUTS = trials(100_000, 10_000_000)
+HARD_INPUTS = trials(40, 5_000)
 # By day the same each time; by night something new, and the seed is in the error.
 SEED = str(time.time_ns()) if NIGHTLY else "day"
 
 
-def run(target, count=INPUTS, seed=SEED):
+def run(target, count=INPUTS, *options):
     return subprocess.run(
-        [sys.executable, fuzzing.__file__, target, seed, str(count)],
+        [sys.executable, fuzzing.__file__, target, SEED, str(count), *options],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -64,6 +66,33 @@ def test_f12_a_damaged_stream_of_frames(measured):
 @pytest.mark.parametrize("target", ["codec", "array", "control", "request", "reply", "notice"])
 def test_f60_a_damaged_payload(target, measured):
     check(target, measured)
+
+
+@pytest.mark.fault(60, "no payload takes more time than is in proportion to its length")
+@pytest.mark.parametrize(
+    "target", [name for name, target in fuzzing.TARGETS.items() if target.hard is not None]
+)
+def test_f60_a_payload_that_is_meant_to_take_long(target, measured):
+    ended = run(target, HARD_INPUTS, "hard")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    result = json.loads(ended.stdout)
+    measured(f"hard inputs to the {target}", sum(result["outcomes"].values()), unit="inputs")
+    measured("slowest, beyond 0.1 s", result["slowest"] * 1e6, unit="us a byte", limit=4)
+
+
+def test_an_input_that_takes_long_is_found():
+    target = fuzzing.Target(
+        [b"x"], lambda data, _: sum(range(100 * len(data))), ValueError, hard=Adversary.notice
+    )
+    fuzzing.fuzz_hard(target, "fine", 5)
+    target.feed = lambda data, _: sum(range(min(len(data) ** 2, 10**8)))
+    with pytest.raises(AssertionError, match="bytes took"):
+        fuzzing.fuzz_hard(target, "not fine", 50)
+
+
+def test_the_same_seed_gives_the_same_hard_inputs():
+    one, other = Adversary("seed", [], []), Adversary("seed", [], [])
+    assert [one.payload() for _ in range(5)] == [other.payload() for _ in range(5)]
 
 
 def test_the_same_seed_gives_the_same_inputs():

@@ -1,12 +1,17 @@
 """connect(): what a launcher left, read once, remembered, and explained when it is not there."""
 
+import contextlib
 import os
+import selectors
+import socket
+import threading
 
 import pytest
 
 from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.launch import environment
 from rankwire.launch.environment import connect
+from rankwire.launch.handover import Handover
 from rankwire.links.protection import Tls
 from worlds import free_port
 
@@ -34,17 +39,38 @@ def told(monkeypatch):
 
 @pytest.fixture
 def launched(told, monkeypatch):
-    """The same in a process that was started by `rankwire run`; also returns the secret's pipe."""
+    """The same in a process that was started by `rankwire run`; also returns the socket to it."""
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
-    reading, writing = os.pipe()
-    os.write(writing, b"s" * 32)
-    os.close(writing)
-    monkeypatch.setenv("RANKWIRE_SECRET_FD", str(reading))
-    pipe = os.fstat(reading)
-    yield told, reading
-    if is_open(reading) and os.path.samestat(os.fstat(reading), pipe):
-        os.close(reading)  # nobody got as far as to read it
+    with launcher_of(os.getpid()) as fd:
+        monkeypatch.setenv("RANKWIRE_SECRET_FD", str(fd))
+        status = os.fstat(fd)
+        yield told, fd
+        if is_open(fd) and os.path.samestat(os.fstat(fd), status):
+            os.close(fd)  # nobody got as far as to ask
+
+
+@contextlib.contextmanager
+def launcher_of(process):
+    """Serve a process as its launcher does; yields the socket that it inherits."""
+    handover = Handover(b"s" * 32)
+    is_over = threading.Event()
+    with selectors.PollSelector() as selector:
+        handover.serve(selector, process)
+
+        def serve():
+            while not is_over.is_set():
+                for key, _ in selector.select(0.02):
+                    key.data()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield handover.theirs.detach()
+        finally:
+            is_over.set()
+            thread.join()
+            handover.close()
 
 
 def is_open(fd: int) -> bool:
@@ -178,7 +204,7 @@ def test_what_is_not_a_number_is_named(launched, monkeypatch, name):
 def test_a_descriptor_that_was_not_inherited(launched, monkeypatch, tmp_path):
     with (tmp_path / "other").open("wb") as other:
         monkeypatch.setenv("RANKWIRE_SECRET_FD", str(other.fileno()))
-        with pytest.raises(ConfigurationError, match="not the pipe"):
+        with pytest.raises(ConfigurationError, match="not a launcher's socket"):
             connect()
         assert is_open(other.fileno())
     monkeypatch.setenv("RANKWIRE_SECRET_FD", "999")
@@ -186,15 +212,16 @@ def test_a_descriptor_that_was_not_inherited(launched, monkeypatch, tmp_path):
         connect()
 
 
-def test_a_pipe_that_someone_else_has_read_or_still_writes(launched, monkeypatch):
-    reading, writing = os.pipe()
-    monkeypatch.setenv("RANKWIRE_SECRET_FD", str(reading))
-    with pytest.raises(ConfigurationError, match="cannot be read"):  # and does not block
+def test_a_launcher_that_is_gone_or_started_another_process(launched, monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    monkeypatch.setenv("RANKWIRE_SECRET_FD", str(theirs.detach()))
+    with pytest.raises(ConfigurationError, match="cannot be had from RANKWIRE_SECRET_FD"):
         connect()
-    os.close(writing)
-    monkeypatch.setenv("RANKWIRE_SECRET_FD", str(reading))
-    with pytest.raises(ConfigurationError, match="empty"):
-        connect()
+    with launcher_of(os.getpid() + 1) as fd:
+        monkeypatch.setenv("RANKWIRE_SECRET_FD", str(fd))
+        with pytest.raises(ConfigurationError, match="only to the process that it started itself"):
+            connect()
 
 
 # -- protection

@@ -1,6 +1,8 @@
 """TLS streams: sockets to their owners, whatever the network and OpenSSL do."""
 
 import contextlib
+import fcntl
+import os
 import random
 import socket
 import ssl
@@ -19,7 +21,7 @@ from rankwire.launch.certificates import make_certificates
 from rankwire.links.connection import Connection
 from rankwire.links.protection import Tls
 from rankwire.links.sockets import tune
-from rankwire.links.tls import TlsContexts, TlsStream
+from rankwire.links.tls import TlsContexts, TlsStream, _make_context
 from rankwire.wire.frames import Channel
 from worlds import PATIENCE, Running, eventually
 
@@ -392,6 +394,36 @@ def test_a_key_that_does_not_fit_is_refused(files):
         TlsContexts(Tls(cert=files[0].cert, key=files[1].key, ca=files[0].ca))
 
 
+def test_a_key_that_others_can_read_is_refused(tmp_path, files):
+    key = tmp_path / "open.key"
+    key.write_bytes(files[0].key.read_bytes())
+    key.chmod(0o640)
+    with pytest.raises(ConfigurationError, match=r"open\.key must .* closed to others"):
+        TlsContexts(Tls(cert=files[0].cert, key=key, ca=files[0].ca))
+    key.chmod(0o400)
+    TlsContexts(Tls(cert=files[0].cert, key=key, ca=files[0].ca))
+
+
+def test_the_key_that_was_checked_is_the_one_that_is_loaded(tmp_path, files, monkeypatch):
+    """In a folder that others can write, a name can mean another file a moment later."""
+    key = tmp_path / "rank.key"
+    key.write_bytes(files[0].key.read_bytes())
+    key.chmod(0o600)
+    check = os.fstat
+
+    def check_and_exchange(descriptor):
+        status = check(descriptor)
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:  # not that of its name alone
+            other = tmp_path / "other"
+            other.write_text("of somebody else")
+            other.rename(key)
+        return status
+
+    monkeypatch.setattr(os, "fstat", check_and_exchange)
+    _make_context(ssl.PROTOCOL_TLS_SERVER, Tls(cert=files[0].cert, key=key, ca=files[0].ca))
+    assert key.read_text() == "of somebody else"
+
+
 def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(tmp_path, files):
     from cryptography.hazmat.primitives import serialization
 
@@ -404,5 +436,6 @@ def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(tmp_path, files)
             serialization.BestAvailableEncryption(b"passphrase"),
         )
     )
+    closed.chmod(0o600)
     with pytest.raises(ConfigurationError, match="passphrase"):
         TlsContexts(Tls(cert=files[0].cert, key=closed, ca=files[0].ca))

@@ -85,3 +85,21 @@ def test_who_cannot_be_told_is_gone():
         pair.here.tell(Kill())
         with pytest.raises(RankwireError):
             pair.here.receive()
+
+
+def test_texts_of_another_launcher_are_bounded_and_harmless_to_a_terminal():
+    escape = "\x1b[2J"
+    with Pair() as pair:
+        pair.here.tell(Finish(1, escape + "x" * 200_000 + "\nend"))
+        pair.here.tell(Over([], [], {5: [escape, *["    line"] * 500, "y" * 1000]}))
+        pair.here.tell(Here(4, escape))
+        heard = []
+        while len(heard) < 3:
+            heard += pair.there.receive()
+    finish, over, here = heard
+    assert finish.text.startswith("\\x1b[2Jxxx")
+    assert finish.text.endswith("\nend")
+    assert len(finish.text) <= 32_768
+    assert over.errors[5][:-1] == ["    line"] * 99
+    assert len(over.errors[5][-1]) == 500
+    assert here.host == "\\x1b[2J"

@@ -160,7 +160,7 @@ def test_a_file_that_is_not_there_is_an_error_that_names_it(secret_file):
 
 def test_a_folder_instead_of_a_file_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("RANKWIRE_SECRET_FILE", str(tmp_path))
-    with pytest.raises(ConfigurationError, match="directory"):
+    with pytest.raises(ConfigurationError, match="not a regular file"):
         find(loopback=True)
 
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,46 @@ def test_huge_and_unprintable_texts_are_bounded():
     error = raised(failure(ValueError("x" * 1_000_000 + "\udc80")))
     assert len(error.remote_message) <= 70_000
     assert len(error.remote_traceback) <= 70_000
+
+
+def test_a_chain_of_numbers_that_are_no_ranks_is_refused():
+    """They could not even be printed."""
+    for rank in (10**5000, -1):
+        payload = joined(CODEC.encode(["f", 1.0, [rank, "g"], [], {}]))
+        with pytest.raises(InvalidMessageError):
+            decode_request(CODEC, payload)
+
+
+def test_a_reason_that_repeats_what_the_caller_said_is_bounded():
+    _, nbytes = encode_reply(CODEC, Outcome.BAD_REQUEST, "x" * 10**7)
+    assert nbytes < 70_000
+
+
+def test_texts_of_a_callee_that_keeps_to_nothing_are_bounded_and_harmless():
+    escape, long = "\x1b[2J", "x" * 10**6
+    error = raised(encode_reply(CODEC, Outcome.RAISED, [escape + long, escape + long, long]))
+    assert len(error.remote_type) <= 500
+    assert len(error.remote_message) <= 65_536
+    assert len(error.remote_traceback) <= 65_536
+    assert "\x1b" not in str(error)
+    error = raised(
+        encode_reply(CODEC, Outcome.NOT_FOUND, [long, [escape] * 10**5 + [long, 10**5000]])
+    )
+    assert len(str(error)) < 20_000
+    assert "\x1b" not in str(error)
+    for outcome in (Outcome.BAD_REQUEST, Outcome.OVERLOADED, Outcome.CLOSED):
+        error = raised(encode_reply(CODEC, outcome, escape + long))
+        assert len(str(error)) < 70_000
+        assert "\x1b" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [[10**5000, None], [np.zeros(2), None], [6, [10**5000, 1]], [6, [-(10**5000), 1]]],
+    ids=["a wide outcome", "an array", "a wide size", "a negative size"],
+)
+def test_a_number_that_cannot_be_printed_is_a_protocol_error(record):
+    assert type(raised(CODEC.encode(record))) is InvalidMessageError
 
 
 @pytest.mark.parametrize(

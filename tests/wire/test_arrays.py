@@ -293,3 +293,14 @@ def test_no_torch_no_tensors(monkeypatch):
     prefix = struct.pack("<I", len(head)) + head
     with pytest.raises(InvalidMessageError, match="torch"):
         Codec().decode(bytearray(prefix + bytes(-len(prefix) % 16) + bytes(8)))
+
+
+@pytest.mark.parametrize("head", [arrays.array_head, arrays.tensor_head])
+def test_a_description_that_is_too_long_or_holds_a_map_is_refused(head):
+    """A map could have keys that were chosen to collide."""
+    for description in (["<f4", False, {1: 2}], ["float32", {1: 2}]):
+        with pytest.raises(Exception, match="got `object`"):
+            head(memoryview(msgspec.msgpack.encode(description)))
+    long = msgspec.msgpack.encode(["<f4", False, *[1] * 1000])
+    with pytest.raises(InvalidMessageError, match="a description of an array in"):
+        head(memoryview(long))

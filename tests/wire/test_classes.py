@@ -162,3 +162,17 @@ def test_a_class_has_one_name_and_a_name_one_class():
             table.add(cls, name)
     table.add(Keywords, "C")
     assert set(table.by_class) == {Frozen, Colour, Keywords}
+
+
+class Option(enum.IntFlag):
+    """Keeps bits that it does not know."""
+
+    ONE = 1
+
+
+def test_a_flag_of_thousands_of_bits_is_refused():
+    """Python would look at all of them for each of them."""
+    carried = EnumClass("Option", Option)
+    assert carried.member_of(1 << 200 | 1) == 1 << 200 | 1
+    with pytest.raises(InvalidMessageError, match="no such member"):
+        carried.member_of(1 << 30_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import sys
 from typing import Any
@@ -13,9 +14,20 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from rankwire.errors import InvalidMessageError
-from rankwire.wire.collisions import check_hashes, may_hold_wide_maps, refuse_wide_maps
+from rankwire.wire.codec import Codec
+from rankwire.wire.collisions import (
+    KeyCheck,
+    may_hold_wide_maps,
+    refuse_extensions_as_keys,
+    refuse_wide_maps,
+)
 
 PRIME = sys.hash_info.modulus  # ints that differ by a multiple of it have the same hash
+
+
+def check_keys(keys: list[Any], nbytes: int = 1025) -> None:
+    """As for a message that is not much longer than its keys."""
+    KeyCheck(nbytes, lambda _: None).check(keys)
 
 
 def packed(value: Any) -> memoryview:
@@ -34,11 +46,16 @@ def packed(value: Any) -> memoryview:
         [(x, y, z) for x in range(-9, 9) for y in range(-9, 9) for z in range(-9, 9)],
         [complex(x, y) for x in range(100) for y in range(100)],
         [i * PRIME for i in range(1, 129)],
+        # All edges of a grid that cross from column -2 to -1 have one hash.
+        [frozenset({(-1, y), (-2, y)}) for y in range(100)],
+        [frozenset({-1, *range(300)}), frozenset({-2, *range(300)})],
+        [frozenset({i, j}) for i in range(-100, 100) for j in range(-100, i)],
+        [(frozenset({-1, str(i)}), x) for i in range(1000) for x in (-1, -2)],
     ],
     ids=lambda keys: repr(keys[:2]),
 )
 def test_honest_keys_pass(keys):
-    check_hashes(keys)
+    check_keys(keys)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +70,45 @@ def test_honest_keys_pass(keys):
 )
 def test_many_keys_of_one_hash_are_refused(keys):
     with pytest.raises(InvalidMessageError, match="same hash"):
-        check_hashes(keys)
+        check_keys(keys)
+
+
+def alike(count: int, depth: int, last: int) -> Any:
+    """Nested frozensets of one hash for all ``last``, which is all in which they differ."""
+    if depth == 0:
+        return 7 + PRIME * last
+    return frozenset(alike(count, depth - 1, n) for n in [*range(count - 1), count + last])
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    name: str
+    content: Any = dataclasses.field(hash=False)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_nested_keys_that_multiply_their_collisions_are_refused(depth):
+    count = {1: 64, 2: 30, 3: 8}[depth]
+    keys = [alike(count, depth, n) for n in range(max(count, 30))]
+    assert len(set(map(hash, keys))) == 1
+    with pytest.raises(InvalidMessageError, match="too long to compare"):
+        check_keys(keys)
+
+
+def test_what_the_fields_of_a_key_hold_is_counted():
+    keys = [Named("one", {7 + PRIME * i: n for i in range(100)}) for n in range(100)]
+    KeyCheck(1025, lambda _: None).check(keys)
+    with pytest.raises(InvalidMessageError, match="too long to compare"):
+        KeyCheck(1025, lambda key: [key.name, key.content]).check(keys)
+
+
+def test_the_budget_is_for_the_whole_message():
+    check = KeyCheck(1025, lambda _: None)
+    keys = [alike(40, 1, n) for n in range(10)]
+    for _ in range(7):
+        check.check(keys)
+    with pytest.raises(InvalidMessageError, match="too long to compare"):
+        check.check(keys)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +125,26 @@ def test_a_wide_map_is_found_wherever_it_is(header, padding):
 def test_a_wide_map_inside_an_extension_is_left_to_its_own_scan():
     for nbytes in (1, 2, 4, 8, 16, 17, 300, 70_000):
         refuse_wide_maps(packed([Ext(10, b"\xde" * nbytes)] * 1000))
+
+
+def test_an_extension_as_a_key_of_a_native_map_is_refused():
+    for body in (b"\x81\xc7\x00\x0c\x01", b"\x91\x82\x01\x02\xd4\x0c\x90\x01"):
+        with pytest.raises(InvalidMessageError, match="an extension as a key"):
+            refuse_extensions_as_keys(memoryview(body))
+    refuse_extensions_as_keys(packed([Ext(12, b"\x90"), {"a": Ext(12, b"\x90"), 1: {2.5: None}}]))
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["a key", "in a tuple that is a key"])
+def test_a_codec_refuses_records_and_frozensets_as_keys_of_native_maps(hidden):
+    """However deep: they would be compared without asking."""
+    codec = Codec([Named])
+    pack = msgspec.msgpack.encode
+    for key in (Ext(12, pack([1])), Ext(31, pack(["Named", "name,content", ["a", 1]]))):
+        ext = Ext(10, pack([key])) if hidden else key
+        odd = msgspec.Raw(b"\x81" + pack(ext) + b"\x00")
+        head = pack([b" " * 1100, Ext(10, pack([odd]))])
+        with pytest.raises(InvalidMessageError, match="an extension as a key"):
+            codec.decode(bytearray(struct.pack("<I", len(head)) + head))
 
 
 def test_a_short_body_is_not_scanned():

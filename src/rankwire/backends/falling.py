@@ -9,10 +9,9 @@ from __future__ import annotations
 import traceback
 from typing import NamedTuple
 
-__all__ = ["Fall", "fall_by"]
+from rankwire.wire.texts import one_line, printable
 
-_MAX_REASON = 500
-_MAX_TRACEBACK = 32768
+__all__ = ["Fall", "fall_by"]
 
 
 class Fall(NamedTuple):
@@ -29,8 +28,8 @@ def fall_by(error: BaseException | None) -> Fall | None:
     if isinstance(error, SystemExit):
         if error.code is None or error.code == 0:
             return None
-        return Fall(_shortened(f"it exited with {error.code!r}"), "")
-    return Fall(_shortened(f"it raised {_describe(error)}"), _printable(_traceback(error)))
+        return Fall(one_line(f"it exited with {error.code!r}"), "")
+    return Fall(one_line(f"it raised {_describe(error)}"), printable(_traceback(error)))
 
 
 def _describe(error: BaseException) -> str:
@@ -45,18 +44,6 @@ def _describe(error: BaseException) -> str:
 
 def _traceback(error: BaseException) -> str:
     try:
-        text = "".join(traceback.format_exception(error))
+        return "".join(traceback.format_exception(error))
     except Exception as second:
         return f"<the traceback could not be made: {type(second).__name__}>"
-    if len(text) <= _MAX_TRACEBACK:
-        return text
-    half = _MAX_TRACEBACK // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-
-
-def _shortened(text: str) -> str:
-    return _printable(text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}...")
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -33,8 +33,8 @@ from rankwire.links.sockets import (
 from rankwire.rendezvous.attendance import Attendance, Audience
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.host import host_id, new_socket_path, sweep_socket_files
-from rankwire.rendezvous.joining import MAX_CONTROL_NBYTES, join
-from rankwire.rendezvous.messages import Fallen, Member, Patience, World
+from rankwire.rendezvous.joining import join
+from rankwire.rendezvous.messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.seals import Seals
@@ -248,7 +248,7 @@ class Formation:
         expect_prompt_reading(sock)
         self._coordinator.enter(
             hello.rank,
-            Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES, seals=seals),
+            Connection(sock, peer=hello.rank, max_nbytes=MAX_MEMBER_NBYTES, seals=seals),
         )
 
     @property

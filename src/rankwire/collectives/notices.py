@@ -18,8 +18,11 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.wire.texts import printable
 
 __all__ = ["Notice", "failure_notice", "pack", "unpack"]
+
+_MAX_TEXT = 4000
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,8 +71,8 @@ def failure_notice(sequence: int, description: str, rank: int, error: BaseExcept
 
 
 def _sayable(text: str) -> str:
-    """Return a text without the lone surrogates that cannot be encoded."""
-    return text.encode(errors="replace").decode()
+    """Return a text as it may be told and printed."""
+    return printable(text, _MAX_TEXT)
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -88,6 +91,8 @@ def unpack(payload: bytearray) -> Notice:
         InvalidMessageError: It is none.
     """
     try:
-        return _decode(payload)
+        notice = _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidMessageError(f"not a notice of a collective: {error}") from error
+    texts = {"description": _sayable(notice.description), "text": _sayable(notice.text)}
+    return msgspec.structs.replace(notice, **texts)

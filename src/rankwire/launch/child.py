@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from rankwire.launch import environment, places
+from rankwire.launch.handover import Handover
 
 __all__ = ["Child", "Ending", "World"]
 
@@ -97,7 +99,8 @@ class Child:
     ) -> None:
         self.rank = rank
         self.ending: Ending | None = None
-        secret_fd = _pipe_holding(world.secret)
+        self._handover = Handover(world.secret)
+        secret_fd = self._handover.theirs.fileno()
         try:
             variables = {
                 places.RANK: str(rank),
@@ -122,8 +125,10 @@ class Child:
                 pass_fds=[secret_fd],
                 start_new_session=True,
             )
-        finally:
-            os.close(secret_fd)
+        except BaseException:
+            self._handover.close()
+            raise
+        self._handover.theirs.close()
 
     @property
     def pid(self) -> int:
@@ -137,6 +142,10 @@ class Child:
         assert self._process.stderr is not None
         return self._process.stdout, self._process.stderr
 
+    def serve(self, selector: selectors.BaseSelector) -> None:
+        """Tell it the secret when it asks; the owner of the selector calls ``key.data()``."""
+        self._handover.serve(selector, self.pid)
+
     def check(self) -> Ending | None:
         """Note whether it has ended; return how, the first time that it has."""
         if self.ending is not None:
@@ -145,6 +154,7 @@ class Child:
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None
+        self._handover.close()  # its number may soon be another's
         if found.si_code == os.CLD_EXITED:
             self.ending = Ending(code=found.si_status)
         else:
@@ -174,6 +184,7 @@ class Child:
 
     def close(self) -> None:
         """Kill all that is left and collect it. Idempotent."""
+        self._handover.close()
         if self._process.returncode is None:
             self.send_group(signal.SIGKILL)
             self._process.wait()
@@ -201,16 +212,6 @@ def _is_any_running(group: int) -> bool:
         if int(found) == group and state not in (b"Z", b"X"):
             return True
     return False
-
-
-def _pipe_holding(data: bytes) -> int:
-    """Return the reading end of a pipe that holds ``data`` and nothing more to come."""
-    reading, writing = os.pipe()
-    try:
-        os.write(writing, data)  # far below a pipe's capacity: it cannot block or be partial
-    finally:
-        os.close(writing)
-    return reading
 
 
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:

@@ -6,16 +6,15 @@ processes are started, and nothing in ``run`` knows how a world is joined: the t
 names of the variables.
 
 The secret of ``rankwire run`` is never in the environment. ``RANKWIRE_SECRET_FD`` names an
-inherited pipe that holds it; it is read once, closed, and the variable removed, so that programs
-which this rank starts find neither. This process remembers the secret, so that ``connect()`` works
-again after the first world was closed.
+inherited socket by which the launcher tells it to this process alone (``handover``); it is asked
+once and closed, and the variable removed. This process remembers the secret, so that ``connect()``
+works again after the first world was closed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
@@ -28,6 +27,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.forking import renew_in_child
 from rankwire.launch.certificates import files_of
+from rankwire.launch.handover import ask_for_secret
 from rankwire.launch.places import HYDRA_JOB, OURS, Place, find_place, read_integer
 from rankwire.links.places import ListeningPlace
 from rankwire.links.protection import Tls
@@ -43,8 +43,6 @@ TLS_FILES = TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY",
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 
-# A launcher writes 32 bytes. Above this it is not a secret but some other pipe.
-_MAX_SECRET_NBYTES = 4096
 # Between two tries to join while the last world still stands.
 _PAUSE = 0.05
 # As the kernel shortens them.
@@ -147,7 +145,7 @@ def _process_id_of_ancestor(names: tuple[str, ...]) -> str:
 
 
 class _Memory:
-    """What this process keeps between two connects: the secret, as its pipe is read only once."""
+    """What this process keeps between two connects: the secret, as it is told only once."""
 
     def __init__(self) -> None:
         self.has_connected = False
@@ -160,38 +158,11 @@ class _Memory:
             if SECRET_FD in environ:
                 fd = read_integer(environ, SECRET_FD)
                 del environ[SECRET_FD]
-                self._secret = _read_secret(fd)
+                self._secret = ask_for_secret(fd, named=f"{SECRET_FD}={fd}")
             return self._secret
 
 
 _memory = _Memory()
-
-
-def _read_secret(fd: int) -> bytes:
-    """Return what the pipe ``fd`` holds, and close it.
-
-    Never blocks: the launcher wrote before it started us.
-    """
-    try:
-        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
-            # Some other file that got this number: it is not ours to read or close.
-            raise ConfigurationError(
-                f"{SECRET_FD}={fd} is not the pipe of a launcher;"
-                " this process inherited the variable but not the pipe"
-            )
-        os.set_blocking(fd, False)
-        secret = os.read(fd, _MAX_SECRET_NBYTES + 1)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the job's secret cannot be read from {SECRET_FD}={fd}: {error.strerror}."
-            " Only a process that `rankwire run` itself started can join the world"
-        ) from error
-    os.close(fd)
-    if not secret:
-        raise ConfigurationError(f"{SECRET_FD}={fd} is empty: another process has read the secret")
-    if len(secret) > _MAX_SECRET_NBYTES:
-        raise ConfigurationError(f"{SECRET_FD}={fd} holds too much to be a secret")
-    return secret
 
 
 def _read_security(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:

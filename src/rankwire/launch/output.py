@@ -10,7 +10,6 @@ read, so that they wait, as they would with that output as their own.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import selectors
@@ -24,8 +23,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rankwire.deadline import Deadline
-from rankwire.errors import ConfigurationError
 from rankwire.launch.lines import LineSplitter
+from rankwire.launch.logfiles import LogFolder
 
 __all__ = ["Output", "Sink", "Stream"]
 
@@ -153,7 +152,7 @@ class Output:
     ) -> None:
         self._selector = selector
         self._has_prefix = has_prefix
-        self._log_dir = log_dir
+        self._logs = LogFolder(log_dir) if log_dir is not None else None
         self._stdout = Sink(Console(file=sys.stdout), 1)
         self._stderr = Sink(Console(file=sys.stderr), 2)
         if self._stderr.is_terminal and _are_one_file(1, 2):
@@ -161,16 +160,10 @@ class Output:
             self._stdout = self._stderr
         self._streams: list[Stream] = []
         self._errors: dict[int, Stream] = {}
-        self._closing = contextlib.ExitStack()
-        if log_dir is not None:
-            try:
-                log_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigurationError(f"--log-dir {log_dir}: {error.strerror}") from error
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Read both pipes of a rank from now on; they are closed here."""
-        log = self._open_log(rank)
+        log = self._logs.open(rank) if self._logs is not None else None
         for pipe, sink in ((stdout, self._stdout), (stderr, self._stderr)):
             prefix = b""
             if self._has_prefix:
@@ -234,19 +227,8 @@ class Output:
         """Close pipes and logs, whatever they still hold. Idempotent."""
         for stream in list(self._streams):
             self._end(stream)
-        self._closing.close()
-
-    def _open_log(self, rank: int) -> BinaryIO | None:
-        if self._log_dir is None:
-            return None
-        path = self._log_dir / f"rank_{rank}.log"
-        try:
-            # A rank that is started again goes on where it ended.
-            is_again = rank in self._errors
-            file = path.open("ab", buffering=0) if is_again else path.open("wb", buffering=0)
-            return self._closing.enter_context(file)
-        except OSError as error:
-            raise ConfigurationError(f"the log {path}: {error.strerror}") from error
+        if self._logs is not None:
+            self._logs.close()
 
     def _reader(self, stream: Stream) -> Handler:
         def read() -> None:

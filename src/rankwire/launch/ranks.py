@@ -15,6 +15,7 @@ end. ``look`` moves things on; the owner calls it after each turn of its loop.
 from __future__ import annotations
 
 import math
+import selectors
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -51,6 +52,7 @@ class LocalRanks:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         count: How many ranks this host has.
         grace: Seconds between the request to stop and SIGKILL.
+        selector: Where to register; whoever owns it calls ``key.data()`` for each event.
         output: Where their output goes.
         keeper: Ends them if this process dies.
         tls_dir: Where their certificates are, if they have any.
@@ -62,6 +64,7 @@ class LocalRanks:
         count: int,
         *,
         grace: float,
+        selector: selectors.BaseSelector,
         output: Output,
         keeper: Keeper,
         tls_dir: Path | None = None,
@@ -73,6 +76,7 @@ class LocalRanks:
         self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
         self._command = command
         self._grace = grace
+        self._selector = selector
         self._output = output
         self._keeper = keeper
         self._tls_dir = tls_dir
@@ -104,6 +108,7 @@ class LocalRanks:
                 raise ConfigurationError(f"rank {rank} cannot be started: {error}") from error
             self._children.append(child)
             self._keeper.watch(child.pid)
+            child.serve(self._selector)
             self._output.attach(rank, *child.pipes)
 
     @property

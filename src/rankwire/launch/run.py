@@ -96,7 +96,13 @@ def run(
         local = stack.enter_context(
             contextlib.closing(
                 LocalRanks(
-                    command, ranks, grace=grace, output=output, keeper=keeper, tls_dir=tls_dir
+                    command,
+                    ranks,
+                    grace=grace,
+                    selector=selector,
+                    output=output,
+                    keeper=keeper,
+                    tls_dir=tls_dir,
                 )
             )
         )

@@ -42,6 +42,7 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
+from rankwire.links.private_files import name_of_open, open_private
 from rankwire.links.sockets import wait_patiently
 
 if TYPE_CHECKING:
@@ -426,8 +427,10 @@ def _make_context(protocol: int, files: Tls) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
     context.load_verify_locations(cafile=os.fspath(files.ca))
-    # A function, or OpenSSL would ask the terminal for the passphrase of an encrypted key.
-    context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
+    with open_private(files.key, named=f"the TLS key {os.fspath(files.key)}") as key:
+        # OpenSSL wants a name: this one means the file that was checked, whatever its own one means
+        # by now. A function, or it would ask the terminal for the passphrase of an encrypted key.
+        context.load_cert_chain(files.cert, name_of_open(key), password=_no_passphrase)
     return context
 
 

@@ -68,7 +68,7 @@ class Attendance:
         for frame in frames:
             match unpack(whole_of(frame.payload)):
                 case Beat(silent):
-                    self._audience.on_silences(silent)
+                    self._audience.on_silences(dict(silent))
                 case Suspected() as suspected:
                     self._audience.on_suspected(suspected)
                 case Gone() as gone:

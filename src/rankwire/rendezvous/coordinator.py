@@ -242,7 +242,7 @@ class Coordinator:
 
     def _beat(self) -> None:
         """Say that this process lives, and judge who has not said so."""
-        beat = Beat(self._silence.lengths(monotonic()))
+        beat = Beat(list(self._silence.lengths(monotonic()).items()))
         for connection in self._controls.values():
             tell(connection, beat)
         for rank, change, seconds in self._silence.judge(monotonic()):

@@ -21,9 +21,8 @@ from rankwire.links.sockets import (
     start_listening,
 )
 from rankwire.rendezvous.coordinator import Coordinator
-from rankwire.rendezvous.joining import MAX_CONTROL_NBYTES
-from rankwire.rendezvous.launchers import LAUNCH_JOB, LauncherLink
-from rankwire.rendezvous.messages import Gone, Suspected, World
+from rankwire.rendezvous.launchers import LAUNCH_JOB, MAX_LAUNCHER_NBYTES, LauncherLink
+from rankwire.rendezvous.messages import MAX_MEMBER_NBYTES, Gone, Suspected, World
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.seals import Seals
 
@@ -135,8 +134,10 @@ class CoordinatorHost:
     def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
         """See ``House``."""
         expect_prompt_reading(sock)
-        connection = Connection(sock, peer=hello.rank, max_nbytes=MAX_CONTROL_NBYTES, seals=seals)
-        if hello.purpose is Purpose.LAUNCH:
+        is_launcher = hello.purpose is Purpose.LAUNCH
+        longest = MAX_LAUNCHER_NBYTES if is_launcher else MAX_MEMBER_NBYTES
+        connection = Connection(sock, peer=hello.rank, max_nbytes=longest, seals=seals)
+        if is_launcher:
             self._on_launcher(hello.rank, LauncherLink(connection))
             return
         self._coordinator.enter(hello.rank, connection)

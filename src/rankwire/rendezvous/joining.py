@@ -38,6 +38,7 @@ from rankwire.rendezvous.messages import (
     Patience,
     Waiting,
     World,
+    max_coordinator_nbytes,
     pack,
     unpack,
 )
@@ -49,14 +50,13 @@ from rankwire.wire.seals import Seals
 if TYPE_CHECKING:
     from rankwire.links.tls import Stream
 
-__all__ = ["MAX_CONTROL_NBYTES", "join"]
+__all__ = ["join"]
 
 _log = logging.getLogger("rankwire")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
 _AUTHENTICATION_TRIES = 3  # a full doorkeeper drops strangers too, so one refusal proves nothing
 _REPORT_EVERY = 10.0
-MAX_CONTROL_NBYTES = 64 << 20
 
 
 def join(
@@ -171,7 +171,8 @@ class _Attempt:
             stream, seals = self._authenticate(sock)
             member = self._describe(sock.getsockname()[0])
             expect_prompt_reading(sock)
-            control = Connection(stream, peer=0, max_nbytes=MAX_CONTROL_NBYTES, seals=seals)
+            longest = max_coordinator_nbytes(self._hello.world_size)
+            control = Connection(stream, peer=0, max_nbytes=longest, seals=seals)
             payload = pack(Join(member, self._patience))
             control.send(Channel.CONTROL, 0, 0, [payload], len(payload), self._deadline)
             world, rest = self._await_world(control)

@@ -23,9 +23,11 @@ from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_readin
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.loans import whole_of
+from rankwire.wire.texts import one_line, printable
 
 __all__ = [
     "LAUNCH_JOB",
+    "MAX_LAUNCHER_NBYTES",
     "Asked",
     "Ended",
     "Finish",
@@ -41,7 +43,8 @@ __all__ = [
 
 # The name of the job comes with Start; until then the secret alone tells jobs apart.
 LAUNCH_JOB = "rankwire run"
-_MAX_NBYTES = 16 << 20
+MAX_LAUNCHER_NBYTES = 16 << 20
+_MAX_LINES = 100  # of what a rank wrote to stderr last
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -128,6 +131,24 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
+def _harmless(message: Message) -> Message:
+    """Return a message with texts that may be printed."""
+    match message:
+        case Here(ranks, host):
+            return Here(ranks, one_line(host))
+        case Start():
+            return msgspec.structs.replace(message, job=one_line(message.job))
+        case Over():
+            errors = {
+                rank: [one_line(line) for line in lines[-_MAX_LINES:]]
+                for rank, lines in message.errors.items()
+            }
+            return msgspec.structs.replace(message, errors=errors)
+        case Finish(code, text):
+            return Finish(code, printable(text))
+    return message
+
+
 class LauncherLink:
     """The connection between two launchers, for a selector."""
 
@@ -156,7 +177,7 @@ class LauncherLink:
             raise self._connection.failure.copy()
         frames = self._connection.read_ready() or []
         try:
-            return [_decoder.decode(whole_of(frame.payload)) for frame in frames]
+            return [_harmless(_decoder.decode(whole_of(frame.payload))) for frame in frames]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise InvalidMessageError(f"a launcher's message does not decode: {error}") from error
 
@@ -206,7 +227,7 @@ def dial_launcher(
             policy=policy,
         )
         expect_prompt_reading(stream)
-        return LauncherLink(Connection(stream, peer=0, max_nbytes=_MAX_NBYTES, seals=seals))
+        return LauncherLink(Connection(stream, peer=0, max_nbytes=MAX_LAUNCHER_NBYTES, seals=seals))
     except BaseException:
         sock.close()
         raise

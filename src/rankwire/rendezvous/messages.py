@@ -1,17 +1,24 @@
 """What coordinator and members say to each other on a control connection. Pure: values and bytes.
 
 ``pack`` and ``unpack`` are mirrors; a message travels as the payload of one frame on the control
-channel.
+channel. What a frame may hold is limited by who sends it: a member has little to say, and what a
+coordinator says grows with the world. No message is a map that the sender chooses the keys of.
+Texts are made short and harmless when they are unpacked, as a peer may say anything; they are
+short already if the peer is honest.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from rankwire.errors import InvalidMessageError
+from rankwire.wire.texts import MAX_REASON, one_line, printable
 
 __all__ = [
     "DEFAULT_PATIENCE",
+    "MAX_MEMBER_NBYTES",
     "Beat",
     "Failed",
     "Fallen",
@@ -23,9 +30,29 @@ __all__ = [
     "Suspected",
     "Waiting",
     "World",
+    "max_coordinator_nbytes",
     "pack",
     "unpack",
 ]
+
+# The longest that a member says is the traceback that it falls by: 32768 characters of at most four
+# bytes.
+MAX_MEMBER_NBYTES = 256 << 10
+# The longest that a coordinator says is where every rank is: mostly 150 bytes, with the longest
+# names that there are (255 of a host, 107 of a socket file) 600.
+_NBYTES_PER_MEMBER = 1024
+# Of ranks that missed a beat. Who sees so many silent sees no more in a longer list.
+MAX_SILENT = 4096
+
+
+def max_coordinator_nbytes(world_size: int) -> int:
+    """Return how long a message of a coordinator of so many ranks can be."""
+    return MAX_MEMBER_NBYTES + _NBYTES_PER_MEMBER * world_size
+
+
+def _meta(longest: int) -> msgspec.Meta:
+    """Return what must hold of a text that is told to all and printed: short, printable."""
+    return msgspec.Meta(max_length=longest, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -42,10 +69,10 @@ class Member(msgspec.Struct, frozen=True):
 
     rank: int
     pid: int
-    host: str
+    host: Annotated[str, _meta(255)]
     port: int
-    unix_path: str
-    host_id: str
+    unix_path: Annotated[str, _meta(107)]
+    host_id: Annotated[str, _meta(255)]
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -115,10 +142,11 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Either way: I am alive.
 
     Attributes:
-        silent: From the coordinator: seconds of silence of the ranks that missed a beat.
+        silent: From the coordinator: ranks that missed a beat, each with its seconds of silence; at
+            most ``MAX_SILENT``.
     """
 
-    silent: dict[int, float] = {}
+    silent: list[tuple[int, float]] = []
 
 
 class Suspected(msgspec.Struct, frozen=True, tag="suspected"):
@@ -166,7 +194,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 def pack(message: Message) -> bytes:
     """Return a message as bytes."""
-    return _encode(message)
+    return _encode(_harmless(message))
 
 
 def unpack(payload: bytearray) -> Message:
@@ -176,6 +204,23 @@ def unpack(payload: bytearray) -> Message:
         InvalidMessageError: There is none.
     """
     try:
-        return _decoder.decode(payload)
+        message = _decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidMessageError(f"a control message does not decode: {error}") from error
+    return _harmless(message)
+
+
+def _harmless(message: Message) -> Message:
+    """Return the message with texts that may be printed, and not too many silent ranks."""
+    match message:
+        case Fallen(reason, traceback):
+            return Fallen(one_line(reason), printable(traceback))
+        case Gone(_, reason, _, _, traceback):
+            return msgspec.structs.replace(
+                message, reason=one_line(reason), traceback=printable(traceback)
+            )
+        case Failed(reason, missing):
+            return Failed(one_line(reason, 8 * MAX_REASON), missing)
+        case Beat(silent) if len(silent) > MAX_SILENT:
+            return Beat(silent[:MAX_SILENT])
+    return message

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 import threading
 import warnings
-from pathlib import Path
 
 from rankwire.errors import ConfigurationError
 from rankwire.forking import renew_in_child
+from rankwire.links.private_files import read_private
 from rankwire.rendezvous.host import runtime_folder
 
 __all__ = ["MIN_SECRET_NBYTES", "AgreedSecret", "given_secret", "read_secret_file"]
@@ -75,17 +74,7 @@ def read_secret_file(name: str, *, named: str) -> bytes:
     Raises:
         ConfigurationError: It cannot be read, or others could.
     """
-    path = Path(name)
-    try:
-        status = path.stat()
-        content = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigurationError(f"{named}: {error.strerror}") from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigurationError(
-            f"{named} must belong to this user and be closed to others (mode 0600)"
-        )
-    return content
+    return read_private(name, named=named).strip()
 
 
 class AgreedSecret:

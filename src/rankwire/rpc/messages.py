@@ -25,6 +25,7 @@ from rankwire.errors import (
 )
 from rankwire.wire.codec import Codec
 from rankwire.wire.frames import Buffer, allocate
+from rankwire.wire.texts import one_line, printable
 
 __all__ = [
     "Chain",
@@ -45,6 +46,8 @@ Encoded = tuple[Sequence[Buffer], int]
 Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us longer to encode
 
 _MAX_TRACEBACK = 65536
+_MAX_NAMES = 1000  # told of what is registered
+_MAX_NUMBER = 2**64  # a size or a rank; wider ones cannot even be printed
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
 _REPLY_PATHS = ("outcome", "result")
 _TEXT = frozenset((str,))
@@ -118,7 +121,8 @@ def decode_request(codec: Codec, payload: bytearray) -> Request:
 
 
 def _is_chain(items: list[Any]) -> bool:
-    return [type(item) for item in items] == [int, str] * (len(items) // 2)
+    is_one = [type(item) for item in items] == [int, str] * (len(items) // 2)
+    return is_one and max(items[::2]) < _MAX_NUMBER and min(items[::2]) >= 0
 
 
 def encode_result(codec: Codec, value: Any) -> Encoded:
@@ -139,7 +143,9 @@ def _copy(piece: Buffer) -> bytearray:
 
 
 def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded:
-    """Return a reply other than a result."""
+    """Return a reply other than a result; a text is made as short as it is read."""
+    if type(details) is str:
+        details = _printable(details)
     return codec.encode_record([int(outcome), details], _REPLY_PATHS)
 
 
@@ -183,6 +189,8 @@ def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> An
     if type(record) is not list or len(record) != 2:
         raise InvalidMessageError("a reply is not of the form [outcome, value]")
     outcome, details = record
+    if type(outcome) is not int:
+        raise InvalidMessageError("the outcome of a reply is not a number")
     if outcome == 0:
         return details
     raise _error(outcome, details, dst, limit)
@@ -191,17 +199,20 @@ def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> An
 def _error(outcome: int, details: Any, dst: int, limit: float) -> RankwireError:
     match outcome, details:
         case Outcome.RAISED, [str(kind), str(message), str(trace)]:
-            return RemoteError(kind, message, trace)
+            return RemoteError(one_line(kind), _printable(message), _printable(trace))
         case Outcome.NOT_FOUND, [str(name), list(known)]:
-            return FunctionNotFoundError(name, [str(item) for item in known])
+            names = [one_line(item) for item in known[:_MAX_NAMES] if type(item) is str]
+            return FunctionNotFoundError(one_line(name), names)
         case Outcome.BAD_REQUEST, str(reason):
-            return InvalidMessageError(f"the callee could not read the call: {reason}")
+            return InvalidMessageError(f"the callee could not read the call: {_printable(reason)}")
         case Outcome.OVERLOADED, str(reason):
-            return OverloadedError(reason)
-        case Outcome.TOO_LARGE, [int(nbytes), int(limit)]:
+            return OverloadedError(_printable(reason))
+        case Outcome.TOO_LARGE, [int(nbytes), int(limit)] if (
+            0 <= min(details) <= max(details) < _MAX_NUMBER
+        ):
             return MessageTooLargeError(nbytes, limit)
         case Outcome.CLOSED, [str(reason), bool(began)]:
-            closed = ChannelClosedError(reason)
+            closed = ChannelClosedError(_printable(reason))
             closed.may_have_run = began
             return closed
         case Outcome.EXPIRED, bool(began):
@@ -212,7 +223,7 @@ def _error(outcome: int, details: Any, dst: int, limit: float) -> RankwireError:
         case Outcome.CANCELLED, _:
             return RemoteError("CancelledError", "the callee cancelled the call", "")
         case _:
-            return InvalidMessageError(f"a reply has the unknown outcome {outcome!r}")
+            return InvalidMessageError(f"a reply has the unknown outcome {outcome % _MAX_NUMBER}")
 
 
 def _type_name(error: BaseException) -> str:
@@ -238,11 +249,8 @@ def _traceback(error: BaseException) -> str:
         text = "".join(traceback.format_exception(type(error), error, frames))
     except BaseException as second:
         return f"<the traceback could not be made: {type(second).__name__}>"
-    if len(text) <= _MAX_TRACEBACK:
-        return text
-    half = _MAX_TRACEBACK // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return text
 
 
 def _printable(text: str) -> str:
-    return text[:_MAX_TRACEBACK].encode("utf-8", "backslashreplace").decode()
+    return printable(text, _MAX_TRACEBACK)

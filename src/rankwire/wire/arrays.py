@@ -46,6 +46,8 @@ DType = np.dtype[Any]
 
 # numpy 1.26, the oldest supported, has no more.
 _MAX_NDIM = 32
+# The longest description has 32 extents of 9 bytes and a dtype.
+_MAX_BODY_NBYTES = 512
 # What numpy can address.
 _MAX_NBYTES = 2**63 - 1
 
@@ -78,7 +80,8 @@ _TENSOR_CODES = {
 }
 
 _pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(list[Any]).decode
+# Closed to maps, whose keys a sender could choose to have one hash.
+_unpack = msgspec.msgpack.Decoder(list[str | bool | int]).decode
 
 
 class ArrayHead(NamedTuple):
@@ -127,7 +130,7 @@ def array_head(body: memoryview) -> ArrayHead:
     Raises:
         InvalidMessageError: It is not one that :func:`array_body` makes.
     """
-    code, is_fortran, *shape = _unpack(body)
+    code, is_fortran, *shape = _parts(body)
     if type(code) is not str or type(is_fortran) is not bool:
         raise InvalidMessageError("malformed description of an array")
     return _checked_head(_dtype_of(code), shape, is_fortran)
@@ -144,6 +147,12 @@ def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
     _check_elements(head, payload, start)
     # Positional arguments: keywords would triple the cost.
     return np.ndarray(head.shape, head.dtype, payload, start, None, "F" if head.is_fortran else "C")
+
+
+def _parts(body: memoryview) -> list[str | bool | int]:
+    if len(body) > _MAX_BODY_NBYTES:
+        raise InvalidMessageError(f"a description of an array in {len(body)} bytes")
+    return _unpack(body)
 
 
 @lru_cache(maxsize=256)
@@ -261,7 +270,7 @@ def tensor_head(body: memoryview) -> tuple[str, ArrayHead]:
     Raises:
         InvalidMessageError: It is not one that :func:`tensor_body` makes.
     """
-    name, *shape = _unpack(body)
+    name, *shape = _parts(body)
     if type(name) is not str or name not in _TENSOR_CODES:
         raise InvalidMessageError("malformed description of a tensor")
     return name, _checked_head(_dtype_of(_TENSOR_CODES[name]), shape, is_fortran=False)

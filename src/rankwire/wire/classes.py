@@ -21,6 +21,9 @@ __all__ = ["ClassTable", "EnumClass", "RecordClass"]
 # An instance of a subclass of these holds more than its fields, and that part would be lost.
 _BUILTINS = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
+# Python looks at the bits of an unknown flag one by one, each time at all of them.
+_MAX_FLAG_BITS = 256
+
 
 class EnumClass:
     """A registered enum.
@@ -40,7 +43,7 @@ class EnumClass:
     def member_of(self, key: Any) -> Enum:
         """Return the member that a received key stands for."""
         try:
-            if self._is_flag and type(key) is int:
+            if self._is_flag and type(key) is int and key.bit_length() <= _MAX_FLAG_BITS:
                 return self.cls(key)
             return self.cls.__members__[key]
         except Exception as error:
@@ -99,6 +102,11 @@ class ClassTable:
         self.by_class: dict[type, EnumClass | RecordClass] = {}
         self.enums: dict[str, EnumClass] = {}
         self.records: dict[str, RecordClass] = {}
+
+    def parts_of(self, value: Any) -> list[Any] | None:
+        """Return the values of the fields of a registered class's instance, of no other value."""
+        carried = self.by_class.get(type(value))
+        return carried.values_of(value) if isinstance(carried, RecordClass) else None
 
     def add(self, cls: type, name: str | None) -> None:
         """Register a class; repeating a registration changes nothing.

@@ -39,6 +39,7 @@ from rankwire.wire.extensions import (
     is_flat,
 )
 from rankwire.wire.items import DEFAULT_MAX_ITEMS
+from rankwire.wire.texts import one_line
 
 __all__ = ["Codec"]
 
@@ -204,7 +205,7 @@ class Codec:
         # The one border: whatever msgspec, numpy, a constructor or a hash function has to say.
         except Exception as error:
             raise InvalidMessageError(
-                f"the payload does not decode: {type(error).__name__}: {error}"
+                one_line(f"the payload does not decode: {type(error).__name__}: {error}")
             ) from error
         raise InvalidMessageError(
             f"the payload has {len(payload)} bytes, its head describes {reader.position}"

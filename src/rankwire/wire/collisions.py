@@ -2,9 +2,9 @@
 
 Python hashes numbers and tuples without a secret, so such keys are easy to make, and a dict of n
 of them takes n**2 comparisons: a quarter of a megabyte stops the interpreter for seconds. Keys
-that arrive in an extension are counted by hash before they meet in a dict or set. Native msgpack
-maps are built by msgspec without asking, so the codec writes only short ones, where collisions do
-not matter, and a head that may hide a longer one is scanned for it.
+that arrive in an extension are checked by hash before they meet in a dict or set. Native msgpack
+maps are built by msgspec without asking, so the codec writes only short ones with single values as
+keys, where collisions do not matter, and a head that may hide others is scanned for them.
 
 Contract: linear time, ``InvalidMessageError`` or nothing. Knows msgpack's tokens and nothing of
 what they mean to the codec.
@@ -13,17 +13,22 @@ what they mean to the codec.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date, datetime, time, timedelta
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from rankwire.errors import InvalidMessageError
+from rankwire.wire.probing import MANY_KEYS, check_table
 
 __all__ = [
     "MAX_NATIVE_MAP",
     "MIN_SCANNED_NBYTES",
-    "check_hashes",
+    "KeyCheck",
     "may_hold_wide_maps",
+    "refuse_extensions_as_keys",
     "refuse_wide_maps",
 ]
 
@@ -35,8 +40,21 @@ _MAX_EQUAL_HASHES = 128
 # Too short to hold enough keys to matter.
 MIN_SCANNED_NBYTES = 1024
 
+# Steps of comparing that a message may take: 10 to 20 ns each, so at most half a second for a
+# megabyte. What is free is enough for any 4 kB.
+_FREE_STEPS = 1 << 18
+_STEPS_PER_BYTE = 32
+_BYTES_PER_STEP = 64  # of equal strings
+
 # Hashed with a secret of this process, or there are only three.
 _HASHED_SAFELY: frozenset[type] = frozenset({type(None), bool, str, bytes})
+# Compared in one step.
+_SINGLE: frozenset[type] = frozenset(
+    {type(None), bool, int, float, complex, date, time, datetime, timedelta}
+)
+
+_NO_KEY: list[None] = []
+_unpack = msgspec.msgpack.decode
 
 _MAP16, _MAP32 = 0xDE, 0xDF
 # Tokens of a fixed length, frequent ones first; fixmap is among them.
@@ -55,12 +73,104 @@ _LONG_TOKENS = {
 }
 
 
-def check_hashes(keys: Sequence[Any]) -> None:
-    """Refuse keys of which too many have the same hash."""
-    if len(keys) <= _MAX_EQUAL_HASHES or _HASHED_SAFELY.issuperset(map(type, keys)):
-        return
-    if max(Counter(map(hash, keys)).values()) > _MAX_EQUAL_HASHES:
-        raise InvalidMessageError(f"more than {_MAX_EQUAL_HASHES} keys have the same hash")
+class KeyCheck:
+    """Keeps the keys of one message from taking more than linear time to tell apart.
+
+    Keys with different hashes are not compared. Of those with the same hash each is compared with
+    each, so there may be few of them; and since keys may hold sets, whose members are compared in
+    turn, the work is bounded over the whole message.
+
+    The bound: the *weight* of a value is 1 for a single one, the sum of its parts for a sequence,
+    and for a set of n members n times their sum. Then to compare two values takes at most the
+    geometric mean of their weights in steps. (For sequences by the inequality of Cauchy and
+    Schwarz; for sets too, since each of n members meets at most m of the other set, and the sum of
+    ``sqrt(x * y)`` over all pairs is at most ``sqrt(n * X) * sqrt(m * Y)``. Half of that for sets
+    of one size, as a member is met on the way to it by half of the others.) So g keys of one hash,
+    which are g * (g - 1) / 2 pairs, take at most (g - 1) / 2 times the sum of their weights, and
+    that is what a message has a budget for.
+
+    Args:
+        nbytes: The length of the message's head.
+        parts_of: The fields of an instance of a registered class, which compares by them; None for
+            any other value.
+    """
+
+    __slots__ = ("_left", "_parts_of", "_weights")
+
+    def __init__(self, nbytes: int, parts_of: Callable[[Any], Sequence[Any] | None]) -> None:
+        self._left = _FREE_STEPS + _STEPS_PER_BYTE * nbytes
+        self._parts_of = parts_of
+        # With the value itself, so that its id is not given to another one.
+        self._weights: dict[int, tuple[Any, int]] = {}
+
+    def check(self, keys: Sequence[Any], *, is_set: bool = False) -> None:
+        """Refuse keys before they meet in a dict or set, if that could take long.
+
+        Args:
+            keys: In the order in which they will be inserted.
+            is_set: Whether the dict of them becomes a set.
+
+        Raises:
+            InvalidMessageError: Too many have the same hash, or they are too costly to compare or
+                to find places for.
+        """
+        kinds = set(map(type, keys))
+        if kinds <= _HASHED_SAFELY or (len(keys) <= _MAX_EQUAL_HASHES and kinds <= _SINGLE):
+            return
+        groups = _groups_of_many(keys, is_set) if len(keys) > MANY_KEYS else _groups(keys)
+        for group in groups:
+            if len(group) > _MAX_EQUAL_HASHES:
+                raise InvalidMessageError(f"more than {_MAX_EQUAL_HASHES} keys have the same hash")
+            if not kinds <= _SINGLE:
+                self._left -= (len(group) - 1) * sum(map(self._weight, group)) // 2
+                if self._left < 0:
+                    raise InvalidMessageError("its keys would take too long to compare")
+
+    def _weight(self, value: Any) -> int:
+        kind = type(value)
+        if kind in _SINGLE:
+            return 1
+        if kind is str or kind is bytes:
+            return 1 + len(value) // _BYTES_PER_STEP
+        known = self._weights.get(id(value))
+        if known is not None:
+            return known[1]
+        if kind is tuple or kind is list:
+            weight = self._sum(value)
+        elif kind is frozenset or kind is set:
+            weight = (len(value) + 2) * self._sum(value) // 2
+        elif kind is dict:
+            weight = (len(value) + 2) * self._sum(value) // 2 + self._sum(value.values())
+        else:
+            weight = self._sum(self._parts_of(value) or ())
+        self._weights[id(value)] = (value, weight)
+        return weight
+
+    def _sum(self, values: Iterable[Any]) -> int:
+        return 1 + sum(map(self._weight, values))
+
+
+def _groups(keys: Sequence[Any]) -> Iterable[list[Any]]:
+    """Return the keys that share their hash with others, together with these."""
+    hashes = list(map(hash, keys))
+    if len(set(hashes)) == len(keys):
+        return ()
+    groups: dict[int, list[Any]] = {}
+    for key, value in zip(keys, hashes, strict=True):
+        groups.setdefault(value, []).append(key)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _groups_of_many(keys: Sequence[Any], is_set: bool) -> Iterable[list[Any]]:
+    """Return the same without a table of hashes, and look at the one that there will be."""
+    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+    order = np.argsort(hashes, kind="stable")
+    is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
+    check_table(hashes[np.sort(order[is_first])], is_set=is_set)
+    if is_first.all():
+        return ()
+    groups = np.split(order, np.nonzero(is_first)[0][1:])
+    return [[keys[index] for index in group] for group in groups if len(group) > 1]
 
 
 def may_hold_wide_maps(payload: bytearray, end: int) -> bool:
@@ -83,6 +193,21 @@ def refuse_wide_maps(body: memoryview) -> None:
         width, besides = _LONG_TOKENS[token]
         nbytes = int.from_bytes(body[position + 1 : position + 1 + width], "big")
         position += 1 + width + besides + nbytes
+
+
+def refuse_extensions_as_keys(body: memoryview) -> None:
+    """Refuse msgpack in which an extension is the key of a native map.
+
+    It is decoded once more, with extensions as something that cannot be a key.
+    """
+    try:
+        _unpack(body, ext_hook=_unhashable)
+    except msgspec.DecodeError as error:
+        raise InvalidMessageError(f"an extension as a key of a native map, or {error}") from error
+
+
+def _unhashable(code: int, body: memoryview) -> list[None]:
+    return _NO_KEY
 
 
 def _skip_short_tokens(body: memoryview, position: int) -> int:

@@ -28,6 +28,7 @@ from rankwire.errors import InvalidMessageError
 from rankwire.wire import arrays, collisions, scalars
 from rankwire.wire.classes import ClassTable, EnumClass, RecordClass
 from rankwire.wire.items import DEFAULT_MAX_ITEMS, ItemCount
+from rankwire.wire.probing import MANY_KEYS
 from rankwire.wire.references import holds_references
 
 __all__ = [
@@ -341,6 +342,10 @@ class Reader:
             collisions.may_hold_wide_maps(payload, position)
         )
         self._items = ItemCount(max_items) if position > max_items else None
+        self._keys: collisions.KeyCheck | None = None
+        self._head_nbytes = position
+        # What is being decoded now, from outside to inside, and was not looked at for odd keys.
+        self._open: list[memoryview] = []
         self.position = position
 
     def read(self, body: memoryview) -> Any:
@@ -349,7 +354,13 @@ class Reader:
             self._items.add(body)
         if self._must_scan:
             collisions.refuse_wide_maps(body)
-        return _unpack(body, ext_hook=self._lift)
+        if self._head_nbytes <= collisions.MIN_SCANNED_NBYTES:
+            return _unpack(body, ext_hook=self._lift)
+        self._open.append(body)
+        value = _unpack(body, ext_hook=self._lift)
+        if self._open and self._open[-1] is body:
+            self._open.pop()
+        return value
 
     def _lift(self, code: int, body: memoryview) -> Any:
         """Return what an extension stands for. msgspec calls this in the order of the head."""
@@ -379,18 +390,38 @@ class Reader:
 
     def _set(self, body: memoryview) -> set[Any]:
         items = self._level(body)
-        collisions.check_hashes(items)
-        return _without_repeats(set(items), len(items))
+        self._check_keys(items, is_set=True)
+        # By way of a dict if it is large, so that the set has its final size at once: that is the
+        # table which was checked.
+        keyed = set(items) if len(items) <= MANY_KEYS else set(dict.fromkeys(items))
+        return _without_repeats(keyed, len(items))
 
     def _frozenset(self, body: memoryview) -> frozenset[Any]:
+        self._refuse_odd_keys()
         return frozenset(self._set(body))
 
     def _dict(self, body: memoryview) -> dict[Any, Any]:
         keys, values = self._level(body)
         if type(keys) is not list or type(values) is not list:
             raise InvalidMessageError("a dict is not a list of keys and a list of values")
-        collisions.check_hashes(keys)
+        self._check_keys(keys)
         return _without_repeats(dict(zip(keys, values, strict=True)), len(keys))
+
+    def _refuse_odd_keys(self) -> None:
+        """Refuse native maps with extensions as keys in all that is being decoded.
+
+        No writer makes them. msgspec would compare them without asking, and a frozenset or a
+        record takes long to compare.
+        """
+        while self._open:
+            collisions.refuse_extensions_as_keys(self._open.pop())
+
+    def _check_keys(self, keys: list[Any], *, is_set: bool = False) -> None:
+        if self._head_nbytes <= collisions.MIN_SCANNED_NBYTES:
+            return
+        if self._keys is None:
+            self._keys = collisions.KeyCheck(self._head_nbytes, self._classes.parts_of)
+        self._keys.check(keys, is_set=is_set)
 
     def _take(self, nbytes: int) -> int:
         """Consume the next buffer; return where it starts."""
@@ -439,6 +470,7 @@ class Reader:
         return _registered(self._classes.enums, name).member_of(key)
 
     def _record(self, body: memoryview) -> Any:
+        self._refuse_odd_keys()
         name, signature, values = self._level(body)
         carried = _registered(self._classes.records, name)
         if signature != carried.signature:

@@ -1,0 +1,110 @@
+"""The log files of ranks, in a folder that others may be able to write.
+
+In a shared folder such as ``/tmp`` another user may have put something in the way: a link that
+leads to a file of this user, which would then be overwritten; a file that he can read; a FIFO that
+nobody reads. So a log is a new file, or a regular one of this user's own without other names,
+reached through the folder as it was opened at first and through no link. The folder itself may be
+a link of this user (``~/logs`` to a larger disk), but not one that somebody else has put into a
+folder that others can write.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from rankwire.errors import ConfigurationError
+
+__all__ = ["LogFolder"]
+
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+class LogFolder:
+    """A folder of logs, which is made if it is not there. One thread.
+
+    Args:
+        path: Where it is, as the user gave it.
+
+    Raises:
+        ConfigurationError: It cannot be made or used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[int, BinaryIO] = {}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _refuse_planted_links(path)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(f"--log-dir {path}: {error.strerror}") from error
+
+    def open(self, rank: int) -> BinaryIO:
+        """Return the log of a rank, empty at first; the same one when the rank is started again.
+
+        Raises:
+            ConfigurationError: It cannot be made, or something is in its place.
+        """
+        if rank not in self._files:
+            name = f"rank_{rank}.log"
+            try:
+                descriptor = self._create(name)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"the log {self._path / name}: {error.strerror}"
+                ) from error
+            self._files[rank] = os.fdopen(descriptor, "wb", buffering=0)
+        return self._files[rank]
+
+    def close(self) -> None:
+        """Close all logs. Idempotent."""
+        for file in self._files.values():
+            file.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _create(self, name: str) -> int:
+        try:
+            # Whatever its owner is then: a file server may call root by another name.
+            return os.open(name, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._descriptor)
+        except FileExistsError:
+            pass
+        status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        if stat.S_ISLNK(status.st_mode):
+            raise OSError(0, "it is a symbolic link; remove it, or choose another --log-dir")
+        descriptor = os.open(name, _FLAGS, dir_fd=self._descriptor)
+        try:
+            _check_own(os.fstat(descriptor))
+            os.ftruncate(descriptor, 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _check_own(status: os.stat_result) -> None:
+    advice = "remove it, or choose another --log-dir"
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, f"it is not a regular file; {advice}")
+    if status.st_uid != os.geteuid():
+        raise OSError(0, f"it belongs to another user; {advice}")
+    if status.st_nlink != 1:
+        raise OSError(0, f"it has another name elsewhere (a hard link); {advice}")
+
+
+def _refuse_planted_links(path: Path) -> None:
+    """Refuse a way that leads over a link which somebody put where everyone can."""
+    way = Path(os.path.abspath(path))
+    for place in (*reversed(way.parents), way):
+        link, folder = place.lstat(), place.parent.stat()
+        is_planted = (
+            stat.S_ISLNK(link.st_mode)
+            and folder.st_mode & 0o022
+            and link.st_uid not in (os.geteuid(), 0, folder.st_uid)
+        )
+        if is_planted:
+            raise OSError(0, f"{place} is a symbolic link that another user has made")

@@ -1,0 +1,92 @@
+"""Files that only this user may read: secrets and private keys.
+
+What is checked must be what is read. In a folder that others can write, a name can mean another
+file a moment later. So a file is opened once and everything else happens to the descriptor:
+``fstat`` says whose it is, and its content comes from there. Only regular files are read.
+
+A symbolic link is followed if it belongs to this user or to root, as in the folders of Kubernetes
+and of certbot. One that somebody else has made is refused: it could lead to a file of this user
+whose content others know.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rankwire.errors import ConfigurationError
+
+__all__ = ["MAX_PRIVATE_NBYTES", "name_of_open", "open_private", "read_private"]
+
+# Much more than any secret or key has.
+MAX_PRIVATE_NBYTES = 1 << 20
+_MAX_LINKS = 8
+# Not to follow a link, to wait for the writer of a FIFO, to leave it to children, or to be given a
+# terminal.
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+@contextmanager
+def open_private(path: str | os.PathLike[str], *, named: str) -> Iterator[int]:
+    """Have a file open that belongs to this user and is closed to others; yield its descriptor.
+
+    Args:
+        path: Where it is.
+        named: How the user gave it, for the text of an error.
+
+    Raises:
+        ConfigurationError: It cannot be opened, is no such file, or is too large.
+    """
+    try:
+        descriptor = _open(os.fspath(path), _MAX_LINKS)
+    except OSError as error:
+        raise ConfigurationError(f"{named}: {error.strerror}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigurationError(f"{named} is not a regular file")
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise ConfigurationError(
+                f"{named} must belong to this user and be closed to others (mode 0600)"
+            )
+        if status.st_size > MAX_PRIVATE_NBYTES:
+            raise ConfigurationError(f"{named} has more than {MAX_PRIVATE_NBYTES} bytes")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def name_of_open(descriptor: int) -> str:
+    """Return a name of what is open there, for those who want one."""
+    folder = "/proc/self/fd" if os.path.exists("/proc/self/fd") else "/dev/fd"
+    return f"{folder}/{descriptor}"
+
+
+def read_private(path: str | os.PathLike[str], *, named: str) -> bytes:
+    """Return the content of such a file; raises as ``open_private`` does."""
+    with open_private(path, named=named) as descriptor:
+        pieces = []
+        while piece := os.read(descriptor, MAX_PRIVATE_NBYTES):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _open(path: str, links: int) -> int:
+    """Open a file, through links that this user or root has made; on Linux, elsewhere none."""
+    if not hasattr(os, "O_PATH"):
+        return os.open(path, _FLAGS)
+    link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(link)
+        if not stat.S_ISLNK(status.st_mode):
+            return os.open(path, _FLAGS)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(0, "it is a symbolic link that another user has made")
+        if not links:
+            raise OSError(0, "too many symbolic links")
+        target = os.readlink("", dir_fd=link)
+    finally:
+        os.close(link)
+    return _open(os.path.join(os.path.dirname(path), target), links - 1)

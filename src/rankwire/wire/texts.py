@@ -1,0 +1,49 @@
+"""Texts that one rank tells another: short enough to be printed, and harmless to a terminal.
+
+What arrives in an error is printed sooner or later, perhaps on many ranks. So it is made short
+where it is made, and again where it is received, since a peer may tell anything. The beginning and
+the end are kept: of a traceback these are where it began and what was raised. Control characters
+become escapes, as a terminal would obey them: move the cursor, rename the window, hide a line.
+
+Contract: linear time, the same for text that was treated before. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["MAX_REASON", "MAX_TRACEBACK", "one_line", "printable", "shortened"]
+
+# Characters. A person reads less; a traceback of a thousand frames at the recursion limit has more.
+MAX_REASON = 500
+MAX_TRACEBACK = 32_768
+
+# All control characters but tab and newline; what turns the direction of text or breaks a line
+# unseen; and halves of characters, which cannot be encoded.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_NOTE_LENGTH = 60
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return a text of at most ``longest`` characters (100 or more), without its middle."""
+    if len(text) <= longest:
+        return text
+    half = (longest - _NOTE_LENGTH) // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def printable(text: str, longest: int = MAX_TRACEBACK) -> str:
+    """Return what may be printed of a text that somebody else made: its lines, shortened."""
+    return shortened(_UNPRINTABLE.sub(_escaped, shortened(text, longest)), longest)
+
+
+def one_line(text: str, longest: int = MAX_REASON) -> str:
+    """Return the same as one line, whose end is cut."""
+    line = " ".join(printable(text[: longest + 1], longest + 100).splitlines())
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return character[0].encode("unicode_escape").decode()
