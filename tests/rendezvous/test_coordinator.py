@@ -18,6 +18,7 @@ from rankwire.rendezvous import coordinator as coordinator_module
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.host import host_id
 from rankwire.rendezvous.messages import (
+    DEFAULT_PATIENCE,
     Failed,
     Fallen,
     Gone,
@@ -413,7 +414,8 @@ def test_a_coordinator_that_a_member_has_given_up_tells_all_others_and_blames_no
         meeting.hear_until(connection, World)
     given_up = Gone(0, "it was silent", silent=True)
 
-    def give_up() -> None:  # while the coordinator does nothing else
+    def give_up() -> None:  # while the coordinator does nothing else, and for long
+        meeting.coordinator._silence._judged -= DEFAULT_PATIENCE.fail_after
         for rank in (1, 2):
             say(connections[rank], given_up)
             connections[rank].close()
@@ -423,6 +425,30 @@ def test_a_coordinator_that_a_member_has_given_up_tells_all_others_and_blames_no
     with pytest.raises(ChannelClosedError):
         meeting.hear(connections[3])
     assert meeting.gone == [given_up]
+
+
+def test_a_coordinator_that_was_never_silent_does_not_believe_a_member_that_says_so(meet):
+    meeting = meet(4)
+    connections = {rank: meeting.join(rank) for rank in (1, 2, 3)}
+    for connection in connections.values():
+        meeting.hear_until(connection, World)
+    say(connections[1], Gone(0, "it was silent", silent=True))
+    told = [meeting.hear_until(connections[rank], Gone) for rank in (2, 3)]
+    assert told == meeting.gone * 2
+    assert (told[0].rank, told[0].orderly, told[0].silent) == (1, False, False)
+    say(connections[2], Fallen("it raised", ""))
+    assert meeting.hear_until(connections[3], Gone).rank == 2, "the world stands"
+
+
+def test_a_rank_joins_once(meet):
+    """Each time, the coordinator would call back on a thread of its own."""
+    meeting = meet(3)
+    one = meeting.join(1)
+    assert meeting.hear(one) == Waiting([2])
+    say(one, Join(member(1)))
+    with pytest.raises((PeerLostError, ChannelClosedError)):
+        meeting.hear(one)
+    eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
 
 
 def test_closing_says_farewell(meet):

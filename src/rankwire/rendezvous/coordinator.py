@@ -11,7 +11,8 @@ downwards::
 Once formed, everyone says every beat that it lives. Who is silent for too long is suspected, then
 given up; who falls by an error says so first. All this is told to all others at once, so that they
 name the same rank and the same cause. A coordinator that was silent itself, for so long that a
-member has given it up, gives in: it tells all that it is the one who is gone.
+member has given it up, gives in: it tells all that it is the one who is gone. What a rank may say
+is in ``rights``; who says anything else is given up.
 
 All methods but ``wait_formed`` and ``close`` run on the doorkeeper's thread. One lock guards the
 state because ``wait_formed`` looks at it.
@@ -55,6 +56,7 @@ from rankwire.rendezvous.messages import (
     pack,
     unpack,
 )
+from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.silence import Change, Silence
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello, Status
@@ -116,6 +118,7 @@ class Coordinator:
         self._on_suspected = on_suspected
         self._members: dict[int, Member] = {} if me is None else {me.rank: me}
         self._controls: dict[int, Connection] = {}
+        self._joining: set[int] = set()  # these have said where they listen
         self._silence = Silence(patience, (), monotonic())
         self._given_up: set[int] = set()
         self._host_id = host_id()
@@ -179,20 +182,29 @@ class Coordinator:
     def _heard(self, rank: int, frames: list[Frame]) -> None:
         self._silence.heard(rank, monotonic())
         for frame in frames:
-            match unpack(whole_of(frame.payload)):
-                case Beat():
-                    pass
-                case Join(member, patience) if member.rank == rank:
+            message = unpack(whole_of(frame.payload))
+            if words := objection(message, self._standing_of(rank)):
+                _log.warning("rank %d is given up: it said to the coordinator %s", rank, words)
+                raise ProtocolError(f"it said to the coordinator {words}")
+            match message:
+                case Join(member, patience):
+                    self._joining.add(rank)
                     self._reach(member, patience)
-                case Fallen(reason, traceback) if self._state is _State.FORMED:
+                case Fallen(reason, traceback):
                     self._lose(Gone(rank, reason, traceback=traceback))
                     return
-                case Gone(self._rank) as gone if self._state is _State.FORMED:
-                    self._give_in(gone)
+                case Gone():
+                    self._give_in(message)
                     return
-                case message:
-                    self._controls[rank].fail(ProtocolError(f"unexpected {type(message).__name__}"))
-                    return
+
+    def _standing_of(self, rank: int) -> Standing:
+        return Standing(
+            rank,
+            has_joined=rank in self._joining,
+            is_formed=self._state is _State.FORMED,
+            coordinator=self._rank,
+            was_absent=self._silence.was_absent(monotonic()),
+        )
 
     def _reach(self, member: Member, patience: Patience) -> None:
         """Let a rank in if others can connect to it; within this host they can."""
@@ -271,6 +283,7 @@ class Coordinator:
     def _ended(self, rank: int, error: RankwireError) -> None:
         connection = self._controls.pop(rank)
         connection.close()
+        self._joining.discard(rank)
         with self._changed:
             formed = self._state is _State.FORMED
             if not formed:
