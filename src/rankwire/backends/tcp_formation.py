@@ -36,7 +36,14 @@ from rankwire.rendezvous.host import host_id, new_socket_path, sweep_socket_file
 from rankwire.rendezvous.joining import MAX_CONTROL_NBYTES, join
 from rankwire.rendezvous.messages import Fallen, Member, Patience, World
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
-from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
+from rankwire.wire.handshake import (
+    LAUNCHER,
+    Hello,
+    Purpose,
+    Status,
+    handshake_key,
+    job_id,
+)
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -120,7 +127,7 @@ class Formation:
     def _join(self, deadline: Deadline) -> None:
         world, control, rest = join(
             self.address,
-            self.hello(Purpose.JOIN, 0),
+            self.hello(Purpose.JOIN, LAUNCHER if self._has_coordinator else 0),
             find_key=self._find_key,
             describe=self._describe,
             deadline=deadline,

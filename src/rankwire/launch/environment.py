@@ -40,6 +40,7 @@ SECRET_FD = "RANKWIRE_SECRET_FD"
 SECURITY = "RANKWIRE_SECURITY"
 # The files themselves, or a folder as `rankwire certificates` makes it.
 TLS_FILES = TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY", "RANKWIRE_TLS_CA"
+TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 
@@ -66,7 +67,7 @@ def connect(**options: Any) -> TcpBackend:
 
     ``RANKWIRE_LISTEN`` and ``RANKWIRE_ADVERTISE``, ``RANKWIRE_SECURITY``, and for TLS
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
-    ``_KEY`` and ``_CA`` stand for the arguments of those names.
+    ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names.
 
     Args:
         **options: Arguments of ``TcpBackend``; they override what the environment says.
@@ -213,7 +214,8 @@ def _read_security(environ: Environment, known: Mapping[str, Any]) -> dict[str, 
             raise ConfigurationError(
                 f"{' and '.join(missing)} is not set, and TLS needs all of cert, key and ca"
             )
-        found["tls"] = Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA])
+        names = {"names": environ[TLS_NAMES]} if environ.get(TLS_NAMES) else {}
+        found["tls"] = Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA], **names)
     return found
 
 

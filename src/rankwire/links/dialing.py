@@ -65,12 +65,14 @@ def authenticate(
 
     Raises:
         AuthenticationError: It does not know the secret, or closed the connection on seeing our
-            proof, or TLS is not possible with it.
+            proof, or TLS is not possible with it, or its certificate is not of who was dialled.
         NoConnectionError: It closed the connection before it saw the proof, or refused
             (``RendezvousError`` when joining).
         DeadlineExceededError: It did not answer in time.
     """
     stream = policy.dial(sock, deadline, check)
+    if objection := policy.objection_to(stream, hello.listener):
+        raise AuthenticationError(f"the other end is somebody else: {objection}")
     initiator = Initiator(
         replace(hello, protection=policy.protection_of(sock)),
         key=key,

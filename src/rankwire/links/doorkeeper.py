@@ -325,6 +325,9 @@ class Doorkeeper:
         demanded = self._policy.protection_of(stranger.sock)
         if demanded & ~hello.protection:
             status, detail = Status.TOO_LITTLE_PROTECTION, int(demanded)
+        elif objection := self._policy.objection_to(stranger.sock, hello.dialler):
+            status, detail = Status.WRONG_CERTIFICATE, 0
+            _log.warning("refused a connection as rank %d: %s", hello.rank, objection)
         else:
             status, detail = self._house.admit(hello)
         stranger.sock.sendall(stranger.responder.verdict(status, detail))

@@ -44,6 +44,7 @@ from rankwire.wire.seals import Protection, Seals, make_seals
 __all__ = [
     "CHALLENGE_NBYTES",
     "HELLO_NBYTES",
+    "LAUNCHER",
     "NONCE_NBYTES",
     "PROOF_NBYTES",
     "PROTOCOL_VERSION",
@@ -60,6 +61,7 @@ __all__ = [
 
 PROTOCOL_VERSION = 2
 NONCE_NBYTES = 32
+LAUNCHER = 0xFFFFFFFF  # where a rank stands otherwise: no rank, but a launcher
 
 _MAGIC = b"rankwire"
 _MAX_DETAIL = (1 << 56) - 1
@@ -99,6 +101,7 @@ class Status(IntEnum):
     NOT_EXPECTED = 6
     CLOSED = 7
     TOO_LITTLE_PROTECTION = 8
+    WRONG_CERTIFICATE = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Hello:
         epoch: Which incarnation of the world; 0 when joining.
         world_size: The world size that the dialling rank was told.
         rank: The dialling rank.
-        peer: The rank it means to reach.
+        peer: The rank it means to reach, or ``LAUNCHER``.
         service: For calls: which agent.
         protection: How the frames after the handshake are protected.
     """
@@ -124,6 +127,16 @@ class Hello:
     peer: int
     service: int = 0
     protection: Protection = Protection.NONE
+
+    @property
+    def dialler(self) -> int:
+        """The rank that dials, or ``LAUNCHER``."""
+        return LAUNCHER if self.purpose is Purpose.LAUNCH else self.rank
+
+    @property
+    def listener(self) -> int:
+        """The rank that is dialled, or ``LAUNCHER``."""
+        return LAUNCHER if self.purpose is Purpose.LAUNCH else self.peer
 
     def pack(self, nonce: bytes) -> bytes:
         """Return the HELLO message."""
@@ -192,6 +205,9 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
             f"{_described(hello.protection)}: give all ranks the same security= and integrity="
         ),
     }
+    if status == Status.WRONG_CERTIFICATE:
+        who = "a launcher" if hello.dialler == LAUNCHER else f"rank {hello.rank}"
+        return AuthenticationError(f"the certificate of this end is not that of {who}")
     if status == Status.OTHER_EPOCH:
         return NoConnectionError("the peer belongs to another incarnation of the job")
     if status == Status.CLOSED:
