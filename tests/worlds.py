@@ -182,7 +182,8 @@ def raw_peer(
         sock = connect_tcp(TcpAddress(member.host, member.port), deadline)
     try:
         hello = impostor._formation.hello(purpose, victim.rank)
-        authenticate(sock, hello, key=impostor._formation.key, deadline=deadline)
+        key = impostor._formation.key_with(victim.rank)
+        authenticate(sock, hello, key=key, deadline=deadline)
     except BaseException:
         sock.close()
         raise

@@ -14,12 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
-from rankwire.errors import AuthenticationError, PeerLostError
+from rankwire.errors import AuthenticationError, ConfigurationError, PeerLostError
 from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialing import authenticate
 from rankwire.links.protection import choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp
+from rankwire.rendezvous.hosting import CoordinatorHost
 from rankwire.rendezvous.messages import Beat, Failed, Gone, Suspected, Waiting, World, pack
 from rankwire.wire.frames import Channel, pack_header
 from rankwire.wire.handshake import (
@@ -28,8 +30,18 @@ from rankwire.wire.handshake import (
     Purpose,
     Responder,
     Status,
+    handshake_key,
 )
-from worlds import PATIENCE, SECRET, Running, eventually, tcp_world
+from rankwire.wire.keys import rank_key
+from worlds import (
+    PATIENCE,
+    SECRET,
+    Running,
+    address_of,
+    bound_socket,
+    eventually,
+    tcp_world,
+)
 
 HOSTILE = 2
 
@@ -90,6 +102,177 @@ def test_the_hostile_rank_itself_learns_that_it_is_out():
         assert isinstance(waiting.error(), PeerLostError)
 
 
+# -- connections between two others
+
+
+def keys_of(rank):
+    """Return every key that a rank has, or can make of what it has; it was given the secret."""
+    formation = rank._formation
+    keys = [formation.key, handshake_key(SECRET), SECRET]
+    keys += [rank_key(SECRET, other) for other in range(rank.world_size)]
+    others = set(range(rank.world_size)) - {rank.rank}
+    return keys + [formation.key_with(other) for other in others]
+
+
+def connect_as_another(hostile, to, purpose, key, **claims):
+    """Return a connection that a member opens as another rank, if it is let in."""
+    member = hostile._peers[to].member
+    hello = replace(hostile._formation.hello(purpose, to), **claims)
+    deadline = Deadline(PATIENCE)
+    sock = connect_tcp(TcpAddress(member.host, member.port), deadline)
+    try:
+        policy = hostile._formation.policy
+        authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+@pytest.mark.parametrize("security", ["local", "auth"])
+@pytest.mark.parametrize("purpose", [Purpose.MESSAGES, Purpose.CALLS])
+def test_a_member_cannot_open_a_connection_as_another_rank(security, purpose):
+    """So it cannot forge messages or calls of another one, nor hang up in its name."""
+    with tcp_world(3, secret=SECRET, security=security, transport="tcp") as world:
+        for key in keys_of(world[HOSTILE]):
+            with pytest.raises(AuthenticationError, match="not rank 0 of this world"):
+                connect_as_another(world[HOSTILE], 0, purpose, key, rank=1)
+        say_hello(*world)
+        assert [rank.alive for rank in world] == [(0, 1, 2)] * 3
+
+
+def test_a_member_cannot_answer_in_the_place_of_another_rank():
+    with tcp_world(3, secret=SECRET, transport="tcp") as world:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            host, port = listener.getsockname()
+            peer = world[1]._peers[0]
+            peer.member = msgspec.structs.replace(peer.member, host=host, port=port)
+            sending = Running(world[1].send, b"for rank 0 alone", 0)
+            while not sending.done:
+                for key in keys_of(world[HOSTILE]):
+                    listener.settimeout(0.1)
+                    with contextlib.suppress(OSError):
+                        sock, _ = listener.accept()
+                        with sock:
+                            responder = Responder(key=key, nonce=bytes(32))
+                            sock.sendall(responder.challenge(sock.recv(HELLO_NBYTES)))
+                            sock.recv(PROOF_NBYTES)  # whatever it is: all are welcome here
+                            sock.sendall(responder.verdict(Status.WELCOME))
+                            assert not sock.recv(1), "it takes this for rank 0"
+            error = sending.error()
+        assert isinstance(error, PeerLostError)
+        assert "not rank 0 of this world" in str(error)
+
+
+def test_every_pair_has_a_key_of_its_own_and_nobody_else_has_it():
+    with tcp_world(4, secret=SECRET) as world:
+        keys = {
+            frozenset((a.rank, b.rank)): {
+                a._formation.key_with(b.rank),
+                b._formation.key_with(a.rank),
+            }
+            for a, b in itertools.combinations(world, 2)
+        }
+        assert all(len(key) == 1 for key in keys.values()), "both ends have the same"
+        assert len(set().union(*keys.values())) == 6
+        others = {
+            rank: {key for pair, (key,) in keys.items() if rank not in pair} for rank in range(4)
+        }
+        assert all(not others[rank.rank] & set(keys_of(rank)) for rank in world)
+
+
+def test_a_new_world_has_new_keys():
+    seen = []
+    for _ in range(2):
+        with tcp_world(2, secret=SECRET) as world:
+            seen.append(world[0]._formation.key_with(1))
+    assert seen[0] != seen[1]
+
+
+def test_keys_do_not_travel_for_all_to_read():
+    """In "auth" nothing is encrypted, but keys are: who reads the network must not have them."""
+    passed = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    where = address_of(listener)
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        options = {"secret": SECRET, "security": "auth", "transport": "tcp"}
+
+        def overhear():
+            near, _ = relay.accept()
+            with near, socket.create_connection(listener.getsockname()) as far:
+                there, back = Running(pump, near, far), Running(pump, far, near)
+                there.result()
+                back.result()
+
+        def pump(source, target):
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    passed.append(data)
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        zero = Running(TcpBackend, 0, 2, where, listener=listener, **options)
+        overhearing = Running(overhear)
+        one = Running(TcpBackend, 1, 2, address_of(relay), **options)
+        with zero.result() as first, one.result() as second:
+            key = first._formation.key_with(1)
+            assert key == second._formation.key_with(0)
+        overhearing.result()
+    heard = b"".join(passed)
+    assert len(heard) > 500
+    assert key not in heard
+
+
+# -- joining
+
+
+@pytest.fixture
+def launched():
+    """A coordinator of three ranks, as a launcher has it."""
+    listener = bound_socket()
+    address = address_of(listener)
+    host = CoordinatorHost(listener, 3, secret=SECRET, job="default")
+    with contextlib.closing(host):
+        yield lambda rank, **options: Running(
+            TcpBackend,
+            rank,
+            3,
+            address,
+            has_coordinator=True,
+            **{"join_timeout": PATIENCE, "timeout": PATIENCE} | options,
+        )
+
+
+def test_a_rank_that_a_launcher_started_can_join_as_itself_alone(launched):
+    """It has a key of its own, and not the secret."""
+    own = [rank_key(SECRET, rank) for rank in range(3)]
+    for rank in (0, 1):
+        error = launched(rank, secret=own[HOSTILE]).error()
+        assert isinstance(error, AuthenticationError)
+    world = [each.result() for each in [launched(rank, secret=own[rank]) for rank in range(3)]]
+    with contextlib.ExitStack() as stack:
+        for rank in world:
+            stack.enter_context(rank)
+        say_hello(*world)
+        assert SECRET not in vars(world[HOSTILE]._formation).values()
+
+
+def test_a_rank_that_a_launcher_started_cannot_pass_for_the_coordinator(launched):
+    """Nor can it, so, read the keys that others are handed."""
+    own = rank_key(SECRET, HOSTILE)
+    listener = bound_socket()
+    impostor = CoordinatorHost(listener, 3, secret=own, job="default")
+    with contextlib.closing(impostor):
+        address = address_of(listener)
+        with pytest.raises(AuthenticationError):
+            TcpBackend(1, 3, address, secret=rank_key(SECRET, 1), has_coordinator=True)
+
+
+def test_the_key_of_one_rank_is_no_secret_to_coordinate_with():
+    with pytest.raises(ConfigurationError, match="secret that all ranks have"):
+        TcpBackend(0, 2, "127.0.0.1:0", secret=rank_key(SECRET, 0))
+
+
 # -- inside TLS
 
 
@@ -97,11 +280,6 @@ def test_the_hostile_rank_itself_learns_that_it_is_out():
 def files(tmp_path_factory):
     pytest.importorskip("cryptography")
     return make_certificates(tmp_path_factory.mktemp("tls") / "ours", 3)
-
-
-def keys_of(rank):
-    """Return every key that a rank has, or can make of what it has."""
-    return [rank._formation.key]
 
 
 class Between:
@@ -183,8 +361,9 @@ def test_inside_tls_the_certificate_of_one_rank_does_not_open_a_connection_as_an
     with tcp_world(3, secret=SECRET, transport="tcp", tls=files) as world:
         policy = choose_policy("tls", TcpAddress("127.0.0.1", 1), tls=files[HOSTILE])
         hello = replace(world[HOSTILE]._formation.hello(purpose, 0), rank=1)
-        # The pair's key is assumed to be known: the certificate alone is enough.
-        key = keys_of(world[1])[0]
+        # As if it had learnt the right key: the certificate alone keeps it out.
+        formation = world[1]._formation
+        key = formation.key if purpose is Purpose.JOIN else formation.key_with(0)
         member = world[HOSTILE]._peers[0].member
         deadline = Deadline(PATIENCE)
         with (

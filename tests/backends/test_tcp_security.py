@@ -40,6 +40,7 @@ from rankwire.wire.handshake import (
     Purpose,
     handshake_key,
 )
+from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Protection
 from worlds import PATIENCE, SECRET, Running, address_of, bound_socket, tcp_world
 
@@ -493,7 +494,7 @@ def test_inside_tls_a_rank_cannot_stand_between_two_others(files):
             deadline = Deadline(PATIENCE)
             sock = connect_tcp(TcpAddress(*listener.getsockname()), deadline)
             hello = world[1]._formation.hello(Purpose.MESSAGES, 0)
-            key = world[1]._formation.key
+            key = world[1]._formation.key_with(0)
             with contextlib.closing(sock), pytest.raises(AuthenticationError):
                 authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
             assert not relaying.result(), "the listener has refused too"
@@ -509,7 +510,7 @@ class Attacker:
     def __init__(self, world):
         self.world = world
         self.genuine = world[1]._formation.hello(Purpose.MESSAGES, 0)
-        self.key = world[1]._formation.key
+        self.key = world[1]._formation.key_with(0)
         member = world[1]._peers[0].member
         self.address = TcpAddress(member.host, member.port)
 
@@ -580,7 +581,9 @@ KEYS = {
     "no secret": handshake_key(b"rankwire without a secret"),
     "zeros": bytes(32),
     "the secret unhashed": SECRET,
-    "that of the version before": hmac.digest(SECRET, b"rankwire v1 handshake", "sha256"),
+    "that of the version before": hmac.digest(SECRET, b"rankwire v2 handshake", "sha256"),
+    "of launchers": handshake_key(SECRET),
+    "of the rank itself": rank_key(SECRET, 1),
 }
 
 
@@ -649,7 +652,7 @@ def test_a_message_that_is_too_large_is_refused_from_its_header():
         deadline = Deadline(PATIENCE)
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             hello = formation.hello(Purpose.MESSAGES, 0)
-            authenticate(sock, hello, key=formation.key, deadline=deadline)
+            authenticate(sock, hello, key=formation.key_with(0), deadline=deadline)
             sock.sendall(pack_header(Channel.MESSAGE, 0, 0, (1 << 20) + 1, 0))
             with pytest.raises(ProtocolError, match="1048577 bytes, the limit is 1048576"):
                 world[0].recv(1)
@@ -665,5 +668,5 @@ def test_a_dialler_that_leaves_seals_out_is_refused_by_its_own_words():
             hello = formation.hello(Purpose.MESSAGES, 0)
             assert hello.protection == Protection.NONE
             with pytest.raises(NoConnectionError, match="wants sealed frames"):
-                authenticate(sock, hello, key=formation.key, deadline=deadline)
+                authenticate(sock, hello, key=formation.key_with(0), deadline=deadline)
         say_hello(world)

@@ -1,12 +1,14 @@
 """The coordinator: who is let in, who is told what, and when."""
 
 import contextlib
+import itertools
 import select
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from rankwire.deadline import Deadline
@@ -31,12 +33,21 @@ from rankwire.rendezvous.messages import (
 )
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
-from worlds import PATIENCE, Running, eventually
+from rankwire.wire.keys import rank_key, unwrap
+from worlds import PATIENCE, SECRET, Running, eventually
 
 
 def member(rank: int, pid: int | None = None) -> Member:
     pid = 1000 + rank if pid is None else pid
     return Member(rank, pid, "127.0.0.1", 4000 + rank, "", host_id())
+
+
+def without_keys(world: World) -> World:
+    return msgspec.structs.replace(world, keys=b"")
+
+
+def key_of(rank: int) -> bytes:
+    return rank_key(SECRET, rank)
 
 
 def hello(rank: int, world_size: int) -> Hello:
@@ -58,6 +69,7 @@ class Meeting:
             member(0),
             world_size,
             self.doorkeeper,
+            key_of=key_of,
             on_formed=self._formed,
             on_gone=self.gone.append,
         )
@@ -204,10 +216,23 @@ def test_everybody_present_is_told_who_is_missing(meet):
 def test_all_get_the_same_world_in_rank_order_whatever_the_order_of_joining(meet):
     meeting = meet(4)
     connections = [meeting.join(rank) for rank in (3, 1, 2)]
-    worlds = [meeting.hear_until(connection, World) for connection in connections]
-    assert worlds == meeting.worlds * 3
+    worlds = [without_keys(meeting.hear_until(connection, World)) for connection in connections]
+    assert worlds == [without_keys(meeting.worlds[0])] * 3
     assert worlds[0].members == [member(rank) for rank in range(4)]
     assert 0 < worlds[0].epoch < 2**32
+
+
+def test_every_two_ranks_are_handed_a_key_of_their_own_and_nobody_else_can_read_it(meet):
+    meeting = meet(4)
+    connections = [meeting.join(rank) for rank in (1, 2, 3)]
+    worlds = [meeting.hear_until(connection, World) for connection in connections]
+    wrapped = [world.keys for world in (*meeting.worlds, *worlds)]
+    keys = [unwrap(key_of(rank), wrapped[rank], rank, 4) for rank in range(4)]
+    assert all(keys[a][b] == keys[b][a] for a, b in itertools.combinations(range(4), 2))
+    assert len({key for of_one in keys for key in of_one.values()}) == 6
+    for rank, other in itertools.permutations(range(4), 2):
+        guessed = unwrap(key_of(other), wrapped[rank], rank, 4)
+        assert not set(guessed.values()) & set(keys[rank].values())
 
 
 def test_two_worlds_have_different_epochs(meet):
@@ -245,7 +270,7 @@ def test_a_rank_that_hangs_up_frees_its_place_and_can_come_back(meet):
     first.close()
     eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
     again, two = meeting.join(1), meeting.join(2)
-    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+    assert meeting.hear_until(again, World).epoch == meeting.hear_until(two, World).epoch
     assert meeting.gone == []
 
 
@@ -283,7 +308,7 @@ def test_a_rank_that_says_anything_but_its_name_loses_its_place(meet, words):
     with pytest.raises((PeerLostError, ChannelClosedError)):
         one.read(Deadline(PATIENCE))
     again, two = meeting.join(1), meeting.join(2)
-    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+    assert meeting.hear_until(again, World).epoch == meeting.hear_until(two, World).epoch
 
 
 def test_a_broken_frame_costs_only_the_rank_that_sent_it(meet):
@@ -292,7 +317,7 @@ def test_a_broken_frame_costs_only_the_rank_that_sent_it(meet):
     one._sock.send(b"\xff" * 64)
     eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
     again, two = meeting.join(1), meeting.join(2)
-    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+    assert meeting.hear_until(again, World).epoch == meeting.hear_until(two, World).epoch
 
 
 # -- failing to form

@@ -95,14 +95,14 @@ def test_the_greeting_and_the_challenge_are_these_bytes():
     conversation.run()
     assert conversation.sent["HELLO"] == (
         b"rankwire"
-        + bytes.fromhex("0200 0100")
+        + bytes.fromhex("0300 0100")
         + job_id("job")
         + bytes.fromhex("05000000 04000000 02000000 00000000 0900000000000000")
         + NONCE_I
         + bytes(44)
     )
     assert conversation.sent["CHALLENGE"] == (
-        b"rankwire" + bytes.fromhex("0200") + bytes(22) + NONCE_R
+        b"rankwire" + bytes.fromhex("0300") + bytes(22) + NONCE_R
     )
 
 
@@ -112,7 +112,7 @@ def test_the_proofs_are_macs_of_the_role_and_all_that_was_said():
         conversation.run()
     said = conversation.sent["HELLO"] + conversation.sent["CHALLENGE"]
     status = struct.pack("<Q", Status.DUPLICATE_RANK | 4711 << 8)
-    key = hmac.digest(SECRET, b"rankwire v2 handshake", "sha256")
+    key = hmac.digest(SECRET, b"rankwire v3 handshake", "sha256")
     assert conversation.sent["PROOF"] == hmac.digest(key, b"I" + said, "sha256")
     assert conversation.sent["VERDICT"] == (
         status + hmac.digest(key, b"R" + said + status, "sha256")
@@ -288,7 +288,7 @@ def with_version(message, version):
     return message[:8] + struct.pack("<H", version) + message[10:]
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 65535])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 65535])
 def test_a_dialler_of_another_version_is_answered_so_that_it_learns_both_and_refused(version):
     responder = Responder(key=KEY, nonce=NONCE_R)
     challenge = responder.challenge(with_version(HELLO.pack(NONCE_I), version))
@@ -298,7 +298,7 @@ def test_a_dialler_of_another_version_is_answered_so_that_it_learns_both_and_ref
         responder.verify(bytes(PROOF_NBYTES))
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 65535])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 65535])
 def test_a_listener_of_another_version_is_named_with_both_versions(version):
     initiator = Initiator(HELLO, key=KEY, nonce=NONCE_I)
     challenge = Responder(key=KEY, nonce=NONCE_R).challenge(initiator.hello())

@@ -383,7 +383,7 @@ class TcpBackend(Backend):
                     stream, seals = authenticate(
                         sock,
                         hello,
-                        key=self._formation.key,
+                        key=self._formation.key_with(rank),
                         deadline=deadline,
                         check=peer.check,
                         policy=self._formation.policy,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from rankwire.launch import environment, places
+from rankwire.rendezvous.secret import rank_key
 
 __all__ = ["Child", "Ending", "World"]
 
@@ -34,7 +35,7 @@ class World:
         size: The number of ranks, on all hosts.
         address: Where the launcher coordinates.
         job: Name of the job.
-        secret: What every rank proves to know.
+        secret: What the key of every rank is made of. Ranks get their own key, and not the secret.
         attempt: How many times the ranks were started before.
     """
 
@@ -97,7 +98,7 @@ class Child:
     ) -> None:
         self.rank = rank
         self.ending: Ending | None = None
-        secret_fd = _pipe_holding(world.secret)
+        secret_fd = _pipe_holding(rank_key(world.secret, rank))
         try:
             variables = {
                 places.RANK: str(rank),

@@ -5,10 +5,11 @@ that are taken once, what this process remembers, and the joining itself. Nothin
 processes are started, and nothing in ``run`` knows how a world is joined: the two share only the
 names of the variables.
 
-The secret of ``rankwire run`` is never in the environment. ``RANKWIRE_SECRET_FD`` names an
+The secret of ``rankwire run`` stays with the launcher; a rank gets a key of its own, by which it
+can join as this rank alone. It is never in the environment. ``RANKWIRE_SECRET_FD`` names an
 inherited pipe that holds it; it is read once, closed, and the variable removed, so that programs
-which this rank starts find neither. This process remembers the secret, so that ``connect()`` works
-again after the first world was closed.
+which this rank starts find neither. This process remembers it, so that ``connect()`` works again
+after the first world was closed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rankwire.launch.certificates import files_of
 from rankwire.launch.places import HYDRA_JOB, OURS, Place, find_place, read_integer
 from rankwire.links.places import ListeningPlace
 from rankwire.links.protection import Tls
+from rankwire.rendezvous.secret import RankKey
 
 __all__ = ["Place", "connect"]
 
@@ -154,14 +156,14 @@ class _Memory:
         self.has_connected = False
         self._lock = threading.Lock()
         renew_in_child(self._lock)
-        self._secret: bytes | None = None
+        self._secret: RankKey | None = None
 
-    def take_secret(self, environ: Environment) -> bytes | None:
+    def take_secret(self, environ: Environment) -> RankKey | None:
         with self._lock:
             if SECRET_FD in environ:
                 fd = read_integer(environ, SECRET_FD)
                 del environ[SECRET_FD]
-                self._secret = _read_secret(fd)
+                self._secret = RankKey(_read_secret(fd))
             return self._secret
 
 

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from time import monotonic
 
+import msgspec
+
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -60,6 +62,7 @@ from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.silence import Change, Silence
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello, Status
+from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
 
 __all__ = ["Coordinator", "is_last_moment", "silent_reason", "tell"]
@@ -88,6 +91,7 @@ class Coordinator:
         me: Rank 0, if this is it; None in a launcher.
         world_size: How many ranks to wait for.
         doorkeeper: Reads the control connections.
+        key_of: Returns the key of a rank, by which it has joined.
         patience: How long a rank may be silent; ranks that join may ask for less.
         on_formed: Called on the doorkeeper's thread when the world is complete, before any other
             rank is told.
@@ -103,6 +107,7 @@ class Coordinator:
         world_size: int,
         doorkeeper: Doorkeeper,
         *,
+        key_of: Callable[[int], bytes],
         patience: Patience = DEFAULT_PATIENCE,
         on_formed: Callable[[World], None],
         on_gone: Callable[[Gone], None],
@@ -112,6 +117,8 @@ class Coordinator:
         self._rank = -1 if me is None else me.rank
         self._world_size = world_size
         self._doorkeeper = doorkeeper
+        self._key_of = key_of
+        self._world_key = secrets.token_bytes(KEY_NBYTES)
         self._patience = patience
         self._on_formed = on_formed
         self._on_gone = on_gone
@@ -242,13 +249,20 @@ class Coordinator:
     def _form(self) -> None:
         members = [self._members[rank] for rank in range(self._world_size)]
         world = World(secrets.randbits(32) or 1, members, self._patience, self._rank)
-        self._on_formed(world)
+        self._on_formed(world if self._me is None else self._with_keys(world, self._rank))
         # Told before this rank goes on, so that all are ready together.
-        self._tell_all(world)
+        for rank, connection in list(self._controls.items()):
+            tell(connection, self._with_keys(world, rank))
         self._silence = Silence(self._patience, self._controls, monotonic())
         self._doorkeeper.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
         self._changed.notify_all()
+
+    def _with_keys(self, world: World, rank: int) -> World:
+        """Hand a rank its keys with every other, in a form that only it can read."""
+        keys = pair_keys(self._world_key, rank, self._world_size)
+        wrapped = wrap(self._key_of(rank), keys, secrets.token_bytes(SALT_NBYTES))
+        return msgspec.structs.replace(world, keys=wrapped)
 
     # -- afterwards --------------------------------------------------------------------------------
 

@@ -96,12 +96,14 @@ class World(msgspec.Struct, frozen=True, tag="world"):
         members: All ranks, in order.
         patience: The shortest that any of them asked for.
         coordinator: The rank that coordinates, or -1 if that is the launcher.
+        keys: Those of the receiving rank with every other, wrapped for it (``wire.keys``).
     """
 
     epoch: int
     members: list[Member]
     patience: Patience = DEFAULT_PATIENCE
     coordinator: int = 0
+    keys: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
