@@ -14,9 +14,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rankwire.backends.tcp import TcpBackend
+from rankwire import RpcAgent
+from rankwire.backends.tcp import MAX_CONNECTIONS_OF_A_RANK, TcpBackend
 from rankwire.deadline import Deadline
-from rankwire.errors import AuthenticationError, ConfigurationError, PeerLostError
+from rankwire.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    DeadlineExceededError,
+    OverloadedError,
+    PeerLostError,
+)
 from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialing import authenticate
 from rankwire.links.protection import choose_policy
@@ -373,3 +380,63 @@ def test_inside_tls_the_certificate_of_one_rank_does_not_open_a_connection_as_an
             authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
         assert "as rank 1: its certificate is of 'rank-2'" in caplog.text
         say_hello(*world)
+
+
+# -- connections without end
+
+
+def test_connections_of_one_member_are_bounded_and_it_is_named(caplog):
+    with tcp_world(3, secret=SECRET, transport="tcp") as world:
+        say_hello(*world)
+        key = world[HOSTILE]._formation.key_with(0)
+        with contextlib.ExitStack() as stack:
+
+            def connect(service):
+                sock = connect_as_another(world[HOSTILE], 0, Purpose.CALLS, key, service=service)
+                return stack.enter_context(sock)
+
+            # One for messages, as everyone has, and one for each agent.
+            for service in range(1, MAX_CONNECTIONS_OF_A_RANK):
+                connect(service)
+            for _ in range(3):
+                with pytest.raises(OverloadedError, match=r"rank 0 has 128 connections of rank 2"):
+                    connect(MAX_CONNECTIONS_OF_A_RANK)
+            assert len(world[0]._peers[HOSTILE]._all()) <= MAX_CONNECTIONS_OF_A_RANK + 1
+            warnings = [record.getMessage() for record in caplog.records]
+            assert len([text for text in warnings if "rank 2 has 128 connections" in text]) == 1
+            say_hello(*world)
+            with RpcAgent(world[0]) as callee, RpcAgent(world[1]) as caller:
+                callee.register("add", lambda a, b: a + b)
+                assert caller.rpc_sync(0, "add", 1, 2) == 3
+
+
+def test_many_connections_for_one_agent_are_bounded_too():
+    with tcp_world(2, secret=SECRET, transport="tcp") as world:
+        key = world[1]._formation.key_with(0)
+        with RpcAgent(world[0]), contextlib.ExitStack() as stack:
+            (service,) = world[0]._ports
+
+            def connect():
+                sock = connect_as_another(world[1], 0, Purpose.CALLS, key, service=service)
+                stack.enter_context(sock)
+
+            for _ in range(MAX_CONNECTIONS_OF_A_RANK):
+                connect()
+            with pytest.raises(OverloadedError):
+                connect()
+            # Those that end make room.
+            stack.close()
+            eventually(lambda: world[0]._peers[1].incoming_count() == 0)
+        say_hello(*world)
+
+
+def test_of_connections_to_an_agent_that_is_not_there_only_the_last_waits():
+    """An agent has one; those before it are of agents that were closed since."""
+    with tcp_world(2, secret=SECRET, transport="tcp") as world:
+        for _ in range(5):
+            with RpcAgent(world[1]) as caller, pytest.raises(DeadlineExceededError):
+                caller.rpc_sync(0, "add", 1, 2, timeout=0.05)
+        assert world[0]._peers[1].incoming_count() == 1
+        with RpcAgent(world[0]) as callee, RpcAgent(world[1]) as caller:
+            callee.register("add", lambda a, b: a + b)
+            assert caller.rpc_sync(0, "add", 1, 2) == 3

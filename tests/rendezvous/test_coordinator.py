@@ -178,11 +178,12 @@ def test_a_rank_outside_the_world_is_refused(meet, rank):
     assert meet(3).admit(rank) == (Status.INVALID_RANK, 3)
 
 
-def test_a_duplicate_is_refused_with_the_process_of_the_holder(meet):
+def test_a_duplicate_is_refused_with_the_process_of_the_holder(meet, caplog):
     meeting = meet(3)
     first = meeting.join(1)
     assert meeting.hear(first) == Waiting([2])
     assert meeting.admit(1) == (Status.DUPLICATE_RANK, 1001)
+    assert "a second process says that it is rank 1; process 1001 was first" in caplog.text
 
 
 def test_a_place_is_taken_even_before_its_holder_has_said_where_it_listens(meet):

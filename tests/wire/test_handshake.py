@@ -4,6 +4,7 @@ import hmac
 import random
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
     NoConnectionError,
+    OverloadedError,
     ProtocolError,
     RendezvousError,
     VersionMismatchError,
@@ -322,7 +324,7 @@ def test_a_dialler_of_another_version_cannot_get_in_even_with_a_good_proof(monke
 
 def refused(status, detail, purpose):
     hello = Hello(purpose, job_id("job"), 5, 4, 2, 1)
-    with pytest.raises(ConnectionError) as caught:
+    with pytest.raises((ConnectionError, OverloadedError)) as caught:
         Conversation(hello, verdict=(status, detail)).run()
     return caught.value
 
@@ -344,6 +346,40 @@ def test_a_refusal_says_why_by_type_and_text(status, detail, text):
         is_joining = purpose in (Purpose.JOIN, Purpose.LAUNCH)
         assert type(error) is (RendezvousError if is_joining else NoConnectionError)
         assert re.search(text, str(error))
+
+
+def test_the_certificate_of_somebody_else_is_told_with_whose_it_should_be():
+    for purpose in Purpose:
+        error = refused(Status.WRONG_CERTIFICATE, 0, purpose)
+        assert type(error) is AuthenticationError
+        who = "a launcher" if purpose is Purpose.LAUNCH else "rank 2"
+        assert f"not that of {who}" in str(error)
+
+
+def test_too_many_connections_are_told_with_their_number():
+    error = refused(Status.TOO_MANY_CONNECTIONS, 128, Purpose.CALLS)
+    assert type(error) is OverloadedError
+    assert error.peer == 1
+    assert "rank 1 has 128 connections of rank 2" in str(error)
+
+
+def test_the_listener_finds_the_key_once_it_knows_who_dials():
+    asked = []
+
+    def find(hello):
+        asked.append(hello)
+        return KEY if hello.rank == 2 else OTHER_KEY
+
+    for rank in (2, 3):
+        initiator = Initiator(replace(HELLO, rank=rank), key=KEY, nonce=NONCE_I)
+        responder = Responder(key=find, nonce=NONCE_R)
+        proof = initiator.proof(responder.challenge(initiator.hello()))
+        if rank == 2:
+            assert responder.verify(proof).rank == 2
+        else:
+            with pytest.raises(AuthenticationError):
+                responder.verify(proof)
+    assert [hello.rank for hello in asked] == [2, 3]
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

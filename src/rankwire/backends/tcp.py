@@ -66,13 +66,16 @@ from rankwire.wire.seals import Seals
 if TYPE_CHECKING:
     from rankwire.links.tls import Stream
 
-__all__ = ["TcpBackend", "Transport"]
+__all__ = ["MAX_CONNECTIONS_OF_A_RANK", "TcpBackend", "Transport"]
 
 _log = logging.getLogger("rankwire")
 
 Transport = Literal["auto", "tcp", "unix"]
 
 DEFAULT_JOIN_TIMEOUT = 300.0
+# One for messages and one for each agent that calls this rank; a rank that was taken over might
+# open them without end.
+MAX_CONNECTIONS_OF_A_RANK = 128
 # A peer that refuses connections has died or is leaving; the control connection says which within
 # this time.
 _REFUSED_PATIENCE = 0.5
@@ -177,7 +180,7 @@ class TcpBackend(Backend):
         self._lock = threading.Lock()
         self._ports: dict[int, TcpCallPort] = {}
         self._services_closed: set[int] = set()
-        self._callers_waiting: dict[int, list[Connection]] = {}
+        self._callers_waiting: dict[int, dict[int, Connection]] = {}  # by service and rank
         self._peers: dict[int, Peer] = {}
         self._is_watched = True
         self._closing = threading.Event()
@@ -345,7 +348,7 @@ class TcpBackend(Backend):
                     "there is an agent of this name already; close it, or give this one a name"
                 )
             else:
-                waiting = self._callers_waiting.pop(service, [])
+                waiting = list(self._callers_waiting.pop(service, {}).values())
                 self._ports[service] = port
                 self._services_closed.discard(service)
         if refusal is not None:
@@ -472,7 +475,7 @@ class TcpBackend(Backend):
             single_copy=self._single_copy,
             seals=seals,
         )
-        peer.add(connection)
+        peer.add(connection, incoming=incoming)
         return connection
 
     def release(self, connection: Connection) -> None:
@@ -492,6 +495,12 @@ class TcpBackend(Backend):
             peer.inbox.drop_given_up()
             if peer.inbox.connection is not None:
                 return Status.DUPLICATE_RANK, peer.member.pid
+        if peer.incoming_count() >= MAX_CONNECTIONS_OF_A_RANK:
+            if not peer.has_too_many:
+                peer.has_too_many = True  # said once
+                limit = MAX_CONNECTIONS_OF_A_RANK
+                _log.warning("rank %d has %d connections to this rank: no more", hello.rank, limit)
+            return Status.TOO_MANY_CONNECTIONS, MAX_CONNECTIONS_OF_A_RANK
         if hello.purpose is Purpose.CALLS and hello.service in self._services_closed:
             return Status.CLOSED, 0
         return Status.WELCOME, 0
@@ -509,11 +518,16 @@ class TcpBackend(Backend):
             if not peer.inbox.attach(connection):
                 self._discard(peer, connection)
             return
+        older: Connection | None = None
         with self._lock:
             port = self._ports.get(hello.service)
             has_closed = self._closed or hello.service in self._services_closed
             if port is None and not has_closed:
-                self._callers_waiting.setdefault(hello.service, []).append(connection)
+                waiting = self._callers_waiting.setdefault(hello.service, {})
+                older = waiting.get(hello.rank)
+                waiting[hello.rank] = connection
+        if older is not None:  # of an agent that was closed since: each has one
+            self._discard(peer, older)
         if port is not None:
             port.adopt(connection)
         elif has_closed:  # since it was let in
@@ -648,7 +662,7 @@ class TcpBackend(Backend):
                 self._closed = True
                 self._closing.set()
                 ports = list(self._ports.values())
-                waiting = [c for parked in self._callers_waiting.values() for c in parked]
+                waiting = [c for parked in self._callers_waiting.values() for c in parked.values()]
                 self._callers_waiting.clear()
             cause = ChannelClosedError("this backend is closed")
             for port in ports:

@@ -145,6 +145,10 @@ class Coordinator:
             return Status.INVALID_RANK, self._world_size
         if hello.rank in self._controls or (self._me and hello.rank == self._me.rank):
             holder = self._members.get(hello.rank)
+            if self._state is _State.FORMING:
+                first = holder.pid if holder else "unknown"
+                text = "a second process says that it is rank %d; process %s was first"
+                _log.warning(text, hello.rank, first)
             return Status.DUPLICATE_RANK, holder.pid if holder else 0
         if self._state is not _State.FORMING:
             return Status.NOT_EXPECTED, 0

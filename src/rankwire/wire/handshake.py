@@ -36,6 +36,7 @@ from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
     NoConnectionError,
+    OverloadedError,
     ProtocolError,
     RankwireError,
     RendezvousError,
@@ -104,6 +105,7 @@ class Status(IntEnum):
     CLOSED = 7
     TOO_LITTLE_PROTECTION = 8
     WRONG_CERTIFICATE = 9
+    TOO_MANY_CONNECTIONS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,10 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
     if status == Status.WRONG_CERTIFICATE:
         who = "a launcher" if hello.dialler == LAUNCHER else f"rank {hello.rank}"
         return AuthenticationError(f"the certificate of this end is not that of {who}")
+    if status == Status.TOO_MANY_CONNECTIONS:
+        return OverloadedError(
+            f"rank {hello.peer} has {detail} connections of rank {hello.rank}, and takes no more"
+        ).during(peer=hello.peer)
     if status == Status.OTHER_EPOCH:
         return NoConnectionError("the peer belongs to another incarnation of the job")
     if status == Status.CLOSED:
@@ -273,6 +279,7 @@ class Initiator:
             AuthenticationError: The other end does not have the key.
             RendezvousError: It refused a rank that wants to join.
             NoConnectionError: It refused another connection.
+            OverloadedError: It has too many of this rank.
         """
         status, mac = _VERDICT.unpack(verdict)
         expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)

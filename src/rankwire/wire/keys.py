@@ -52,7 +52,7 @@ def rank_key(secret: bytes, rank: int) -> RankKey:
 
 def pair_keys(world_key: bytes, rank: int, world_size: int) -> bytes:
     """Return the keys of a rank with every rank, in order; the one with itself is of no use."""
-    # BLAKE2b: a million of them, for 1024 ranks, take 0.6 s; by HMAC-SHA256 1.6 s.
+    # BLAKE2b takes 0.6 us a key, HMAC-SHA256 1.6; a world of 1024 ranks needs a million.
     return b"".join(
         blake2b(
             _PAIR.pack(min(rank, other), max(rank, other)),
