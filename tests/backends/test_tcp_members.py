@@ -29,15 +29,18 @@ from rankwire.links.dialing import authenticate
 from rankwire.links.protection import choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous.hosting import CoordinatorHost
+from rankwire.rendezvous.launchers import LAUNCH_JOB
 from rankwire.rendezvous.messages import Beat, Failed, Gone, Suspected, Waiting, World, pack
 from rankwire.wire.frames import Channel, pack_header
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     PROOF_NBYTES,
+    Hello,
     Purpose,
     Responder,
     Status,
     handshake_key,
+    job_id,
 )
 from rankwire.wire.keys import rank_key
 from worlds import (
@@ -273,6 +276,30 @@ def test_a_rank_that_a_launcher_started_cannot_pass_for_the_coordinator(launched
         address = address_of(listener)
         with pytest.raises(AuthenticationError):
             TcpBackend(1, 3, address, secret=rank_key(SECRET, 1), has_coordinator=True)
+
+
+def test_a_rank_that_a_launcher_started_cannot_pass_for_a_launcher():
+    """Which could end the job by a word."""
+    came = []
+    listener = bound_socket()
+    address = address_of(listener)
+    host = CoordinatorHost(
+        listener,
+        3,
+        secret=SECRET,
+        job="default",
+        nodes=2,
+        on_launcher=lambda node, link: came.append(link),
+    )
+    own = rank_key(SECRET, HOSTILE)
+    with contextlib.closing(host):
+        where = TcpAddress.parse(address)
+        for key in (own, handshake_key(own)):
+            deadline = Deadline(PATIENCE)
+            hello = Hello(Purpose.LAUNCH, job_id(LAUNCH_JOB), 0, 2, 1, 0)
+            with connect_tcp(where, deadline) as sock, pytest.raises(AuthenticationError):
+                authenticate(sock, hello, key=key, deadline=deadline)
+    assert came == []
 
 
 def test_the_key_of_one_rank_is_no_secret_to_coordinate_with():

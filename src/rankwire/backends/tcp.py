@@ -100,8 +100,8 @@ class TcpBackend(Backend):
         world_size: The number of ranks; the same everywhere.
         address: ``host:port`` at which rank 0 listens. Rank 0 may use port 0 and read the chosen
             one from ``address``.
-        secret: At least 16 bytes that all ranks know. Not needed on loopback, where ranks of one
-            user find each other.
+        secret: At least 16 bytes that all ranks know, or what a launcher gave this rank instead.
+            Not needed on loopback, where ranks of one user find each other.
         job: A name; ranks of different jobs refuse each other.
         timeout: Seconds for every operation without a limit of its own.
         join_timeout: Seconds for the world to form.
