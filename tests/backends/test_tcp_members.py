@@ -24,7 +24,7 @@ from rankwire.errors import (
     OverloadedError,
     PeerLostError,
 )
-from rankwire.launch.certificates import make_certificates
+from rankwire.launch.certificates import files_of, make_certificates
 from rankwire.links.dialing import authenticate
 from rankwire.links.protection import choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp
@@ -34,6 +34,7 @@ from rankwire.rendezvous.messages import Beat, Failed, Gone, Suspected, Waiting,
 from rankwire.wire.frames import Channel, pack_header
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
+    LAUNCHER,
     PROOF_NBYTES,
     Hello,
     Purpose,
@@ -149,6 +150,24 @@ def test_a_member_cannot_open_a_connection_as_another_rank(security, purpose):
                 connect_as_another(world[HOSTILE], 0, purpose, key, rank=1)
         say_hello(*world)
         assert [rank.alive for rank in world] == [(0, 1, 2)] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_whatever_a_member_says_with_whatever_key_it_comes_in_as_itself(victim):
+    with tcp_world(3, secret=SECRET, transport="tcp") as world:
+        entered = []
+        for purpose, rank, peer in itertools.product(Purpose, [0, 1, 2, 3, LAUNCHER], range(3)):
+            for key in keys_of(world[HOSTILE]):
+                claims = {"rank": rank, "peer": peer, "service": 7}
+                with contextlib.suppress(OSError):  # all that a refusal can be
+                    connect_as_another(world[HOSTILE], victim, purpose, key, **claims).close()
+                    entered.append((purpose, rank, peer))
+        assert set(entered) == {
+            (Purpose.MESSAGES, HOSTILE, victim),
+            (Purpose.CALLS, HOSTILE, victim),
+        }
+        assert [rank.alive for rank in world] == [(0, 1, 2)] * 3
+        say_hello(world[0], world[1])
 
 
 def test_a_member_cannot_answer_in_the_place_of_another_rank():
@@ -386,6 +405,28 @@ def test_inside_tls_a_member_cannot_stand_between_two_others(files):
         assert between.errors
         world[HOSTILE].send(b"as myself", 0)
         assert world[0].recv(HOSTILE) == b"as myself"
+
+
+def test_inside_tls_the_certificate_of_a_launcher_does_not_open_a_connection_as_a_rank(files):
+    with tcp_world(3, secret=SECRET, transport="tcp", tls=files) as world:
+        launcher = files_of(Path(files[0].ca).parent, "launcher")
+        policy = choose_policy(
+            "tls", TcpAddress("127.0.0.1", 1), tls=replace(launcher, names="any")
+        )
+        member = world[HOSTILE]._peers[0].member
+        for purpose in Purpose:
+            hello = replace(world[HOSTILE]._formation.hello(purpose, 0), service=7)
+            formation = world[HOSTILE]._formation
+            key = formation.key if purpose is Purpose.JOIN else formation.key_with(0)
+            deadline = Deadline(PATIENCE)
+            with (
+                contextlib.closing(
+                    connect_tcp(TcpAddress(member.host, member.port), deadline)
+                ) as sock,
+                pytest.raises(AuthenticationError),
+            ):
+                authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
+        say_hello(*world)
 
 
 @pytest.mark.parametrize("purpose", [Purpose.MESSAGES, Purpose.CALLS, Purpose.JOIN])

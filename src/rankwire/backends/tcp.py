@@ -489,7 +489,8 @@ class TcpBackend(Backend):
         if self._closed:
             return Status.CLOSED, 0
         peer = self._peers.get(hello.rank)
-        if peer is None or hello.peer != self.rank:
+        is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
+        if peer is None or hello.peer != self.rank or not is_of_a_rank:
             return Status.INVALID_RANK, self.world_size
         if hello.purpose is Purpose.MESSAGES:
             peer.inbox.drop_given_up()

@@ -212,7 +212,9 @@ class Formation:
         """
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
             return rank_key(self._given_secret or self._agreed_secret, hello.rank)
-        return self._keys.get(hello.rank) or secrets.token_bytes(KEY_NBYTES)
+        is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
+        key = self._keys.get(hello.rank) if is_of_a_rank else None
+        return key or secrets.token_bytes(KEY_NBYTES)
 
     def _describe(self, host: str) -> Member:
         """Listen where this rank was seen, once, and say where that is."""
