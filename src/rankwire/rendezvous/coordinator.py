@@ -70,6 +70,9 @@ __all__ = ["Coordinator", "is_last_moment", "silent_reason", "tell"]
 _log = logging.getLogger("rankwire")
 
 _REPORT_EVERY = 10.0  # seconds between log lines about missing ranks
+# Seconds for all ranks, which wait for nothing else, to take the list of all. Between hosts a new
+# connection takes 80 kB at once, the list of 400 ranks.
+_WORLD_PATIENCE = 5.0
 
 
 def is_last_moment(deadline: Deadline) -> bool:
@@ -255,8 +258,9 @@ class Coordinator:
         world = World(secrets.randbits(32) or 1, members, self._patience, self._rank)
         self._on_formed(world if self._me is None else self._with_keys(world, self._rank))
         # Told before this rank goes on, so that all are ready together.
+        patience = Deadline(_WORLD_PATIENCE)
         for rank, connection in list(self._controls.items()):
-            tell(connection, self._with_keys(world, rank))
+            tell(connection, self._with_keys(world, rank), patience)
         self._silence = Silence(self._patience, self._controls, monotonic())
         self._doorkeeper.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
@@ -385,14 +389,14 @@ def silent_reason(seconds: float) -> str:
     )
 
 
-def tell(connection: Connection, message: Message) -> None:
-    """Send a control message, which is small, without waiting.
+def tell(connection: Connection, message: Message, deadline: Deadline | None = None) -> None:
+    """Send a control message; without a deadline one that is small, without waiting.
 
     A member that does not take it is as good as gone, but for a beat, of which one may be left out.
     """
     payload = pack(message)
     try:
-        connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.0))
+        connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline or Deadline(0.0))
     except DeadlineExceededError as error:
         if not isinstance(message, Beat):
             connection.fail(error)
