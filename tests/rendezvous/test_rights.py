@@ -1,5 +1,6 @@
 """What a rank may say to the coordinator: the table, row by row."""
 
+import math
 from typing import get_args
 
 import pytest
@@ -13,6 +14,7 @@ from rankwire.rendezvous.messages import (
     Join,
     Member,
     Message,
+    Patience,
     Suspected,
     Waiting,
     World,
@@ -36,6 +38,14 @@ SILENT = {"reason": "it was silent", "silent": True}
 ROWS = [
     ("its place", Join(member(1)), {FORMING}),
     ("another's place", Join(member(2)), set()),
+    ("short limits", Join(member(1), Patience(0.05, 0.1)), {FORMING}),
+    ("limits that nobody can keep", Join(member(1), Patience(1e-9, 1e-9)), set()),
+    ("a limit below the shortest", Join(member(1), Patience(0.05, 0.099)), set()),
+    ("no time at all", Join(member(1), Patience(0.0, 30.0)), set()),
+    ("limits before now", Join(member(1), Patience(-1.0, -1.0)), set()),
+    ("limits in the wrong order", Join(member(1), Patience(40.0, 30.0)), set()),
+    ("no number", Join(member(1), Patience(math.nan, math.nan)), set()),
+    ("no limits", Join(member(1), Patience(math.inf, math.inf)), {FORMING}),
     ("a sign of life", Beat(), set(EVERYONE)),
     ("the silence of others", Beat({2: 9.0}), set()),
     ("its own silence", Beat({1: 9.0}), set()),

@@ -52,6 +52,7 @@ from rankwire.links.spinning import Spin, default_spin
 from rankwire.rendezvous.host import has_removed, remove_socket_file
 from rankwire.rendezvous.messages import (
     DEFAULT_PATIENCE,
+    SHORTEST_FAIL_AFTER,
     Fallen,
     Gone,
     Patience,
@@ -122,8 +123,8 @@ class TcpBackend(Backend):
             (``on_peer_suspected``) and changes nothing. The smallest of all ranks' counts.
         fail_after: Seconds of silence after which a rank is given up with
             ``PeerUnresponsiveError``, though its connection stands: it is stopped, swapping, or
-            holds the interpreter lock. Dead processes and cut links are noticed sooner. The
-            smallest of all ranks' counts.
+            holds the interpreter lock. Dead processes and cut links are noticed sooner. At least
+            0.1. The smallest of all ranks' counts.
         has_coordinator: Whether a launcher coordinates at ``address``, and not rank 0.
         security: ``"auto"`` protects by the address: ``"local"`` on loopback, ``"auth"`` elsewhere
             (frames are sealed), ``"tls"`` if ``tls`` is given. ``"insecure"`` runs without a
@@ -171,6 +172,11 @@ class TcpBackend(Backend):
             raise ConfigurationError(
                 "a rank is suspected before it is given up: 0 < suspect_after <= fail_after, not "
                 f"{suspect_after!r} and {fail_after!r}"
+            )
+        if fail_after < SHORTEST_FAIL_AFTER:
+            raise ConfigurationError(
+                f"a rank is given up after {SHORTEST_FAIL_AFTER:g} s of silence or later, not "
+                f"fail_after={fail_after!r}"
             )
         self._transport = transport
         self._single_copy = single_copy

@@ -12,6 +12,7 @@ from rankwire.errors import InvalidMessageError
 
 __all__ = [
     "DEFAULT_PATIENCE",
+    "SHORTEST_FAIL_AFTER",
     "Beat",
     "Failed",
     "Fallen",
@@ -72,6 +73,8 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 DEFAULT_PATIENCE = Patience(5.0, 30.0)
+# Below this, ranks that live would be given up, and one that joins could end the world by asking.
+SHORTEST_FAIL_AFTER = 0.1
 _SHORTEST_BEAT = 0.01
 
 

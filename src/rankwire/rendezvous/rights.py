@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rankwire.rendezvous.messages import (
+    SHORTEST_FAIL_AFTER,
     Beat,
     Failed,
     Fallen,
@@ -56,6 +57,9 @@ def objection(message: Message, by: Standing) -> str:
 def _join(message: Join, by: Standing) -> str:
     if message.member.rank != by.rank:
         return f"that it is rank {message.member.rank}"
+    suspect_after, fail_after = message.patience.suspect_after, message.patience.fail_after
+    if not (0 < suspect_after <= fail_after and fail_after >= SHORTEST_FAIL_AFTER):  # also NaN
+        return "limits of silence that nobody can keep"
     return "twice that it joins" if by.has_joined or by.is_formed else ""
 
 
