@@ -147,7 +147,8 @@ def address_of(sock: socket.socket) -> str:
 
 @contextlib.contextmanager
 def tcp_world(world_size: int, *, host: str = "127.0.0.1", **options: Any) -> Iterator[list]:
-    """All ranks of a world in this process."""
+    """All ranks of a world in this process; ``tls`` has the files of each rank."""
+    files = options.pop("tls", None)
     listener = bound_socket(host)
     address = address_of(listener)
     joining = [
@@ -157,6 +158,7 @@ def tcp_world(world_size: int, *, host: str = "127.0.0.1", **options: Any) -> It
             world_size,
             address,
             listener=listener if rank == 0 else None,
+            tls=None if files is None else files[rank],
             **{"join_timeout": PATIENCE, "timeout": PATIENCE, **options},
         )
         for rank in range(world_size)
@@ -180,7 +182,8 @@ def raw_peer(
         sock = connect_tcp(TcpAddress(member.host, member.port), deadline)
     try:
         hello = impostor._formation.hello(purpose, victim.rank)
-        authenticate(sock, hello, key=impostor._formation.key, deadline=deadline)
+        key = impostor._formation.key_with(victim.rank)
+        authenticate(sock, hello, key=key, deadline=deadline)
     except BaseException:
         sock.close()
         raise

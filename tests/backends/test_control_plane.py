@@ -253,6 +253,12 @@ def test_limits_that_cannot_work_are_refused(limits):
         TcpBackend(0, 1, "127.0.0.1:0", suspect_after=suspect_after, fail_after=fail_after)
 
 
+def test_a_limit_that_no_rank_can_keep_is_refused():
+    with pytest.raises(ConfigurationError, match=r"after 0\.1 s of silence or later"):
+        TcpBackend(0, 1, "127.0.0.1:0", suspect_after=0.05, fail_after=0.099)
+    TcpBackend(0, 1, "127.0.0.1:0", suspect_after=0.05, fail_after=0.1).close()
+
+
 def test_the_shortest_limits_of_all_ranks_count():
     listener = bound_socket()
     zero = Running(TcpBackend, 0, 2, address_of(listener), listener=listener, fail_after=9.0)

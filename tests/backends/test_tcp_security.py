@@ -8,6 +8,7 @@ import socket
 import ssl
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
-from rankwire.launch.certificates import make_certificates
+from rankwire.launch.certificates import files_of, make_certificates
 from rankwire.links.dialing import authenticate
 from rankwire.links.protection import choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, listen_tcp
@@ -39,6 +40,7 @@ from rankwire.wire.handshake import (
     Purpose,
     handshake_key,
 )
+from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Protection
 from worlds import PATIENCE, SECRET, Running, address_of, bound_socket, tcp_world
 
@@ -73,7 +75,7 @@ def options_of(mode, files):
     return {
         "auth": {"security": "auth"},
         "mac": {"security": "auth", "integrity": "mac"},
-        "tls": {"tls": files[0]},
+        "tls": {"tls": files},
     }[mode]
 
 
@@ -136,7 +138,7 @@ def test_off_loopback_all_frames_are_sealed_those_of_the_control_connection_too(
 
 
 def test_within_a_host_unix_sockets_stay_as_they_are(files):
-    with tcp_world(2, tls=files[0]) as world:
+    with tcp_world(2, tls=files) as world:
         say_hello(world)
         assert world[0].link_to(1).transport == "unix"
         assert all(c._seal is None for rank in world for c in connections_of(rank))
@@ -285,6 +287,41 @@ def test_a_rank_with_a_certificate_of_another_authority_does_not_join(files, tmp
     error = join_error({"tls": files[0]}, {"tls": mixed})
     assert isinstance(error, AuthenticationError)
     assert "unknown ca" in str(error)
+
+
+def test_a_rank_with_the_certificate_of_another_rank_does_not_join(files):
+    error = join_error({"tls": files[0]}, {"tls": files[2]})
+    assert isinstance(error, AuthenticationError)
+    assert "not that of rank 1" in str(error)
+
+
+def test_a_coordinator_with_the_certificate_of_another_rank_is_not_believed(files):
+    error = join_error({"tls": files[2]}, {"tls": files[1]})
+    assert isinstance(error, AuthenticationError)
+    assert "its certificate is of 'rank-2', and that of rank 0 is of 'rank-0'" in str(error)
+
+
+def test_a_launchers_certificate_does_not_act_as_a_rank(files):
+    launcher = files_of(Path(files[0].ca).parent, "launcher")
+    error = join_error({"tls": files[0]}, {"tls": launcher})
+    assert "not that of rank 1" in str(error)
+    error = join_error({"tls": launcher}, {"tls": files[1]})
+    assert "its certificate is of 'launcher'" in str(error)
+
+
+def test_certificates_without_the_names_of_ranks_need_a_word_that_says_so(files):
+    """As those of an authority that knows hosts only; all ranks may then show the same."""
+    named = [replace(files[2], names="any")] * 2
+    with tcp_world(2, transport="tcp", tls=named) as world:
+        say_hello(world)
+
+
+def test_names_of_ones_own_say_which_rank_a_certificate_is_for(files):
+    error = join_error(
+        {"tls": replace(files[0], names="worker-{rank}.example")},
+        {"tls": replace(files[1], names="worker-{rank}.example")},
+    )
+    assert "is of 'rank-0', and that of rank 0 is of 'worker-0.example'" in str(error)
 
 
 def test_a_certificate_alone_is_not_enough(files):
@@ -449,7 +486,7 @@ def test_inside_tls_a_rank_cannot_stand_between_two_others(files):
             outer.sendall(inner.recv(PROOF_NBYTES))
             return outer.recv(VERDICT_NBYTES)
 
-    with tcp_world(2, transport="tcp", tls=files[0]) as world:
+    with tcp_world(2, transport="tcp", tls=files) as world:
         member = world[1]._peers[0].member
         with socket.create_server(("127.0.0.1", 0)) as listener:
             relaying = Running(relay, listener, (member.host, member.port))
@@ -457,7 +494,7 @@ def test_inside_tls_a_rank_cannot_stand_between_two_others(files):
             deadline = Deadline(PATIENCE)
             sock = connect_tcp(TcpAddress(*listener.getsockname()), deadline)
             hello = world[1]._formation.hello(Purpose.MESSAGES, 0)
-            key = world[1]._formation.key
+            key = world[1]._formation.key_with(0)
             with contextlib.closing(sock), pytest.raises(AuthenticationError):
                 authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
             assert not relaying.result(), "the listener has refused too"
@@ -473,7 +510,7 @@ class Attacker:
     def __init__(self, world):
         self.world = world
         self.genuine = world[1]._formation.hello(Purpose.MESSAGES, 0)
-        self.key = world[1]._formation.key
+        self.key = world[1]._formation.key_with(0)
         member = world[1]._peers[0].member
         self.address = TcpAddress(member.host, member.port)
 
@@ -544,7 +581,9 @@ KEYS = {
     "no secret": handshake_key(b"rankwire without a secret"),
     "zeros": bytes(32),
     "the secret unhashed": SECRET,
-    "that of the version before": hmac.digest(SECRET, b"rankwire v1 handshake", "sha256"),
+    "that of the version before": hmac.digest(SECRET, b"rankwire v2 handshake", "sha256"),
+    "of launchers": handshake_key(SECRET),
+    "of the rank itself": rank_key(SECRET, 1),
 }
 
 
@@ -613,7 +652,7 @@ def test_a_message_that_is_too_large_is_refused_from_its_header():
         deadline = Deadline(PATIENCE)
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             hello = formation.hello(Purpose.MESSAGES, 0)
-            authenticate(sock, hello, key=formation.key, deadline=deadline)
+            authenticate(sock, hello, key=formation.key_with(0), deadline=deadline)
             sock.sendall(pack_header(Channel.MESSAGE, 0, 0, (1 << 20) + 1, 0))
             with pytest.raises(ProtocolError, match="1048577 bytes, the limit is 1048576"):
                 world[0].recv(1)
@@ -629,5 +668,5 @@ def test_a_dialler_that_leaves_seals_out_is_refused_by_its_own_words():
             hello = formation.hello(Purpose.MESSAGES, 0)
             assert hello.protection == Protection.NONE
             with pytest.raises(NoConnectionError, match="wants sealed frames"):
-                authenticate(sock, hello, key=formation.key, deadline=deadline)
+                authenticate(sock, hello, key=formation.key_with(0), deadline=deadline)
         say_hello(world)

@@ -250,6 +250,15 @@ def test_files_for_tls_come_from_the_environment(launched, monkeypatch):
     assert told[0]["tls"] == Tls(cert="/files/CERT", key="/files/KEY", ca="/files/CA")
 
 
+def test_how_certificates_name_ranks_comes_from_the_environment_too(launched, monkeypatch):
+    told, _ = launched
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"RANKWIRE_TLS_{name}", f"/files/{name}")
+    monkeypatch.setenv("RANKWIRE_TLS_NAMES", "worker-{rank}")
+    connect()
+    assert told[0]["tls"].names == "worker-{rank}"
+
+
 @pytest.mark.parametrize("missing", ["CERT", "KEY", "CA"])
 def test_a_file_for_tls_that_is_missing_is_named(launched, monkeypatch, missing):
     for name in {"CERT", "KEY", "CA"} - {missing}:

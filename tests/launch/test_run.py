@@ -68,8 +68,8 @@ socket.create_connection((host, int(port))).close()  # the launcher listens alre
 assert "RANKWIRE_SECRET" not in os.environ and "RANKWIRE_SECRET_FILE" not in os.environ
 assert sys.stdin.read() == ""
 names = [name for name in os.listdir("/proc/self/fd")]
-print(len(secret), hashlib.sha256(secret).hexdigest(), os.environ["RANKWIRE_WORLD_SIZE"],
-      os.environ["RANKWIRE_JOB"], os.environ["OMP_NUM_THREADS"], rank)
+print(len(secret), os.environ["RANKWIRE_WORLD_SIZE"], os.environ["RANKWIRE_JOB"],
+      os.environ["OMP_NUM_THREADS"], hashlib.sha256(secret).hexdigest(), rank)
 """,
         "--no-prefix",
         ranks=3,
@@ -77,13 +77,15 @@ print(len(secret), hashlib.sha256(secret).hexdigest(), os.environ["RANKWIRE_WORL
         | {"RANKWIRE_SECRET": "x" * 20, "RANKWIRE_SECRET_FILE": "/no", "OMP_NUM_THREADS": "5"},
     )
     assert done.returncode == 0, done.stderr
-    told = sorted(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert [rank for _, rank in told] == ["0", "1", "2"]
-    assert len({common for common, _ in told}) == 1
-    length, digest, world_size, job, threads = told[0][0].split()
+    told = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
+    assert sorted(rank for _, _, rank in told) == ["0", "1", "2"]
+    assert len({common for common, _, _ in told}) == 1
+    length, world_size, job, threads = told[0][0].split()
     assert (length, world_size, threads) == ("32", "3", "5")
     assert job.startswith("run-")
-    assert digest != hashlib.sha256(b"").hexdigest()
+    digests = {digest for _, digest, _ in told}
+    assert len(digests) == 3, "each rank has a key of its own, and not the job's secret"
+    assert hashlib.sha256(b"").hexdigest() not in digests
 
 
 def test_a_rank_inherits_nothing_else(run):

@@ -3,6 +3,7 @@
 import socket
 import struct
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -120,15 +121,24 @@ def test_a_listener_that_does_not_know_the_secret_is_not_trusted(ends):
     assert isinstance(dialling.error(), AuthenticationError)
 
 
-def test_a_listener_that_hangs_up_on_the_proof_has_another_secret(ends):
+@pytest.mark.parametrize(
+    ("purpose", "text"),
+    [
+        (Purpose.JOIN, "secrets differ"),
+        (Purpose.LAUNCH, "secrets differ"),
+        (Purpose.MESSAGES, "not rank 1 of this world"),
+        (Purpose.CALLS, "not rank 1 of this world"),
+    ],
+)
+def test_a_listener_that_hangs_up_on_the_proof_has_another_key(ends, purpose, text):
     near, far = ends
-    dialling = dial(near, key=OTHER_KEY)
+    dialling = dial(near, replace(HELLO, purpose=purpose), key=OTHER_KEY)
     with pytest.raises(AuthenticationError):
         answer(far)
     far.close()
     error = dialling.error()
     assert isinstance(error, AuthenticationError)
-    assert "secrets differ" in str(error)
+    assert text in str(error)
 
 
 @pytest.mark.parametrize("said", [b"", b"r", b"rankwire" + bytes(50)])

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -768,7 +769,8 @@ def test_both_ends_get_seals_that_fit(cleanup):
 def tls_door(cleanup, tmp_path):
     pytest.importorskip("cryptography")
     (files,) = make_certificates(tmp_path / "tls", 1)
-    policy = choose_policy("tls", TcpAddress("127.0.0.1", 0), tls=files)
+    both_ends = replace(files, names="any")
+    policy = choose_policy("tls", TcpAddress("127.0.0.1", 0), tls=both_ends)
     door = Door(cleanup, policy=policy)
     door.keeper.start()
     return door, policy

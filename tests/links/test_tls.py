@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import ssl
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from rankwire.links.protection import Tls
 from rankwire.links.sockets import tune
 from rankwire.links.tls import TlsContexts, TlsStream, _make_context
 from rankwire.wire.frames import Channel
+from rankwire.wire.handshake import LAUNCHER
 from worlds import PATIENCE, Running, eventually
 
 pytest.importorskip("cryptography")
@@ -439,3 +441,58 @@ def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(tmp_path, files)
     closed.chmod(0o600)
     with pytest.raises(ConfigurationError, match="passphrase"):
         TlsContexts(Tls(cert=files[0].cert, key=closed, ca=files[0].ca))
+
+
+# -- whose certificate it is
+
+
+class Shown:
+    """The other end of a connection, as far as its certificate goes."""
+
+    def __init__(self, *names):
+        self._names = names
+
+    def names_of_peer(self):
+        return list(self._names)
+
+
+def test_both_ends_know_whose_certificate_the_other_has_shown(streams):
+    near, far = streams  # the certificates of rank 0 and rank 1
+    assert near.names_of_peer() == ["rank-1"]
+    assert far.names_of_peer() == ["rank-0"]
+
+
+@pytest.mark.parametrize(
+    ("names", "who", "shown", "fits"),
+    [
+        ("rank-{rank}", 1, ["rank-1"], True),
+        ("rank-{rank}", 1, ["other", "rank-1"], True),
+        ("rank-{rank}", 1, ["rank-11"], False),
+        ("rank-{rank}", 11, ["rank-1"], False),
+        ("rank-{rank}", 1, ["rank-2"], False),
+        ("rank-{rank}", 1, ["launcher"], False),
+        ("rank-{rank}", 1, ["*"], False),
+        ("rank-{rank}", 1, ["rank-*"], False),
+        ("rank-{rank}", 1, [], False),
+        ("rank-{rank}", LAUNCHER, ["launcher"], True),
+        ("rank-{rank}", LAUNCHER, ["rank-0"], False),
+        ("rank-{rank}", LAUNCHER, [f"rank-{LAUNCHER}"], False),
+        ("w-{rank}.job.example", 3, ["w-3.job.example"], True),
+        ("w-{rank}.job.example", 3, ["rank-3"], False),
+        ("spiffe://us/{rank}", 3, ["spiffe://us/3"], True),
+        ("any", 3, [], True),
+        ("any", LAUNCHER, ["rank-0"], True),
+    ],
+)
+def test_a_certificate_is_of_one_rank_or_of_launchers(files, names, who, shown, fits):
+    contexts = TlsContexts(replace(files[0], names=names))
+    objection = contexts.objection_to(Shown(*shown), who)
+    assert bool(objection) is not fits
+    if not fits:
+        assert all(repr(name) in objection for name in shown)
+
+
+@pytest.mark.parametrize("names", ["", "rank", "host.example", "{}", "Any"])
+def test_names_that_say_nothing_of_ranks_are_refused(files, names):
+    with pytest.raises(ConfigurationError, match="names="):
+        TlsContexts(replace(files[0], names=names))

@@ -1,12 +1,14 @@
 """The coordinator: who is let in, who is told what, and when."""
 
 import contextlib
+import itertools
 import select
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from rankwire.deadline import Deadline
@@ -18,6 +20,7 @@ from rankwire.rendezvous import coordinator as coordinator_module
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.host import host_id
 from rankwire.rendezvous.messages import (
+    DEFAULT_PATIENCE,
     Failed,
     Fallen,
     Gone,
@@ -30,12 +33,21 @@ from rankwire.rendezvous.messages import (
 )
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
-from worlds import PATIENCE, Running, eventually
+from rankwire.wire.keys import rank_key, unwrap
+from worlds import PATIENCE, SECRET, Running, eventually
 
 
 def member(rank: int, pid: int | None = None) -> Member:
     pid = 1000 + rank if pid is None else pid
     return Member(rank, pid, "127.0.0.1", 4000 + rank, "", host_id())
+
+
+def without_keys(world: World) -> World:
+    return msgspec.structs.replace(world, keys=b"")
+
+
+def key_of(rank: int) -> bytes:
+    return rank_key(SECRET, rank)
 
 
 def hello(rank: int, world_size: int) -> Hello:
@@ -57,6 +69,7 @@ class Meeting:
             member(0),
             world_size,
             self.doorkeeper,
+            key_of=key_of,
             on_formed=self._formed,
             on_gone=self.gone.append,
         )
@@ -165,11 +178,12 @@ def test_a_rank_outside_the_world_is_refused(meet, rank):
     assert meet(3).admit(rank) == (Status.INVALID_RANK, 3)
 
 
-def test_a_duplicate_is_refused_with_the_process_of_the_holder(meet):
+def test_a_duplicate_is_refused_with_the_process_of_the_holder(meet, caplog):
     meeting = meet(3)
     first = meeting.join(1)
     assert meeting.hear(first) == Waiting([2])
     assert meeting.admit(1) == (Status.DUPLICATE_RANK, 1001)
+    assert "a second process says that it is rank 1; process 1001 was first" in caplog.text
 
 
 def test_a_place_is_taken_even_before_its_holder_has_said_where_it_listens(meet):
@@ -203,10 +217,37 @@ def test_everybody_present_is_told_who_is_missing(meet):
 def test_all_get_the_same_world_in_rank_order_whatever_the_order_of_joining(meet):
     meeting = meet(4)
     connections = [meeting.join(rank) for rank in (3, 1, 2)]
-    worlds = [meeting.hear_until(connection, World) for connection in connections]
-    assert worlds == meeting.worlds * 3
+    worlds = [without_keys(meeting.hear_until(connection, World)) for connection in connections]
+    assert worlds == [without_keys(meeting.worlds[0])] * 3
     assert worlds[0].members == [member(rank) for rank in range(4)]
     assert 0 < worlds[0].epoch < 2**32
+
+
+def test_every_two_ranks_are_handed_a_key_of_their_own_and_nobody_else_can_read_it(meet):
+    meeting = meet(4)
+    connections = [meeting.join(rank) for rank in (1, 2, 3)]
+    worlds = [meeting.hear_until(connection, World) for connection in connections]
+    wrapped = [world.keys for world in (*meeting.worlds, *worlds)]
+    keys = [unwrap(key_of(rank), wrapped[rank], rank, 4) for rank in range(4)]
+    assert all(keys[a][b] == keys[b][a] for a, b in itertools.combinations(range(4), 2))
+    assert len({key for of_one in keys for key in of_one.values()}) == 6
+    for rank, other in itertools.permutations(range(4), 2):
+        guessed = unwrap(key_of(other), wrapped[rank], rank, 4)
+        assert not set(guessed.values()) & set(keys[rank].values())
+
+
+def test_a_world_that_no_socket_takes_at_once_arrives(meet):
+    """As that of 400 ranks between hosts."""
+    meeting = meet(3)
+    connections = [meeting.enter(rank) for rank in (1, 2)]
+    for rank, connection in zip((1, 2), connections, strict=True):
+        near = meeting.coordinator._controls[rank]._sock
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        far_away = msgspec.structs.replace(member(rank), host="h" * 100_000)
+        say(connection, Join(far_away))
+    reading = [Running(meeting.hear_until, connection, World) for connection in connections]
+    assert [len(each.result().members) for each in reading] == [3, 3]
+    assert meeting.gone == []
 
 
 def test_two_worlds_have_different_epochs(meet):
@@ -244,7 +285,7 @@ def test_a_rank_that_hangs_up_frees_its_place_and_can_come_back(meet):
     first.close()
     eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
     again, two = meeting.join(1), meeting.join(2)
-    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+    assert meeting.hear_until(again, World).epoch == meeting.hear_until(two, World).epoch
     assert meeting.gone == []
 
 
@@ -282,7 +323,7 @@ def test_a_rank_that_says_anything_but_its_name_loses_its_place(meet, words):
     with pytest.raises((PeerLostError, ChannelClosedError)):
         one.read(Deadline(PATIENCE))
     again, two = meeting.join(1), meeting.join(2)
-    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+    assert meeting.hear_until(again, World).epoch == meeting.hear_until(two, World).epoch
 
 
 def test_a_broken_frame_costs_only_the_rank_that_sent_it(meet):
@@ -291,7 +332,7 @@ def test_a_broken_frame_costs_only_the_rank_that_sent_it(meet):
     one._sock.send(b"\xff" * 64)
     eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
     again, two = meeting.join(1), meeting.join(2)
-    assert meeting.hear_until(again, World) == meeting.hear_until(two, World)
+    assert meeting.hear_until(again, World).epoch == meeting.hear_until(two, World).epoch
 
 
 # -- failing to form
@@ -413,7 +454,8 @@ def test_a_coordinator_that_a_member_has_given_up_tells_all_others_and_blames_no
         meeting.hear_until(connection, World)
     given_up = Gone(0, "it was silent", silent=True)
 
-    def give_up() -> None:  # while the coordinator does nothing else
+    def give_up() -> None:  # while the coordinator does nothing else, and for long
+        meeting.coordinator._silence._judged -= DEFAULT_PATIENCE.fail_after
         for rank in (1, 2):
             say(connections[rank], given_up)
             connections[rank].close()
@@ -423,6 +465,30 @@ def test_a_coordinator_that_a_member_has_given_up_tells_all_others_and_blames_no
     with pytest.raises(ChannelClosedError):
         meeting.hear(connections[3])
     assert meeting.gone == [given_up]
+
+
+def test_a_coordinator_that_was_never_silent_does_not_believe_a_member_that_says_so(meet):
+    meeting = meet(4)
+    connections = {rank: meeting.join(rank) for rank in (1, 2, 3)}
+    for connection in connections.values():
+        meeting.hear_until(connection, World)
+    say(connections[1], Gone(0, "it was silent", silent=True))
+    told = [meeting.hear_until(connections[rank], Gone) for rank in (2, 3)]
+    assert told == meeting.gone * 2
+    assert (told[0].rank, told[0].orderly, told[0].silent) == (1, False, False)
+    say(connections[2], Fallen("it raised", ""))
+    assert meeting.hear_until(connections[3], Gone).rank == 2, "the world stands"
+
+
+def test_a_rank_joins_once(meet):
+    """Each time, the coordinator would call back on a thread of its own."""
+    meeting = meet(3)
+    one = meeting.join(1)
+    assert meeting.hear(one) == Waiting([2])
+    say(one, Join(member(1)))
+    with pytest.raises((PeerLostError, ChannelClosedError)):
+        meeting.hear(one)
+    eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
 
 
 def test_closing_says_farewell(meet):

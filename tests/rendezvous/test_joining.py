@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
@@ -39,6 +40,7 @@ from rankwire.wire.handshake import (
     handshake_key,
     job_id,
 )
+from rankwire.wire.keys import SALT_NBYTES, pair_keys, rank_key, wrap
 from worlds import PATIENCE, SECRET, Running, address_of, bound_socket, runtime_folder_of_its_own
 
 KEY = handshake_key(SECRET)
@@ -152,11 +154,11 @@ def stay(sock: socket.socket) -> None:
             pass
 
 
-def welcome_and_tell(*messages) -> Script:
+def welcome_and_tell(*messages, key: bytes = KEY) -> Script:
     """Let the rank in, tell it all this at once, and stay."""
 
     def script(sock: socket.socket) -> None:
-        shake_hands(sock)
+        shake_hands(sock, key=key)
         hear_join(sock)
         sock.sendall(framed(*messages))
         stay(sock)
@@ -236,8 +238,11 @@ def test_a_world_that_comes_byte_by_byte_is_learned(door):
 
 def test_a_death_that_is_told_together_with_the_world_is_not_overheard(door):
     """Rank 2 dies right after the world formed: both messages are there in one read."""
-    told = (world(0, 1, 2), Gone(2, "its connection ended", orderly=False))
-    there = door(welcome_and_tell(*told))
+    key = rank_key(SECRET, 1)
+    keys = wrap(key, pair_keys(bytes(32), 1, 3), bytes(SALT_NBYTES))
+    formed = msgspec.structs.replace(world(0, 1, 2), keys=keys)
+    told = (formed, Gone(2, "its connection ended", orderly=False))
+    there = door(welcome_and_tell(*told, key=key))
     with TcpBackend(1, 3, str(there.address), secret=SECRET, job="test") as backend:
         with pytest.raises(PeerLostError) as caught:
             backend.recv(2, timeout=2.0)

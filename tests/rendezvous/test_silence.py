@@ -101,3 +101,15 @@ def test_judgements_follow_the_table_whatever_is_heard_when(events, suspect_afte
             assert (after is Change.HEARD_AGAIN) == (judgement.seconds == 0.0)
             state[judgement.rank] = after
         assert state[rank] is not Change.SUSPECTED  # it was heard just now
+
+
+def test_a_judge_knows_whether_others_may_have_given_it_up():
+    silence = Silence(PATIENCE, [1], 0.0)
+    judged(silence, 100, heard=lambda now: [1])
+    assert not silence.was_absent(100.0)
+    assert not silence.was_absent(110.0), "late, but nobody gives it up for that"
+    assert silence.was_absent(128.0), "it wakes up, and reads before it judges"
+    silence.judge(128.0)
+    assert silence.was_absent(129.0), "what the others said then may come a little later"
+    judged(silence, 160, start=129, heard=lambda now: [1])
+    assert not silence.was_absent(160.0)

@@ -4,6 +4,7 @@ import hmac
 import random
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
     NoConnectionError,
+    OverloadedError,
     ProtocolError,
     RendezvousError,
     VersionMismatchError,
@@ -95,14 +97,14 @@ def test_the_greeting_and_the_challenge_are_these_bytes():
     conversation.run()
     assert conversation.sent["HELLO"] == (
         b"rankwire"
-        + bytes.fromhex("0200 0100")
+        + bytes.fromhex("0300 0100")
         + job_id("job")
         + bytes.fromhex("05000000 04000000 02000000 00000000 0900000000000000")
         + NONCE_I
         + bytes(44)
     )
     assert conversation.sent["CHALLENGE"] == (
-        b"rankwire" + bytes.fromhex("0200") + bytes(22) + NONCE_R
+        b"rankwire" + bytes.fromhex("0300") + bytes(22) + NONCE_R
     )
 
 
@@ -112,7 +114,7 @@ def test_the_proofs_are_macs_of_the_role_and_all_that_was_said():
         conversation.run()
     said = conversation.sent["HELLO"] + conversation.sent["CHALLENGE"]
     status = struct.pack("<Q", Status.DUPLICATE_RANK | 4711 << 8)
-    key = hmac.digest(SECRET, b"rankwire v2 handshake", "sha256")
+    key = hmac.digest(SECRET, b"rankwire v3 handshake", "sha256")
     assert conversation.sent["PROOF"] == hmac.digest(key, b"I" + said, "sha256")
     assert conversation.sent["VERDICT"] == (
         status + hmac.digest(key, b"R" + said + status, "sha256")
@@ -288,7 +290,7 @@ def with_version(message, version):
     return message[:8] + struct.pack("<H", version) + message[10:]
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 65535])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 65535])
 def test_a_dialler_of_another_version_is_answered_so_that_it_learns_both_and_refused(version):
     responder = Responder(key=KEY, nonce=NONCE_R)
     challenge = responder.challenge(with_version(HELLO.pack(NONCE_I), version))
@@ -298,7 +300,7 @@ def test_a_dialler_of_another_version_is_answered_so_that_it_learns_both_and_ref
         responder.verify(bytes(PROOF_NBYTES))
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 65535])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 65535])
 def test_a_listener_of_another_version_is_named_with_both_versions(version):
     initiator = Initiator(HELLO, key=KEY, nonce=NONCE_I)
     challenge = Responder(key=KEY, nonce=NONCE_R).challenge(initiator.hello())
@@ -322,7 +324,7 @@ def test_a_dialler_of_another_version_cannot_get_in_even_with_a_good_proof(monke
 
 def refused(status, detail, purpose):
     hello = Hello(purpose, job_id("job"), 5, 4, 2, 1)
-    with pytest.raises(ConnectionError) as caught:
+    with pytest.raises((ConnectionError, OverloadedError)) as caught:
         Conversation(hello, verdict=(status, detail)).run()
     return caught.value
 
@@ -344,6 +346,40 @@ def test_a_refusal_says_why_by_type_and_text(status, detail, text):
         is_joining = purpose in (Purpose.JOIN, Purpose.LAUNCH)
         assert type(error) is (RendezvousError if is_joining else NoConnectionError)
         assert re.search(text, str(error))
+
+
+def test_the_certificate_of_somebody_else_is_told_with_whose_it_should_be():
+    for purpose in Purpose:
+        error = refused(Status.WRONG_CERTIFICATE, 0, purpose)
+        assert type(error) is AuthenticationError
+        who = "a launcher" if purpose is Purpose.LAUNCH else "rank 2"
+        assert f"not that of {who}" in str(error)
+
+
+def test_too_many_connections_are_told_with_their_number():
+    error = refused(Status.TOO_MANY_CONNECTIONS, 128, Purpose.CALLS)
+    assert type(error) is OverloadedError
+    assert error.peer == 1
+    assert "rank 1 has 128 connections of rank 2" in str(error)
+
+
+def test_the_listener_finds_the_key_once_it_knows_who_dials():
+    asked = []
+
+    def find(hello):
+        asked.append(hello)
+        return KEY if hello.rank == 2 else OTHER_KEY
+
+    for rank in (2, 3):
+        initiator = Initiator(replace(HELLO, rank=rank), key=KEY, nonce=NONCE_I)
+        responder = Responder(key=find, nonce=NONCE_R)
+        proof = initiator.proof(responder.challenge(initiator.hello()))
+        if rank == 2:
+            assert responder.verify(proof).rank == 2
+        else:
+            with pytest.raises(AuthenticationError):
+                responder.verify(proof)
+    assert [hello.rank for hello in asked] == [2, 3]
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

@@ -52,6 +52,7 @@ from rankwire.links.spinning import Spin, default_spin
 from rankwire.rendezvous.host import has_removed, remove_socket_file
 from rankwire.rendezvous.messages import (
     DEFAULT_PATIENCE,
+    SHORTEST_FAIL_AFTER,
     Fallen,
     Gone,
     Patience,
@@ -66,13 +67,16 @@ from rankwire.wire.seals import Seals
 if TYPE_CHECKING:
     from rankwire.links.tls import Stream
 
-__all__ = ["TcpBackend", "Transport"]
+__all__ = ["MAX_CONNECTIONS_OF_A_RANK", "TcpBackend", "Transport"]
 
 _log = logging.getLogger("rankwire")
 
 Transport = Literal["auto", "tcp", "unix"]
 
 DEFAULT_JOIN_TIMEOUT = 300.0
+# One for messages and one for each agent that calls this rank; a rank that was taken over might
+# open them without end.
+MAX_CONNECTIONS_OF_A_RANK = 128
 # A peer that refuses connections has died or is leaving; the control connection says which within
 # this time.
 _REFUSED_PATIENCE = 0.5
@@ -97,8 +101,8 @@ class TcpBackend(Backend):
         world_size: The number of ranks; the same everywhere.
         address: ``host:port`` at which rank 0 listens. Rank 0 may use port 0 and read the chosen
             one from ``address``.
-        secret: At least 16 bytes that all ranks know. Not needed on loopback, where ranks of one
-            user find each other.
+        secret: At least 16 bytes that all ranks know, or what a launcher gave this rank instead.
+            Not needed on loopback, where ranks of one user find each other.
         job: A name; ranks of different jobs refuse each other.
         timeout: Seconds for every operation without a limit of its own.
         join_timeout: Seconds for the world to form.
@@ -119,8 +123,8 @@ class TcpBackend(Backend):
             (``on_peer_suspected``) and changes nothing. The smallest of all ranks' counts.
         fail_after: Seconds of silence after which a rank is given up with
             ``PeerUnresponsiveError``, though its connection stands: it is stopped, swapping, or
-            holds the interpreter lock. Dead processes and cut links are noticed sooner. The
-            smallest of all ranks' counts.
+            holds the interpreter lock. Dead processes and cut links are noticed sooner. At least
+            0.1. The smallest of all ranks' counts.
         has_coordinator: Whether a launcher coordinates at ``address``, and not rank 0.
         security: ``"auto"`` protects by the address: ``"local"`` on loopback, ``"auth"`` elsewhere
             (frames are sealed), ``"tls"`` if ``tls`` is given. ``"insecure"`` runs without a
@@ -169,6 +173,11 @@ class TcpBackend(Backend):
                 "a rank is suspected before it is given up: 0 < suspect_after <= fail_after, not "
                 f"{suspect_after!r} and {fail_after!r}"
             )
+        if fail_after < SHORTEST_FAIL_AFTER:
+            raise ConfigurationError(
+                f"a rank is given up after {SHORTEST_FAIL_AFTER:g} s of silence or later, not "
+                f"fail_after={fail_after!r}"
+            )
         self._transport = transport
         self._single_copy = single_copy
         self._wanted_spin = spin
@@ -177,7 +186,7 @@ class TcpBackend(Backend):
         self._lock = threading.Lock()
         self._ports: dict[int, TcpCallPort] = {}
         self._services_closed: set[int] = set()
-        self._callers_waiting: dict[int, list[Connection]] = {}
+        self._callers_waiting: dict[int, dict[int, Connection]] = {}  # by service and rank
         self._peers: dict[int, Peer] = {}
         self._is_watched = True
         self._closing = threading.Event()
@@ -345,7 +354,7 @@ class TcpBackend(Backend):
                     "there is an agent of this name already; close it, or give this one a name"
                 )
             else:
-                waiting = self._callers_waiting.pop(service, [])
+                waiting = list(self._callers_waiting.pop(service, {}).values())
                 self._ports[service] = port
                 self._services_closed.discard(service)
         if refusal is not None:
@@ -398,7 +407,7 @@ class TcpBackend(Backend):
                     stream, seals = authenticate(
                         sock,
                         hello,
-                        key=self._formation.key,
+                        key=self._formation.key_with(rank),
                         deadline=deadline,
                         check=peer.check,
                         policy=self._formation.policy,
@@ -507,12 +516,19 @@ class TcpBackend(Backend):
         if self._closed:
             return Status.CLOSED, 0
         peer = self._peers.get(hello.rank)
-        if peer is None or hello.peer != self.rank:
+        is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
+        if peer is None or hello.peer != self.rank or not is_of_a_rank:
             return Status.INVALID_RANK, self.world_size
         if hello.purpose is Purpose.MESSAGES:
             peer.inbox.drop_given_up()
             if peer.inbox.connection is not None:
                 return Status.DUPLICATE_RANK, peer.member.pid
+        if peer.incoming_count() >= MAX_CONNECTIONS_OF_A_RANK:
+            if not peer.has_too_many:
+                peer.has_too_many = True  # said once
+                limit = MAX_CONNECTIONS_OF_A_RANK
+                _log.warning("rank %d has %d connections to this rank: no more", hello.rank, limit)
+            return Status.TOO_MANY_CONNECTIONS, MAX_CONNECTIONS_OF_A_RANK
         if hello.purpose is Purpose.CALLS and hello.service in self._services_closed:
             return Status.CLOSED, 0
         return Status.WELCOME, 0
@@ -521,7 +537,7 @@ class TcpBackend(Backend):
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
         connection = self._wrap(peer, sock, seals, incoming=True)
-        peer.add(connection)
+        peer.add(connection, incoming=True)
         with suppress(RankwireError):  # the connection has failed, then
             connection.introduce()
         if connection.failure is not None:
@@ -531,11 +547,16 @@ class TcpBackend(Backend):
             if not peer.inbox.attach(connection):
                 self._discard(peer, connection)
             return
+        older: Connection | None = None
         with self._lock:
             port = self._ports.get(hello.service)
             has_closed = self._closed or hello.service in self._services_closed
             if port is None and not has_closed:
-                self._callers_waiting.setdefault(hello.service, []).append(connection)
+                waiting = self._callers_waiting.setdefault(hello.service, {})
+                older = waiting.get(hello.rank)
+                waiting[hello.rank] = connection
+        if older is not None:  # of an agent that was closed since: each has one
+            self._discard(peer, older)
         if port is not None:
             port.adopt(connection)
         elif has_closed:  # since it was let in
@@ -669,7 +690,7 @@ class TcpBackend(Backend):
                 self._closed = True
                 self._closing.set()
                 ports = list(self._ports.values())
-                waiting = [c for parked in self._callers_waiting.values() for c in parked]
+                waiting = [c for parked in self._callers_waiting.values() for c in parked.values()]
                 self._callers_waiting.clear()
             cause = ChannelClosedError("this backend is closed")
             for port in ports:

@@ -9,9 +9,12 @@ nothing.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -36,7 +39,14 @@ from rankwire.rendezvous.host import host_id, new_socket_path, sweep_socket_file
 from rankwire.rendezvous.joining import join
 from rankwire.rendezvous.messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
-from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
+from rankwire.wire.handshake import (
+    LAUNCHER,
+    Hello,
+    Purpose,
+    Status,
+    job_id,
+)
+from rankwire.wire.keys import KEY_NBYTES, Key, RankKey, rank_key, unwrap
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -84,7 +94,8 @@ class Formation:
         self._patience = patience
         self._has_coordinator = has_coordinator
         self.address = address
-        self.key = b""
+        self.key = b""  # this rank's, by which it joins
+        self._keys: Mapping[int, Key] = {}  # with every other rank
         self._owner = owner
         self._job = job_id(job)
         self._share_files = share_files
@@ -120,7 +131,7 @@ class Formation:
     def _join(self, deadline: Deadline) -> None:
         world, control, rest = join(
             self.address,
-            self.hello(Purpose.JOIN, 0),
+            self.hello(Purpose.JOIN, LAUNCHER if self._has_coordinator else 0),
             find_key=self._find_key,
             describe=self._describe,
             deadline=deadline,
@@ -142,6 +153,9 @@ class Formation:
     def _formed(self, world: World) -> None:
         """Let the owner know its peers before any of them can dial."""
         self._epoch = world.epoch
+        if self.key:
+            owner = self._owner
+            self._keys = unwrap(self.key, world.keys, owner.rank, owner.world_size)
         self._owner.on_formed(world)
 
     def _coordinate(self, deadline: Deadline) -> None:
@@ -152,13 +166,17 @@ class Formation:
             agreed = AgreedSecret(self.address.port)
             self._agreed_secret = agreed.publish()
             self._files.append(weakref.finalize(self, agreed.remove, self._agreed_secret))
-        self.key = handshake_key(self._given_secret or self._agreed_secret)
+        secret = self._given_secret or self._agreed_secret
+        if isinstance(secret, RankKey):
+            raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
+        self.key = rank_key(secret, self._owner.rank)
         me = self._describe(self.address.host)
         doorkeeper = self._employ_doorkeeper()
         self._coordinator = Coordinator(
             me,
             self._owner.world_size,
             doorkeeper,
+            key_of=partial(rank_key, secret),
             patience=self._patience,
             on_formed=self._formed,
             on_gone=self._owner.on_gone,
@@ -179,8 +197,24 @@ class Formation:
         secret = self._given_secret or AgreedSecret(self.address.port).read()
         if secret is None:
             return None
-        self.key = handshake_key(secret)
+        is_own = isinstance(secret, RankKey)
+        self.key = secret if is_own else rank_key(secret, self._owner.rank)
         return self.key
+
+    def key_with(self, rank: int) -> bytes:
+        """Return the key of the connections between this rank and another."""
+        return self._keys[rank]
+
+    def _find_key_of(self, hello: Hello) -> bytes:
+        """Return the key that a stranger must have to be who it says; to be nobody, one at random.
+
+        On the doorkeeper's thread.
+        """
+        if hello.purpose is Purpose.JOIN and self._coordinator is not None:
+            return rank_key(self._given_secret or self._agreed_secret, hello.rank)
+        is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
+        key = self._keys.get(hello.rank) if is_of_a_rank else None
+        return key or secrets.token_bytes(KEY_NBYTES)
 
     def _describe(self, host: str) -> Member:
         """Listen where this rank was seen, once, and say where that is."""
@@ -204,7 +238,7 @@ class Formation:
         return self._member
 
     def _employ_doorkeeper(self) -> Doorkeeper:
-        self._doorkeeper = Doorkeeper(self, key=self.key, policy=self.policy)
+        self._doorkeeper = Doorkeeper(self, key=self._find_key_of, policy=self.policy)
         self._doorkeeper.call_every(_LOOK_EVERY, self._owner.look_for_silence)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:

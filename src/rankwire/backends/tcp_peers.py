@@ -41,6 +41,7 @@ class Peer:
         messages: The outgoing message connection, once opened.
         silent_for: Seconds of silence that the last beat told of.
         is_suspected: Whether the control plane suspects it.
+        has_too_many: Whether it was refused connections because it has too many.
 
     Args:
         member: Where it is.
@@ -64,17 +65,21 @@ class Peer:
         self._has_verdict = threading.Event()
         self.silent_for = 0.0
         self.is_suspected = False
+        self.has_too_many = False
         self.inbox = Inbox(member.rank, Mailbox())
         self.failure: RankwireError | None = None
         self.dial_lock = threading.Lock()
         self.messages: Connection | None = None
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
+        self._incoming: set[Connection] = set()  # some of these
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: Connection, *, incoming: bool = False) -> None:
         """Have a connection share the peer's fate."""
         with self._lock:
             self._connections.add(connection)
+            if incoming:
+                self._incoming.add(connection)
             failure = self.failure
         if failure is not None:
             connection.fail(failure)
@@ -83,6 +88,12 @@ class Peer:
         """Forget a connection that its owner has closed."""
         with self._lock:
             self._connections.discard(connection)
+            self._incoming.discard(connection)
+
+    def incoming_count(self) -> int:
+        """Return how many connections stand that the peer has opened."""
+        with self._lock:
+            return sum(connection.failure is None for connection in self._incoming)
 
     def send_on(self, connection: Connection) -> None:
         """Send messages on this connection from now on."""

@@ -40,7 +40,8 @@ def make_certificates(
         days: How long the certificates are good; longer than the job runs.
 
     Returns:
-        The files of each rank, in rank order. Rank r's certificate names it as ``rank-r``.
+        The files of each rank, in rank order. Rank r's certificate names it as ``rank-r``, which is
+        what makes it good for that rank alone; that of launchers has the name ``launcher``.
 
     Raises:
         ConfigurationError: ``cryptography`` is not installed, or the folder exists.

@@ -20,6 +20,7 @@ from typing import IO
 
 from rankwire.launch import environment, places
 from rankwire.launch.handover import Handover
+from rankwire.rendezvous.secret import rank_key
 
 __all__ = ["Child", "Ending", "World"]
 
@@ -36,7 +37,7 @@ class World:
         size: The number of ranks, on all hosts.
         address: Where the launcher coordinates.
         job: Name of the job.
-        secret: What every rank proves to know.
+        secret: What the key of every rank is made of. Ranks get their own key, and not the secret.
         attempt: How many times the ranks were started before.
     """
 
@@ -99,7 +100,7 @@ class Child:
     ) -> None:
         self.rank = rank
         self.ending: Ending | None = None
-        self._handover = Handover(world.secret)
+        self._handover = Handover(rank_key(world.secret, rank))
         secret_fd = self._handover.theirs.fileno()
         try:
             variables = {

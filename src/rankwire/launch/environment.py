@@ -5,9 +5,10 @@ that are taken once, what this process remembers, and the joining itself. Nothin
 processes are started, and nothing in ``run`` knows how a world is joined: the two share only the
 names of the variables.
 
-The secret of ``rankwire run`` is never in the environment. ``RANKWIRE_SECRET_FD`` names an
+The secret of ``rankwire run`` stays with the launcher; a rank gets a key of its own, by which it
+can join as this rank alone. It is never in the environment. ``RANKWIRE_SECRET_FD`` names an
 inherited socket by which the launcher tells it to this process alone (``handover``); it is asked
-once and closed, and the variable removed. This process remembers the secret, so that ``connect()``
+once and closed, and the variable removed. This process remembers the key, so that ``connect()``
 works again after the first world was closed.
 """
 
@@ -31,6 +32,7 @@ from rankwire.launch.handover import ask_for_secret
 from rankwire.launch.places import HYDRA_JOB, OURS, Place, find_place, read_integer
 from rankwire.links.places import ListeningPlace
 from rankwire.links.protection import Tls
+from rankwire.rendezvous.secret import RankKey
 
 __all__ = ["Place", "connect"]
 
@@ -40,6 +42,7 @@ SECRET_FD = "RANKWIRE_SECRET_FD"
 SECURITY = "RANKWIRE_SECURITY"
 # The files themselves, or a folder as `rankwire certificates` makes it.
 TLS_FILES = TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY", "RANKWIRE_TLS_CA"
+TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 
@@ -64,7 +67,7 @@ def connect(**options: Any) -> TcpBackend:
 
     ``RANKWIRE_LISTEN`` and ``RANKWIRE_ADVERTISE``, ``RANKWIRE_SECURITY``, and for TLS
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
-    ``_KEY`` and ``_CA`` stand for the arguments of those names.
+    ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names.
 
     Args:
         **options: Arguments of ``TcpBackend``; they override what the environment says.
@@ -151,14 +154,14 @@ class _Memory:
         self.has_connected = False
         self._lock = threading.Lock()
         renew_in_child(self._lock)
-        self._secret: bytes | None = None
+        self._secret: RankKey | None = None
 
-    def take_secret(self, environ: Environment) -> bytes | None:
+    def take_secret(self, environ: Environment) -> RankKey | None:
         with self._lock:
             if SECRET_FD in environ:
                 fd = read_integer(environ, SECRET_FD)
                 del environ[SECRET_FD]
-                self._secret = ask_for_secret(fd, named=f"{SECRET_FD}={fd}")
+                self._secret = RankKey(ask_for_secret(fd, named=f"{SECRET_FD}={fd}"))
             return self._secret
 
 
@@ -184,7 +187,8 @@ def _read_security(environ: Environment, known: Mapping[str, Any]) -> dict[str, 
             raise ConfigurationError(
                 f"{' and '.join(missing)} is not set, and TLS needs all of cert, key and ca"
             )
-        found["tls"] = Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA])
+        names = {"names": environ[TLS_NAMES]} if environ.get(TLS_NAMES) else {}
+        found["tls"] = Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA], **names)
     return found
 
 

@@ -56,7 +56,8 @@ class Place:
         launcher: Which launcher said so.
         has_coordinator: Whether the launcher listens at ``address``, and not rank 0.
         advice: What to try when the world does not form there.
-        secret: The job's secret; None leaves it to the backend's own sources.
+        secret: What the launcher gave this rank to join with; None leaves it to the backend's own
+            sources.
     """
 
     rank: int

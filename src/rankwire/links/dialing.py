@@ -28,6 +28,7 @@ from rankwire.wire.handshake import (
     VERDICT_NBYTES,
     Hello,
     Initiator,
+    Purpose,
 )
 from rankwire.wire.seals import Seals
 
@@ -49,7 +50,7 @@ def authenticate(
     check: Callable[[], None] = lambda: None,
     policy: Policy = UNPROTECTED,
 ) -> tuple[Stream, Seals | None]:
-    """Prove to the other end that this one knows the secret, and have it prove the same.
+    """Prove to the other end that this one has the key, and have it prove the same.
 
     Args:
         sock: Connected and non-blocking. If this raises, it is still the caller's to close.
@@ -64,13 +65,15 @@ def authenticate(
         sealed.
 
     Raises:
-        AuthenticationError: It does not know the secret, or closed the connection on seeing our
-            proof, or TLS is not possible with it.
+        AuthenticationError: It does not have the key, or closed the connection on seeing our
+            proof, or TLS is not possible with it, or its certificate is not of who was dialled.
         NoConnectionError: It closed the connection before it saw the proof, or refused
             (``RendezvousError`` when joining).
         DeadlineExceededError: It did not answer in time.
     """
     stream = policy.dial(sock, deadline, check)
+    if objection := policy.objection_to(stream, hello.listener):
+        raise AuthenticationError(f"the other end is somebody else: {objection}")
     initiator = Initiator(
         replace(hello, protection=policy.protection_of(sock)),
         key=key,
@@ -93,8 +96,13 @@ def authenticate(
     except OSError as error:
         raise NoConnectionError(f"the handshake failed: {error.strerror or error}") from error
     if len(verdict) < VERDICT_NBYTES:
+        reason = (
+            "the secrets differ"
+            if hello.purpose in (Purpose.JOIN, Purpose.LAUNCH)
+            else f"it is not rank {hello.peer} of this world"
+        )
         raise AuthenticationError(
-            "the other end closed the connection on seeing our proof: the secrets differ"
+            f"the other end closed the connection on seeing our proof: {reason}"
         )
     initiator.finish(verdict)
     return stream, initiator.seals()

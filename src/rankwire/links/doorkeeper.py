@@ -56,6 +56,8 @@ _ACCEPTS_A_ROUND = 64
 _ACCEPT_PAUSE = 0.05  # seconds, when the process is out of file descriptors or memory
 _CATCHING_UP_NAP = 0.001
 
+Key = bytes | Callable[[Hello], bytes]
+
 
 class House(Protocol):
     """Who the doorkeeper works for. Called on its thread; must not block."""
@@ -72,11 +74,11 @@ class Doorkeeper:
 
     Args:
         house: Decides who may enter.
-        key: The handshake key.
+        key: The handshake key, or how to find it for who dials; called on the doorkeeper's thread.
         policy: How connections must be protected.
     """
 
-    def __init__(self, house: House, *, key: bytes, policy: Policy = UNPROTECTED) -> None:
+    def __init__(self, house: House, *, key: Key, policy: Policy = UNPROTECTED) -> None:
         self._house = house
         self._key = key
         self._policy = policy
@@ -325,6 +327,9 @@ class Doorkeeper:
         demanded = self._policy.protection_of(stranger.sock)
         if demanded & ~hello.protection:
             status, detail = Status.TOO_LITTLE_PROTECTION, int(demanded)
+        elif objection := self._policy.objection_to(stranger.sock, hello.dialler):
+            status, detail = Status.WRONG_CERTIFICATE, 0
+            _log.warning("refused a connection as rank %d: %s", hello.rank, objection)
         else:
             status, detail = self._house.admit(hello)
         stranger.sock.sendall(stranger.responder.verdict(status, detail))
@@ -360,7 +365,7 @@ class _Timer:
 class _Stranger:
     """A connection in its handshake: which message it owes and what has come of it."""
 
-    def __init__(self, sock: Stream, key: bytes) -> None:
+    def __init__(self, sock: Stream, key: Key) -> None:
         self.sock = sock
         self._in_tls_handshake = not isinstance(sock, socket.socket)
         self.responder = Responder(

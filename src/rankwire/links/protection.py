@@ -38,13 +38,19 @@ class Tls:
     Attributes:
         cert: This rank's certificate, with intermediate ones behind it if there are any.
         key: Its private key, without a passphrase.
-        ca: The certificate of the authority whose certificates are accepted. Whoever holds one of
-            them may connect; use an authority for this job alone.
+        ca: The certificate of the authority whose certificates are accepted; best one for this job
+            alone.
+        names: The name in the certificate of each rank, with ``{rank}`` for its number: a DNS name
+            or URI among its subjectAltNames, compared letter by letter. The certificate of a
+            launcher has ``launcher``. Who shows the certificate of one rank cannot act as another.
+            ``"any"`` is weaker: names are not looked at, and whoever holds a certificate of the
+            authority, and the secret, may act as any rank.
     """
 
     cert: str | os.PathLike[str]
     key: str | os.PathLike[str]
     ca: str | os.PathLike[str]
+    names: str = "rank-{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,15 @@ class Policy:
         if self.tls is None or sock.family == socket.AF_UNIX:
             return sock
         return self.tls.accept(sock)
+
+    def objection_to(self, stream: socket.socket | Stream, who: int) -> str:
+        """Return why the other end of a connection cannot be this rank or ``LAUNCHER``.
+
+        By the certificate that it has shown; an empty text if it can be, or if there is no TLS.
+        """
+        if self.tls is None or isinstance(stream, socket.socket):
+            return ""
+        return self.tls.objection_to(stream, who)
 
 
 UNPROTECTED = Policy("local")

@@ -1,8 +1,8 @@
 """TLS around a TCP connection: a stream with the methods of a socket that connections use.
 
-TLS 1.3 and nothing else, certificates required of both ends, no tickets. Names in certificates are
-not looked at: whoever has one of the job's authority may connect, and the handshake inside
-(``wire.handshake``) then says who it is. That handshake has the listener's certificate in its MAC.
+TLS 1.3 and nothing else, certificates required of both ends, no tickets. The handshake inside
+(``wire.handshake``) says which rank each end is, and has the listener's certificate in its MAC.
+Each end asks ``objection_to`` whether the other has shown the certificate of that rank.
 
 OpenSSL's objects are not thread-safe, and one thread may read a connection while another writes it.
 So the socket stays outside: bytes pass through memory (``ssl.MemoryBIO``), and one short lock is
@@ -44,6 +44,7 @@ from rankwire.errors import (
 )
 from rankwire.links.private_files import name_of_open, open_private
 from rankwire.links.sockets import wait_patiently
+from rankwire.wire.handshake import LAUNCHER
 
 if TYPE_CHECKING:
     from rankwire.links.protection import Tls
@@ -55,6 +56,8 @@ __all__ = ["Stream", "TlsContexts", "TlsStream"]
 _CHUNK_NBYTES = 256 << 10
 _RECORD_HEAD_NBYTES = 5
 _VERSION = "TLSv1.3"
+_LAUNCHER_NAME = "launcher"
+ANY_NAME = "any"
 # A fatal alert, "protocol version". OpenSSL does not answer what is not TLS at all; a rank without
 # TLS learns from this that it should have it.
 _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
@@ -71,6 +74,12 @@ class TlsContexts:
     """
 
     def __init__(self, files: Tls) -> None:
+        self._names = files.names
+        if "{rank}" not in files.names and files.names != ANY_NAME:
+            raise ConfigurationError(
+                f'the names of ranks in certificates have a {{rank}}, or are "{ANY_NAME}" if they '
+                f"are not to be checked: names={files.names!r}"
+            )
         try:
             self._dialling = _make_context(ssl.PROTOCOL_TLS_CLIENT, files)
             self._accepting = _make_context(ssl.PROTOCOL_TLS_SERVER, files)
@@ -118,6 +127,20 @@ class TlsContexts:
         stream = TlsStream(sock, self._accepting, server_side=True)
         stream.binding = sha256(self._certificate).digest()
         return stream
+
+    def objection_to(self, stream: TlsStream, who: int) -> str:
+        """Return why the end that shook hands is not this rank or ``LAUNCHER``; empty if it is."""
+        if self._names == ANY_NAME:
+            return ""
+        is_launcher = who == LAUNCHER
+        wanted = _LAUNCHER_NAME if is_launcher else self._names.replace("{rank}", str(who))
+        shown = stream.names_of_peer()
+        if wanted in shown:
+            return ""
+        return (
+            f"its certificate is of {' and '.join(map(repr, shown)) or 'nobody by name'}, and that "
+            f"of {'a launcher' if is_launcher else f'rank {who}'} is of {wanted!r} (Tls(names=))"
+        )
 
 
 class TlsStream:
@@ -199,6 +222,12 @@ class TlsStream:
         if not certificate:
             raise AuthenticationError("the other end has shown no certificate")
         return certificate
+
+    def names_of_peer(self) -> list[str]:
+        """Return the DNS names and URIs in that certificate."""
+        found: Any = self._tls.getpeercert() or {}
+        names = found.get("subjectAltName", ())
+        return [name for kind, name in names if kind in ("DNS", "URI")]
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -421,7 +450,7 @@ class _TlsError(Exception):
 def _make_context(protocol: int, files: Tls) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the authority decides, see above
+    context.check_hostname = False  # names are those of ranks, see objection_to
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_TICKET
     if protocol == ssl.PROTOCOL_TLS_SERVER:

@@ -11,7 +11,8 @@ downwards::
 Once formed, everyone says every beat that it lives. Who is silent for too long is suspected, then
 given up; who falls by an error says so first. All this is told to all others at once, so that they
 name the same rank and the same cause. A coordinator that was silent itself, for so long that a
-member has given it up, gives in: it tells all that it is the one who is gone.
+member has given it up, gives in: it tells all that it is the one who is gone. What a rank may say
+is in ``rights``; who says anything else is given up.
 
 All methods but ``wait_formed`` and ``close`` run on the doorkeeper's thread. One lock guards the
 state because ``wait_formed`` looks at it.
@@ -25,6 +26,8 @@ import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from time import monotonic
+
+import msgspec
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -55,9 +58,11 @@ from rankwire.rendezvous.messages import (
     pack,
     unpack,
 )
+from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.silence import Change, Silence
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello, Status
+from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
 
 __all__ = ["Coordinator", "is_last_moment", "silent_reason", "tell"]
@@ -65,6 +70,9 @@ __all__ = ["Coordinator", "is_last_moment", "silent_reason", "tell"]
 _log = logging.getLogger("rankwire")
 
 _REPORT_EVERY = 10.0  # seconds between log lines about missing ranks
+# Seconds for all ranks, which wait for nothing else, to take the list of all. Between hosts a new
+# connection takes 80 kB at once, the list of 400 ranks.
+_WORLD_PATIENCE = 5.0
 
 
 def is_last_moment(deadline: Deadline) -> bool:
@@ -86,6 +94,7 @@ class Coordinator:
         me: Rank 0, if this is it; None in a launcher.
         world_size: How many ranks to wait for.
         doorkeeper: Reads the control connections.
+        key_of: Returns the key of a rank, by which it has joined.
         patience: How long a rank may be silent; ranks that join may ask for less.
         on_formed: Called on the doorkeeper's thread when the world is complete, before any other
             rank is told.
@@ -101,6 +110,7 @@ class Coordinator:
         world_size: int,
         doorkeeper: Doorkeeper,
         *,
+        key_of: Callable[[int], bytes],
         patience: Patience = DEFAULT_PATIENCE,
         on_formed: Callable[[World], None],
         on_gone: Callable[[Gone], None],
@@ -110,12 +120,15 @@ class Coordinator:
         self._rank = -1 if me is None else me.rank
         self._world_size = world_size
         self._doorkeeper = doorkeeper
+        self._key_of = key_of
+        self._world_key = secrets.token_bytes(KEY_NBYTES)
         self._patience = patience
         self._on_formed = on_formed
         self._on_gone = on_gone
         self._on_suspected = on_suspected
         self._members: dict[int, Member] = {} if me is None else {me.rank: me}
         self._controls: dict[int, Connection] = {}
+        self._joining: set[int] = set()  # these have said where they listen
         self._silence = Silence(patience, (), monotonic())
         self._given_up: set[int] = set()
         self._host_id = host_id()
@@ -135,6 +148,10 @@ class Coordinator:
             return Status.INVALID_RANK, self._world_size
         if hello.rank in self._controls or (self._me and hello.rank == self._me.rank):
             holder = self._members.get(hello.rank)
+            if self._state is _State.FORMING:
+                first = holder.pid if holder else "unknown"
+                text = "a second process says that it is rank %d; process %s was first"
+                _log.warning(text, hello.rank, first)
             return Status.DUPLICATE_RANK, holder.pid if holder else 0
         if self._state is not _State.FORMING:
             return Status.NOT_EXPECTED, 0
@@ -179,20 +196,29 @@ class Coordinator:
     def _heard(self, rank: int, frames: list[Frame]) -> None:
         self._silence.heard(rank, monotonic())
         for frame in frames:
-            match unpack(whole_of(frame.payload)):
-                case Beat():
-                    pass
-                case Join(member, patience) if member.rank == rank:
+            message = unpack(whole_of(frame.payload))
+            if words := objection(message, self._standing_of(rank)):
+                _log.warning("rank %d is given up: it said to the coordinator %s", rank, words)
+                raise ProtocolError(f"it said to the coordinator {words}")
+            match message:
+                case Join(member, patience):
+                    self._joining.add(rank)
                     self._reach(member, patience)
-                case Fallen(reason, traceback) if self._state is _State.FORMED:
+                case Fallen(reason, traceback):
                     self._lose(Gone(rank, reason, traceback=traceback))
                     return
-                case Gone(self._rank) as gone if self._state is _State.FORMED:
-                    self._give_in(gone)
+                case Gone():
+                    self._give_in(message)
                     return
-                case message:
-                    self._controls[rank].fail(ProtocolError(f"unexpected {type(message).__name__}"))
-                    return
+
+    def _standing_of(self, rank: int) -> Standing:
+        return Standing(
+            rank,
+            has_joined=rank in self._joining,
+            is_formed=self._state is _State.FORMED,
+            coordinator=self._rank,
+            was_absent=self._silence.was_absent(monotonic()),
+        )
 
     def _reach(self, member: Member, patience: Patience) -> None:
         """Let a rank in if others can connect to it; within this host they can."""
@@ -230,13 +256,21 @@ class Coordinator:
     def _form(self) -> None:
         members = [self._members[rank] for rank in range(self._world_size)]
         world = World(secrets.randbits(32) or 1, members, self._patience, self._rank)
-        self._on_formed(world)
+        self._on_formed(world if self._me is None else self._with_keys(world, self._rank))
         # Told before this rank goes on, so that all are ready together.
-        self._tell_all(world)
+        patience = Deadline(_WORLD_PATIENCE)
+        for rank, connection in list(self._controls.items()):
+            tell(connection, self._with_keys(world, rank), patience)
         self._silence = Silence(self._patience, self._controls, monotonic())
         self._doorkeeper.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
         self._changed.notify_all()
+
+    def _with_keys(self, world: World, rank: int) -> World:
+        """Hand a rank its keys with every other, in a form that only it can read."""
+        keys = pair_keys(self._world_key, rank, self._world_size)
+        wrapped = wrap(self._key_of(rank), keys, secrets.token_bytes(SALT_NBYTES))
+        return msgspec.structs.replace(world, keys=wrapped)
 
     # -- afterwards --------------------------------------------------------------------------------
 
@@ -271,6 +305,7 @@ class Coordinator:
     def _ended(self, rank: int, error: RankwireError) -> None:
         connection = self._controls.pop(rank)
         connection.close()
+        self._joining.discard(rank)
         with self._changed:
             formed = self._state is _State.FORMED
             if not formed:
@@ -354,14 +389,14 @@ def silent_reason(seconds: float) -> str:
     )
 
 
-def tell(connection: Connection, message: Message) -> None:
-    """Send a control message, which is small, without waiting.
+def tell(connection: Connection, message: Message, deadline: Deadline | None = None) -> None:
+    """Send a control message; without a deadline one that is small, without waiting.
 
     A member that does not take it is as good as gone, but for a beat, of which one may be left out.
     """
     payload = pack(message)
     try:
-        connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.0))
+        connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline or Deadline(0.0))
     except DeadlineExceededError as error:
         if not isinstance(message, Beat):
             connection.fail(error)

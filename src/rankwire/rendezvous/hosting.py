@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwire.links.connection import Connection
@@ -24,6 +25,7 @@ from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.launchers import LAUNCH_JOB, MAX_LAUNCHER_NBYTES, LauncherLink
 from rankwire.rendezvous.messages import MAX_MEMBER_NBYTES, Gone, Suspected, World
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
+from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class CoordinatorHost:
     Args:
         listener: A bound TCP socket. Owned from now on.
         world_size: How many ranks a world has.
-        secret: What every rank proves to know.
+        secret: What the key of every rank is made of.
         job: The name of the job.
         policy: How connections are protected; by default as the address demands.
         on_formed: Called when a world is complete; this and the following on the host's own
@@ -81,8 +83,9 @@ class CoordinatorHost:
         self._on_gone = on_gone
         self._present: set[int] = set()
         self._on_suspected = on_suspected
+        self._secret = secret
         self._doorkeeper = Doorkeeper(
-            self, key=handshake_key(secret), policy=policy or _default_policy(listener)
+            self, key=self._find_key, policy=policy or _default_policy(listener)
         )
         self._doorkeeper.listen(listener)
         self._coordinator = self._new_coordinator()
@@ -94,6 +97,7 @@ class CoordinatorHost:
             None,
             self._world_size,
             self._doorkeeper,
+            key_of=partial(rank_key, self._secret),
             on_formed=self._formed,
             on_gone=self._gone,
             on_suspected=self._on_suspected,
@@ -111,6 +115,11 @@ class CoordinatorHost:
         self._on_gone(gone)
         if not self._present:
             self.expect()
+
+    def _find_key(self, hello: Hello) -> bytes:
+        if hello.purpose is Purpose.LAUNCH:
+            return handshake_key(self._secret)
+        return rank_key(self._secret, hello.rank)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """See ``House``."""

@@ -19,6 +19,7 @@ from rankwire.wire.texts import MAX_REASON, one_line, printable
 __all__ = [
     "DEFAULT_PATIENCE",
     "MAX_MEMBER_NBYTES",
+    "SHORTEST_FAIL_AFTER",
     "Beat",
     "Failed",
     "Fallen",
@@ -99,6 +100,8 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 DEFAULT_PATIENCE = Patience(5.0, 30.0)
+# Below this, ranks that live would be given up, and one that joins could end the world by asking.
+SHORTEST_FAIL_AFTER = 0.1
 _SHORTEST_BEAT = 0.01
 
 
@@ -123,12 +126,14 @@ class World(msgspec.Struct, frozen=True, tag="world"):
         members: All ranks, in order.
         patience: The shortest that any of them asked for.
         coordinator: The rank that coordinates, or -1 if that is the launcher.
+        keys: Those of the receiving rank with every other, wrapped for it (``wire.keys``).
     """
 
     epoch: int
     members: list[Member]
     patience: Patience = DEFAULT_PATIENCE
     coordinator: int = 0
+    keys: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -6,7 +6,8 @@ loopback, without any of these, a file that rank 0 writes into this user's runti
 only processes of the same user can join. Elsewhere a missing secret is an error unless
 ``security="insecure"`` is spelled out.
 
-The secret is never logged and never in a ``repr``.
+A launcher keeps the secret to itself and gives each rank, as the argument, the ``RankKey`` of that
+rank. The secret is never logged and never in a ``repr``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ from rankwire.errors import ConfigurationError
 from rankwire.forking import renew_in_child
 from rankwire.links.private_files import read_private
 from rankwire.rendezvous.host import runtime_folder
+from rankwire.wire.keys import RankKey, rank_key
 
-__all__ = ["MIN_SECRET_NBYTES", "AgreedSecret", "given_secret", "read_secret_file"]
+__all__ = [
+    "MIN_SECRET_NBYTES",
+    "AgreedSecret",
+    "RankKey",
+    "given_secret",
+    "rank_key",
+    "read_secret_file",
+]
 
 MIN_SECRET_NBYTES = 16
 _INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing
@@ -119,7 +128,7 @@ def _encoded(secret: bytes | str | None) -> bytes | None:
         return secret.encode()
     if not isinstance(secret, (bytes, bytearray, memoryview)):
         raise ConfigurationError(f"a secret is bytes or text, not {type(secret).__name__}")
-    return bytes(secret)
+    return secret if isinstance(secret, bytes) else bytes(secret)  # a RankKey stays one
 
 
 def _read_file() -> bytes | None:

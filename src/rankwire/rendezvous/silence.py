@@ -15,6 +15,7 @@ silent meanwhile: the time that it missed is not counted against anyone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import Enum, auto
 from typing import NamedTuple
@@ -57,6 +58,7 @@ class Silence:
         self._heard = dict.fromkeys(subjects, now)
         self._suspected: set[int] = set()
         self._judged = now
+        self._returned = -math.inf  # when the judge ran again after a long absence
 
     def heard(self, rank: int, now: float) -> None:
         """Take note of a sign of life."""
@@ -72,6 +74,15 @@ class Silence:
         """Return the seconds of silence of the ranks that missed a beat. Safe from any thread."""
         limit = 2 * self._patience.beat
         return {rank: now - at for rank, at in list(self._heard.items()) if now - at > limit}
+
+    def was_absent(self, now: float) -> bool:
+        """Whether the judge did not run lately, for so long that others may have given it up.
+
+        They count from the last beat that they heard, the judge from the last one that it sent:
+        half of their limit is more than beats and the way can make up for.
+        """
+        limit = self._patience.fail_after
+        return now - self._judged > limit / 2 or now - self._returned < limit
 
     def judge(self, now: float) -> list[Judgement]:
         """Return what has changed since the last time. To be called every beat."""
@@ -92,6 +103,8 @@ class Silence:
         return changes
 
     def _pardon(self, now: float) -> None:
+        if now - self._judged > self._patience.fail_after / 2:
+            self._returned = now
         missed = now - self._judged - self._patience.beat
         self._judged = now
         if missed > _LATE_BEATS * self._patience.beat:

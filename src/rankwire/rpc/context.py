@@ -62,7 +62,7 @@ class Call:
     def chain(self) -> tuple[tuple[int, str], ...]:
         """The calls that this one is nested in, outermost first, as (rank, function name).
 
-        Empty for a call made by a program.
+        Empty for a call made by a program. It is what the caller says; ``src`` is proved.
         """
         return tuple(_pairs(self.links))
 

@@ -1,4 +1,4 @@
-"""The handshake: four fixed-size messages by which both ends prove that they know the job's secret.
+"""The handshake: four fixed-size messages by which both ends prove that they have the same key.
 
 ::
 
@@ -12,7 +12,8 @@ nobody can stand between the two with a certificate of their own. The role lette
 proof; ranks, world size, job, epoch, version, purpose and protection are inside the MAC, so none of
 them can be altered or moved to another connection. Before the proof is verified, nothing
 variable-sized is read and no reason is given; afterwards a refusal carries a status. This is the
-textbook challenge-response: it authenticates, it does not encrypt.
+textbook challenge-response: it authenticates, it does not encrypt. The key depends on who dials
+whom, and for what; ``wire.keys`` says which it is.
 
 The dialling end says in HELLO how the frames will be protected; the listening end takes that or
 refuses, there is nothing to negotiate. ``seals`` then gives each end what to seal and check with.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import hmac
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
@@ -34,6 +36,7 @@ from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
     NoConnectionError,
+    OverloadedError,
     ProtocolError,
     RankwireError,
     RendezvousError,
@@ -44,6 +47,7 @@ from rankwire.wire.seals import Protection, Seals, make_seals
 __all__ = [
     "CHALLENGE_NBYTES",
     "HELLO_NBYTES",
+    "LAUNCHER",
     "NONCE_NBYTES",
     "PROOF_NBYTES",
     "PROTOCOL_VERSION",
@@ -58,8 +62,9 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NONCE_NBYTES = 32
+LAUNCHER = 0xFFFFFFFF  # where a rank stands otherwise: no rank, but a launcher
 
 _MAGIC = b"rankwire"
 _MAX_DETAIL = (1 << 56) - 1
@@ -99,6 +104,8 @@ class Status(IntEnum):
     NOT_EXPECTED = 6
     CLOSED = 7
     TOO_LITTLE_PROTECTION = 8
+    WRONG_CERTIFICATE = 9
+    TOO_MANY_CONNECTIONS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ class Hello:
         epoch: Which incarnation of the world; 0 when joining.
         world_size: The world size that the dialling rank was told.
         rank: The dialling rank.
-        peer: The rank it means to reach.
+        peer: The rank it means to reach, or ``LAUNCHER``.
         service: For calls: which agent.
         protection: How the frames after the handshake are protected.
     """
@@ -124,6 +131,16 @@ class Hello:
     peer: int
     service: int = 0
     protection: Protection = Protection.NONE
+
+    @property
+    def dialler(self) -> int:
+        """The rank that dials, or ``LAUNCHER``."""
+        return LAUNCHER if self.purpose is Purpose.LAUNCH else self.rank
+
+    @property
+    def listener(self) -> int:
+        """The rank that is dialled, or ``LAUNCHER``."""
+        return LAUNCHER if self.purpose is Purpose.LAUNCH else self.peer
 
     def pack(self, nonce: bytes) -> bytes:
         """Return the HELLO message."""
@@ -173,8 +190,8 @@ def job_id(name: str) -> bytes:
 
 
 def handshake_key(secret: bytes) -> bytes:
-    """Derive the key of the handshake, so that the secret itself is used for nothing."""
-    return hmac.digest(secret, b"rankwire v2 handshake", sha256)
+    """Derive the key by which launchers know each other; the secret itself is used for nothing."""
+    return hmac.digest(secret, b"rankwire v3 handshake", sha256)
 
 
 def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
@@ -192,6 +209,13 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
             f"{_described(hello.protection)}: give all ranks the same security= and integrity="
         ),
     }
+    if status == Status.WRONG_CERTIFICATE:
+        who = "a launcher" if hello.dialler == LAUNCHER else f"rank {hello.rank}"
+        return AuthenticationError(f"the certificate of this end is not that of {who}")
+    if status == Status.TOO_MANY_CONNECTIONS:
+        return OverloadedError(
+            f"rank {hello.peer} has {detail} connections of rank {hello.rank}, and takes no more"
+        ).during(peer=hello.peer)
     if status == Status.OTHER_EPOCH:
         return NoConnectionError("the peer belongs to another incarnation of the job")
     if status == Status.CLOSED:
@@ -200,6 +224,12 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
     text = texts.get(status, f"refused with status {status}")  # type: ignore[call-overload]
     is_joining = hello.purpose in (Purpose.JOIN, Purpose.LAUNCH)
     return RendezvousError(text) if is_joining else NoConnectionError(text)
+
+
+def _lacks_key(hello: Hello) -> str:
+    if hello.purpose in (Purpose.JOIN, Purpose.LAUNCH):
+        return "does not know the job's secret"
+    return f"is not rank {hello.peer} of this world: it does not have the key of the two ranks"
 
 
 def _described(protection: int) -> str:
@@ -246,14 +276,15 @@ class Initiator:
         """Consume VERDICT; return if this end is welcome.
 
         Raises:
-            AuthenticationError: The other end does not know the secret.
+            AuthenticationError: The other end does not have the key.
             RendezvousError: It refused a rank that wants to join.
             NoConnectionError: It refused another connection.
+            OverloadedError: It has too many of this rank.
         """
         status, mac = _VERDICT.unpack(verdict)
         expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)
         if not hmac.compare_digest(mac, expected):
-            raise AuthenticationError("the other end does not know the job's secret")
+            raise AuthenticationError(f"the other end {_lacks_key(self._hello)}")
         if status & 0xFF != Status.WELCOME:
             raise refusal(status & 0xFF, status >> 8, self._hello)
 
@@ -266,13 +297,16 @@ class Responder:
     """The listening end. Call ``challenge``, ``verify``, ``verdict`` and ``seals`` in this order.
 
     Args:
-        key: The handshake key.
+        key: The handshake key, or how to find it once it is known who dials.
         nonce: Random bytes that were never used before.
         binding: Inside TLS, the SHA-256 of the certificate that this end has shown.
     """
 
-    def __init__(self, *, key: bytes, nonce: bytes, binding: bytes = b"") -> None:
-        self._key = key
+    def __init__(
+        self, *, key: bytes | Callable[[Hello], bytes], nonce: bytes, binding: bytes = b""
+    ) -> None:
+        self._find_key = key if callable(key) else lambda hello: key
+        self._key = b""
         self._binding = binding
         self._challenge = _CHALLENGE.pack(_MAGIC, PROTOCOL_VERSION, nonce)
         self._transcript = b""
@@ -289,6 +323,7 @@ class Responder:
         """
         try:
             self.hello = Hello.unpack(greeting)
+            self._key = self._find_key(self.hello)
         except VersionMismatchError:
             self.hello = None
         self._transcript = greeting + self._challenge + self._binding
@@ -298,11 +333,11 @@ class Responder:
         """Consume PROOF; return who is at the other end.
 
         Raises:
-            AuthenticationError: It does not know the secret.
+            AuthenticationError: It does not have the key.
         """
         expected = hmac.digest(self._key, b"I" + self._transcript, sha256)
         if self.hello is None or not hmac.compare_digest(proof, expected):
-            raise AuthenticationError("a connection did not prove that it knows the job's secret")
+            raise AuthenticationError("a connection did not prove that it has the key")
         return self.hello
 
     def verdict(self, status: Status, detail: int = 0) -> bytes:

@@ -1,0 +1,95 @@
+"""What a rank may say to the coordinator: of itself anything, of others nothing. Pure: a table.
+
+A control connection is bound to its rank by the handshake. Whoever says there what only the
+coordinator may say, or speaks of another rank, is broken or was taken over: the coordinator gives
+it up and tells all others why. One verdict is a rank's own, that the coordinator has been silent
+for too long. It counts only if the coordinator finds by its own clock that it did not run; so no
+rank can end a world by a word.
+
+The coordinator is believed by all: it knows who is who, and nobody could check what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rankwire.rendezvous.messages import (
+    SHORTEST_FAIL_AFTER,
+    Beat,
+    Failed,
+    Fallen,
+    Gone,
+    Join,
+    Message,
+    Suspected,
+    Waiting,
+    World,
+)
+
+__all__ = ["Standing", "objection"]
+
+
+class Standing(NamedTuple):
+    """Who speaks, and when.
+
+    Attributes:
+        rank: The rank that the handshake of its connection has proved.
+        has_joined: Whether it has said already where it listens.
+        is_formed: Whether the world has formed.
+        coordinator: The coordinator's rank, or -1.
+        was_absent: Whether the coordinator did not run lately, for so long that ranks may have
+            given it up.
+    """
+
+    rank: int
+    has_joined: bool
+    is_formed: bool
+    coordinator: int
+    was_absent: bool
+
+
+def objection(message: Message, by: Standing) -> str:
+    """Return why a rank may not say this now, or an empty text."""
+    return _RIGHTS[type(message)](message, by)
+
+
+def _join(message: Join, by: Standing) -> str:
+    if message.member.rank != by.rank:
+        return f"that it is rank {message.member.rank}"
+    suspect_after, fail_after = message.patience.suspect_after, message.patience.fail_after
+    if not (0 < suspect_after <= fail_after and fail_after >= SHORTEST_FAIL_AFTER):  # also NaN
+        return "limits of silence that nobody can keep"
+    return "twice that it joins" if by.has_joined or by.is_formed else ""
+
+
+def _beat(message: Beat, by: Standing) -> str:
+    return "who else is silent" if message.silent else ""
+
+
+def _fallen(message: Fallen, by: Standing) -> str:
+    return "" if by.is_formed else "that it falls, before there is a world"
+
+
+def _gone(message: Gone, by: Standing) -> str:
+    if message.rank != by.coordinator:
+        return f"that rank {message.rank} is gone"
+    if by.is_formed and by.was_absent and message.silent and not message.orderly:
+        return ""
+    return "that the coordinator is gone, which is not"
+
+
+def _never(words: str) -> Callable[[Any, Standing], str]:
+    return lambda message, by: words
+
+
+_RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
+    Join: _join,
+    Beat: _beat,
+    Fallen: _fallen,
+    Gone: _gone,
+    Waiting: _never("who is missing"),
+    World: _never("who is in the world"),
+    Failed: _never("that the world will not form"),
+    Suspected: _never("that a rank is suspected"),
+}

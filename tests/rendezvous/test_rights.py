@@ -1,0 +1,77 @@
+"""What a rank may say to the coordinator: the table, row by row."""
+
+import math
+from typing import get_args
+
+import pytest
+
+from rankwire.rendezvous import rights
+from rankwire.rendezvous.messages import (
+    Beat,
+    Failed,
+    Fallen,
+    Gone,
+    Join,
+    Member,
+    Message,
+    Patience,
+    Suspected,
+    Waiting,
+    World,
+)
+from rankwire.rendezvous.rights import Standing, objection
+
+FORMING = Standing(1, has_joined=False, is_formed=False, coordinator=0, was_absent=False)
+JOINED = FORMING._replace(has_joined=True)
+FORMED = JOINED._replace(is_formed=True)
+ABSENT = FORMED._replace(was_absent=True)
+LAUNCHED = ABSENT._replace(coordinator=-1)
+EVERYONE = [FORMING, JOINED, FORMED, ABSENT, LAUNCHED]
+
+
+def member(rank):
+    return Member(rank, 1, "127.0.0.1", 9, "", "here")
+
+
+SILENT = {"reason": "it was silent", "silent": True}
+
+ROWS = [
+    ("its place", Join(member(1)), {FORMING}),
+    ("another's place", Join(member(2)), set()),
+    ("short limits", Join(member(1), Patience(0.05, 0.1)), {FORMING}),
+    ("limits that nobody can keep", Join(member(1), Patience(1e-9, 1e-9)), set()),
+    ("a limit below the shortest", Join(member(1), Patience(0.05, 0.099)), set()),
+    ("no time at all", Join(member(1), Patience(0.0, 30.0)), set()),
+    ("limits before now", Join(member(1), Patience(-1.0, -1.0)), set()),
+    ("limits in the wrong order", Join(member(1), Patience(40.0, 30.0)), set()),
+    ("no number", Join(member(1), Patience(math.nan, math.nan)), set()),
+    ("no limits", Join(member(1), Patience(math.inf, math.inf)), {FORMING}),
+    ("a sign of life", Beat(), set(EVERYONE)),
+    ("the silence of others", Beat([(2, 9.0)]), set()),
+    ("its own silence", Beat([(1, 9.0)]), set()),
+    ("its fall", Fallen("it raised", ""), {FORMED, ABSENT, LAUNCHED}),
+    ("rank 0 was silent", Gone(0, **SILENT), {ABSENT}),
+    ("the launcher was silent", Gone(-1, **SILENT), {LAUNCHED}),
+    ("the coordinator died", Gone(0, "its connection ended"), set()),
+    ("the coordinator left", Gone(0, "", orderly=True), set()),
+    ("the coordinator left in silence", Gone(0, "", orderly=True, silent=True), set()),
+    ("another is gone", Gone(2, "its connection ended"), set()),
+    ("another was silent", Gone(2, **SILENT), set()),
+    ("another has left", Gone(2, "", orderly=True), set()),
+    ("it is itself gone", Gone(1, "I am"), set()),
+    ("who is missing", Waiting([2]), set()),
+    ("a world", World(7, [member(1)]), set()),
+    ("no world", Failed("because I say so", []), set()),
+    ("a suspicion", Suspected(2, 9.0), set()),
+    ("its own suspicion", Suspected(1, 0.0), set()),
+]
+
+
+@pytest.mark.parametrize(("message", "may"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS])
+def test_who_may_say_it_and_when(message, may):
+    assert {by for by in EVERYONE if not objection(message, by)} == may
+
+
+def test_every_message_has_its_row():
+    assert set(rights._RIGHTS) == set(get_args(Message))
+    assert {type(row[1]) for row in ROWS} == set(get_args(Message))
