@@ -344,6 +344,18 @@ def test_the_reader_of_our_output_leaves(start):
     launched.wait_until_all_gone(0)
 
 
+@pytest.mark.parametrize("rest", ["", "\ntime.sleep(60)"])
+def test_a_full_disk_is_named_also_when_the_ranks_have_ended(script, rest):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "1", script(f"print('x'){rest}")]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+        )
+    assert done.returncode == 1
+    assert "stdout cannot be written to any more (No space left on device)" in done.stderr
+    assert "not written: 1 line of rank 0" in done.stderr
+
+
 @pytest.mark.fault(54, "a launcher that dies leaves no rank behind, within 10 s")
 def test_row_54_also_after_a_restart(start):
     launched = start(

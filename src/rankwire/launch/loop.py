@@ -6,6 +6,7 @@ them. What a signal means is left to the caller, which gets those that ask the l
 
 from __future__ import annotations
 
+import errno
 import math
 import selectors
 import signal
@@ -15,7 +16,7 @@ from time import monotonic
 from rankwire.launch.output import Output
 from rankwire.launch.signals import SignalInbox
 
-__all__ = ["STOPPING", "Loop"]
+__all__ = ["STOPPING", "Loop", "describe_stdout", "stdout_exit_code"]
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Wrappers pass on the SIGINT that the terminal sent to the launcher as well: that is one Ctrl-C.
@@ -59,3 +60,34 @@ class Loop:
                 asked.append(number)
         self.on_turn()
         return asked
+
+    def write_rest(self, code: int, *, patience: float = math.inf) -> int:
+        """Write all output that is left, and return the exit code.
+
+        A reader that is slow may take its time, unless someone wants us to end.
+
+        Args:
+            code: The exit code if all can be written.
+            patience: How many seconds the readers have; a signal ends it too.
+        """
+        self.on_turn = lambda: None
+        end = monotonic() + patience
+        had_trouble = self.output.stdout_trouble is not None
+        while not self.output.is_written and monotonic() < end:
+            if self.turn(end - monotonic()):
+                break
+        if not had_trouble and (trouble := self.output.stdout_trouble) is not None:
+            self.output.say(f"{describe_stdout(trouble)}", "bold red")
+            code = code or stdout_exit_code(trouble)
+        self.output.drop_rest()
+        return code
+
+
+def describe_stdout(trouble: OSError, where: str = "") -> str:
+    """Say that nothing can be written to stdout any more, and why."""
+    return f"stdout{where} cannot be written to any more ({trouble.strerror})"
+
+
+def stdout_exit_code(trouble: OSError) -> int:
+    """Return what a program exits with that cannot write to its stdout."""
+    return 128 + signal.SIGPIPE if trouble.errno == errno.EPIPE else 1

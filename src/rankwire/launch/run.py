@@ -102,11 +102,9 @@ def run(
         )
         if node > 0:
             assert master is not None
-            code = follow(
+            return follow(
                 loop, local, address=master, secret=secret, policy=policy, node=node, nodes=nodes
             )
-            output.flush(1.0)
-            return code
         # Bound before anything is told to anyone: nobody can take the port in between.
         listener = bind(meeting_place)
         host, port = listener.getsockname()[:2]
