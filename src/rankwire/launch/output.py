@@ -12,6 +12,7 @@ counted by rank, and said.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import selectors
@@ -19,7 +20,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -49,6 +50,26 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_
 Handler = Callable[[], None]
 
 
+class _Likeness(io.TextIOBase):
+    """Tells rich what an output is like, and takes nothing.
+
+    rich writes even what it captures, as an empty text: a full disk refuses that too.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file  # None if it was closed when the interpreter started
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._file.encoding if self._file is not None else "utf-8"
+
+    def isatty(self) -> bool:
+        return self._file is not None and self._file.isatty()
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 class Sink:
     """One of the launcher's own outputs.
 
@@ -59,8 +80,8 @@ class Sink:
         lost: How many lines of each rank were not written and will not be.
     """
 
-    def __init__(self, console: Console, fd: int) -> None:
-        self._console = console
+    def __init__(self, file: TextIO | None, fd: int) -> None:
+        self._console = Console(file=cast("IO[str]", _Likeness(file)))
         self.fd = fd
         self.trouble: OSError | None = None
         self.pending = bytearray()
@@ -203,8 +224,8 @@ class Output:
         self._selector = selector
         self._has_prefix = has_prefix
         self._log_dir = log_dir
-        self._stdout = Sink(Console(file=sys.stdout), 1)
-        self._stderr = Sink(Console(file=sys.stderr), 2)
+        self._stdout = Sink(sys.stdout, 1)
+        self._stderr = Sink(sys.stderr, 2)
         if self._stderr.is_terminal and _are_one_file(1, 2):
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
