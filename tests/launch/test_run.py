@@ -13,6 +13,7 @@ import time
 import pytest
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
+from rankwire.launch import run as run_module
 from rankwire.launch.run import run as run_ranks
 
 SLEEP = "\nready()\ntime.sleep(60)\n"
@@ -105,6 +106,38 @@ def test_impossible_settings(tmp_path):
         run_ranks(["x.py"], ranks=1, grace=float("nan"))
     with pytest.raises(ConfigurationError, match="file"):
         run_ranks(["x.py"], ranks=1, log_dir=tmp_path / "file")
+
+
+CONNECT = """
+import rankwire
+with rankwire.connect() as backend:
+    print(backend.link_to(1 - rank).transport, os.environ.get("RANKWIRE_RUNTIME_DIR"))
+    backend.barrier()
+"""
+
+
+def test_a_runtime_directory_that_is_not_there_is_said_once_and_the_ranks_meet(run, tmp_path):
+    gone = str(tmp_path / "gone")
+    environ = os.environ | {"XDG_RUNTIME_DIR": gone}
+    done = run(CONNECT, "--no-prefix", env=environ)
+    (folder,) = {line.removeprefix("unix ") for line in done.stdout.splitlines()}
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    assert f"rankwire: XDG_RUNTIME_DIR={gone}: No such file or directory; {folder}" in done.stderr
+
+
+def test_without_any_safe_folder_the_launcher_makes_one_for_the_job(tmp_path, monkeypatch, capfd):
+    def refuse():
+        raise ConfigurationError("somebody has taken them all")
+
+    monkeypatch.setattr(run_module, "find_runtime_folder", refuse)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    (tmp_path / "x.py").write_text(f"import os\nrank = int(os.environ['RANKWIRE_RANK']){CONNECT}")
+    assert run_ranks([str(tmp_path / "x.py")], ranks=2, has_prefix=False) == 0
+    stdout, stderr = capfd.readouterr()
+    (folder,) = {line.removeprefix("unix ") for line in stdout.splitlines()}
+    assert f"somebody has taken them all; {folder} is used instead" in stderr
+    assert not os.path.exists(folder)
+    assert "RANKWIRE_RUNTIME_DIR" not in os.environ
 
 
 # -- failing -------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
@@ -194,6 +193,5 @@ class LocalRanks:
         for child in self._children:
             self._keeper.forget(child.pid)
         self._output.take_rest()
-        with suppress(ConfigurationError):  # not our folder: then no rank has left a file there
-            sweep_socket_files()  # a rank that was killed could not remove its own
+        sweep_socket_files()  # a rank that was killed could not remove its own
         self._state = _State.OVER

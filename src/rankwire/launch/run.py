@@ -14,7 +14,8 @@ import os
 import secrets
 import selectors
 import signal
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
@@ -28,6 +29,7 @@ from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.signals import collected_signals
 from rankwire.links.protection import Policy, choose_policy
 from rankwire.links.sockets import TcpAddress
+from rankwire.rendezvous.host import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.hosting import bind
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
 
@@ -90,6 +92,7 @@ def run(
         selector = stack.enter_context(selectors.PollSelector())
         output = Output(selector, has_prefix=has_prefix, log_dir=log_dir)
         stack.callback(output.close)
+        stack.enter_context(_runtime_folder(output))
         inbox = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
         loop = Loop(selector, inbox, output)
         keeper = stack.enter_context(Keeper(grace))
@@ -158,6 +161,34 @@ def _secret(secret_file: Path | None) -> bytes:
             f" are needed; make one with {_MAKE_A_SECRET}"
         )
     return secret
+
+
+@contextlib.contextmanager
+def _runtime_folder(output: Output) -> Iterator[None]:
+    """Have a safe folder for socket files; if it is not the ordinary one, tell ranks and user."""
+    before = os.environ.get(RUNTIME_DIR)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder, trouble = find_runtime_folder()
+        except ConfigurationError as error:
+            trouble = error.message.removesuffix(f". {WHAT_TO_SET}")
+            try:
+                made = tempfile.TemporaryDirectory(prefix="rankwire-", ignore_cleanup_errors=True)
+            except OSError:  # a world on one host needs none if its ranks talk over TCP
+                output.say(error.message, "bold yellow")
+                yield
+                return
+            folder = Path(stack.enter_context(made))
+        if trouble:
+            output.say(f"{trouble}; {folder} is used instead. {WHAT_TO_SET}", "bold yellow")
+            os.environ[RUNTIME_DIR] = str(folder)
+        try:
+            yield
+        finally:
+            if trouble and before is None:
+                del os.environ[RUNTIME_DIR]
+            elif trouble and before is not None:
+                os.environ[RUNTIME_DIR] = before
 
 
 def _policy(address: str, tls_dir: Path | None) -> Policy:
