@@ -15,7 +15,6 @@ import os
 import secrets
 import stat
 import threading
-import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -108,12 +107,12 @@ class AgreedSecret:
 
     def publish(self) -> bytes:
         """Make a new one. Called between binding and listening, so whoever connects finds it."""
-        _sweep(self._path.parent, self._namespace)
         secret = secrets.token_bytes(32)
         draft = self._path.with_suffix(f".{os.getpid()}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(secret)
+        _sweep(draft, self._namespace)
         draft.replace(self._path)
         return secret
 
@@ -139,16 +138,18 @@ def _read_if_there(path: Path) -> bytes | None:
         return None
 
 
-def _sweep(folder: Path, namespace: int) -> None:
+def _sweep(newest: Path, namespace: int) -> None:
     """Remove secrets whose rank 0 is gone: one that is killed cannot remove its own.
+
+    How old they are is asked of the file system, by a file that was written just now.
 
     In this network namespace, it is gone when nobody listens at its port, but for the moment
     between laying out the secret and listening. Of another namespace that is not seen; there, no
     world is still forming after a day.
     """
-    now = time.time()  # as the file system's
+    now = newest.stat().st_mtime
     listening: set[int] | None = None
-    for path in folder.glob("secret-*"):
+    for path in newest.parent.glob("secret-*"):
         try:
             age = now - path.stat().st_mtime
         except FileNotFoundError:  # another has swept it
