@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,61 @@ def test_without_any_safe_folder_the_launcher_makes_one_for_the_job(tmp_path, mo
     assert f"somebody has taken them all; {folder} is used instead" in stderr
     assert not os.path.exists(folder)
     assert "RANKWIRE_RUNTIME_DIR" not in os.environ
+
+
+def test_a_script_whose_name_begins_with_a_dash(tmp_path):
+    (tmp_path / "-plain.py").write_text("import sys; print(sys.argv)")
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "1", "--", "-plain.py", "-x"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[rank 0] ['-plain.py', '-x']\n", "")
+
+
+def test_too_few_descriptors_are_told_in_one_line(script):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "4", script("print(1)")]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 12; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"rankwire: 4 ranks need \d+ open files in the launcher, and the limit is 12:"
+        r" raise it, for example with `ulimit -n 1024`\n",
+        done.stderr,
+    )
+
+
+def in_a_network_of_its_own(setup: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("needs unshare and ip")
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this process may not make namespaces")
+    return subprocess.run(
+        ["unshare", "--net", "sh", "-ec", f'{setup}; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_a_host_with_the_other_loopback_address_only(script):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(CONNECT)]
+    setup = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
+    done = in_a_network_of_its_own(setup, command)
+    assert (done.returncode, done.stdout.count("unix"), done.stderr) == (0, 2, "")
+
+
+def test_a_host_whose_loopback_is_down_is_told_so_at_once(script):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(CONNECT)]
+    done = in_a_network_of_its_own("true", command)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "127.0.0.1: Network is unreachable" in done.stderr
+    assert "`ip link set lo up`" in done.stderr
 
 
 # -- failing -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ end. ``look`` moves things on; the owner calls it after each turn of its loop.
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 from collections.abc import Callable, Sequence
@@ -100,7 +101,10 @@ class LocalRanks:
             try:
                 child = Child(rank, world, self._command, tls_dir=self._tls_dir)
             except OSError as error:
-                raise ConfigurationError(f"rank {rank} cannot be started: {error}") from error
+                hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
+                raise ConfigurationError(
+                    f"rank {rank} cannot be started: {error.strerror}{hint}"
+                ) from error
             self._children.append(child)
             self._keeper.watch(child.pid)
             self._output.attach(rank, *child.pipes)
@@ -158,8 +162,9 @@ class LocalRanks:
         self._clear_until = -math.inf
         for child in self._children:
             if child.ending is None:
-                self.stopped.remove(child.rank)
-                self.killed.append(child.rank)
+                if child.rank not in self.killed:
+                    self.stopped.remove(child.rank)
+                    self.killed.append(child.rank)
                 child.send_group(signal.SIGKILL)
 
     def close(self) -> None:

@@ -11,9 +11,11 @@ import contextlib
 import ipaddress
 import math
 import os
+import resource
 import secrets
 import selectors
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,6 +39,10 @@ __all__ = ["DEFAULT_GRACE", "run"]
 
 DEFAULT_GRACE = 5.0
 _SECRET_NBYTES = 32
+_LOOPBACKS = ("127.0.0.1:0", "[::1]:0")
+# What a launcher has open besides, and what is open for a moment while a rank is started.
+_OWN_DESCRIPTORS = 24
+_DESCRIPTORS_OF_RANK = 3  # two pipes, and its connection to the coordinator
 _MAKE_A_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
 
 
@@ -82,11 +88,11 @@ def run(
         raise ConfigurationError(f"the grace is 0 or more seconds, not {grace!r}")
     _check_nodes(nodes, node, master, secret_file)
     secret = _secret(secret_file)
-    meeting_place = master or "127.0.0.1:0"
-    policy = _policy(meeting_place, tls_dir)
+    policy = _policy(master or _LOOPBACKS[0], tls_dir)
     if tls_dir is not None:
         tls_dir = tls_dir.absolute()  # a program may change its folder before it connects
     _fill_standard_fds()
+    _check_descriptors(ranks, has_logs=log_dir is not None)
     with contextlib.ExitStack() as stack:
         # poll, not epoll: the launcher's own output may be a regular file.
         selector = stack.enter_context(selectors.PollSelector())
@@ -109,7 +115,7 @@ def run(
                 loop, local, address=master, secret=secret, policy=policy, node=node, nodes=nodes
             )
         # Bound before anything is told to anyone: nobody can take the port in between.
-        listener = bind(meeting_place)
+        listener = bind(master) if master is not None else _bind_loopback()
         host, port = listener.getsockname()[:2]
         if nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
             output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
@@ -119,7 +125,7 @@ def run(
                     loop,
                     local,
                     listener=listener,
-                    address=master or f"{host}:{port}",
+                    address=master or str(TcpAddress(host, port)),
                     secret=secret,
                     policy=policy,
                     nodes=nodes,
@@ -198,6 +204,40 @@ def _policy(address: str, tls_dir: Path | None) -> Policy:
     """
     tls = None if tls_dir is None else files_of(tls_dir, "launcher")
     return choose_policy("auto", TcpAddress.parse(address), tls=tls)
+
+
+def _bind_loopback() -> socket.socket:
+    """Bind at the first loopback address that works here; in a container it may be down."""
+    troubles = []
+    for address in _LOOPBACKS:
+        try:
+            listener = bind(address)
+        except ConfigurationError as error:
+            troubles.append(error.message)
+            continue
+        try:
+            with socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
+                probe.connect(listener.getsockname())  # asks for a route, and sends nothing
+        except OSError as error:
+            troubles.append(f"{listener.getsockname()[0]}: {error.strerror}")
+            listener.close()
+        else:
+            return listener
+    raise ConfigurationError(
+        f"no loopback address works on this host ({'; '.join(troubles)});"
+        " `ip link set lo up` brings them up"
+    )
+
+
+def _check_descriptors(ranks: int, *, has_logs: bool) -> None:
+    """Raise if the launcher cannot have as many open files as it needs to start the ranks."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OWN_DESCRIPTORS + ranks * (_DESCRIPTORS_OF_RANK + has_logs)
+    if needed > limit != resource.RLIM_INFINITY:
+        raise ConfigurationError(
+            f"{ranks} rank{'s'[: ranks > 1]} need {needed} open files in the launcher, and the"
+            f" limit is {limit}: raise it, for example with `ulimit -n {max(1024, 2 * needed)}`"
+        )
 
 
 def _fill_standard_fds() -> None:

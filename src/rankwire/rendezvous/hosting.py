@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.protection import Policy, choose_policy
@@ -39,7 +40,10 @@ def bind(address: str) -> socket.socket:
     Raises:
         ConfigurationError: It cannot be had.
     """
-    return listen_tcp(TcpAddress.parse(address))
+    try:
+        return listen_tcp(TcpAddress.parse(address))
+    except NoConnectionError as error:
+        raise ConfigurationError(f"cannot listen on {address}: {error.message}") from error
 
 
 class CoordinatorHost:
