@@ -1,6 +1,7 @@
 """The ranks of one host, driven by hand in this process."""
 
 import selectors
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from rankwire.launch.child import Child, World
 from rankwire.launch.keeper import Keeper
 from rankwire.launch.output import Output
 from rankwire.launch.ranks import LocalRanks
+from rankwire.launch.strays import Strays
 
 WORLD = World(2, "127.0.0.1:1", "job", b"x" * 32)
 
@@ -16,10 +18,15 @@ WORLD = World(2, "127.0.0.1:1", "job", b"x" * 32)
 @pytest.fixture
 def ranks(tmp_path: Path):
     (tmp_path / "script.py").write_text("import signal; signal.pause()")
-    with selectors.PollSelector() as selector, Keeper(0.1) as keeper:
+    with selectors.PollSelector() as selector, Keeper(0.1) as keeper, closing(Strays()) as strays:
         output = Output(selector)
         local = LocalRanks(
-            [str(tmp_path / "script.py")], 2, grace=0.1, output=output, keeper=keeper
+            [str(tmp_path / "script.py")],
+            2,
+            grace=0.1,
+            output=output,
+            keeper=keeper,
+            strays=strays,
         )
         local.start(WORLD, 0)
         yield local

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -91,8 +92,8 @@ print(len(secret), hashlib.sha256(secret).hexdigest(), os.environ["RANKWIRE_WORL
 
 def test_a_rank_inherits_nothing_else(run):
     done = run("print(rank, *sorted(map(int, os.listdir('/proc/self/fd'))))", "--no-prefix")
-    # stdin, stdout, stderr, the secret, and the directory itself
-    assert [len(line.split()) - 1 for line in done.stdout.splitlines()] == [5, 5]
+    # stdin, stdout, stderr, the secret, the leash, and the directory itself
+    assert [len(line.split()) - 1 for line in done.stdout.splitlines()] == [6, 6]
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
@@ -353,6 +354,44 @@ ready()
     launched.wait_until_all_gone(0)
 
 
+# A child that has left the session, and one whose parent has ended besides, as a daemon's.
+LEAVING = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
+                         start_new_session=True)
+print("pid", child.pid)
+orphan = subprocess.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"],
+                        stdout=subprocess.PIPE, text=True).stdout
+print("pid", orphan)
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "\nos._exit(3)", "\nsignal.pause()"])
+def test_what_has_left_its_ranks_session_is_ended_too(start, ending):
+    launched = start(LEAVING + "ready()" + ending, ranks=1, pids=3)
+    if "pause" in ending:
+        launched.send(signal.SIGTERM)
+    launched.wait()
+    launched.wait_until_all_gone(0)
+
+
+def test_daemons_that_have_ended_are_collected(start):
+    launched = start(
+        """
+for _ in range(5):
+    subprocess.run(["sh", "-c", "setsid true >/dev/null 2>&1 &"])
+ready()
+time.sleep(60)
+""",
+        ranks=1,
+    )
+    pid = launched.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    end = time.monotonic() + 10
+    while len(children.read_text().split()) != 2:  # the rank and the keeper
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 # -- being stopped -------------------------------------------------------------------------------
 
 
@@ -415,6 +454,33 @@ print("pid", child.pid)
     )
     launched.process.kill()
     launched.wait_until_all_gone(10)
+
+
+@pytest.mark.fault(54, "when launcher and keeper are killed together the ranks end too")
+def test_a_launcher_that_is_killed_with_its_keeper_leaves_no_one(start):
+    launched = start(
+        """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("pid", child.pid)
+"""
+        + IGNORE
+        + SLEEP,
+        pids=4,
+    )
+    pid = launched.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (keeper,) = {int(child) for child in children} - set(launched.pids)
+    os.kill(keeper, signal.SIGKILL)
+    launched.process.kill()
+    launched.wait_until_all_gone(10)
+
+
+def test_a_killed_launcher_leaves_no_one_in_another_session(start):
+    launched = start(LEAVING + SLEEP, "--grace", "0.3", ranks=1, pids=3)
+    orphan = launched.pids.pop(1)  # its parent has ended: nobody knows any more whose it is
+    launched.process.kill()
+    launched.wait_until_all_gone(10)
+    os.kill(orphan, signal.SIGKILL)
 
 
 def test_nobody_reads_our_output(start):

@@ -5,7 +5,7 @@ States, each left only downwards until the next ``start``::
     IDLE       nothing was started
     RUNNING    ranks run                                                  -> STOPPING, CLEARING
     STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING
-    CLEARING   all have ended; what they left in their process groups is ended -> OVER
+    CLEARING   all have ended; what they left running is ended            -> OVER
     OVER       nothing runs any more
 
 Knows nothing of other hosts and decides nothing: the owner says when to stop, and is told of each
@@ -29,11 +29,14 @@ from rankwire.launch.child import Child, Ending, World
 from rankwire.launch.keeper import Keeper
 from rankwire.launch.memory import OomCounter
 from rankwire.launch.output import Output
+from rankwire.launch.strays import Strays
 from rankwire.rendezvous.host import sweep_socket_files
 
 __all__ = ["LocalRanks"]
 
 _POLL = 0.02
+# A process that is about to die may still start another.
+_KILLING_ROUNDS = 10
 
 
 class _State(Enum):
@@ -53,6 +56,7 @@ class LocalRanks:
         grace: Seconds between the request to stop and SIGKILL.
         output: Where their output goes.
         keeper: Ends them if this process dies.
+        strays: Finds what they started and what left their process groups.
         tls_dir: Where their certificates are, if they have any.
     """
 
@@ -64,6 +68,7 @@ class LocalRanks:
         grace: float,
         output: Output,
         keeper: Keeper,
+        strays: Strays,
         tls_dir: Path | None = None,
     ) -> None:
         self.count = count
@@ -75,6 +80,8 @@ class LocalRanks:
         self._grace = grace
         self._output = output
         self._keeper = keeper
+        self._strays = strays
+        strays.exempt(keeper.pid)
         self._tls_dir = tls_dir
         self._memory = OomCounter()
         self._children: list[Child] = []
@@ -99,14 +106,15 @@ class LocalRanks:
         self._state = _State.RUNNING
         for rank in self.ranks:
             try:
-                child = Child(rank, world, self._command, tls_dir=self._tls_dir)
+                with self._keeper.new_leash() as leash:
+                    child = Child(rank, world, self._command, tls_dir=self._tls_dir, leash=leash)
+                    self._children.append(child)
+                    self._keeper.watch(child.pid, leash)
             except OSError as error:
                 hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
                 raise ConfigurationError(
                     f"rank {rank} cannot be started: {error.strerror}{hint}"
                 ) from error
-            self._children.append(child)
-            self._keeper.watch(child.pid)
             self._output.attach(rank, *child.pipes)
 
     @property
@@ -135,6 +143,7 @@ class LocalRanks:
         if self.is_over:
             return
         self._check_children()
+        self._strays.collect(self._groups)
         if monotonic() >= self._kill_at:
             self.kill()
         if self._state is not _State.CLEARING and not self.alive:
@@ -172,6 +181,10 @@ class LocalRanks:
         for child in self._children:
             child.close()
 
+    @property
+    def _groups(self) -> set[int]:
+        return {child.pid for child in self._children}
+
     def _check_children(self) -> None:
         for child in self._children:
             ending = child.check()
@@ -185,16 +198,21 @@ class LocalRanks:
     def _begin_clearing(self) -> None:
         self._state = _State.CLEARING
         self._clear_until = monotonic() + self._grace if not self.killed else -math.inf
+        number = signal.SIGKILL if self.killed else signal.SIGTERM
         for child in self._children:
-            child.send_group(signal.SIGKILL if self.killed else signal.SIGTERM)
+            child.send_group(number)
             child.reap()
+        self._strays.send(number, self._groups)
 
     def _clear(self) -> None:
         left = [child for child in self._children if child.has_group()]
-        if left and monotonic() < self._clear_until:
+        if (left or self._strays.find(self._groups)) and monotonic() < self._clear_until:
             return
         for child in left:
             child.send_group(signal.SIGKILL)
+        for _ in range(_KILLING_ROUNDS):
+            if not self._strays.send(signal.SIGKILL, self._groups):
+                break
         for child in self._children:
             self._keeper.forget(child.pid)
         self._output.take_rest()

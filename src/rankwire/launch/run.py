@@ -29,6 +29,7 @@ from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
 from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.signals import collected_signals
+from rankwire.launch.strays import Strays
 from rankwire.links.protection import Policy, choose_policy
 from rankwire.links.sockets import TcpAddress
 from rankwire.rendezvous.host import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
@@ -102,10 +103,19 @@ def run(
         inbox = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
         loop = Loop(selector, inbox, output)
         keeper = stack.enter_context(Keeper(grace))
+        strays = stack.enter_context(contextlib.closing(Strays()))
+        if not strays.is_adopting:
+            output.say("what ranks start in other sessions cannot be found here, and may stay")
         local = stack.enter_context(
             contextlib.closing(
                 LocalRanks(
-                    command, ranks, grace=grace, output=output, keeper=keeper, tls_dir=tls_dir
+                    command,
+                    ranks,
+                    grace=grace,
+                    output=output,
+                    keeper=keeper,
+                    strays=strays,
+                    tls_dir=tls_dir,
                 )
             )
         )
