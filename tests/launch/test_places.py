@@ -286,8 +286,10 @@ def remote_shell(tmp_path: Path):
         pytest.skip(why_not())
     with contextlib.closing(Hosts(3)) as hosts:
         shell = tmp_path / "shell"
+        # Each with files of its own: daemons of one name that share them remove each other's.
         shell.write_text(
             "#!/bin/sh\nhost=$1; shift; number=$((${host##*.} - 1))\n"
+            f"export TMPDIR={tmp_path}/$number; mkdir $TMPDIR\n"
             f'exec ip netns exec {hosts.namespace(0)[:-1]}$number sh -c "$*"\n'
         )
         shell.chmod(0o700)
