@@ -102,7 +102,7 @@ def run(
         stack.enter_context(_runtime_folder(output))
         inbox = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
         loop = Loop(selector, inbox, output)
-        keeper = stack.enter_context(Keeper(grace))
+        keeper = stack.enter_context(_keeper(grace))
         strays = stack.enter_context(contextlib.closing(Strays()))
         if not strays.is_adopting:
             output.say("what ranks start in other sessions cannot be found here, and may stay")
@@ -214,6 +214,13 @@ def _policy(address: str, tls_dir: Path | None) -> Policy:
     """
     tls = None if tls_dir is None else files_of(tls_dir, "launcher")
     return choose_policy("auto", TcpAddress.parse(address), tls=tls)
+
+
+def _keeper(grace: float) -> Keeper:
+    try:
+        return Keeper(grace)
+    except OSError as error:
+        raise ConfigurationError(f"no process can be started: {error}") from error
 
 
 def _bind_loopback() -> socket.socket:

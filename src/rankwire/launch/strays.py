@@ -28,8 +28,9 @@ class Strays:
     """See the module. Adopts from its construction until ``close``."""
 
     def __init__(self) -> None:
-        self.is_adopting = _set_subreaper(True)
-        # Whoever calls us may have children of its own.
+        # Whoever calls us, or was this process before, may have children of its own: without
+        # knowing them, nobody is taken for a stray.
+        self.is_adopting = _can_list_children() and _set_subreaper(True)
         self._others = set(_children())
         self._collect_at = 0.0
 
@@ -39,7 +40,7 @@ class Strays:
         Args:
             groups: The ranks' process groups, which are ended as such.
         """
-        if not self.is_adopting:
+        if not self.is_adopting or not set(_children()) - self._others:
             return []
         children: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
         for path in Path("/proc").glob("[0-9]*/stat"):
@@ -93,6 +94,10 @@ def _set_subreaper(is_wanted: bool) -> bool:
     except (OSError, AttributeError):  # not Linux
         return False
     return bool(prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(is_wanted), 0, 0, 0) == 0)
+
+
+def _can_list_children() -> bool:
+    return Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 def _children() -> list[int]:
