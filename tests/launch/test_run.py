@@ -477,10 +477,9 @@ print("pid", child.pid)
 
 def test_a_killed_launcher_leaves_no_one_in_another_session(start):
     launched = start(LEAVING + SLEEP, "--grace", "0.3", ranks=1, pids=3)
-    orphan = launched.pids.pop(1)  # its parent has ended: nobody knows any more whose it is
+    time.sleep(2.0)  # orphans are looked for about once a second
     launched.process.kill()
     launched.wait_until_all_gone(10)
-    os.kill(orphan, signal.SIGKILL)
 
 
 def test_nobody_reads_our_output(start):

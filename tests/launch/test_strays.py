@@ -12,6 +12,17 @@ import pytest
 from rankwire.launch import strays as module
 from rankwire.launch.strays import Strays
 
+
+class Told:
+    """What a keeper is told."""
+
+    def __init__(self) -> None:
+        self.adopted: list[int] = []
+        self.disowned: list[int] = []
+        self.adopt = self.adopted.append
+        self.disown = self.disowned.append
+
+
 DAEMON = "setsid sleep 60 >/dev/null 2>&1 & echo $!"
 
 
@@ -37,23 +48,26 @@ def start_daemon() -> int:
 
 def test_an_orphan_is_found_ended_and_collected(bystander, strays):
     """And a child that was there before is left alone."""
+    told = Told()
     pid = start_daemon()
-    assert strays.find(()) == [pid]
+    strays.collect((), told)
+    assert strays.find(()) == told.adopted == [pid]
     assert strays.find({pid}) == []  # ended with its group
     assert strays.send(signal.SIGKILL, ())
     end = time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < end
-        strays.collect(())
+        strays.collect((), told)
         time.sleep(0.01)
     assert strays.find(()) == []
+    assert told.disowned == [pid]
     assert os.path.exists(f"/proc/{bystander}")
 
 
 def test_ranks_are_not_collected(strays):
     process = subprocess.Popen(["sh", "-c", "exit 3"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    strays.collect({process.pid})
+    strays.collect({process.pid}, Told())
     assert process.wait() == 3
 
 
@@ -62,5 +76,5 @@ def test_where_children_cannot_be_listed_nobody_is_a_stray(monkeypatch, bystande
     strays = Strays()
     assert not strays.is_adopting
     assert strays.find(()) == []
-    strays.collect(())
+    strays.collect((), Told())
     strays.close()

@@ -2,9 +2,10 @@
 
 Run as a script with nothing but the standard library: ``python -I -S keeper.py GRACE``. It reads
 from stdin the process ids of the ranks, one a line, as they start, and again with a minus sign once
-they are gone and their numbers may be others'. The line ``done`` says that all have ended. The end
-of the pipe without it says that the launcher is dead: then every rank's process group, and what
-descends from the rank outside of it, gets SIGTERM, and after GRACE seconds SIGKILL.
+they are gone and their numbers may be others'; in the same way, after a ``+``, the processes that
+the launcher has adopted (see ``strays``). The line ``done`` says that all have ended. The end of
+the pipe without it says that the launcher is dead: then every rank's process group, what is
+adopted, and what descends from these gets SIGTERM, and after GRACE seconds SIGKILL.
 
 If the keeper is killed with the launcher, the kernel ends the ranks. Both hold the writing end of
 one pipe, and each rank has a *leash*, a reading end with ``O_ASYNC`` whose owner is the rank's
@@ -70,13 +71,22 @@ class Keeper:
         """From now on end ``pid`` and its process group if the launcher dies."""
         self._write(f"{pid}\n")
         if leash is not None and hasattr(fcntl, "F_SETSIG"):
-            fcntl.fcntl(leash, fcntl.F_SETOWN, -pid)
-            fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
-            fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)
+            with contextlib.suppress(OSError):  # a kernel that only looks like Linux
+                fcntl.fcntl(leash, fcntl.F_SETOWN, -pid)
+                fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
+                fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)
 
     def forget(self, pid: int) -> None:
         """``pid`` and its process group are gone."""
         self._write(f"-{pid}\n")
+
+    def adopt(self, pid: int) -> None:
+        """From now on end ``pid`` too."""
+        self._write(f"+{pid}\n")
+
+    def disown(self, pid: int) -> None:
+        """``pid`` is gone."""
+        self._write(f"+-{pid}\n")
 
     def __enter__(self) -> Self:
         return self
@@ -88,6 +98,10 @@ class Keeper:
         traceback: TracebackType | None,
     ) -> None:
         self._write("done\n")
+        self.close()
+
+    def close(self) -> None:
+        """Wait for its end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -105,16 +119,18 @@ class Keeper:
 def keep(grace: float) -> None:
     """Do the keeper's work."""
     groups: list[int] = []
+    adopted: list[int] = []
     for line in sys.stdin:
         if line == "done\n":
             return
-        number = int(line)
+        kind = adopted if line.startswith("+") else groups
+        number = int(line.removeprefix("+"))
         if number > 0:
-            groups.append(number)
+            kind.append(number)
         else:
-            groups.remove(-number)
+            kind.remove(-number)
     end = time.monotonic() + grace
-    strays = _descendants(groups)  # while they are a family
+    strays = adopted + _descendants(groups, adopted)  # while they are a family
     left = [group for group in groups if _signal(os.killpg, group, signal.SIGTERM)]
     strays = [pid for pid in strays if _signal(os.kill, pid, signal.SIGTERM)]
     while (left or strays) and time.monotonic() < end:
@@ -135,8 +151,8 @@ def _signal(send: Callable[[int, int], None], target: int, number: int) -> bool:
     return True
 
 
-def _descendants(groups: list[int]) -> list[int]:
-    """Return who descends from these processes and is in none of their groups."""
+def _descendants(groups: list[int], adopted: list[int]) -> list[int]:
+    """Return who descends from all of these and is in none of the groups."""
     families: dict[int, list[tuple[int, int]]] = {}
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -146,7 +162,7 @@ def _descendants(groups: list[int]) -> list[int]:
         except OSError:
             continue
         families.setdefault(int(fields[1]), []).append((int(pid), int(fields[2])))
-    found, parents = [], list(groups)
+    found, parents = [], groups + adopted
     while parents:
         for child, group in families.get(parents.pop(), []):
             parents.append(child)

@@ -143,7 +143,7 @@ class LocalRanks:
         if self.is_over:
             return
         self._check_children()
-        self._strays.collect(self._groups)
+        self._strays.collect(self._groups, self._keeper)
         if monotonic() >= self._kill_at:
             self.kill()
         if self._state is not _State.CLEARING and not self.alive:

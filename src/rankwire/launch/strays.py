@@ -17,10 +17,12 @@ from collections.abc import Collection
 from pathlib import Path
 from time import monotonic
 
+from rankwire.launch.keeper import Keeper
+
 __all__ = ["Strays"]
 
 _PR_SET_CHILD_SUBREAPER = 36
-# Seconds between two looks for the dead: they only take up a process id each.
+# Seconds between two looks; the dead only take up a process id each.
 _COLLECT_EVERY = 0.5
 
 
@@ -32,6 +34,7 @@ class Strays:
         # knowing them, nobody is taken for a stray.
         self.is_adopting = _can_list_children() and _set_subreaper(True)
         self._others = set(_children())
+        self._adopted: set[int] = set()  # and told to the keeper
         self._collect_at = 0.0
 
     def find(self, groups: Collection[int]) -> list[int]:
@@ -72,15 +75,26 @@ class Strays:
                 os.kill(pid, number)
         return bool(found)
 
-    def collect(self, ranks: Collection[int]) -> None:
-        """Collect adopted processes that have ended, now and then; ranks are left alone."""
+    def collect(self, ranks: Collection[int], keeper: Keeper) -> None:
+        """Collect adopted processes that have ended, and tell the keeper of the others.
+
+        Done now and then; ranks, and what is in their groups, are left alone.
+        """
         if not self.is_adopting or monotonic() < self._collect_at:
             return
         self._collect_at = monotonic() + _COLLECT_EVERY
+        alive = set()
         for pid in _children():
-            if pid not in self._others and pid not in ranks:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+            if pid in self._others or pid in ranks:
+                continue
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0) and os.getpgid(pid) not in ranks:
+                    alive.add(pid)
+        for pid in self._adopted - alive:
+            keeper.disown(pid)
+        for pid in alive - self._adopted:
+            keeper.adopt(pid)
+        self._adopted = alive
 
     def close(self) -> None:
         """Adopt nobody any more. Idempotent."""
