@@ -480,6 +480,7 @@ def test_a_host_without_the_files_of_its_ranks_ends_the_job(hosts, tls_dir, tmp_
     second = hosts.launch(1, "--tls", str(tmp_path / "less"))
     (code, _, stderr), (other_code, stdout, other_stderr) = wait_all([first, second])
     assert (code, other_code) == (1, 2)
-    assert "the launcher of node 1" in stderr
+    assert "the launcher of node 1 cannot start" in stderr
+    assert "no rank-3.key" in stderr
     assert "no rank-3.key" in other_stderr
     assert stdout == ""

@@ -289,7 +289,12 @@ class _Follower:
             case Start(world_size, first_rank, job, attempt):
                 self._failed, self._has_reported = [], False
                 world = World(world_size, self._address, job, self._secret, attempt)
-                self._ranks.start(world, first_rank)
+                try:
+                    self._ranks.start(world, first_rank)
+                except ConfigurationError as error:
+                    reason = f"the launcher of node {self._node} cannot start: {error.message}"
+                    self._link.tell(Trouble(reason, _LOST_EXIT_CODE))
+                    raise
             case Stop(number):
                 self._ranks.stop(number)
             case Kill():

@@ -30,6 +30,7 @@ from rankwire.launch.keeper import Keeper
 from rankwire.launch.memory import OomCounter
 from rankwire.launch.output import Output
 from rankwire.launch.strays import Strays
+from rankwire.launch.summary import list_ranks
 from rankwire.rendezvous.host import sweep_socket_files
 
 __all__ = ["LocalRanks"]
@@ -169,6 +170,10 @@ class LocalRanks:
             self.stop(signal.SIGTERM)
         self._kill_at = math.inf
         self._clear_until = -math.inf
+        if deaf := [rank for rank in self.alive if rank in self.killed]:
+            self._output.say(
+                f"killed already, and waiting inside the kernel: {list_ranks(deaf)}", "bold yellow"
+            )
         for child in self._children:
             if child.ending is None:
                 if child.rank not in self.killed:
