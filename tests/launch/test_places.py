@@ -202,6 +202,28 @@ def test_mpich_on_several_hosts_or_without_its_proxy():
     assert find_place(MPICH | {HYDRA_JOB: "", "RANKWIRE_PORT": "7"}).address == "127.0.0.1:7"
 
 
+@pytest.mark.parametrize(
+    "allocation",
+    [
+        {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "gpu[07-08]"},
+        {"LSB_JOBID": "12", "LSB_MCPU_HOSTS": "gpu07 2 gpu08 2"},
+    ],
+    ids=["Slurm", "LSF"],
+)
+def test_mpi_on_several_hosts_of_a_batch_system(allocation):
+    """The list says where rank 0 may be, if mpiexec itself does not."""
+    silent = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    del silent["OMPI_MCA_orte_hnp_uri"]
+    for environ in (MPICH | {"MPI_LOCALNRANKS": "2"}, silent):
+        assert addresses(environ | allocation) == ["gpu07", "gpu08"]
+        assert addresses(environ | allocation | {"MASTER_ADDR": "there"}) == ["there"]
+        assert addresses(environ | allocation | {"RANKWIRE_ADDRESS": "there:1"}) == ["there"]
+    several = MPICH | {"MPI_LOCALNRANKS": "2"}
+    assert find_place(several | allocation).address != find_place(
+        several | allocation | dict.fromkeys(("SLURM_JOB_ID", "LSB_JOBID"), "13")
+    ).address  # fmt: skip
+
+
 def test_srun_with_pmi2_is_slurm_and_mpiexec_inside_slurm_is_mpich():
     pmi2 = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "4"}
     assert find_place(pmi2).launcher == "Slurm srun"

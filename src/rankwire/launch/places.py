@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from rankwire.errors import ConfigurationError
 from rankwire.launch.nodelists import expand_nodes, expand_nodes_of_open_mpi
@@ -39,6 +40,7 @@ HYDRA_JOB = "(process id of Hydra's proxy)"
 
 OURS = "rankwire run"
 _LOOPBACK = "127.0.0.1"
+_MOST_HOSTS = 65536
 _FIRST_PORT, _PORTS = 20_000, 10_000  # Linux takes outgoing ports from 32768 on
 
 Environment = Mapping[str, str]
@@ -180,10 +182,9 @@ def read_open_mpi(environ: Environment) -> Place:
     hosts = [_LOOPBACK]
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ["OMPI_COMM_WORLD_SIZE"]:
         named = environ.get("MASTER_ADDR")
-        hosts = [named] if named else _hosts_of_open_mpi(environ)
+        hosts = [named] if named else _hosts_of_open_mpi(environ) or _hosts_of_allocation(environ)
     seed = f"openmpi {job}" if job else ""
     address, advice = _address(environ, hosts[0] if hosts else "", seed, "Open MPI")
-    _, _, port = address.rpartition(":")
     return Place(
         rank=read_integer(environ, "OMPI_COMM_WORLD_RANK"),
         world_size=size,
@@ -191,7 +192,7 @@ def read_open_mpi(environ: Environment) -> Place:
         job=f"openmpi-{job}",
         launcher="Open MPI mpiexec",
         advice=advice,
-        others=() if environ.get(ADDRESS) else tuple(_join(host, port) for host in hosts[1:]),
+        others=_elsewhere(environ, hosts, address),
     )
 
 
@@ -227,9 +228,15 @@ def read_mpich(environ: Environment) -> Place | None:
         return None  # srun --mpi=pmi2 sets PMI_RANK too, and Slurm's variables tell more
     job = environ.get(HYDRA_JOB, "")
     is_one_host = environ.get("MPI_LOCALNRANKS") == environ["PMI_SIZE"]
-    # On several hosts each has a proxy of its own: its number is nobody else's.
-    host, seed = (_LOOPBACK, job) if is_one_host else (environ.get("MASTER_ADDR", ""), "several")
-    address, advice = _address(environ, host, seed and f"mpich {seed}", "MPICH")
+    hosts, seed = [_LOOPBACK], job
+    if not is_one_host:
+        named = environ.get("MASTER_ADDR")
+        hosts = [named] if named else _hosts_of_allocation(environ)
+        # Each host has a proxy of its own: its number is nobody else's.
+        seed = f"several {environ.get('SLURM_JOB_ID') or environ.get('LSB_JOBID') or ''}"
+    address, advice = _address(
+        environ, hosts[0] if hosts else "", seed and f"mpich {seed}", "MPICH"
+    )
     return Place(
         rank=read_integer(environ, "PMI_RANK"),
         world_size=read_integer(environ, "PMI_SIZE"),
@@ -237,6 +244,7 @@ def read_mpich(environ: Environment) -> Place | None:
         job=f"mpich-{job}" if is_one_host else "mpich",
         launcher="MPICH mpiexec",
         advice=advice,
+        others=_elsewhere(environ, hosts, address),
     )
 
 
@@ -332,6 +340,20 @@ def _address(environ: Environment, host: str, seed: str, launcher: str) -> tuple
         f" the port is taken, set {ADDRESS}=host:port or {PORT}, the same for all ranks"
     )
     return _join(host, port), advice
+
+
+def _elsewhere(environ: Environment, hosts: list[str], address: str) -> tuple[str, ...]:
+    """Return the addresses on the hosts after the first, unless the user named one."""
+    if environ.get(ADDRESS):
+        return ()
+    return tuple(_join(host, address.rpartition(":")[2]) for host in hosts[1:])
+
+
+def _hosts_of_allocation(environ: Environment) -> list[str]:
+    """Return the hosts that a batch system gave to the job, if it tells; rank 0 is on one."""
+    if nodes := environ.get("SLURM_JOB_NODELIST"):
+        return list(islice(expand_nodes(nodes), _MOST_HOSTS))
+    return environ.get("LSB_MCPU_HOSTS", "").split()[::2]  # "host1 8 host2 8"
 
 
 def _join(host: str, port: str) -> str:
