@@ -510,6 +510,18 @@ def test_a_full_disk_is_named_also_when_the_ranks_have_ended(script, rest):
     assert "not written: 1 line of rank 0" in done.stderr
 
 
+def test_a_full_disk_is_named_also_while_a_failure_is_being_dealt_with(script):
+    body = "if rank: sys.exit(3)\nsignal.signal(15, lambda *_: print('late'))\nsignal.pause()"
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(body)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+        )
+    assert done.returncode == 3
+    assert "stdout cannot be written to any more (No space left on device)" in done.stderr
+    assert "not written: 1 line of rank 0" in done.stderr
+
+
 @pytest.mark.fault(54, "a launcher that dies leaves no rank behind, within 10 s")
 def test_row_54_also_after_a_restart(start):
     launched = start(

@@ -253,7 +253,7 @@ class Job:
                 part.look()
             if monotonic() >= self._stop_at:
                 self._stop(signal.SIGTERM)
-            if (trouble := self._output.stdout_trouble) is not None and not self._is_stopping:
+            if not self._is_stopping and (trouble := self._loop.new_stdout_trouble()) is not None:
                 where = " of node 0" if self._nodes > 1 else ""
                 self._give_up(describe_stdout(trouble, where), stdout_exit_code(trouble))
 

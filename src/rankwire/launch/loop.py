@@ -21,6 +21,8 @@ __all__ = ["STOPPING", "Loop", "describe_stdout", "stdout_exit_code"]
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Wrappers pass on the SIGINT that the terminal sent to the launcher as well: that is one Ctrl-C.
 _ECHO = 0.5
+# For readers who do read: what was said last is not lost on them.
+_LEAST_PATIENCE = 0.2
 # However long nothing happens, look at the processes themselves.
 _MAX_SLEEP = 1.0
 
@@ -42,6 +44,7 @@ class Loop:
         self.on_turn: Callable[[], None] = lambda: None
         self._inbox = inbox
         self._received_at = -math.inf
+        self._has_told_trouble = False
 
     def turn(self, timeout: float) -> list[int]:
         """Wait for something to happen, at most ``timeout`` seconds, and act on it.
@@ -61,6 +64,13 @@ class Loop:
         self.on_turn()
         return asked
 
+    def new_stdout_trouble(self) -> OSError | None:
+        """Return why our stdout takes nothing any more, once."""
+        if self._has_told_trouble or self.output.stdout_trouble is None:
+            return None
+        self._has_told_trouble = True
+        return self.output.stdout_trouble
+
     def write_rest(self, code: int, *, patience: float = math.inf) -> int:
         """Write all output that is left, and return the exit code.
 
@@ -71,14 +81,13 @@ class Loop:
             patience: How many seconds the readers have; a signal ends it too.
         """
         self.on_turn = lambda: None
-        end = monotonic() + patience
-        had_trouble = self.output.stdout_trouble is not None
-        while not self.output.is_written and monotonic() < end:
-            if self.turn(end - monotonic()):
+        end = monotonic() + max(patience, _LEAST_PATIENCE)
+        while True:
+            if (trouble := self.new_stdout_trouble()) is not None:
+                self.output.say(describe_stdout(trouble), "bold red")
+                code = code or stdout_exit_code(trouble)
+            if self.output.is_written or monotonic() >= end or self.turn(end - monotonic()):
                 break
-        if not had_trouble and (trouble := self.output.stdout_trouble) is not None:
-            self.output.say(f"{describe_stdout(trouble)}", "bold red")
-            code = code or stdout_exit_code(trouble)
         self.output.drop_rest()
         return code
 

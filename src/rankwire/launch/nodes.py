@@ -251,7 +251,6 @@ class _Follower:
         self._code: int | None = None
         self._asked: int | None = None
         self._is_lost = False
-        self._has_told_trouble = False
         ranks.on_ended = self._rank_ended
         loop.selector.register(link, selectors.EVENT_READ, self._hear)
 
@@ -325,12 +324,9 @@ class _Follower:
         self._ranks.stop(number)
 
     def _check_stdout(self) -> None:
-        trouble = self._loop.output.stdout_trouble
-        if trouble is None or self._has_told_trouble:
-            return
-        self._has_told_trouble = True
-        text = describe_stdout(trouble, f" of node {self._node}")
-        self._link.tell(Trouble(text, stdout_exit_code(trouble)))
+        if (trouble := self._loop.new_stdout_trouble()) is not None:
+            text = describe_stdout(trouble, f" of node {self._node}")
+            self._link.tell(Trouble(text, stdout_exit_code(trouble)))
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         if ending.is_failure and by_itself:
