@@ -134,7 +134,8 @@ def run(
     """
     if not is_module and not Path(program).is_file():
         _refuse(f"no script {program!r}" + _module_hint(program))
-    command = ["-m", program] if is_module else [program]
+    # "--" before a script: its name may begin with a dash.
+    command = ["-m", program] if is_module else ["--", program]
     if nodes > 1 and secret_file is None and (named := os.environ.get("RANKWIRE_SECRET_FILE")):
         secret_file = Path(named)
     if nodes > 1 and tls_dir is None and (named := os.environ.get("RANKWIRE_TLS_DIR")):

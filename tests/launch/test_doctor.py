@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from rankwire.launch import doctor
+
 DOCTOR = [sys.executable, "-m", "rankwire", "doctor", "--megabytes", "4"]
 
 
@@ -33,6 +35,24 @@ def test_every_link_in_numbers():
         assert cell["latency"] > 0
         assert cell["bandwidth"] > 0
     assert [fact["rank"] for fact in report["facts"]] == [0, 1, 2]
+
+
+class _AskedError(Exception):
+    pass
+
+
+def test_messages_above_the_usual_limit_can_be_measured(monkeypatch):
+    """Else the network would be blamed for our own limit."""
+    asked = {}
+
+    def connect(**options):
+        asked.update(options)
+        raise _AskedError
+
+    monkeypatch.setattr(doctor, "connect", connect)
+    with pytest.raises(_AskedError):
+        doctor.main(["--nbytes", str(2000 << 20)])
+    assert asked["max_message_nbytes"] == 2000 << 20
 
 
 def test_a_table_for_people():

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -156,6 +157,57 @@ def test_every_launcher_exits_with_the_code_of_the_first_failure(hosts):
         host.wait_until_all_gone(0)
 
 
+# More than a pipe holds, and less than the launcher keeps before its ranks have to wait.
+TALK = "for i in range(4000): print('line', i, 'x' * 60)\n"
+
+
+def numbers_of_lines(stdout: str) -> list[int]:
+    return [int(line.split()[-2]) for line in stdout.splitlines()]
+
+
+def test_a_goodbye_while_our_output_has_a_slow_reader_is_no_loss(hosts):
+    first, second = hosts.start(f"if rank == 0:\n    {TALK}", ranks=(1, 1), ready=False)
+    assert second.wait()[0] == 0  # it has hung up, and nobody has read what node 0 has to say
+    code, stdout, stderr = first.wait()
+    assert (code, stderr) == (0, "")
+    assert numbers_of_lines(stdout) == list(range(4000))
+
+
+def test_a_reader_that_is_away_misses_no_line_of_another_node(hosts):
+    first, second = hosts.start(f"if rank == 1:\n    {TALK}", ranks=(1, 1), ready=False)
+    assert first.wait()[0] == 0
+    time.sleep(1.5)  # the reader is away
+    code, stdout, stderr = second.wait()
+    assert (code, stderr) == (0, "")
+    assert numbers_of_lines(stdout) == list(range(4000))
+
+
+def test_lines_that_nobody_took_when_the_job_was_told_to_end_are_counted(hosts):
+    body = f"{TALK}print('all said', file=sys.stderr)\nsignal.pause()"
+    launched = hosts.start(body, ranks=(1, 1), ready=False)
+    for host in launched:
+        assert "all said" in host.process.stderr.readline()
+    launched[0].send(signal.SIGTERM)
+    for rank, host in enumerate(launched):
+        assert host.process.wait(10) == 143
+        stdout, stderr = host.process.stdout.read(), host.process.stderr.read()
+        lost = re.search(rf"not written: (\d+) lines of rank {rank}\n", stderr)
+        assert lost is not None, stderr
+        assert int(lost[1]) + stdout.count("\n") == 4000
+
+
+def test_the_reader_of_another_nodes_output_leaves(hosts):
+    launched = hosts.start(
+        "ready()\nwhile True: print('x' * 1000); time.sleep(0.001)", "--grace", "1", ranks=(1, 1)
+    )
+    launched[1].process.stdout.close()
+    launched[1].process.stdout = None
+    results = wait_all(launched, 10)
+    assert [code for code, _, _ in results] == [128 + signal.SIGPIPE] * 2, results[1][2]
+    for _, _, stderr in results:
+        assert "stdout of node 1 cannot be written to any more (Broken pipe)" in stderr
+
+
 @pytest.mark.fault(54, "a launcher that dies leaves no rank on any host, within 10 s")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_row_54_a_killed_launcher_ends_the_job_on_all_hosts(hosts, victim):
@@ -281,6 +333,7 @@ def test_row_57_the_port_is_taken(hosts):
         ({"--master": None}, "need --master host:port"),
         ({"--master": "0.0.0.0:5000"}, "name the host"),
         ({"--master": "127.0.0.1:0"}, "choose a port"),
+        ({"--master": "no-such-host.invalid:29400"}, "cannot resolve 'no-such-host.invalid'"),
         ({"--secret-file": None}, "head -c 32 /dev/urandom"),
     ],
 )
@@ -291,7 +344,7 @@ def test_what_several_hosts_need(hosts, change, words):
         index = command.index(option)
         command[index : index + 2] = [] if value is None else [option, value]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == 2
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert words in done.stderr
 
 
@@ -427,6 +480,7 @@ def test_a_host_without_the_files_of_its_ranks_ends_the_job(hosts, tls_dir, tmp_
     second = hosts.launch(1, "--tls", str(tmp_path / "less"))
     (code, _, stderr), (other_code, stdout, other_stderr) = wait_all([first, second])
     assert (code, other_code) == (1, 2)
-    assert "the launcher of node 1" in stderr
+    assert "the launcher of node 1 cannot start" in stderr
+    assert "no rank-3.key" in stderr
     assert "no rank-3.key" in other_stderr
     assert stdout == ""

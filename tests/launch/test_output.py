@@ -1,6 +1,7 @@
 """Pipes of ranks on one side, the launcher's outputs on the other, without a process."""
 
 import contextlib
+import errno
 import os
 import selectors
 
@@ -131,10 +132,38 @@ def test_an_output_that_is_gone_takes_nothing(harness):
     os.close(harness.readers[0])
     os.write(out, b"a\n")
     harness.turn()
-    assert harness.output.is_stdout_broken
+    assert harness.output.stdout_trouble.errno == errno.EPIPE
     os.write(out, b"b\n" * 10)
     harness.turn()
     assert harness.output.is_written
+    harness.output.drop_rest()
+    assert harness.read(1) == "rankwire: not written: 11 lines of rank 0\n"
+
+
+def test_lines_that_are_given_up_are_counted_by_rank(harness):
+    """Also those of which a part was written, and none of the launcher's own."""
+    (one, _), (other, _) = harness.attach(1), harness.attach(4)
+    line = b"x" * 999 + b"\n"
+    for _ in range(5):
+        os.write(one, line * 20)
+        os.write(other, line * 10)
+        harness.turn()
+    harness.output.drop_rest()
+    lines = [text for text in harness.read(0).splitlines(keepends=True) if text.endswith("\n")]
+    written = [sum(text.startswith(f"[rank {rank}]") for text in lines) for rank in (1, 4)]
+    assert harness.read(1) == (
+        f"rankwire: not written: {100 - written[0]} lines of rank 1,"
+        f" {50 - written[1]} lines of rank 4\n"
+    )
+
+
+def test_what_stderr_did_not_take_is_said_on_stdout(harness):
+    _, err = harness.attach(0)
+    os.close(harness.readers[1])
+    os.write(err, b"a\n")
+    harness.turn()
+    harness.output.drop_rest()
+    assert harness.read(0) == "rankwire: not written: 1 line of rank 0\n"
 
 
 def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path):

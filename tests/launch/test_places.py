@@ -1,5 +1,6 @@
 """What each launcher leaves, read from a dict; and the real ones, with real processes."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from faults.netns import Hosts, why_not
 from rankwire.errors import ConfigurationError
 from rankwire.launch.places import HYDRA_JOB, LAUNCHERS, find_place
 
@@ -150,6 +152,44 @@ def test_open_mpi_on_several_hosts():
     assert find_place(OPEN_MPI | {"PMIX_NAMESPACE": "prte-7"}).job == "openmpi-prte-7"
 
 
+# As Open MPI 4.1.4 sets them when mpiexec runs on 10.99.0.1 and the ranks on .2 and .3.
+FROM_OUTSIDE = OPEN_MPI | {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_MCA_orte_hnp_uri": "1937768448.0;tcp://10.99.0.1:48223",
+    "OMPI_MCA_orte_node_regex": "vm,[2:10].99.0.2,[2:10].99.0.3@0(3)",
+}
+
+
+def addresses(environ: dict[str, str]) -> list[str]:
+    place = find_place(environ)
+    return [address.rpartition(":")[0] for address in (place.address, *place.others)]
+
+
+def test_open_mpi_from_outside_of_its_hosts():
+    first = FROM_OUTSIDE | {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_MCA_orte_local_daemon_uri": "1937768448.1;tcp://10.99.0.2,10.98.0.2:48697",
+    }
+    other = FROM_OUTSIDE | {
+        "OMPI_MCA_orte_local_daemon_uri": "1937768448.2;tcp://10.99.0.3:33367",
+    }
+    assert addresses(first) == ["10.99.0.2", "10.98.0.2"]
+    assert addresses(other) == ["10.99.0.1", "10.99.0.2", "10.99.0.3"]
+    assert port_of(find_place(first)) == port_of(find_place(other))
+    for said in ({"MASTER_ADDR": "there"}, {"RANKWIRE_ADDRESS": "there:5"}):
+        assert addresses(first | said) == addresses(other | said) == ["there"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_open_mpi_on_the_host_of_mpiexec(rank):
+    here = FROM_OUTSIDE | {
+        "OMPI_COMM_WORLD_RANK": rank,
+        "OMPI_MCA_orte_local_daemon_uri": FROM_OUTSIDE["OMPI_MCA_orte_hnp_uri"],
+    }
+    assert addresses(here) == ["10.99.0.1"]
+
+
 def test_mpich_on_several_hosts_or_without_its_proxy():
     several = MPICH | {"MPI_LOCALNRANKS": "2"}
     with pytest.raises(ConfigurationError, match="RANKWIRE_ADDRESS=host:port"):
@@ -160,6 +200,28 @@ def test_mpich_on_several_hosts_or_without_its_proxy():
     with pytest.raises(ConfigurationError, match="RANKWIRE_ADDRESS=host:port"):
         find_place(MPICH | {HYDRA_JOB: ""})
     assert find_place(MPICH | {HYDRA_JOB: "", "RANKWIRE_PORT": "7"}).address == "127.0.0.1:7"
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    [
+        {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "gpu[07-08]"},
+        {"LSB_JOBID": "12", "LSB_MCPU_HOSTS": "gpu07 2 gpu08 2"},
+    ],
+    ids=["Slurm", "LSF"],
+)
+def test_mpi_on_several_hosts_of_a_batch_system(allocation):
+    """The list says where rank 0 may be, if mpiexec itself does not."""
+    silent = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    del silent["OMPI_MCA_orte_hnp_uri"]
+    for environ in (MPICH | {"MPI_LOCALNRANKS": "2"}, silent):
+        assert addresses(environ | allocation) == ["gpu07", "gpu08"]
+        assert addresses(environ | allocation | {"MASTER_ADDR": "there"}) == ["there"]
+        assert addresses(environ | allocation | {"RANKWIRE_ADDRESS": "there:1"}) == ["there"]
+    several = MPICH | {"MPI_LOCALNRANKS": "2"}
+    assert find_place(several | allocation).address != find_place(
+        several | allocation | dict.fromkeys(("SLURM_JOB_ID", "LSB_JOBID"), "13")
+    ).address  # fmt: skip
 
 
 def test_srun_with_pmi2_is_slurm_and_mpiexec_inside_slurm_is_mpich():
@@ -237,6 +299,42 @@ def test_open_mpi(launch):
     mpiexec = find_program("mpiexec.openmpi", "mpirun.openmpi")
     options = ("--allow-run-as-root", "--oversubscribe", "-n", "3")
     check(launch(mpiexec, *options, sys.executable), "Open MPI mpiexec")
+
+
+@pytest.fixture
+def remote_shell(tmp_path: Path):
+    """Three hosts, and what starts programs on them as ssh would: the hosts, the program."""
+    if why_not():
+        pytest.skip(why_not())
+    with contextlib.closing(Hosts(3)) as hosts:
+        shell = tmp_path / "shell"
+        # Each with files of its own: daemons of one name that share them remove each other's.
+        shell.write_text(
+            "#!/bin/sh\nhost=$1; shift; number=$((${host##*.} - 1))\n"
+            f"export TMPDIR={tmp_path}/$number; mkdir $TMPDIR\n"
+            f'exec ip netns exec {hosts.namespace(0)[:-1]}$number sh -c "$*"\n'
+        )
+        shell.chmod(0o700)
+        yield hosts, str(shell)
+
+
+@pytest.mark.parametrize("taking_part", [(1, 2), (0, 1, 2)], ids=["from outside", "from inside"])
+def test_open_mpi_on_several_hosts_for_real(launch, remote_shell, tmp_path, taking_part):
+    mpiexec = find_program("mpiexec.openmpi", "mpirun.openmpi")
+    hosts, shell = remote_shell
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("a secret of these three hosts")
+    done = launch(
+        "ip", "netns", "exec", hosts.namespace(0), mpiexec, "--allow-run-as-root",
+        "--mca", "plm_rsh_agent", shell, "-x", "PYTHONPATH", "-x", "RANKWIRE_SECRET_FILE",
+        "-H", ",".join(f"{hosts.address(host)}:1" for host in taking_part),
+        "-n", str(len(taking_part)), sys.executable,
+        RANKWIRE_SECRET_FILE=str(secret),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    size = len(taking_part)
+    assert done.stdout.count(f"sum {sum(range(size))} of {size}") == size, done
 
 
 def test_mpich(launch):

@@ -5,14 +5,17 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
+from rankwire.launch import run as run_module
 from rankwire.launch.run import run as run_ranks
 
 SLEEP = "\nready()\ntime.sleep(60)\n"
@@ -90,8 +93,8 @@ print(len(secret), os.environ["RANKWIRE_WORLD_SIZE"], os.environ["RANKWIRE_JOB"]
 
 def test_a_rank_inherits_nothing_else(run):
     done = run("print(rank, *sorted(map(int, os.listdir('/proc/self/fd'))))", "--no-prefix")
-    # stdin, stdout, stderr, the secret, and the directory itself
-    assert [len(line.split()) - 1 for line in done.stdout.splitlines()] == [5, 5]
+    # stdin, stdout, stderr, the secret, the leash, and the directory itself
+    assert [len(line.split()) - 1 for line in done.stdout.splitlines()] == [6, 6]
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
@@ -106,6 +109,93 @@ def test_impossible_settings(tmp_path):
         run_ranks(["x.py"], ranks=1, grace=float("nan"))
     with pytest.raises(ConfigurationError, match="file"):
         run_ranks(["x.py"], ranks=1, log_dir=tmp_path / "file")
+
+
+CONNECT = """
+import rankwire
+with rankwire.connect() as backend:
+    print(backend.link_to(1 - rank).transport, os.environ.get("RANKWIRE_RUNTIME_DIR"))
+    backend.barrier()
+"""
+
+
+def test_a_runtime_directory_that_is_not_there_is_said_once_and_the_ranks_meet(run, tmp_path):
+    gone = str(tmp_path / "gone")
+    environ = os.environ | {"XDG_RUNTIME_DIR": gone}
+    done = run(CONNECT, "--no-prefix", env=environ)
+    (folder,) = {line.removeprefix("unix ") for line in done.stdout.splitlines()}
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    assert f"rankwire: XDG_RUNTIME_DIR={gone}: No such file or directory; {folder}" in done.stderr
+
+
+def test_without_any_safe_folder_the_launcher_makes_one_for_the_job(tmp_path, monkeypatch, capfd):
+    def refuse():
+        raise ConfigurationError("somebody has taken them all")
+
+    monkeypatch.setattr(run_module, "find_runtime_folder", refuse)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    (tmp_path / "x.py").write_text(f"import os\nrank = int(os.environ['RANKWIRE_RANK']){CONNECT}")
+    assert run_ranks([str(tmp_path / "x.py")], ranks=2, has_prefix=False) == 0
+    stdout, stderr = capfd.readouterr()
+    (folder,) = {line.removeprefix("unix ") for line in stdout.splitlines()}
+    assert f"somebody has taken them all; {folder} is used instead" in stderr
+    assert not os.path.exists(folder)
+    assert "RANKWIRE_RUNTIME_DIR" not in os.environ
+
+
+def test_a_script_whose_name_begins_with_a_dash(tmp_path):
+    (tmp_path / "-plain.py").write_text("import sys; print(sys.argv)")
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "1", "--", "-plain.py", "-x"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[rank 0] ['-plain.py', '-x']\n", "")
+
+
+def test_too_few_descriptors_are_told_in_one_line(script):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "4", script("print(1)")]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 12; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"rankwire: 4 ranks need \d+ open files in the launcher, and the limit is 12:"
+        r" raise it, for example with `ulimit -n 1024`\n",
+        done.stderr,
+    )
+
+
+def in_a_network_of_its_own(setup: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("needs unshare and ip")
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this process may not make namespaces")
+    return subprocess.run(
+        ["unshare", "--net", "sh", "-ec", f'{setup}; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_a_host_with_the_other_loopback_address_only(script):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(CONNECT)]
+    setup = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
+    done = in_a_network_of_its_own(setup, command)
+    assert (done.returncode, done.stdout.count("unix"), done.stderr) == (0, 2, "")
+
+
+def test_a_host_whose_loopback_is_down_is_told_so_at_once(script):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(CONNECT)]
+    done = in_a_network_of_its_own("true", command)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "127.0.0.1: Network is unreachable" in done.stderr
+    assert "`ip link set lo up`" in done.stderr
 
 
 # -- failing -------------------------------------------------------------------------------------
@@ -265,6 +355,44 @@ ready()
     launched.wait_until_all_gone(0)
 
 
+# A child that has left the session, and one whose parent has ended besides, as a daemon's.
+LEAVING = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
+                         start_new_session=True)
+print("pid", child.pid)
+orphan = subprocess.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"],
+                        stdout=subprocess.PIPE, text=True).stdout
+print("pid", orphan)
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "\nos._exit(3)", "\nsignal.pause()"])
+def test_what_has_left_its_ranks_session_is_ended_too(start, ending):
+    launched = start(LEAVING + "ready()" + ending, ranks=1, pids=3)
+    if "pause" in ending:
+        launched.send(signal.SIGTERM)
+    launched.wait()
+    launched.wait_until_all_gone(0)
+
+
+def test_daemons_that_have_ended_are_collected(start):
+    launched = start(
+        """
+for _ in range(5):
+    subprocess.run(["sh", "-c", "setsid true >/dev/null 2>&1 &"])
+ready()
+time.sleep(60)
+""",
+        ranks=1,
+    )
+    pid = launched.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    end = time.monotonic() + 10
+    while len(children.read_text().split()) != 2:  # the rank and the keeper
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 # -- being stopped -------------------------------------------------------------------------------
 
 
@@ -329,6 +457,32 @@ print("pid", child.pid)
     launched.wait_until_all_gone(10)
 
 
+@pytest.mark.fault(54, "when launcher and keeper are killed together the ranks end too")
+def test_a_launcher_that_is_killed_with_its_keeper_leaves_no_one(start):
+    launched = start(
+        """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("pid", child.pid)
+"""
+        + IGNORE
+        + SLEEP,
+        pids=4,
+    )
+    pid = launched.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (keeper,) = {int(child) for child in children} - set(launched.pids)
+    os.kill(keeper, signal.SIGKILL)
+    launched.process.kill()
+    launched.wait_until_all_gone(10)
+
+
+def test_a_killed_launcher_leaves_no_one_in_another_session(start):
+    launched = start(LEAVING + SLEEP, "--grace", "0.3", ranks=1, pids=3)
+    time.sleep(2.0)  # orphans are looked for about once a second
+    launched.process.kill()
+    launched.wait_until_all_gone(10)
+
+
 def test_nobody_reads_our_output(start):
     launched = start("\nready()\nwhile True: print('x' * 1000)", "--grace", "0.5")
     time.sleep(0.3)  # enough to fill every pipe on the way
@@ -343,6 +497,30 @@ def test_the_reader_of_our_output_leaves(start):
     launched.process.stdout = None
     assert launched.process.wait(10) == 128 + signal.SIGPIPE
     launched.wait_until_all_gone(0)
+
+
+@pytest.mark.parametrize("rest", ["", "\ntime.sleep(60)"])
+def test_a_full_disk_is_named_also_when_the_ranks_have_ended(script, rest):
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "1", script(f"print('x'){rest}")]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+        )
+    assert done.returncode == 1
+    assert "stdout cannot be written to any more (No space left on device)" in done.stderr
+    assert "not written: 1 line of rank 0" in done.stderr
+
+
+def test_a_full_disk_is_named_also_while_a_failure_is_being_dealt_with(script):
+    body = "if rank: sys.exit(3)\nsignal.signal(15, lambda *_: print('late'))\nsignal.pause()"
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(body)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+        )
+    assert done.returncode == 3
+    assert "stdout cannot be written to any more (No space left on device)" in done.stderr
+    assert "not written: 1 line of rank 0" in done.stderr
 
 
 @pytest.mark.fault(54, "a launcher that dies leaves no rank behind, within 10 s")

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,46 +81,126 @@ def test_the_folder_is_found_again(folder):
     assert [path.name for path in host.runtime_folder().iterdir()] == ["something"]
 
 
-def test_without_a_runtime_directory_the_folder_is_under_tmp_and_named_after_the_user(monkeypatch):
+class Places:
+    """Where the folders are that come after the one asked for; none is there yet."""
+
+    def __init__(self, base: Path) -> None:
+        self.shared = base / "tmp"
+        self.home = base / "home"
+        self.shared.mkdir(mode=0o700)
+        self.shared.chmod(0o1777)
+        self.home.mkdir(mode=0o755)
+        self.of_user = self.shared / f"rankwire-{os.geteuid()}"
+
+
+@pytest.fixture
+def places(folder, monkeypatch):
+    made = Places(folder.parent)  # a short path: pytest's own would be too long for socket files
+    monkeypatch.setattr(host, "_SHARED", made.shared)
+    monkeypatch.setattr(host.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(made.home)))
+    monkeypatch.setattr(host, "_said", set())
+    return made
+
+
+def test_without_a_runtime_directory_the_folder_is_a_shared_one_named_after_the_user(
+    places, monkeypatch, caplog
+):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr(os, "geteuid", lambda: 987654)
-    try:
-        # It is made by this process, so it belongs to somebody else, and is refused for that.
-        with pytest.raises(ConfigurationError, match=r"^/tmp/rankwire-987654 "):
-            host.runtime_folder()
-    finally:
-        os.rmdir("/tmp/rankwire-987654")
+    assert host.runtime_folder() == places.of_user
+    assert stat.S_IMODE(places.of_user.stat().st_mode) == 0o700
+    assert caplog.messages == []
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
-def test_a_folder_that_others_can_enter_is_refused(folder, mode):
-    folder.mkdir()
-    folder.chmod(mode)
-    with pytest.raises(ConfigurationError, match="0700"):
-        host.runtime_folder()
-
-
-def test_a_link_to_a_folder_is_refused(folder):
-    """Whoever can make the link decides what is in the folder."""
-    elsewhere = folder.with_name("elsewhere")
-    elsewhere.mkdir(mode=0o700)
-    folder.symlink_to(elsewhere)
-    with pytest.raises(ConfigurationError):
-        host.runtime_folder()
-
-
-def test_a_file_in_its_place_is_refused(folder):
-    folder.touch(mode=0o600)
-    with pytest.raises(ConfigurationError):
-        host.runtime_folder()
+def test_a_runtime_directory_that_is_not_there_is_passed_over_and_that_is_said_once(
+    places, folder, monkeypatch, caplog
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "nowhere"))
+    assert host.runtime_folder() == host.runtime_folder() == places.of_user
+    (message,) = caplog.messages
+    assert message == (
+        f"XDG_RUNTIME_DIR={folder / 'nowhere'}: No such file or directory; {places.of_user} is"
+        " used instead. Set RANKWIRE_RUNTIME_DIR to a folder of yours with mode 0700"
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_refused(folder):
-    folder.mkdir(mode=0o700)
-    os.chown(folder, 12345, 12345)
-    with pytest.raises(ConfigurationError, match="this user"):
+def test_a_runtime_directory_of_another_user_is_passed_over(places, folder):
+    os.chown(folder.parent, 12345, 12345)
+    assert host.runtime_folder() == places.of_user
+    assert not folder.exists()
+
+
+def test_the_variable_of_ours_comes_first(places, folder, monkeypatch):
+    monkeypatch.setenv("RANKWIRE_RUNTIME_DIR", str(folder.with_name("mine")))
+    assert host.runtime_folder() == folder.with_name("mine")
+
+
+def _open(path):
+    path.mkdir()
+    path.chmod(0o755)
+
+
+def _of_another(path):
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+
+
+def _link(path):
+    elsewhere = path.with_name("elsewhere")
+    elsewhere.mkdir(mode=0o700)
+    path.symlink_to(elsewhere)
+
+
+BLOCKS = [
+    pytest.param(_open, id="open to others"),
+    pytest.param(
+        _of_another,
+        id="of another user",
+        marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away"),
+    ),
+    pytest.param(_link, id="a link"),  # whoever can make the link decides what is in the folder
+    pytest.param(lambda path: path.symlink_to("/nowhere"), id="a link to nothing"),
+    pytest.param(lambda path: path.touch(mode=0o600), id="a file"),
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_is_not_this_users_alone_is_passed_over(places, folder, block):
+    block(folder)
+    assert host.runtime_folder() == places.of_user
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_who_takes_the_shared_folder_first_blocks_nobody(places, monkeypatch, block):
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    block(places.of_user)
+    taken = host.runtime_folder()
+    assert taken.parent == places.home / ".rankwire"
+    assert stat.S_IMODE(taken.parent.stat().st_mode) == stat.S_IMODE(taken.stat().st_mode) == 0o700
+    assert host.runtime_folder() == taken
+
+
+def test_a_folder_that_others_could_replace_is_passed_over(places, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    places.shared.chmod(0o777)  # not sticky: anyone can rename what is in it
+    assert host.runtime_folder().parent.parent == places.home
+
+
+def test_a_path_too_long_for_socket_files_is_passed_over(places, folder, monkeypatch):
+    long = folder.with_name("x" * 60)
+    long.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    assert host.runtime_folder() == places.of_user
+
+
+def test_when_none_can_be_had_all_reasons_are_told_and_what_to_set(places, folder):
+    folder.touch()
+    places.of_user.touch()
+    places.home.rmdir()
+    with pytest.raises(ConfigurationError) as caught:
         host.runtime_folder()
+    for text in (folder, places.of_user, places.home, "Set RANKWIRE_RUNTIME_DIR to"):
+        assert str(text) in str(caught.value)
 
 
 # -- socket files

@@ -1,16 +1,19 @@
 """The job's secret: where it is looked for, what is refused, and that it stays one."""
 
 import os
+import socket
 import stat
+import time
 import warnings
 
 import pytest
 
 from rankwire.errors import ConfigurationError
+from rankwire.rendezvous import host
 from rankwire.rendezvous import secret as secret_module
 from rankwire.rendezvous.host import runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, AgreedSecret, given_secret
-from worlds import SECRET, runtime_folder_of_its_own
+from worlds import SECRET, bound_socket, runtime_folder_of_its_own
 
 IN_FILE = b"the secret that is in the file"
 IN_ENVIRONMENT = "the secret that is in the environment"
@@ -253,10 +256,50 @@ def test_the_end_of_an_earlier_job_does_not_remove_a_later_jobs_secret():
     assert AgreedSecret(29500).read() == second
 
 
-def test_a_folder_open_to_others_is_not_used(folder):
-    runtime_folder().chmod(0o755)
-    with pytest.raises(ConfigurationError, match="0700"):
-        AgreedSecret(29500)
+def test_a_folder_open_to_others_is_not_used(folder, monkeypatch, tmp_path):
+    AgreedSecret(29500).publish()
+    folder.chmod(0o755)
+    monkeypatch.setattr(host, "_SHARED", tmp_path)
+    assert AgreedSecret(29500).read() is None
+
+
+def test_ranks_find_each_other_when_the_way_was_cleared_between_their_choices(
+    folder, monkeypatch, tmp_path
+):
+    """Another user holds the first folder while rank 0 looks, and lets it go for rank 1."""
+    monkeypatch.setattr(host, "_SHARED", tmp_path)
+    folder.touch()
+    published = AgreedSecret(29500).publish()
+    folder.unlink()
+    assert AgreedSecret(29500).read() == published
+    assert folder.is_dir()
+
+
+def test_secrets_whose_rank_0_is_gone_are_swept_and_no_others(folder):
+    ours = os.stat("/proc/self/ns/net").st_ino
+    runtime_folder()
+    ages = {"old": 100.0, "new": 1.0, "ancient": 100_000.0}
+    with socket.create_server(("127.0.0.1", 0)) as living, bound_socket() as dead:
+        taken, free = living.getsockname()[1], dead.getsockname()[1]
+        kept = {
+            f"secret-{ours}-{taken}": "ancient",
+            f"secret-{ours}-{free}": "new",  # its rank 0 may be about to listen
+            f"secret-{ours + 1}-{free}": "old",  # of another container: its ports are not seen
+            "secret": "ancient",
+            "other": "ancient",
+        }
+        swept = {
+            f"secret-{ours}-2": "old",
+            f"secret-{ours}-{taken}.4711": "old",  # a draft
+            f"secret-{ours + 1}-{taken}": "ancient",
+        }
+        for name, age in {**kept, **swept}.items():
+            path = folder / name
+            path.touch(mode=0o600)
+            os.utime(path, (time.time() - ages[age],) * 2)
+        AgreedSecret(1).publish()
+        left = {path.name for path in folder.iterdir()}
+    assert left == set(kept) | {f"secret-{ours}-1"}
 
 
 def test_it_is_not_in_a_repr():

@@ -93,10 +93,17 @@ class Child:
         world: What it shares with the others.
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         tls_dir: Where its certificate is, if it has one.
+        leash: A descriptor to inherit, see ``keeper``.
     """
 
     def __init__(
-        self, rank: int, world: World, command: Sequence[str], *, tls_dir: Path | None = None
+        self,
+        rank: int,
+        world: World,
+        command: Sequence[str],
+        *,
+        tls_dir: Path | None = None,
+        leash: int | None = None,
     ) -> None:
         self.rank = rank
         self.ending: Ending | None = None
@@ -123,7 +130,7 @@ class Child:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=_inherited_environment(has_tls=tls_dir is not None) | variables,
-                pass_fds=[secret_fd],
+                pass_fds=[secret_fd, *([] if leash is None else [leash])],
                 start_new_session=True,
             )
         except BaseException:

@@ -30,6 +30,7 @@ from rankwire.forking import renew_in_child
 from rankwire.launch.certificates import files_of
 from rankwire.launch.handover import ask_for_secret
 from rankwire.launch.places import HYDRA_JOB, OURS, Place, find_place, read_integer
+from rankwire.launch.whereabouts import find_rank_0, own_address
 from rankwire.links.places import ListeningPlace
 from rankwire.links.protection import Tls
 from rankwire.rendezvous.secret import RankKey
@@ -97,6 +98,8 @@ def connect(**options: Any) -> TcpBackend:
         arguments["address"],
     )
     try:
+        if place.others and "address" not in options:
+            _settle_address(place, arguments)
         backend = _join(arguments)
     except RankwireError as error:
         if place.advice and "address" not in options:
@@ -104,6 +107,18 @@ def connect(**options: Any) -> TcpBackend:
         raise
     _memory.has_connected = True
     return backend
+
+
+def _settle_address(place: Place, arguments: dict[str, Any]) -> None:
+    """Choose among several addresses of rank 0, and leave the rest of the time for joining."""
+    deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT))
+    addresses = (place.address, *place.others)
+    if place.rank == 0:
+        arguments["address"] = own_address(addresses)
+    else:
+        arguments["address"] = find_rank_0(addresses, deadline)
+        arguments["join_timeout"] = deadline.remaining()
+    _log.info("of %s, rank 0 is at %s", ", ".join(addresses), arguments["address"])
 
 
 def _join(arguments: dict[str, Any]) -> TcpBackend:

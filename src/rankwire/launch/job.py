@@ -23,8 +23,8 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.launch.child import Ending, World, signal_name
 from rankwire.launch.inlet import Inlet
-from rankwire.launch.loop import Loop
-from rankwire.launch.nodes import GATHER_LIMIT, RemoteRanks
+from rankwire.launch.loop import Loop, describe_stdout, stdout_exit_code
+from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
 from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.status import Counts, describe
 from rankwire.launch.summary import Failure, first_failure, in_order_of_loss, list_ranks
@@ -38,8 +38,6 @@ __all__ = ["Job"]
 # After the first failure, others that fail by themselves are waited for: the one to blame may be
 # among them (see summary.py). Above the time between a raise and the end of an interpreter.
 _SETTLE = 0.3
-# What a launcher that was told to end still waits for those who read its output.
-_LAST_WORDS = 1.0
 # Schedulers signal the launchers of all hosts at once: that is one request, not two.
 _ECHO_OF_NODES = 2.0
 _STATUS_EVERY = 0.25
@@ -110,6 +108,7 @@ class Job:
         self._present: set[int] = set()
         self._suspected: set[int] = set()
         self._trouble = ""  # what ended the job besides a rank
+        self._trouble_code = 1
         self._received: int | None = None  # the signal that ended the job
         self._received_at = -math.inf
         self._is_stopping = False
@@ -157,10 +156,11 @@ class Job:
                 )
                 self._output.quote(first.excerpt)
         text = self._report()
+        code, was_asked = self.exit_code, self._received is not None
         for part in self._remote.values():
-            part.finish(self.exit_code, text)
-        self._write_rest()
-        return self.exit_code
+            part.finish(code, text, was_asked=was_asked)
+        patience = LAST_WORDS if was_asked else math.inf
+        return self._loop.write_rest(code, patience=0.0 if self._is_impatient else patience)
 
     @property
     def exit_code(self) -> int:
@@ -170,7 +170,7 @@ class Job:
             return first_failure(failures).ending.exit_code
         if self._received is not None:
             return 128 + self._received
-        return 1 if self._trouble else 0
+        return self._trouble_code if self._trouble else 0
 
     def close(self) -> None:
         """Hang up on everyone. Idempotent."""
@@ -211,6 +211,7 @@ class Job:
         part = RemoteRanks(node, self._loop, link)
         part.on_ended = self._rank_ended
         part.on_asked = self._obey
+        part.on_trouble = self._give_up
         part.on_lost = lambda error: self._launcher_lost(part, error)
         self._remote[node] = part
 
@@ -218,10 +219,14 @@ class Job:
         if not part.ranks:  # nothing was started: it may come again
             del self._remote[part.node]
             return
+        where = f" on {part.host}" if part.host else ""
+        self._give_up(f"the launcher of node {part.node}{where} is gone: {error.message}")
+
+    def _give_up(self, trouble: str, code: int = 1) -> None:
+        """End the job for a reason that is no rank's."""
         if not self._trouble:
-            where = f" on {part.host}" if part.host else ""
-            self._trouble = f"the launcher of node {part.node}{where} is gone: {error.message}"
-            self._output.say(f"{self._trouble}; stopping all ranks", "bold red")
+            self._trouble, self._trouble_code = trouble, code
+            self._output.say(f"{trouble}; stopping all ranks", "bold red")
         self._stop(signal.SIGTERM)
 
     # -- one attempt -------------------------------------------------------------------------------
@@ -248,10 +253,9 @@ class Job:
                 part.look()
             if monotonic() >= self._stop_at:
                 self._stop(signal.SIGTERM)
-            if self._output.is_stdout_broken and not self._is_stopping:
-                self._received = signal.SIGPIPE
-                self._output.say("stdout cannot be written to any more: stopping", "bold red")
-                self._stop(signal.SIGTERM)
+            if not self._is_stopping and (trouble := self._loop.new_stdout_trouble()) is not None:
+                where = " of node 0" if self._nodes > 1 else ""
+                self._give_up(describe_stdout(trouble, where), stdout_exit_code(trouble))
 
     def _stop(self, number: int) -> None:
         self._is_stopping = True
@@ -362,12 +366,3 @@ class Job:
     @staticmethod
     def _all(lists: Iterable[list[int]]) -> list[int]:
         return [rank for ranks in lists for rank in ranks]
-
-    def _write_rest(self) -> None:
-        """Write all output that is left."""
-        self._loop.on_turn = lambda: None
-        # A reader that is slow may take its time, unless someone wants us to end.
-        end = math.inf if self._received is None else monotonic() + _LAST_WORDS
-        while not self._output.is_written and not self._is_impatient and monotonic() < end:
-            if self._loop.turn(end - monotonic()):
-                self._is_impatient = True

@@ -6,6 +6,7 @@ them. What a signal means is left to the caller, which gets those that ask the l
 
 from __future__ import annotations
 
+import errno
 import math
 import selectors
 import signal
@@ -15,11 +16,13 @@ from time import monotonic
 from rankwire.launch.output import Output
 from rankwire.launch.signals import SignalInbox
 
-__all__ = ["STOPPING", "Loop"]
+__all__ = ["STOPPING", "Loop", "describe_stdout", "stdout_exit_code"]
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Wrappers pass on the SIGINT that the terminal sent to the launcher as well: that is one Ctrl-C.
 _ECHO = 0.5
+# For readers who do read: what was said last is not lost on them.
+_LEAST_PATIENCE = 0.2
 # However long nothing happens, look at the processes themselves.
 _MAX_SLEEP = 1.0
 
@@ -41,6 +44,7 @@ class Loop:
         self.on_turn: Callable[[], None] = lambda: None
         self._inbox = inbox
         self._received_at = -math.inf
+        self._has_told_trouble = False
 
     def turn(self, timeout: float) -> list[int]:
         """Wait for something to happen, at most ``timeout`` seconds, and act on it.
@@ -59,3 +63,40 @@ class Loop:
                 asked.append(number)
         self.on_turn()
         return asked
+
+    def new_stdout_trouble(self) -> OSError | None:
+        """Return why our stdout takes nothing any more, once."""
+        if self._has_told_trouble or self.output.stdout_trouble is None:
+            return None
+        self._has_told_trouble = True
+        return self.output.stdout_trouble
+
+    def write_rest(self, code: int, *, patience: float = math.inf) -> int:
+        """Write all output that is left, and return the exit code.
+
+        A reader that is slow may take its time, unless someone wants us to end.
+
+        Args:
+            code: The exit code if all can be written.
+            patience: How many seconds the readers have; a signal ends it too.
+        """
+        self.on_turn = lambda: None
+        end = monotonic() + max(patience, _LEAST_PATIENCE)
+        while True:
+            if (trouble := self.new_stdout_trouble()) is not None:
+                self.output.say(describe_stdout(trouble), "bold red")
+                code = code or stdout_exit_code(trouble)
+            if self.output.is_written or monotonic() >= end or self.turn(end - monotonic()):
+                break
+        self.output.drop_rest()
+        return code
+
+
+def describe_stdout(trouble: OSError, where: str = "") -> str:
+    """Say that nothing can be written to stdout any more, and why."""
+    return f"stdout{where} cannot be written to any more ({trouble.strerror})"
+
+
+def stdout_exit_code(trouble: OSError) -> int:
+    """Return what a program exits with that cannot write to its stdout."""
+    return 128 + signal.SIGPIPE if trouble.errno == errno.EPIPE else 1

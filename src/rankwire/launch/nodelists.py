@@ -1,4 +1,8 @@
-"""Slurm's way to write many host names in few letters: ``gpu[01-03,7],login``. Pure."""
+"""Ways to write many host names in few letters. Pure.
+
+Slurm's: ``gpu[01-03,7],login``. Open MPI's: ``gpu[2:1-3,7],login@0(5)``, where the first number in
+the brackets says how many digits all others have, and what follows ``@`` numbers the nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from collections.abc import Iterator
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["expand_nodes"]
+__all__ = ["expand_nodes", "expand_nodes_of_open_mpi"]
 
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_DIGITS = re.compile(r"\[(\d+):([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -23,6 +28,21 @@ def expand_nodes(text: str) -> Iterator[str]:
     """
     for item in _split(text):
         yield from _expand(item, text)
+
+
+def expand_nodes_of_open_mpi(text: str) -> list[str]:
+    """Return the host names that ``text`` stands for, in its order.
+
+    Raises:
+        ConfigurationError: It is not such a list.
+    """
+    names = text.partition("@")[0]
+    as_slurm = _DIGITS.sub(lambda found: f"[{_widen(found[2], int(found[1]))}]", names)
+    return list(expand_nodes(as_slurm))
+
+
+def _widen(ranges: str, digits: int) -> str:
+    return re.sub(r"\d+", lambda number: number[0].zfill(digits), ranges)
 
 
 def _split(text: str) -> list[str]:

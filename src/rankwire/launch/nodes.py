@@ -23,7 +23,7 @@ from rankwire.errors import (
     RendezvousError,
 )
 from rankwire.launch.child import Ending, World, signal_name
-from rankwire.launch.loop import Loop
+from rankwire.launch.loop import Loop, describe_stdout, stdout_exit_code
 from rankwire.launch.ranks import LocalRanks
 from rankwire.links.protection import Policy
 from rankwire.rendezvous.launchers import (
@@ -37,13 +37,16 @@ from rankwire.rendezvous.launchers import (
     Over,
     Start,
     Stop,
+    Trouble,
     dial_launcher,
 )
 
-__all__ = ["GATHER_LIMIT", "RemoteRanks", "follow"]
+__all__ = ["GATHER_LIMIT", "LAST_WORDS", "RemoteRanks", "follow"]
 
 # How long the launchers of a job wait for each other.
 GATHER_LIMIT = 300.0
+# What a launcher that was told to end still waits for those who read its output.
+LAST_WORDS = 1.0
 _PAUSE = 0.25
 _LOST_EXIT_CODE = 1
 
@@ -70,6 +73,7 @@ class RemoteRanks:
         self.on_here: Callable[[], None] = lambda: None
         self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
         self.on_asked: Callable[[int], None] = lambda number: None
+        self.on_trouble: Callable[[str, int], None] = lambda text, code: None
         self.on_lost: Callable[[RankwireError], None] = lambda error: None
         self._errors: dict[int, list[str]] = {}
         self._loop = loop
@@ -100,9 +104,12 @@ class RemoteRanks:
         """See ``LocalRanks``."""
         return self._errors.get(rank, [])
 
-    def finish(self, code: int, text: str) -> None:
-        """Tell the launcher that the job is over."""
-        self._link.tell(Finish(code, text))
+    def finish(self, code: int, text: str, *, was_asked: bool) -> None:
+        """Tell the launcher that the job is over: that it hangs up after this is its goodbye."""
+        self.on_lost = lambda error: None
+        self.on_asked = lambda number: None
+        self.on_trouble = lambda text, code: None
+        self._link.tell(Finish(code, text, was_asked))
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -135,6 +142,8 @@ class RemoteRanks:
                 self.is_over = True
             case Asked(number):
                 self.on_asked(number)
+            case Trouble(text, code):
+                self.on_trouble(text, code)
 
 
 class _InterruptedError(Exception):
@@ -174,12 +183,13 @@ def follow(
             loop, address=address, secret=secret, policy=policy, node=node, nodes=nodes
         )
     except _InterruptedError as interrupted:
-        return 128 + interrupted.number
-    follower = _Follower(loop, ranks, link, address, secret)
+        return loop.write_rest(128 + interrupted.number, patience=LAST_WORDS)
+    follower = _Follower(loop, ranks, link, address, secret, node)
     try:
-        return follower.run()
+        code = follower.run()
     finally:
         follower.close()
+    return loop.write_rest(code, patience=LAST_WORDS if follower.was_asked else math.inf)
 
 
 def _find_node_0(
@@ -221,8 +231,16 @@ class _Follower:
     """Does what node 0 says."""
 
     def __init__(
-        self, loop: Loop, ranks: LocalRanks, link: LauncherLink, address: str, secret: bytes
+        self,
+        loop: Loop,
+        ranks: LocalRanks,
+        link: LauncherLink,
+        address: str,
+        secret: bytes,
+        node: int,
     ) -> None:
+        self.was_asked = False
+        self._node = node
         self._loop = loop
         self._ranks = ranks
         self._link = link
@@ -245,6 +263,7 @@ class _Follower:
             self._ranks.look()
             if self._ranks.is_over and not self._has_reported:
                 self._report()
+            self._check_stdout()
             if self._asked is not None and self._is_lost and self._ranks.is_over:
                 return 128 + self._asked
         return self._code
@@ -269,13 +288,19 @@ class _Follower:
             case Start(world_size, first_rank, job, attempt):
                 self._failed, self._has_reported = [], False
                 world = World(world_size, self._address, job, self._secret, attempt)
-                self._ranks.start(world, first_rank)
+                try:
+                    self._ranks.start(world, first_rank)
+                except ConfigurationError as error:
+                    reason = f"the launcher of node {self._node} cannot start: {error.message}"
+                    self._link.tell(Trouble(reason, _LOST_EXIT_CODE))
+                    raise
             case Stop(number):
                 self._ranks.stop(number)
             case Kill():
                 self._ranks.kill()
-            case Finish(code, text):
+            case Finish(code, text, was_asked):
                 self._code = code
+                self.was_asked |= was_asked
                 if text:
                     self._loop.output.say(text)
 
@@ -293,9 +318,15 @@ class _Follower:
             self._ranks.kill()
             return
         self._asked = number
+        self.was_asked = True
         self._loop.output.say(f"{signal_name(number)}: stopping the job on all nodes")
         self._link.tell(Asked(number))
         self._ranks.stop(number)
+
+    def _check_stdout(self) -> None:
+        if (trouble := self._loop.new_stdout_trouble()) is not None:
+            text = describe_stdout(trouble, f" of node {self._node}")
+            self._link.tell(Trouble(text, stdout_exit_code(trouble)))
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         if ending.is_failure and by_itself:

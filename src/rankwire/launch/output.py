@@ -5,19 +5,21 @@ them on the launcher's selector. Nothing here starts, stops or judges a rank.
 
 Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
 stdout does not read. When too much waits for an output, the ranks that write to it are no longer
-read, so that they wait, as they would with that output as their own.
+read, so that they wait, as they would with that output as their own. What in the end nobody took is
+counted by rank, and said.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import selectors
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -38,6 +40,8 @@ _SINK_LOW_NBYTES = 256 * 1024
 # Enough for the traceback of a deep call; lines beyond a screen's width are cut.
 _TAIL_LINES = 60
 _TAIL_LINE_CHARACTERS = 500
+# What one line of the launcher may wait for a reader that took no other.
+_LAST_WORD = 0.2
 _ERASE = b"\r\x1b[K"
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
@@ -45,30 +49,76 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_
 Handler = Callable[[], None]
 
 
-class Sink:
-    """One of the launcher's own outputs."""
+class _Likeness(io.TextIOBase):
+    """Tells rich what an output is like, and takes nothing.
 
-    def __init__(self, console: Console, fd: int) -> None:
-        self._console = console
+    rich writes even what it captures, as an empty text: a full disk refuses that too.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file  # None if it was closed when the interpreter started
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._file.encoding if self._file is not None else "utf-8"
+
+    def isatty(self) -> bool:
+        return self._file is not None and self._file.isatty()
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class Sink:
+    """One of the launcher's own outputs.
+
+    Attributes:
+        fd: Where it leads.
+        pending: What waits to be written.
+        trouble: Why nothing can be written any more, or None.
+        lost: How many lines of each rank were not written and will not be.
+    """
+
+    def __init__(self, file: TextIO | None, fd: int) -> None:
+        self._console = Console(file=cast("IO[str]", _Likeness(file)))
         self.fd = fd
-        self.is_broken = False
+        self.trouble: OSError | None = None
         self.pending = bytearray()
+        self.lost: Counter[int] = Counter()
+        # Whose the pending bytes are, in their order; None for the launcher's own.
+        self._owners: deque[tuple[int | None, int]] = deque()
+        self._is_inside_line = False
         self._status = ""
 
-    def put(self, data: bytes) -> None:
-        """Queue ``data``, which is whole lines."""
-        if data and not self.is_broken:
-            self.show_status("")
-            self.pending += data
+    def put(self, data: bytes, rank: int | None = None) -> None:
+        """Queue ``data``, which is whole lines, of a rank or of the launcher itself."""
+        if not data:
+            return
+        self.show_status("")
+        self._queue(data, rank)
+        if self.trouble is not None:
+            self.drop()
 
     def show_status(self, text: str) -> None:
         """Show ``text`` below all lines, on a terminal; it goes when the next line comes."""
-        if text == self._status or self.is_broken:
+        if text == self._status or self.trouble is not None:
             return
         # Never behind the last column: the terminal would begin another line.
         width = self._console.width - 1
-        self.pending += _ERASE + (self.render(text[:width], "dim") if text else b"")
+        self._queue(_ERASE + (self.render(text[:width], "dim") if text else b""), None)
         self._status = text
+
+    def drop(self) -> None:
+        """Give up what waits, and count the lines."""
+        begin = 0
+        for rank, nbytes in self._owners:
+            if rank is not None:
+                self.lost[rank] += self.pending.count(b"\n", begin, begin + nbytes)
+            begin += nbytes
+        self._owners.clear()
+        self.pending.clear()
+        if self._is_inside_line:  # what is said next begins a line of its own
+            self._queue(b"\n", None)
 
     @property
     def is_terminal(self) -> bool:
@@ -82,11 +132,14 @@ class Sink:
             written = os.write(self.fd, bytes(self.pending[:_WRITE_NBYTES]))
         except BlockingIOError:
             return
-        except OSError:  # the reader is gone, or the disk is full
-            self.is_broken = True
-            self.pending.clear()
+        except OSError as error:  # the reader is gone, or the disk is full
+            self.trouble = error
+            self._is_inside_line = False
+            self.drop()
         else:
+            self._is_inside_line = self.pending[written - 1 : written] != b"\n"
             del self.pending[:written]
+            self._disown(written)
 
     def render(self, text: str, style: str) -> bytes:
         """Return ``text`` as this output shows it: rich knows of terminals and ``NO_COLOR``."""
@@ -94,12 +147,29 @@ class Sink:
             self._console.print(Text(text, style=style), end="", soft_wrap=True)
         return capture.get().encode()
 
+    def _queue(self, data: bytes, rank: int | None) -> None:
+        self.pending += data
+        before = 0
+        if self._owners and self._owners[-1][0] == rank:
+            _, before = self._owners.pop()
+        self._owners.append((rank, before + len(data)))
+
+    def _disown(self, nbytes: int) -> None:
+        while nbytes:
+            rank, owned = self._owners.popleft()
+            if owned > nbytes:
+                self._owners.appendleft((rank, owned - nbytes))
+            nbytes -= min(owned, nbytes)
+
 
 class Stream:
     """One pipe of one rank, on its way to a sink."""
 
-    def __init__(self, pipe: IO[bytes], sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
+    def __init__(
+        self, rank: int, pipe: IO[bytes], sink: Sink, prefix: bytes, log: BinaryIO | None
+    ) -> None:
         os.set_blocking(pipe.fileno(), False)
+        self.rank = rank
         self.pipe = pipe
         self.sink = sink
         self.is_paused = False
@@ -131,7 +201,7 @@ class Stream:
     def _put(self, lines: list[bytes]) -> None:
         texts = [line.decode("utf-8", "replace") for line in lines]
         self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
-        self.sink.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts))
+        self.sink.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts), self.rank)
 
 
 class Output:
@@ -153,8 +223,8 @@ class Output:
         self._selector = selector
         self._has_prefix = has_prefix
         self._logs = LogFolder(log_dir) if log_dir is not None else None
-        self._stdout = Sink(Console(file=sys.stdout), 1)
-        self._stderr = Sink(Console(file=sys.stderr), 2)
+        self._stdout = Sink(sys.stdout, 1)
+        self._stderr = Sink(sys.stderr, 2)
         if self._stderr.is_terminal and _are_one_file(1, 2):
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
@@ -168,7 +238,7 @@ class Output:
             prefix = b""
             if self._has_prefix:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            stream = Stream(pipe, sink, prefix, log)
+            stream = Stream(rank, pipe, sink, prefix, log)
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
         self._errors[rank] = stream
@@ -207,19 +277,29 @@ class Output:
             self._end(stream)
 
     @property
-    def is_stdout_broken(self) -> bool:
-        """Whether nobody reads our stdout any more."""
-        return self._stdout.is_broken
+    def stdout_trouble(self) -> OSError | None:
+        """Why our stdout takes nothing any more, or None."""
+        return self._stdout.trouble
 
     @property
     def is_written(self) -> bool:
         """Whether all that was read has been written."""
         return not self._stdout.pending and not self._stderr.pending
 
-    def flush(self, seconds: float) -> None:
-        """Wait until all is written, at most so long."""
-        end = Deadline(seconds)
-        while not self.is_written and not end.expired:
+    def drop_rest(self) -> None:
+        """Give up what is not written yet, and say how many lines of which rank were lost."""
+        lost: Counter[int] = Counter()
+        for sink in {self._stdout, self._stderr}:
+            sink.drop()
+            lost += sink.lost
+        if not lost:
+            return
+        where = self._stdout if self._stderr.trouble else self._stderr
+        each = (f"{n} line{'s'[: n > 1]} of rank {rank}" for rank, n in sorted(lost.items()))
+        where.put(where.render(f"rankwire: not written: {', '.join(each)}", "bold red") + b"\n")
+        self._balance(where)
+        end = Deadline(_LAST_WORD)
+        while where.pending and not end.expired:
             for key, _ in self._selector.select(end.remaining()):
                 key.data()
 

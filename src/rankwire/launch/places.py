@@ -16,9 +16,10 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.nodelists import expand_nodes
+from rankwire.launch.nodelists import expand_nodes, expand_nodes_of_open_mpi
 
 __all__ = ["HYDRA_JOB", "LAUNCHERS", "OURS", "Launcher", "Place", "find_place"]
 
@@ -39,6 +40,7 @@ HYDRA_JOB = "(process id of Hydra's proxy)"
 
 OURS = "rankwire run"
 _LOOPBACK = "127.0.0.1"
+_MOST_HOSTS = 65536
 _FIRST_PORT, _PORTS = 20_000, 10_000  # Linux takes outgoing ports from 32768 on
 
 Environment = Mapping[str, str]
@@ -52,6 +54,7 @@ class Place:
         rank: This process's index, from 0.
         world_size: The number of ranks.
         address: ``host:port`` at which rank 0, or the launcher, listens.
+        others: Where rank 0 may listen instead, if the launcher does not tell its host.
         job: Name of the job; ranks of another job are refused.
         launcher: Which launcher said so.
         has_coordinator: Whether the launcher listens at ``address``, and not rank 0.
@@ -68,6 +71,7 @@ class Place:
     has_coordinator: bool = False
     advice: str = ""
     secret: bytes | None = field(default=None, repr=False)
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +180,12 @@ def read_open_mpi(environ: Environment) -> Place:
     """Read what Open MPI's ``mpiexec`` sets."""
     size = read_integer(environ, "OMPI_COMM_WORLD_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
-    head = _LOOPBACK
+    hosts = [_LOOPBACK]
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ["OMPI_COMM_WORLD_SIZE"]:
-        head = environ.get("MASTER_ADDR") or _head_node(environ.get("OMPI_MCA_orte_hnp_uri", ""))
-    address, advice = _address(environ, head, f"openmpi {job}" if job else "", "Open MPI")
+        named = environ.get("MASTER_ADDR")
+        hosts = [named] if named else _hosts_of_open_mpi(environ) or _hosts_of_allocation(environ)
+    seed = f"openmpi {job}" if job else ""
+    address, advice = _address(environ, hosts[0] if hosts else "", seed, "Open MPI")
     return Place(
         rank=read_integer(environ, "OMPI_COMM_WORLD_RANK"),
         world_size=size,
@@ -187,13 +193,34 @@ def read_open_mpi(environ: Environment) -> Place:
         job=f"openmpi-{job}",
         launcher="Open MPI mpiexec",
         advice=advice,
+        others=_elsewhere(environ, hosts, address),
     )
 
 
-def _head_node(uri: str) -> str:
-    """Return the host on which ``mpiexec`` runs: ``"1.0;tcp://10.0.0.1,10.1.0.1:4444"``."""
-    found = re.search(r"tcp://([^,:;]+)", uri)
-    return found[1] if found else ""
+def _hosts_of_open_mpi(environ: Environment) -> list[str]:
+    """Return where rank 0 may run, the likeliest first; for rank 0, names of its own host.
+
+    Open MPI 4 tells each rank the addresses of ``mpiexec`` (the daemon 0) and of the daemon on its
+    own host, and on all hosts but that of ``mpiexec`` the names of all daemons' hosts. It does not
+    tell where rank 0 is: on the host of ``mpiexec`` if that takes part, which cannot be known
+    elsewhere, else on the first of the others, unless the user maps ranks otherwise.
+    """
+    _, head = _daemon(environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    own, here = _daemon(environ.get("OMPI_MCA_orte_local_daemon_uri", ""))
+    nodes = environ.get("OMPI_MCA_orte_node_regex", "")
+    names = expand_nodes_of_open_mpi(nodes) if nodes else []
+    if environ["OMPI_COMM_WORLD_RANK"] == "0" and own > 0 and here:
+        return list(dict.fromkeys([*names[own : own + 1], *here]))
+    if environ["OMPI_COMM_WORLD_RANK"] == "0" or own == 0:
+        return head[:1]
+    return list(dict.fromkeys([*head[:1], *names[1:]]))
+
+
+def _daemon(uri: str) -> tuple[int, list[str]]:
+    """Return a daemon's number and addresses: ``"927.1;tcp://10.0.0.1,10.1.0.1:4444"``."""
+    number = re.match(r"\d+\.(\d+);", uri)
+    found = re.search(r"tcp://([^:;]+)", uri)
+    return int(number[1]) if number else -1, found[1].split(",") if found else []
 
 
 def read_mpich(environ: Environment) -> Place | None:
@@ -202,9 +229,15 @@ def read_mpich(environ: Environment) -> Place | None:
         return None  # srun --mpi=pmi2 sets PMI_RANK too, and Slurm's variables tell more
     job = environ.get(HYDRA_JOB, "")
     is_one_host = environ.get("MPI_LOCALNRANKS") == environ["PMI_SIZE"]
-    # On several hosts each has a proxy of its own: its number is nobody else's.
-    host, seed = (_LOOPBACK, job) if is_one_host else (environ.get("MASTER_ADDR", ""), "several")
-    address, advice = _address(environ, host, seed and f"mpich {seed}", "MPICH")
+    hosts, seed = [_LOOPBACK], job
+    if not is_one_host:
+        named = environ.get("MASTER_ADDR")
+        hosts = [named] if named else _hosts_of_allocation(environ)
+        # Each host has a proxy of its own: its number is nobody else's.
+        seed = f"several {environ.get('SLURM_JOB_ID') or environ.get('LSB_JOBID') or ''}"
+    address, advice = _address(
+        environ, hosts[0] if hosts else "", seed and f"mpich {seed}", "MPICH"
+    )
     return Place(
         rank=read_integer(environ, "PMI_RANK"),
         world_size=read_integer(environ, "PMI_SIZE"),
@@ -212,6 +245,7 @@ def read_mpich(environ: Environment) -> Place | None:
         job=f"mpich-{job}" if is_one_host else "mpich",
         launcher="MPICH mpiexec",
         advice=advice,
+        others=_elsewhere(environ, hosts, address),
     )
 
 
@@ -298,7 +332,8 @@ def _address(environ: Environment, host: str, seed: str, launcher: str) -> tuple
     if not host or not (seed or environ.get(PORT)):
         raise ConfigurationError(
             f"{launcher} does not tell on which host rank 0 runs, or under which port it can be"
-            f" found: set {ADDRESS}=host:port, the same for all ranks"
+            f" found: set {ADDRESS}=host:port, the same for all ranks, with the host of rank 0 as"
+            " the others reach it and any free port above 1023"
         )
     port = environ.get(PORT) or str(_FIRST_PORT + zlib.crc32(seed.encode()) % _PORTS)
     advice = (
@@ -306,6 +341,20 @@ def _address(environ: Environment, host: str, seed: str, launcher: str) -> tuple
         f" the port is taken, set {ADDRESS}=host:port or {PORT}, the same for all ranks"
     )
     return _join(host, port), advice
+
+
+def _elsewhere(environ: Environment, hosts: list[str], address: str) -> tuple[str, ...]:
+    """Return the addresses on the hosts after the first, unless the user named one."""
+    if environ.get(ADDRESS):
+        return ()
+    return tuple(_join(host, address.rpartition(":")[2]) for host in hosts[1:])
+
+
+def _hosts_of_allocation(environ: Environment) -> list[str]:
+    """Return the hosts that a batch system gave to the job, if it tells; rank 0 is on one."""
+    if nodes := environ.get("SLURM_JOB_NODELIST"):
+        return list(islice(expand_nodes(nodes), _MOST_HOSTS))
+    return environ.get("LSB_MCPU_HOSTS", "").split()[::2]  # "host1 8 host2 8"
 
 
 def _join(host: str, port: str) -> str:

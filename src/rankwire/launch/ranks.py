@@ -5,7 +5,7 @@ States, each left only downwards until the next ``start``::
     IDLE       nothing was started
     RUNNING    ranks run                                                  -> STOPPING, CLEARING
     STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING
-    CLEARING   all have ended; what they left in their process groups is ended -> OVER
+    CLEARING   all have ended; what they left running is ended            -> OVER
     OVER       nothing runs any more
 
 Knows nothing of other hosts and decides nothing: the owner says when to stop, and is told of each
@@ -14,11 +14,11 @@ end. ``look`` moves things on; the owner calls it after each turn of its loop.
 
 from __future__ import annotations
 
+import errno
 import math
 import selectors
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
@@ -30,11 +30,15 @@ from rankwire.launch.child import Child, Ending, World
 from rankwire.launch.keeper import Keeper
 from rankwire.launch.memory import OomCounter
 from rankwire.launch.output import Output
+from rankwire.launch.strays import Strays
+from rankwire.launch.summary import list_ranks
 from rankwire.rendezvous.host import sweep_socket_files
 
 __all__ = ["LocalRanks"]
 
 _POLL = 0.02
+# A process that is about to die may still start another.
+_KILLING_ROUNDS = 10
 
 
 class _State(Enum):
@@ -55,6 +59,7 @@ class LocalRanks:
         selector: Where to register; whoever owns it calls ``key.data()`` for each event.
         output: Where their output goes.
         keeper: Ends them if this process dies.
+        strays: Finds what they started and what left their process groups.
         tls_dir: Where their certificates are, if they have any.
     """
 
@@ -67,6 +72,7 @@ class LocalRanks:
         selector: selectors.BaseSelector,
         output: Output,
         keeper: Keeper,
+        strays: Strays,
         tls_dir: Path | None = None,
     ) -> None:
         self.count = count
@@ -79,6 +85,8 @@ class LocalRanks:
         self._selector = selector
         self._output = output
         self._keeper = keeper
+        self._strays = strays
+        strays.exempt(keeper.pid)
         self._tls_dir = tls_dir
         self._memory = OomCounter()
         self._children: list[Child] = []
@@ -103,11 +111,15 @@ class LocalRanks:
         self._state = _State.RUNNING
         for rank in self.ranks:
             try:
-                child = Child(rank, world, self._command, tls_dir=self._tls_dir)
+                with self._keeper.new_leash() as leash:
+                    child = Child(rank, world, self._command, tls_dir=self._tls_dir, leash=leash)
+                    self._children.append(child)
+                    self._keeper.watch(child.pid, leash)
             except OSError as error:
-                raise ConfigurationError(f"rank {rank} cannot be started: {error}") from error
-            self._children.append(child)
-            self._keeper.watch(child.pid)
+                hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
+                raise ConfigurationError(
+                    f"rank {rank} cannot be started: {error.strerror}{hint}"
+                ) from error
             child.serve(self._selector)
             self._output.attach(rank, *child.pipes)
 
@@ -137,6 +149,7 @@ class LocalRanks:
         if self.is_over:
             return
         self._check_children()
+        self._strays.collect(self._groups, self._keeper)
         if monotonic() >= self._kill_at:
             self.kill()
         if self._state is not _State.CLEARING and not self.alive:
@@ -162,16 +175,25 @@ class LocalRanks:
             self.stop(signal.SIGTERM)
         self._kill_at = math.inf
         self._clear_until = -math.inf
+        if deaf := [rank for rank in self.alive if rank in self.killed]:
+            self._output.say(
+                f"killed already, and waiting inside the kernel: {list_ranks(deaf)}", "bold yellow"
+            )
         for child in self._children:
             if child.ending is None:
-                self.stopped.remove(child.rank)
-                self.killed.append(child.rank)
+                if child.rank not in self.killed:
+                    self.stopped.remove(child.rank)
+                    self.killed.append(child.rank)
                 child.send_group(signal.SIGKILL)
 
     def close(self) -> None:
         """Kill whoever is left. Idempotent."""
         for child in self._children:
             child.close()
+
+    @property
+    def _groups(self) -> set[int]:
+        return {child.pid for child in self._children}
 
     def _check_children(self) -> None:
         for child in self._children:
@@ -186,19 +208,23 @@ class LocalRanks:
     def _begin_clearing(self) -> None:
         self._state = _State.CLEARING
         self._clear_until = monotonic() + self._grace if not self.killed else -math.inf
+        number = signal.SIGKILL if self.killed else signal.SIGTERM
         for child in self._children:
-            child.send_group(signal.SIGKILL if self.killed else signal.SIGTERM)
+            child.send_group(number)
             child.reap()
+        self._strays.send(number, self._groups)
 
     def _clear(self) -> None:
         left = [child for child in self._children if child.has_group()]
-        if left and monotonic() < self._clear_until:
+        if (left or self._strays.find(self._groups)) and monotonic() < self._clear_until:
             return
         for child in left:
             child.send_group(signal.SIGKILL)
+        for _ in range(_KILLING_ROUNDS):
+            if not self._strays.send(signal.SIGKILL, self._groups):
+                break
         for child in self._children:
             self._keeper.forget(child.pid)
         self._output.take_rest()
-        with suppress(ConfigurationError):  # not our folder: then no rank has left a file there
-            sweep_socket_files()  # a rank that was killed could not remove its own
+        sweep_socket_files()  # a rank that was killed could not remove its own
         self._state = _State.OVER

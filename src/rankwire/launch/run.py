@@ -11,10 +11,13 @@ import contextlib
 import ipaddress
 import math
 import os
+import resource
 import secrets
 import selectors
 import signal
-from collections.abc import Sequence
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
@@ -26,8 +29,10 @@ from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
 from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.signals import collected_signals
+from rankwire.launch.strays import Strays
 from rankwire.links.protection import Policy, choose_policy
 from rankwire.links.sockets import TcpAddress
+from rankwire.rendezvous.host import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.hosting import bind
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
 
@@ -35,6 +40,10 @@ __all__ = ["DEFAULT_GRACE", "run"]
 
 DEFAULT_GRACE = 5.0
 _SECRET_NBYTES = 32
+_LOOPBACKS = ("127.0.0.1:0", "[::1]:0")
+# What a launcher has open besides, and what is open for a moment while a rank is started.
+_OWN_DESCRIPTORS = 24
+_DESCRIPTORS_OF_RANK = 3  # two pipes, and its connection to the coordinator
 _MAKE_A_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
 
 
@@ -80,19 +89,23 @@ def run(
         raise ConfigurationError(f"the grace is 0 or more seconds, not {grace!r}")
     _check_nodes(nodes, node, master, secret_file)
     secret = _secret(secret_file)
-    meeting_place = master or "127.0.0.1:0"
-    policy = _policy(meeting_place, tls_dir)
+    policy = _policy(master or _LOOPBACKS[0], tls_dir)
     if tls_dir is not None:
         tls_dir = tls_dir.absolute()  # a program may change its folder before it connects
     _fill_standard_fds()
+    _check_descriptors(ranks, has_logs=log_dir is not None)
     with contextlib.ExitStack() as stack:
         # poll, not epoll: the launcher's own output may be a regular file.
         selector = stack.enter_context(selectors.PollSelector())
         output = Output(selector, has_prefix=has_prefix, log_dir=log_dir)
         stack.callback(output.close)
+        stack.enter_context(_runtime_folder(output))
         inbox = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
         loop = Loop(selector, inbox, output)
-        keeper = stack.enter_context(Keeper(grace))
+        keeper = stack.enter_context(_keeper(grace))
+        strays = stack.enter_context(contextlib.closing(Strays()))
+        if not strays.is_adopting:
+            output.say("what ranks start in other sessions cannot be found here, and may stay")
         local = stack.enter_context(
             contextlib.closing(
                 LocalRanks(
@@ -102,19 +115,18 @@ def run(
                     selector=selector,
                     output=output,
                     keeper=keeper,
+                    strays=strays,
                     tls_dir=tls_dir,
                 )
             )
         )
         if node > 0:
             assert master is not None
-            code = follow(
+            return follow(
                 loop, local, address=master, secret=secret, policy=policy, node=node, nodes=nodes
             )
-            output.flush(1.0)
-            return code
         # Bound before anything is told to anyone: nobody can take the port in between.
-        listener = bind(meeting_place)
+        listener = bind(master) if master is not None else _bind_loopback()
         host, port = listener.getsockname()[:2]
         if nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
             output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
@@ -124,7 +136,7 @@ def run(
                     loop,
                     local,
                     listener=listener,
-                    address=master or f"{host}:{port}",
+                    address=master or str(TcpAddress(host, port)),
                     secret=secret,
                     policy=policy,
                     nodes=nodes,
@@ -168,6 +180,34 @@ def _secret(secret_file: Path | None) -> bytes:
     return secret
 
 
+@contextlib.contextmanager
+def _runtime_folder(output: Output) -> Iterator[None]:
+    """Have a safe folder for socket files; if it is not the ordinary one, tell ranks and user."""
+    before = os.environ.get(RUNTIME_DIR)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder, trouble = find_runtime_folder()
+        except ConfigurationError as error:
+            trouble = error.message.removesuffix(f". {WHAT_TO_SET}")
+            try:
+                made = tempfile.TemporaryDirectory(prefix="rankwire-", ignore_cleanup_errors=True)
+            except OSError:  # a world on one host needs none if its ranks talk over TCP
+                output.say(error.message, "bold yellow")
+                yield
+                return
+            folder = Path(stack.enter_context(made))
+        if trouble:
+            output.say(f"{trouble}; {folder} is used instead. {WHAT_TO_SET}", "bold yellow")
+            os.environ[RUNTIME_DIR] = str(folder)
+        try:
+            yield
+        finally:
+            if trouble and before is None:
+                del os.environ[RUNTIME_DIR]
+            elif trouble and before is not None:
+                os.environ[RUNTIME_DIR] = before
+
+
 def _policy(address: str, tls_dir: Path | None) -> Policy:
     """Return how ranks and launchers are talked to; reads the files, so that none is missed later.
 
@@ -175,6 +215,47 @@ def _policy(address: str, tls_dir: Path | None) -> Policy:
     """
     tls = None if tls_dir is None else files_of(tls_dir, "launcher")
     return choose_policy("auto", TcpAddress.parse(address), tls=tls)
+
+
+def _keeper(grace: float) -> Keeper:
+    try:
+        return Keeper(grace)
+    except OSError as error:
+        raise ConfigurationError(f"no process can be started: {error}") from error
+
+
+def _bind_loopback() -> socket.socket:
+    """Bind at the first loopback address that works here; in a container it may be down."""
+    troubles = []
+    for address in _LOOPBACKS:
+        try:
+            listener = bind(address)
+        except ConfigurationError as error:
+            troubles.append(error.message)
+            continue
+        try:
+            with socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
+                probe.connect(listener.getsockname())  # asks for a route, and sends nothing
+        except OSError as error:
+            troubles.append(f"{listener.getsockname()[0]}: {error.strerror}")
+            listener.close()
+        else:
+            return listener
+    raise ConfigurationError(
+        f"no loopback address works on this host ({'; '.join(troubles)});"
+        " `ip link set lo up` brings them up"
+    )
+
+
+def _check_descriptors(ranks: int, *, has_logs: bool) -> None:
+    """Raise if the launcher cannot have as many open files as it needs to start the ranks."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OWN_DESCRIPTORS + ranks * (_DESCRIPTORS_OF_RANK + has_logs)
+    if needed > limit != resource.RLIM_INFINITY:
+        raise ConfigurationError(
+            f"{ranks} rank{'s'[: ranks > 1]} need {needed} open files in the launcher, and the"
+            f" limit is {limit}: raise it, for example with `ulimit -n {max(1024, 2 * needed)}`"
+        )
 
 
 def _fill_standard_fds() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.protection import Policy, choose_policy
@@ -40,7 +41,10 @@ def bind(address: str) -> socket.socket:
     Raises:
         ConfigurationError: It cannot be had.
     """
-    return listen_tcp(TcpAddress.parse(address))
+    try:
+        return listen_tcp(TcpAddress.parse(address))
+    except NoConnectionError as error:
+        raise ConfigurationError(f"cannot listen on {address}: {error.message}") from error
 
 
 class CoordinatorHost:

@@ -38,6 +38,7 @@ __all__ = [
     "Over",
     "Start",
     "Stop",
+    "Trouble",
     "dial_launcher",
 ]
 
@@ -118,14 +119,28 @@ class Asked(msgspec.Struct, frozen=True, tag="asked"):
     number: int
 
 
+class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+    """To node 0: the job cannot go on here, for this reason; exit with this code."""
+
+    text: str
+    code: int
+
+
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """From node 0: the job is over; exit with this code and say this."""
+    """From node 0: the job is over; exit with this code and say this.
+
+    Attributes:
+        code: The exit code.
+        text: What became of the job, if there is something to say.
+        was_asked: Whether someone asked the job to end: then who does not read is not waited for.
+    """
 
     code: int
     text: str
+    was_asked: bool = False
 
 
-Message = Here | Start | Ended | Stop | Kill | Over | Asked | Finish
+Message = Here | Start | Ended | Stop | Kill | Over | Asked | Trouble | Finish
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -16,11 +16,12 @@ import os
 import secrets
 import threading
 import warnings
+from pathlib import Path
 
 from rankwire.errors import ConfigurationError
 from rankwire.forking import renew_in_child
 from rankwire.links.private_files import read_private
-from rankwire.rendezvous.host import runtime_folder
+from rankwire.rendezvous.host import runtime_folder, runtime_folders
 from rankwire.wire.keys import RankKey, rank_key
 
 __all__ = [
@@ -34,6 +35,10 @@ __all__ = [
 
 MIN_SECRET_NBYTES = 16
 _INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing
+
+_LISTEN = "0A"  # linux/tcp_states.h
+# Seconds: far above the time from laying out a secret to listening; and above any wait for a world.
+_FORMING, _SURELY_OVER = 60.0, 86400.0
 
 _environment_lock = threading.Lock()
 renew_in_child(_environment_lock)
@@ -93,10 +98,10 @@ class AgreedSecret:
     """
 
     def __init__(self, port: int) -> None:
-        namespace = (
+        self._namespace = (
             os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
         )
-        self._path = runtime_folder() / f"secret-{namespace}-{port}"
+        self._path = runtime_folder() / f"secret-{self._namespace}-{port}"
 
     def publish(self) -> bytes:
         """Make a new one. Called between binding and listening, so whoever connects finds it."""
@@ -105,20 +110,77 @@ class AgreedSecret:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(secret)
+        _sweep(draft, self._namespace)
         draft.replace(self._path)
         return secret
 
     def read(self) -> bytes | None:
         """Return it, or None if there is none (another user's rank 0, or none at all)."""
-        try:
-            return self._path.read_bytes()
-        except FileNotFoundError:
-            return None
+        # Rank 0 may have found another folder than this process.
+        for folder in (self._path.parent, *runtime_folders()):
+            secret = _read_if_there(folder / self._path.name)
+            if secret is not None:
+                return secret
+        return None
 
     def remove(self, secret: bytes) -> None:
         """Remove it, unless another job has taken the port since."""
-        if self.read() == secret:
+        if _read_if_there(self._path) == secret:
             self._path.unlink(missing_ok=True)
+
+
+def _read_if_there(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _sweep(newest: Path, namespace: int) -> None:
+    """Remove secrets whose rank 0 is gone: one that is killed cannot remove its own.
+
+    How old they are is asked of the file system, by a file that was written just now.
+
+    In this network namespace, it is gone when nobody listens at its port, but for the moment
+    between laying out the secret and listening. Of another namespace that is not seen; there, no
+    world is still forming after a day.
+    """
+    now = newest.stat().st_mtime
+    listening: set[int] | None = None
+    for path in newest.parent.glob("secret-*"):
+        try:
+            age = now - path.stat().st_mtime
+        except FileNotFoundError:  # another has swept it
+            continue
+        if age <= _FORMING:
+            continue
+        place, _, draft = path.name.removeprefix("secret-").partition(".")
+        where, _, port = place.partition("-")
+        if where == str(namespace) and port.isdecimal():
+            listening = _listening_ports() if listening is None else listening
+            is_stale = bool(draft) or int(port) not in listening
+        else:
+            is_stale = age > _SURELY_OVER
+        if is_stale:
+            path.unlink(missing_ok=True)
+
+
+def _listening_ports() -> set[int]:
+    """Return the TCP ports of this network namespace at which someone listens, as far as told."""
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            if table == "tcp":
+                return set(range(65536))  # hidden: all may be
+            continue  # a kernel without IPv6
+        for line in lines:
+            # "0: 0100007F:1F90 00000000:0000 0A ...": the local address, the remote, the state
+            _, local, _, state = line.split()[:4]
+            if state == _LISTEN:
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports
 
 
 def _encoded(secret: bytes | str | None) -> bytes | None:

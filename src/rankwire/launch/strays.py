@@ -1,0 +1,122 @@
+"""Processes that ranks started and that left their rank's session: found, ended and collected.
+
+``setsid`` takes a process out of reach of its rank's process group, and a parent that ends takes it
+out of the family. So the launcher is made the reaper of its descendants
+(``PR_SET_CHILD_SUBREAPER``, Linux): whose parent ends becomes the launcher's own child, and descent
+stays what tells that a process belongs to the job. One thread. Where the kernel does not do that,
+``is_adopting`` is False and there are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from time import monotonic
+
+from rankwire.launch.keeper import Keeper
+
+__all__ = ["Strays"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+# Seconds between two looks; the dead only take up a process id each.
+_COLLECT_EVERY = 0.5
+
+
+class Strays:
+    """See the module. Adopts from its construction until ``close``."""
+
+    def __init__(self) -> None:
+        # Whoever calls us, or was this process before, may have children of its own: without
+        # knowing them, nobody is taken for a stray.
+        self.is_adopting = _can_list_children() and _set_subreaper(True)
+        self._others = set(_children())
+        self._adopted: set[int] = set()  # and told to the keeper
+        self._collect_at = 0.0
+
+    def find(self, groups: Collection[int]) -> list[int]:
+        """Return who descends from this process, is in none of these groups, and runs.
+
+        Args:
+            groups: The ranks' process groups, which are ended as such.
+        """
+        if not self.is_adopting or not set(_children()) - self._others:
+            return []
+        children: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                # "pid (name) state parent group ...", and the name may hold anything
+                fields = path.read_bytes().rpartition(b")")[2].split()
+                who = int(path.parent.name), int(fields[2]), fields[0]
+                children[int(fields[1])].append(who)
+        found: list[int] = []
+        parents = [os.getpid()]
+        while parents:
+            for pid, group, state in children[parents.pop()]:
+                if pid in self._others:
+                    continue
+                parents.append(pid)
+                if group not in groups and state not in (b"Z", b"X"):
+                    found.append(pid)
+        return found
+
+    def exempt(self, pid: int) -> None:
+        """``pid`` is a child of the launcher that is nobody's rank."""
+        self._others.add(pid)
+
+    def send(self, number: int, groups: Collection[int]) -> bool:
+        """Send a signal to all of them; return whether there was any."""
+        found = self.find(groups)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        return bool(found)
+
+    def collect(self, ranks: Collection[int], keeper: Keeper) -> None:
+        """Collect adopted processes that have ended, and tell the keeper of the others.
+
+        Done now and then; ranks, and what is in their groups, are left alone.
+        """
+        if not self.is_adopting or monotonic() < self._collect_at:
+            return
+        self._collect_at = monotonic() + _COLLECT_EVERY
+        alive = set()
+        for pid in _children():
+            if pid in self._others or pid in ranks:
+                continue
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0) and os.getpgid(pid) not in ranks:
+                    alive.add(pid)
+        for pid in self._adopted - alive:
+            keeper.disown(pid)
+        for pid in alive - self._adopted:
+            keeper.adopt(pid)
+        self._adopted = alive
+
+    def close(self) -> None:
+        """Adopt nobody any more. Idempotent."""
+        if self.is_adopting:
+            _set_subreaper(False)
+
+
+def _set_subreaper(is_wanted: bool) -> bool:
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):  # not Linux
+        return False
+    return bool(prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(is_wanted), 0, 0, 0) == 0)
+
+
+def _can_list_children() -> bool:
+    return Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread has ended, or a kernel without it
+            found += map(int, path.read_text().split())
+    return found

@@ -1,0 +1,44 @@
+"""The ranks of one host, driven by hand in this process."""
+
+import selectors
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rankwire.launch.child import Child, World
+from rankwire.launch.keeper import Keeper
+from rankwire.launch.output import Output
+from rankwire.launch.ranks import LocalRanks
+from rankwire.launch.strays import Strays
+
+WORLD = World(2, "127.0.0.1:1", "job", b"x" * 32)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path):
+    (tmp_path / "script.py").write_text("import signal; signal.pause()")
+    with selectors.PollSelector() as selector, Keeper(0.1) as keeper, closing(Strays()) as strays:
+        output = Output(selector)
+        local = LocalRanks(
+            [str(tmp_path / "script.py")],
+            2,
+            grace=0.1,
+            output=output,
+            keeper=keeper,
+            strays=strays,
+        )
+        local.start(WORLD, 0)
+        yield local
+        local.close()
+        output.close()
+
+
+def test_ranks_that_are_slow_to_die_can_be_killed_again(ranks, monkeypatch):
+    """SIGKILL waits for a process that is inside the kernel, such as for a dead file server."""
+    monkeypatch.setattr(Child, "send_group", lambda self, number: True)
+    ranks.kill()
+    ranks.kill()
+    assert (ranks.stopped, ranks.killed) == ([], [0, 1])
+    said = bytes(ranks._output._stderr.pending)
+    assert b"killed already, and waiting inside the kernel: ranks 0, 1\n" in said
