@@ -216,6 +216,8 @@ class Team:
                         self._forget(number)
                         error = notice.error(src, self.backend.rank)
                         error.is_reported = number == sequence
+                        if isinstance(error, CollectiveAbortedError):
+                            error.root = self.backend.world_rank_of(src)
                         return error
         return None
 

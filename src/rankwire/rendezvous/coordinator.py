@@ -52,6 +52,7 @@ from rankwire.rendezvous.messages import (
     Suspected,
     Waiting,
     World,
+    gone_by,
     pack,
     unpack,
 )
@@ -184,8 +185,8 @@ class Coordinator:
                     pass
                 case Join(member, patience) if member.rank == rank:
                     self._reach(member, patience)
-                case Fallen(reason, traceback) if self._state is _State.FORMED:
-                    self._lose(Gone(rank, reason, traceback=traceback))
+                case Fallen() as fallen if self._state is _State.FORMED:
+                    self._lose(gone_by(rank, fallen))
                     return
                 case Gone(self._rank) as gone if self._state is _State.FORMED:
                     self._give_in(gone)
@@ -328,7 +329,7 @@ class Coordinator:
             if fallen is None or self._me is None:
                 connection.farewell(Deadline(0.0))
             else:
-                tell(connection, Gone(self._me.rank, fallen.reason, traceback=fallen.traceback))
+                tell(connection, gone_by(self._me.rank, fallen))
             connection.close()
         self._controls.clear()
 
