@@ -222,6 +222,43 @@ except KeyError:
     assert "    KeyError: 'the reason'\n" in done.stderr
 
 
+SLOW_TO_END = """
+import atexit
+if rank == 1:
+    atexit.register(time.sleep, {seconds})  # after rankwire has left, which is imported later
+import rankwire
+backend = rankwire.connect()
+backend.barrier()
+if rank == 1:
+    {fall}
+backend.recv(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fall", "code", "words"),
+    [
+        ('raise ValueError("the reason")', 1, "exit code 1 (it raised ValueError: the reason)"),
+        ("sys.exit(3)", 3, "exit code 3\n"),
+    ],
+    ids=["by an error", "by a code"],
+)
+def test_who_is_slow_to_end_is_blamed_all_the_same(run, fall, code, words):
+    done = run(SLOW_TO_END.format(seconds=1.0, fall=fall), ranks=3)
+    assert done.returncode == code
+    assert f"rank 1 failed first: {words}" in done.stderr
+    assert "failed too: rank " in done.stderr
+    assert "stopped" not in done.stderr
+
+
+def test_who_began_it_and_does_not_end_is_stopped_and_named(run):
+    fall = "raise ValueError('the reason')"
+    done = run(SLOW_TO_END.format(seconds=60, fall=fall), "--grace", "0.5", ranks=3)
+    assert done.returncode == 1
+    assert "rank 1 failed first: exit code 1 (it raised ValueError: the reason)" in done.stderr
+    assert "stopped: rank 1\n" in done.stderr
+
+
 def test_who_lost_another_is_not_to_blame(run):
     done = run(
         """

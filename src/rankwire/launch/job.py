@@ -3,7 +3,9 @@
 The ranks of each host are a *part*: this host's own, or another's by way of its launcher. Rules:
 
 - The first rank that fails ends the attempt on all hosts: the others get SIGTERM, and SIGKILL after
-  the grace. If restarts are left, the whole world is started anew.
+  the grace. A rank that is known to have begun it, by its own word or that of others, has the grace
+  to end by itself before that, so that its exit code is the job's. If restarts are left, the whole
+  world is started anew.
 - A launcher that is gone ends the job.
 - A signal to any launcher goes to every rank once; a second one kills.
 """
@@ -27,7 +29,13 @@ from rankwire.launch.loop import Loop
 from rankwire.launch.nodes import GATHER_LIMIT, RemoteRanks
 from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.status import Counts, describe
-from rankwire.launch.summary import Failure, first_failure, in_order_of_loss, list_ranks
+from rankwire.launch.summary import (
+    Failure,
+    blamed,
+    first_failure,
+    in_order_of_loss,
+    list_ranks,
+)
 from rankwire.links.protection import Policy
 from rankwire.rendezvous.hosting import CoordinatorHost
 from rankwire.rendezvous.launchers import LauncherLink
@@ -81,6 +89,7 @@ class Job:
         policy: How connections of ranks and launchers are protected.
         nodes: How many hosts there are.
         restarts: How many times the world may be started anew.
+        grace: Seconds that a rank may take to end.
     """
 
     def __init__(
@@ -94,6 +103,7 @@ class Job:
         policy: Policy,
         nodes: int,
         restarts: int,
+        grace: float,
     ) -> None:
         self._loop = loop
         self._output = loop.output
@@ -103,10 +113,12 @@ class Job:
         self._secret = secret
         self._nodes = nodes
         self._restarts = restarts
+        self._grace = grace
         self._name = f"run-{secrets.token_hex(4)}"
         self._age = Deadline(math.inf)
         self._ended: dict[int, tuple[Ending, bool]] = {}
         self._lost: dict[int, Gone] = {}
+        self._fell: set[int] = set()  # by errors of their own, before anyone was asked to end
         self._present: set[int] = set()
         self._suspected: set[int] = set()
         self._trouble = ""  # what ended the job besides a rank
@@ -230,6 +242,7 @@ class Job:
         size = sum(part.count for part in self._parts)
         job = f"{self._name}.{attempt}"
         self._ended, self._lost, self._present, self._suspected = {}, {}, set(), set()
+        self._fell = set()
         self._is_stopping, self._stop_at = False, math.inf
         self._host.expect(world_size=size, job=job)
         world = World(size, self._address, job, self._secret, attempt)
@@ -242,16 +255,21 @@ class Job:
         """Wait until all parts are over, and see to it that they are."""
         while not all(part.is_over for part in self._parts):
             wake_in = min(part.wake_in for part in self._parts)
-            for number in self._loop.turn(min(self._stop_at - monotonic(), wake_in)):
+            for number in self._loop.turn(min(self._stop_due() - monotonic(), wake_in)):
                 self._obey(number)
             for part in self._parts:
                 part.look()
-            if monotonic() >= self._stop_at:
+            if monotonic() >= self._stop_due():
                 self._stop(signal.SIGTERM)
             if self._output.is_stdout_broken and not self._is_stopping:
                 self._received = signal.SIGPIPE
                 self._output.say("stdout cannot be written to any more: stopping", "bold red")
                 self._stop(signal.SIGTERM)
+
+    def _stop_due(self) -> float:
+        """Return when to stop the others after a failure: not while who began it is ending."""
+        is_ending = any(not blamed(self._lost.values()).isdisjoint(p.alive) for p in self._parts)
+        return self._stop_at + (self._grace if is_ending else 0.0)
 
     def _stop(self, number: int) -> None:
         self._is_stopping = True
@@ -290,6 +308,8 @@ class Job:
         self._suspected.discard(gone.rank)
         if not gone.orderly:
             self._lost.setdefault(gone.rank, gone)
+            if gone.exit_code is not None and gone.cause is None and not self._is_stopping:
+                self._fell.add(gone.rank)
 
     def _rank_suspected(self, suspected: Suspected) -> None:
         if suspected.seconds:
@@ -300,10 +320,12 @@ class Job:
     def _failures(self) -> list[Failure]:
         found = []
         for rank, (ending, by_itself) in self._ended.items():
-            if ending.is_failure and by_itself:
+            if ending.is_failure and (by_itself or rank in self._fell):
                 part = next(part for part in self._parts if rank in part.ranks)
-                told = self._lost[rank].traceback if rank in self._lost else ""
-                found.append(Failure(rank, ending, part.errors_of(rank), told))
+                gone = self._lost.get(rank)
+                if not by_itself and ending.signal is not None and gone is not None:
+                    ending = Ending(code=gone.exit_code)  # but for us it would have ended so
+                found.append(Failure(rank, ending, part.errors_of(rank), gone))
         return in_order_of_loss(found, list(self._lost))
 
     # -- what is said ------------------------------------------------------------------------------
@@ -337,7 +359,10 @@ class Job:
                 self._output.say(f"rank {gone.rank} was given up: {gone.reason}", "bold red")
         if failures:
             first = first_failure(failures)
-            gist = f"rank {first.rank} failed first: {first.ending}{self._where(first.rank)}"
+            reason = f" ({first.reason})" if first.reason else ""
+            gist = (
+                f"rank {first.rank} failed first: {first.ending}{reason}{self._where(first.rank)}"
+            )
             self._output.say(gist, "bold red")
             if first.excerpt:
                 self._output.say("the last lines of its stderr:")

@@ -123,6 +123,7 @@ def run(
                     policy=policy,
                     nodes=nodes,
                     restarts=restarts,
+                    grace=grace,
                 )
             )
         )
