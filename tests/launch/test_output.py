@@ -146,5 +146,6 @@ def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path):
     os.write(out, b"b\n")
     harness.turn()
     assert "No space left" in (text := harness.read())
+    assert f"the log of rank 0, {tmp_path}/rank_0.log, ends here" in text
     assert text.splitlines()[1:] == ["[rank 0] a", "[rank 0] b"]
     harness.close()

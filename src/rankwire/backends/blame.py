@@ -23,9 +23,10 @@ from rankwire.errors import (
     RemoteError,
 )
 
-__all__ = ["Losses", "is_consequence", "root_of"]
+__all__ = ["CONSEQUENCES", "Losses", "is_consequence", "root_of"]
 
-_CONSEQUENCES = (PeerLostError, CollectiveAbortedError)
+# Errors that come from another rank's failure, whatever else they say.
+CONSEQUENCES = (PeerLostError, CollectiveAbortedError)
 _NAMES_OF_CONSEQUENCES = frozenset(
     {"PeerLostError", "PeerUnresponsiveError", "CollectiveAbortedError"}
 )
@@ -49,7 +50,7 @@ def root_of(error: BaseException | None) -> int | None:
 def is_consequence(error: BaseException | None) -> bool:
     """Whether an error comes from the failure of some other rank, whichever that is."""
     for link in _chain(error):
-        if isinstance(link, _CONSEQUENCES):
+        if isinstance(link, CONSEQUENCES):
             return True
         if isinstance(link, RemoteError) and link.remote_type in _NAMES_OF_CONSEQUENCES:
             return True

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rankwire.launch import environment, places
+from rankwire.launch import environment, places, tracebacks
 
 __all__ = ["Child", "Ending", "World"]
 
@@ -90,10 +90,17 @@ class Child:
         world: What it shares with the others.
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         tls_dir: Where its certificate is, if it has one.
+        log_file: Where its output is written besides, if anywhere.
     """
 
     def __init__(
-        self, rank: int, world: World, command: Sequence[str], *, tls_dir: Path | None = None
+        self,
+        rank: int,
+        world: World,
+        command: Sequence[str],
+        *,
+        tls_dir: Path | None = None,
+        log_file: Path | None = None,
     ) -> None:
         self.rank = rank
         self.ending: Ending | None = None
@@ -110,6 +117,8 @@ class Child:
             }
             if tls_dir is not None:
                 variables[environment.TLS_DIR] = str(tls_dir)
+            if log_file is not None:
+                variables[tracebacks.LOG_FILE] = str(log_file)
             self._process = subprocess.Popen(
                 # Unbuffered, to see output when it is written; faulthandler, to have a traceback
                 # also of a crash in native code.
@@ -216,7 +225,7 @@ def _pipe_holding(data: bytes) -> int:
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
     """Return the environment without what concerns a world that this launcher is itself in."""
     environ = dict(os.environ)
-    unwanted = [*_OTHER_SECRETS, environment.SECRET_FD, environment.TLS_DIR]
+    unwanted = [*_OTHER_SECRETS, environment.SECRET_FD, environment.TLS_DIR, tracebacks.LOG_FILE]
     if has_tls:  # else they stay, so that whoever wants TLS is not left without it unawares
         unwanted += environment.TLS_FILES
     for name in unwanted:

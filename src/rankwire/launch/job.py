@@ -167,7 +167,7 @@ class Job:
                     f" restart {attempt + 1} of {self._restarts}",
                     "bold yellow",
                 )
-                self._output.quote(first.excerpt)
+                self._quote(first)
         text = self._report()
         for part in self._remote.values():
             part.finish(self.exit_code, text)
@@ -302,6 +302,7 @@ class Job:
 
     def _formed(self, world_size: int) -> None:
         self._present = set(range(world_size))
+        self._lost, self._fell = {}, set()  # of an earlier world of the same processes
 
     def _rank_gone(self, gone: Gone) -> None:
         self._present.discard(gone.rank)
@@ -364,9 +365,7 @@ class Job:
                 f"rank {first.rank} failed first: {first.ending}{reason}{self._where(first.rank)}"
             )
             self._output.say(gist, "bold red")
-            if first.excerpt:
-                self._output.say("the last lines of its stderr:")
-                self._output.quote(first.excerpt)
+            self._quote(first)
             others = [f"rank {f.rank} ({f.ending})" for f in failures if f.rank != first.rank]
             if others:
                 self._output.say(f"failed too: {', '.join(others)}")
@@ -377,6 +376,15 @@ class Job:
             if ranks:
                 self._output.say(f"{word}: {list_ranks(ranks)}")
         return gist
+
+    def _quote(self, failure: Failure) -> None:
+        """Show what a failed rank said, unless it is still to be seen."""
+        is_here = failure.rank in self._local.ranks
+        is_seen = is_here and failure.is_in_its_stderr and self._output.is_in_view(failure.rank)
+        if failure.excerpt and not is_seen:
+            source = "the last lines of its stderr" if failure.is_in_its_stderr else "its traceback"
+            self._output.say(f"{source}:")
+            self._output.quote(failure.excerpt)
 
     def _where(self, rank: int) -> str:
         for part in self._remote.values():

@@ -39,6 +39,8 @@ _SINK_LOW_NBYTES = 256 * 1024
 # Enough for the traceback of a deep call; lines beyond a screen's width are cut.
 _TAIL_LINES = 60
 _TAIL_LINE_CHARACTERS = 500
+# What is further up than this on a screen has to be looked for.
+_SCREEN_LINES = 40
 _ERASE = b"\r\x1b[K"
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
@@ -54,6 +56,7 @@ class Sink:
         self.fd = fd
         self.is_broken = False
         self.pending = bytearray()
+        self.lines = 0
         self._status = ""
 
     def put(self, data: bytes) -> None:
@@ -61,6 +64,7 @@ class Sink:
         if data and not self.is_broken:
             self.show_status("")
             self.pending += data
+            self.lines += data.count(b"\n")
 
     def show_status(self, text: str) -> None:
         """Show ``text`` below all lines, on a terminal; it goes when the next line comes."""
@@ -99,7 +103,14 @@ class Sink:
 class Stream:
     """One pipe of one rank, on its way to a sink."""
 
-    def __init__(self, pipe: IO[bytes], sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
+    def __init__(
+        self,
+        pipe: IO[bytes],
+        sink: Sink,
+        prefix: bytes,
+        log: BinaryIO | None,
+        name: str = "a rank",
+    ) -> None:
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.sink = sink
@@ -107,6 +118,8 @@ class Stream:
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._prefix = prefix
         self._log = log
+        self._name = name
+        self._last_line = 0
         self._splitter = LineSplitter()
 
     def read(self) -> int | None:
@@ -115,12 +128,13 @@ class Stream:
             data = os.read(self.pipe.fileno(), _READ_NBYTES)
         except BlockingIOError:
             return None
-        if self._log is not None:
+        if (log := self._log) is not None:
             try:
-                self._log.write(data)
+                log.write(data)
             except OSError as error:  # a full disk stops the log, not the job
                 self._log = None
-                self.sink.put(f"rankwire: the log of this rank ends here: {error}\n".encode())
+                text = f"rankwire: the log of {self._name}, {log.name}, ends here: {error}"
+                self.sink.put(f"{text}\n".encode())
         self._put(self._splitter.feed(data) if data else self._splitter.finish())
         return len(data)
 
@@ -133,6 +147,13 @@ class Stream:
         texts = [line.decode("utf-8", "replace") for line in lines]
         self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
         self.sink.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts))
+        if texts:
+            self._last_line = self.sink.lines
+
+    @property
+    def is_in_view(self) -> bool:
+        """Whether the last line is not far above what was written to the sink since."""
+        return self.sink.lines - self._last_line < _SCREEN_LINES
 
 
 class Output:
@@ -175,7 +196,7 @@ class Output:
             prefix = b""
             if self._has_prefix:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            stream = Stream(pipe, sink, prefix, log)
+            stream = Stream(pipe, sink, prefix, log, f"rank {rank}")
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
         self._errors[rank] = stream
@@ -199,6 +220,14 @@ class Output:
     def last_errors(self, rank: int) -> list[str]:
         """Return the last lines that ``rank`` wrote to its stderr."""
         return list(self._errors[rank].tail) if rank in self._errors else []
+
+    def is_in_view(self, rank: int) -> bool:
+        """Whether what ``rank`` wrote to its stderr was shown here, and not long ago."""
+        return rank in self._errors and self._errors[rank].is_in_view
+
+    def log_of(self, rank: int) -> Path | None:
+        """Return where a rank's output is written besides, as an absolute path; None if nowhere."""
+        return None if self._log_dir is None else (self._log_dir / f"rank_{rank}.log").absolute()
 
     def take_rest(self) -> None:
         """Take what the pipes still hold and end the reading, without waiting for their end.
@@ -237,13 +266,19 @@ class Output:
         self._closing.close()
 
     def _open_log(self, rank: int) -> BinaryIO | None:
-        if self._log_dir is None:
+        path = self.log_of(rank)
+        if path is None:
             return None
-        path = self._log_dir / f"rank_{rank}.log"
         try:
-            # A rank that is started again goes on where it ended.
-            is_again = rank in self._errors
-            file = path.open("ab", buffering=0) if is_again else path.open("wb", buffering=0)
+            # A rank that is started again goes on where it ended. Always appending, because a rank
+            # does so too when it falls (see ``tracebacks``).
+            fresh = 0 if rank in self._errors else os.O_TRUNC
+            file = open(
+                path,
+                "ab",
+                buffering=0,
+                opener=lambda name, flags: os.open(name, flags | fresh, 0o666),
+            )
             return self._closing.enter_context(file)
         except OSError as error:
             raise ConfigurationError(f"the log {path}: {error.strerror}") from error

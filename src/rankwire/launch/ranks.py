@@ -99,7 +99,13 @@ class LocalRanks:
         self._state = _State.RUNNING
         for rank in self.ranks:
             try:
-                child = Child(rank, world, self._command, tls_dir=self._tls_dir)
+                child = Child(
+                    rank,
+                    world,
+                    self._command,
+                    tls_dir=self._tls_dir,
+                    log_file=self._output.log_of(rank),
+                )
             except OSError as error:
                 raise ConfigurationError(f"rank {rank} cannot be started: {error}") from error
             self._children.append(child)

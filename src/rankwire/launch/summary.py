@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rankwire.launch.child import Ending
+from rankwire.launch.tracebacks import folded
 from rankwire.rendezvous.messages import Gone
 
 __all__ = ["Failure", "blamed", "excerpt", "first_failure", "in_order_of_loss", "list_ranks"]
@@ -65,11 +66,14 @@ class Failure:
         return any(_LOSS_OF_ANOTHER.match(line) for line in lines)
 
     @property
+    def is_in_its_stderr(self) -> bool:
+        """Whether its stderr has all that is known of it."""
+        return not self.told or bool(_last_traceback(self.errors))
+
+    @property
     def excerpt(self) -> list[str]:
         """The lines worth showing: its traceback if there is one, else the end of its stderr."""
-        if self.told and not _last_traceback(self.errors):
-            return self.told.splitlines()
-        return excerpt(self.errors)
+        return excerpt(self.errors) if self.is_in_its_stderr else folded(self.told.splitlines())
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
