@@ -165,6 +165,7 @@ def test_row_54_a_killed_launcher_ends_the_job_on_all_hosts(hosts, victim):
     assert code == 1
     assert f"the launcher of node {victim}" in stderr
     assert "is gone" in stderr
+    assert "rank 1 is lost" not in stderr  # the node is
     for host in launched:
         host.wait_until_all_gone(10)
 
