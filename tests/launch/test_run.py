@@ -197,24 +197,52 @@ time.sleep(60)
     assert sorted(done.stdout.splitlines()) == ["[rank 1] lost 0 0", "[rank 2] lost 0 1"]
 
 
-def test_a_rank_that_was_given_up_for_its_silence_is_named(run):
+def test_a_rank_that_is_given_up_for_its_silence_is_named_at_once(run):
     done = run(
         """
 import rankwire
-with rankwire.connect(suspect_after=0.2, fail_after=0.8) as backend:
-    backend.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+backend = rankwire.connect(suspect_after=0.2, fail_after=0.8)
+backend.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
     backend.recv(1)
+finally:
+    time.sleep(0.3)
+    print("a while later", file=sys.stderr, flush=True)
 """,
         "--grace",
         "0.5",
     )
     assert done.returncode == 1
-    assert "rank 1 was given up: its process has been silent for" in done.stderr
-    assert "rank 0 failed first: exit code 1" in done.stderr
-    assert "    rankwire.errors.PeerUnresponsiveError: " in done.stderr
+    lines = done.stderr.splitlines()
+    given_up = next(i for i, line in enumerate(lines) if "rank 1 was given up: its process" in line)
+    assert given_up < lines.index("[rank 0] a while later")
+    assert "fell because of rank 1: PeerUnresponsiveError: " in done.stderr
+    assert "rankwire: failed because of that: rank 0 (exit code 1)\n" in done.stderr
+    assert "failed first" not in done.stderr
     assert "killed: rank 1\n" in done.stderr
+
+
+def test_a_rank_that_ends_well_before_it_joins_fails_the_others_at_once(run):
+    done = run(
+        """
+if rank != 1:
+    import rankwire
+    rankwire.connect()
+""",
+        ranks=3,
+    )
+    assert done.returncode == 1
+    words = "the world cannot form: rank 1 ended (exit code 0) before it joined"
+    lines = done.stderr.splitlines()
+    assert lines.count(f"rankwire: {words}") == 1
+    for rank in (0, 2):
+        assert any(
+            line.startswith(f"[rank {rank}] fell because of rank 1: RendezvousError: {words}")
+            for line in lines
+        )
+    assert lines[-1].startswith("rankwire: failed because of that: rank ")
 
 
 def test_who_raised_first_is_known_from_the_coordinator(run):

@@ -40,6 +40,11 @@ def test_a_loss_that_was_only_logged_explains_nothing():
     assert not Failure(2, Ending(code=1), ["PeerLostError: seen"]).is_consequence
 
 
+def test_the_one_line_of_a_rank_that_fell_because_of_another_counts():
+    assert Failure(0, Ending(code=1), ["x", "fell because of rank 2: y"]).is_consequence
+    assert not Failure(0, Ending(code=1), ["fell because of rank 2: y", "x"]).is_consequence
+
+
 def test_who_was_killed_lost_nobody():
     killed = Failure(2, Ending(signal=signal.SIGKILL), LOST.errors)
     assert first_failure([LOST, killed]) is killed

@@ -122,6 +122,7 @@ class Job:
         self._present: set[int] = set()
         self._suspected: set[int] = set()
         self._trouble = ""  # what ended the job besides a rank
+        self._began = ""  # what ranks may fall by besides the failure of one
         self._received: int | None = None  # the signal that ended the job
         self._received_at = -math.inf
         self._is_stopping = False
@@ -142,6 +143,7 @@ class Job:
             on_formed=lambda world: inlet.post(lambda: self._formed(len(world.members))),
             on_gone=lambda gone: inlet.post(lambda: self._rank_gone(gone)),
             on_suspected=lambda suspected: inlet.post(lambda: self._rank_suspected(suspected)),
+            on_hopeless=lambda reason: inlet.post(lambda: self._say_began(reason)),
             nodes=nodes,
             on_launcher=lambda node, link: inlet.post(lambda: self._launcher_came(node, link)),
         )
@@ -208,6 +210,8 @@ class Job:
                 )
             for number in self._loop.turn(_STATUS_EVERY):
                 self._obey(number)
+            nodes = ", ".join(map(str, missing))
+            self._output.remind(f"waiting for the launcher of node {nodes} at {self._address}")
             if self._received is not None:
                 return
 
@@ -242,7 +246,7 @@ class Job:
         size = sum(part.count for part in self._parts)
         job = f"{self._name}.{attempt}"
         self._ended, self._lost, self._present, self._suspected = {}, {}, set(), set()
-        self._fell = set()
+        self._fell, self._began = set(), ""
         self._is_stopping, self._stop_at = False, math.inf
         self._host.expect(world_size=size, job=job)
         world = World(size, self._address, job, self._secret, attempt)
@@ -297,6 +301,8 @@ class Job:
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         self._ended[rank] = ending, by_itself
+        if not ending.is_failure:
+            self._host.expect_never(rank, f"rank {rank} ended ({ending}) before it joined")
         if ending.is_failure and by_itself and not self._is_stopping:
             self._stop_at = min(self._stop_at, monotonic() + _SETTLE)
 
@@ -311,6 +317,12 @@ class Job:
             self._lost.setdefault(gone.rank, gone)
             if gone.exit_code is not None and gone.cause is None and not self._is_stopping:
                 self._fell.add(gone.rank)
+            if gone.silent:
+                self._say_began(f"rank {gone.rank} was given up: {gone.reason}")
+
+    def _say_began(self, reason: str) -> None:
+        self._began = self._began or reason
+        self._output.say(reason, "bold red")
 
     def _rank_suspected(self, suspected: Suspected) -> None:
         if suspected.seconds:
@@ -355,10 +367,11 @@ class Job:
         self._output.show_status("")
         gist = self._trouble
         failures = self._failures()
-        for gone in self._lost.values():
-            if gone.silent:
-                self._output.say(f"rank {gone.rank} was given up: {gone.reason}", "bold red")
-        if failures:
+        if failures and self._began and first_failure(failures).is_consequence:
+            gist = self._began
+            fell = ", ".join(f"rank {failure.rank} ({failure.ending})" for failure in failures)
+            self._output.say(f"failed because of that: {fell}", "bold red")
+        elif failures:
             first = first_failure(failures)
             reason = f" ({first.reason})" if first.reason else ""
             gist = (

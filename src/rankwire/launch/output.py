@@ -18,6 +18,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import IO, BinaryIO
 
 from rich.console import Console
@@ -41,6 +42,9 @@ _TAIL_LINES = 60
 _TAIL_LINE_CHARACTERS = 500
 # What is further up than this on a screen has to be looked for.
 _SCREEN_LINES = 40
+# What takes no longer is not worth a line, and a line each second fills a log.
+REMIND_AFTER = 5.0
+REMIND_EVERY = 30.0
 _ERASE = b"\r\x1b[K"
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
@@ -180,6 +184,7 @@ class Output:
         if self._stderr.is_terminal and _are_one_file(1, 2):
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
+        self._remind_at = monotonic() + REMIND_AFTER
         self._streams: list[Stream] = []
         self._errors: dict[int, Stream] = {}
         self._closing = contextlib.ExitStack()
@@ -216,6 +221,12 @@ class Output:
         if self._stderr.is_terminal and (not text or not self._stderr.pending):
             self._stderr.show_status(text)
             self._balance(self._stderr)
+
+    def remind(self, text: str) -> None:
+        """Say now and then what is waited for, where no status line can; call it as often."""
+        if not self._stderr.is_terminal and monotonic() >= self._remind_at:
+            self._remind_at = monotonic() + REMIND_EVERY
+            self.say(text)
 
     def last_errors(self, rank: int) -> list[str]:
         """Return the last lines that ``rank`` wrote to its stderr."""

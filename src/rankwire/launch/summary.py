@@ -23,6 +23,8 @@ _LOSS_OF_ANOTHER = re.compile(
     r"(rankwire\.errors\.)?"
     r"(PeerLost|PeerUnresponsive|ChannelClosed|NoConnection|Rendezvous)Error\b"
 )
+# As ``tracebacks`` prints it.
+_FELL_BECAUSE = re.compile(r"fell because of rank \d+: ")
 # At the beginning of the line: a quoted one, of another rank, is indented or behind a bar.
 _TRACEBACK = "Traceback (most recent call last)"
 # Without a traceback, the end of what it said.
@@ -62,8 +64,9 @@ class Failure:
             return False
         if self.gone is not None and _has_fallen(self.gone):
             return self.gone.cause is not None
-        lines = _last_traceback(self.errors)
-        return any(_LOSS_OF_ANOTHER.match(line) for line in lines)
+        if any(_FELL_BECAUSE.match(line) for line in self.errors[-1:]):
+            return True
+        return any(_LOSS_OF_ANOTHER.match(line) for line in _last_traceback(self.errors))
 
     @property
     def is_in_its_stderr(self) -> bool:

@@ -106,10 +106,17 @@ class World(msgspec.Struct, frozen=True, tag="world"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Coordinator to members: the world will not form."""
+    """Coordinator to members: the world will not form.
+
+    Attributes:
+        reason: Why not.
+        missing: Who has not joined.
+        cause: The rank that will not, if it is known to be that one's doing.
+    """
 
     reason: str
     missing: list[int]
+    cause: int | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
