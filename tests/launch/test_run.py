@@ -306,6 +306,25 @@ def test_who_began_it_and_does_not_end_is_stopped_and_named(run):
     assert "stopped: rank 1\n" in done.stderr
 
 
+def test_who_fell_in_an_earlier_world_is_not_blamed_for_what_happens_in_the_next(run):
+    done = run(
+        """
+import contextlib, rankwire
+with contextlib.suppress(KeyError, rankwire.PeerLostError), rankwire.connect() as backend:
+    if rank == 1:
+        raise KeyError("was dealt with")
+    backend.recv(1)
+backend = rankwire.connect()
+backend.barrier()
+if rank == 0:
+    sys.exit(4)
+time.sleep(60)
+"""
+    )
+    assert done.returncode == 4
+    assert "rank 0 failed first: exit code 4\n" in done.stderr
+
+
 def test_who_lost_another_is_not_to_blame(run):
     done = run(
         """

@@ -23,7 +23,7 @@ from rankwire.errors import (
     RemoteError,
 )
 
-__all__ = ["CONSEQUENCES", "Losses", "is_consequence", "root_of"]
+__all__ = ["CONSEQUENCES", "Losses", "chain", "is_consequence", "root_of"]
 
 # Errors that come from another rank's failure, whatever else they say.
 CONSEQUENCES = (PeerLostError, CollectiveAbortedError)
@@ -37,7 +37,7 @@ def root_of(error: BaseException | None) -> int | None:
 
     Those that it was raised from, or while handling, count too; of a group of errors, all of them.
     """
-    for link in _chain(error):
+    for link in chain(error):
         if isinstance(link, RankwireError) and link.root is not None:
             return link.root
         if isinstance(link, BaseExceptionGroup):
@@ -49,7 +49,7 @@ def root_of(error: BaseException | None) -> int | None:
 
 def is_consequence(error: BaseException | None) -> bool:
     """Whether an error comes from the failure of some other rank, whichever that is."""
-    for link in _chain(error):
+    for link in chain(error):
         if isinstance(link, CONSEQUENCES):
             return True
         if isinstance(link, RemoteError) and link.remote_type in _NAMES_OF_CONSEQUENCES:
@@ -59,9 +59,10 @@ def is_consequence(error: BaseException | None) -> bool:
     return False
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
+def chain(error: BaseException | None) -> list[BaseException]:
+    """Return an error and those that it was raised from or while handling, the last one first."""
     found: list[BaseException] = []
-    while error is not None and error not in found:
+    while error is not None and not any(error is link for link in found):
         found.append(error)
         error = error.__cause__ or error.__context__
     return found

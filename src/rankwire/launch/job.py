@@ -272,6 +272,8 @@ class Job:
 
     def _stop_due(self) -> float:
         """Return when to stop the others after a failure: not while who began it is ending."""
+        if self._stop_at == math.inf:
+            return math.inf
         is_ending = any(not blamed(self._lost.values()).isdisjoint(p.alive) for p in self._parts)
         return self._stop_at + (self._grace if is_ending else 0.0)
 
@@ -337,7 +339,8 @@ class Job:
                 part = next(part for part in self._parts if rank in part.ranks)
                 gone = self._lost.get(rank)
                 if not by_itself and ending.signal is not None and gone is not None:
-                    ending = Ending(code=gone.exit_code)  # but for us it would have ended so
+                    # But for us it would have ended as it said; never well, whatever it said.
+                    ending = Ending(code=(gone.exit_code or 0) & 0xFF or 1)
                 found.append(Failure(rank, ending, part.errors_of(rank), gone))
         return in_order_of_loss(found, list(self._lost))
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from rankwire.backends.blame import CONSEQUENCES
+from rankwire.backends.blame import CONSEQUENCES, chain
 from rankwire.backends.falling import describe
 from rankwire.errors import PeerLostError, RankwireError
 from rankwire.launch.places import RANK
@@ -81,14 +81,11 @@ def _is_consequence(error: RankwireError, rank: int) -> bool:
     return error.root != rank and (error.root is not None or isinstance(error, CONSEQUENCES))
 
 
-def _quoted_tracebacks(error: BaseException | None) -> Iterator[str]:
+def _quoted_tracebacks(error: BaseException) -> Iterator[str]:
     """Return the tracebacks of other ranks in the texts of an error and those before it."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        if isinstance(error, PeerLostError) and error.remote_traceback:
-            yield str(error).removeprefix(RankwireError.__str__(error))
-        error = error.__cause__ or error.__context__
+    for link in chain(error):
+        if isinstance(link, PeerLostError) and link.remote_traceback:
+            yield str(link).removeprefix(RankwireError.__str__(link))
 
 
 def _where(error: BaseException) -> str:
