@@ -3,14 +3,17 @@
 import contextlib
 import pickle
 
+import numpy as np
 import pytest
 
+from rankwire import all_reduce
 from rankwire.backends.blame import Losses, is_consequence, root_of
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
+    DeadlineExceededError,
     PeerLostError,
     PeerUnresponsiveError,
     RemoteError,
@@ -178,6 +181,22 @@ def test_all_survivors_name_the_first_cause(kind, wrap):
             )
             assert str(error).count("Traceback") == 1
             assert "traceback on rank 1:" in str(error)
+
+
+def test_who_gives_up_a_collective_of_a_group_is_named_by_its_rank_in_the_world():
+    with contextlib.ExitStack() as stack:
+        world = [stack.enter_context(rank) for rank in SimulatedBackend.create_group(4)]
+        making = [Running(SubBackend, world[rank], [1, 2, 3]) for rank in (1, 2, 3)]
+        one, two, _ = (stack.enter_context(group.result()) for group in making)
+        reducing = Running(all_reduce, one, np.ones(4))
+        with pytest.raises(DeadlineExceededError):
+            all_reduce(two, np.ones(4), timeout=0.05)  # the third does not come
+        error = reducing.error()
+        assert isinstance(error, CollectiveAbortedError)
+        assert (error.peer, error.root) == (1, 2)
+        waiting = Running(world[0].recv, 1)
+        world[1].close(error=error)
+        assert waiting.error().root == 2
 
 
 def catch_and_fail_later(backend):

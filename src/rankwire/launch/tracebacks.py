@@ -68,8 +68,8 @@ def brief(error: BaseException, rank: int = -1) -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"{describe(error)}{_where(error)}\n"
     if isinstance(error, RankwireError) and _is_consequence(error, rank):
-        because = "" if error.root is None else f"because of rank {error.root}: "
-        return f"fell {because}{describe(error)}{_where(error)}\n"
+        because = "" if error.root is None else f" because of rank {error.root}"
+        return f"fell{because}: {describe(error)}{_where(error)}\n"
     text = "".join(traceback.format_exception(error))
     for quoted in _quoted_tracebacks(error):
         text = text.replace(quoted, "")
