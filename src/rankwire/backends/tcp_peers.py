@@ -120,7 +120,8 @@ class Peer:
             if isinstance(marked, PeerLostError):
                 self._on_lost(marked)
             elif not isinstance(marked, ChannelClosedError):  # it broke the protocol, say
-                self._on_lost(PeerLostError(self.member.rank, marked.message))
+                rank = self.member.rank
+                self._on_lost(PeerLostError(rank, marked.message, root=rank))
         assert self.failure is not None
         return self.failure
 
