@@ -130,11 +130,20 @@ def test_a_hook_of_somebody_else_stays(monkeypatch):
     assert sys.excepthook is tracebacks._report
 
 
-@pytest.mark.parametrize("log", ["/dev/full", "/no/such/file"])
-def test_if_the_log_cannot_be_written_everything_is_printed(monkeypatch, capsys, log, loss):
-    monkeypatch.setenv(tracebacks.LOG_FILE, log)
+@pytest.mark.parametrize("obstacle", ["a device", "nothing", "a link", "a pipe"])
+def test_if_the_log_cannot_be_written_everything_is_printed(
+    monkeypatch, capsys, tmp_path, obstacle, loss
+):
+    log, other = tmp_path / "rank_0.log", tmp_path / "precious"
+    other.write_text("")
+    if obstacle == "a link":
+        log.symlink_to(other)
+    elif obstacle == "a pipe":
+        os.mkfifo(log)
+    monkeypatch.setenv(tracebacks.LOG_FILE, "/dev/full" if obstacle == "a device" else str(log))
     tracebacks._report(type(loss), loss, loss.__traceback__)
     assert capsys.readouterr().err == whole(loss)
+    assert other.read_text() == ""
 
 
 # -- under the launcher ----------------------------------------------------------------------------

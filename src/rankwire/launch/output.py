@@ -132,13 +132,13 @@ class Stream:
             data = os.read(self.pipe.fileno(), _READ_NBYTES)
         except BlockingIOError:
             return None
-        if (log := self._log) is not None:
+        if self._log is not None:
             try:
-                log.write(data)
+                self._log.write(data)
             except OSError as error:  # a full disk stops the log, not the job
                 self._log = None
-                text = f"rankwire: the log of {self._name}, {log.name}, ends here: {error}"
-                self.sink.put(f"{text}\n".encode())
+                text = f"rankwire: the log of {self._name} ends here: {error}\n"
+                self.sink.put(text.encode())
         self._put(self._splitter.feed(data) if data else self._splitter.finish())
         return len(data)
 
@@ -201,7 +201,7 @@ class Output:
             prefix = b""
             if self._has_prefix:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            stream = Stream(pipe, sink, prefix, log, f"rank {rank}")
+            stream = Stream(pipe, sink, prefix, log, f"rank {rank}, {self.log_of(rank)},")
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
         self._errors[rank] = stream

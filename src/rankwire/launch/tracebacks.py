@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -57,10 +58,16 @@ def _report(kind: type[BaseException], error: BaseException, frames: TracebackTy
 def _log_whole(error: BaseException, text: str) -> None:
     """Write all of it to the log, unless what is printed is all of it: that is logged anyway."""
     path, whole = os.environ.get(LOG_FILE), "".join(traceback.format_exception(error))
-    if path and whole != text:
-        # The launcher appends too: neither overwrites the other.
-        with open(path, "a", encoding="utf-8", errors="backslashreplace") as log:
-            log.write(whole)
+    if not path or whole == text:
+        return
+    # The launcher has made the file, and appends too: neither overwrites the other. In a folder
+    # that others can write, something else may be in its place by now.
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "wb", buffering=0) as log:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise OSError(f"{path} is no longer the log")
+        log.write(whole.encode("utf-8", "backslashreplace"))
 
 
 def brief(error: BaseException, rank: int = -1) -> str:
