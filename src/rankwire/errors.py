@@ -16,7 +16,7 @@ Tree::
       AuthenticationError(ConnectionError)    the secrets differ, or a stranger answered
       RendezvousError(ConnectionError)        .missing .reason: the world did not form
       NoConnectionError(ConnectionError)      a peer that cannot be reached
-      PeerLostError(ConnectionError)          .reason .remote_traceback .may_have_run: it died
+      PeerLostError(ConnectionError)          .reason .root .remote_traceback .may_have_run: it died
         PeerUnresponsiveError                 alive for the kernel, silent for too long
       ChannelClosedError(ConnectionError)     this side, or the peer in good order, has closed
       DeadlineExceededError(TimeoutError)     .limit .waiting_for .may_have_run .may_have_arrived
@@ -83,10 +83,13 @@ class RankwireError(Exception):
         peer: The rank at the other end.
         tag: The message tag.
         waited: Seconds spent in the operation.
+        root: The rank of the world, also in a group, whose failure this is a consequence of, where
+            that is known.
         is_reported: Whether the other ranks of a collective know of it.
     """
 
     is_reported: bool = False
+    root: int | None = None
     op: str | None = None
     rank: int | None = None
     peer: int | None = None
@@ -271,24 +274,29 @@ class PeerLostError(RankwireError, ConnectionError):
     Attributes:
         peer: The rank that is lost.
         reason: How that was noticed, or the error that the peer fell by.
-        remote_traceback: The traceback of that error, as text; else empty.
+        root: The rank whose failure began it: the peer, or the one because of which the peer fell.
+        remote_traceback: The traceback of the error that the root fell by, as text; else empty.
         may_have_run: For a call: whether the function may have run.
     """
 
     peer: int
     may_have_run: bool = False
 
-    def __init__(self, peer: int, reason: str, *, remote_traceback: str = "") -> None:
+    def __init__(
+        self, peer: int, reason: str, *, remote_traceback: str = "", root: int | None = None
+    ) -> None:
         super().__init__(f"rank {peer} is lost: {reason}")
         self.peer = peer
         self.reason = reason
+        self.root = root
         self.remote_traceback = remote_traceback
 
     def __str__(self) -> str:
         text = super().__str__()
         if self.remote_traceback:
             quoted = "\n".join(f"  | {line}" for line in self.remote_traceback.splitlines())
-            text += f"\n\ntraceback on rank {self.peer}:\n{quoted}"
+            where = self.peer if self.root is None else self.root
+            text += f"\n\ntraceback on rank {where}:\n{quoted}"
         return text
 
 

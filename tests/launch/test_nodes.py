@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -217,6 +218,7 @@ def test_row_54_a_killed_launcher_ends_the_job_on_all_hosts(hosts, victim):
     assert code == 1
     assert f"the launcher of node {victim}" in stderr
     assert "is gone" in stderr
+    assert "rank 1 is lost" not in stderr  # the node is
     for host in launched:
         host.wait_until_all_gone(10)
 
@@ -277,6 +279,36 @@ with backend:
     assert [out.count("done in attempt 2 [2, 2, 2, 2]") for _, out, _ in results] == [2, 2]
     assert "restart 1 of 2" in results[0][2]
     assert "restart 2 of 2" in results[0][2]
+
+
+def test_a_launcher_that_waits_for_others_says_so_without_a_terminal(hosts):
+    """Each waits for the one before it: node 0 for node 2, node 1 for node 0 to start."""
+    hosts.write("pass")
+    program = (
+        "import rankwire.launch.output as output, rankwire.cli\n"
+        "output.REMIND_AFTER = output.REMIND_EVERY = 0.1\n"
+        "rankwire.cli.main()"
+    )
+    soon = [sys.executable, "-c", program]
+
+    def launch(node):
+        command = hosts.command(node, ranks=1, nodes=3)
+        assert command[: len(COMMAND)] == COMMAND
+        hosts.launchers.append(Launched([*soon, *command[len(COMMAND) - 1 :]]))
+        return hosts.launchers[-1].process.stderr
+
+    def first_with(stderr, words):
+        return next(line for line in stderr if words in line)
+
+    follower = launch(1)
+    assert f"node 0 at {hosts.master}" in first_with(follower, "looking for the launcher of")
+    conductor = launch(0)
+    assert first_with(follower, "waiting for node 0 to start the ranks")
+    assert f"node 2 at {hosts.master}" in first_with(
+        conductor, "waiting for the launcher of node 2"
+    )
+    launch(2)
+    assert [launched.wait()[0] for launched in hosts.launchers] == [0, 0, 0]
 
 
 def test_another_secret_is_refused(hosts, tmp_path):

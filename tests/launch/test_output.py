@@ -8,7 +8,7 @@ import selectors
 import pytest
 
 from rankwire.launch import output as output_module
-from rankwire.launch.output import Output
+from rankwire.launch.output import REMIND_AFTER, Output
 
 
 class Harness:
@@ -175,5 +175,19 @@ def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path):
     os.write(out, b"b\n")
     harness.turn()
     assert "No space left" in (text := harness.read())
+    assert f"the log of rank 0, {tmp_path}/rank_0.log, ends here" in text
     assert text.splitlines()[1:] == ["[rank 0] a", "[rank 0] b"]
     harness.close()
+
+
+def test_without_a_terminal_a_reminder_comes_now_and_then(harness, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("rankwire.launch.output.monotonic", lambda: now[0])
+    harness.output._remind_at = now[0] + REMIND_AFTER
+    said = []
+    for _ in range(100):
+        now[0] += 1.0
+        harness.output.remind(f"waiting ({now[0] - 1000:.0f})")
+        harness.turn()
+        said += harness.read(1).splitlines()
+    assert said == [f"rankwire: waiting ({second})" for second in (5, 35, 65, 95)]

@@ -216,19 +216,38 @@ time.sleep(60)
     code, stdout, stderr = launched.wait()
     assert code == 1
     assert sorted(stdout.splitlines()) == [f"[rank {rank}] asked to stop" for rank in (0, 1, 3)]
-    summary = stderr[stderr.index("rankwire:") :]
-    assert summary.startswith("rankwire: rank 2 failed first: exit code 1\n")
-    assert "Traceback (most recent call last):" in summary
-    assert "    ValueError: the reason\n" in summary
-    assert summary.endswith("rankwire: stopped: ranks 0, 1, 3\n")
+    assert stderr.startswith("[rank 2] Traceback (most recent call last):\n")
+    assert stderr.endswith(
+        "[rank 2] ValueError: the reason\n"
+        "rankwire: rank 2 failed first: exit code 1\n"
+        "rankwire: stopped: ranks 0, 1, 3\n"
+    )
     launched.wait_until_all_gone(0)
 
 
 def test_the_exit_code_is_the_failing_ranks(run):
     done = run("if rank == 1: print('why', file=sys.stderr); sys.exit(7)\ntime.sleep(60)")
     assert done.returncode == 7
-    assert "rank 1 failed first: exit code 7\n" in done.stderr
-    assert "    why\n" in done.stderr
+    assert "[rank 1] why\nrankwire: rank 1 failed first: exit code 7\n" in done.stderr
+
+
+def test_what_it_said_is_shown_again_if_much_was_said_since(run):
+    done = run(
+        """
+if rank == 1:
+    print('why', file=sys.stderr, flush=True)
+    sys.exit(7)
+time.sleep(0.1)
+print("line\\n" * 100, end="", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+    )
+    assert done.stderr.startswith("[rank 1] why\n")
+    assert (
+        "rankwire: rank 1 failed first: exit code 7\n"
+        "rankwire: the last lines of its stderr:\n"
+        "    why\n"
+    ) in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -243,7 +262,7 @@ def test_death_by_a_signal_is_named(run, body, code, words):
     assert done.returncode == code
     assert f"rank 1 failed first: {words}" in done.stderr
     if code == 139:  # also a crash in native code shows where it was
-        assert "    Fatal Python error: Segmentation fault\n" in done.stderr
+        assert "[rank 1] Fatal Python error: Segmentation fault\n" in done.stderr
 
 
 def test_the_death_of_rank_0_is_an_ordinary_one(run):
@@ -269,24 +288,52 @@ time.sleep(60)
     assert sorted(done.stdout.splitlines()) == ["[rank 1] lost 0 0", "[rank 2] lost 0 1"]
 
 
-def test_a_rank_that_was_given_up_for_its_silence_is_named(run):
+def test_a_rank_that_is_given_up_for_its_silence_is_named_at_once(run):
     done = run(
         """
 import rankwire
-with rankwire.connect(suspect_after=0.2, fail_after=0.8) as backend:
-    backend.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+backend = rankwire.connect(suspect_after=0.2, fail_after=0.8)
+backend.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
     backend.recv(1)
+finally:
+    time.sleep(0.3)
+    print("a while later", file=sys.stderr, flush=True)
 """,
         "--grace",
         "0.5",
     )
     assert done.returncode == 1
-    assert "rank 1 was given up: its process has been silent for" in done.stderr
-    assert "rank 0 failed first: exit code 1" in done.stderr
-    assert "    rankwire.errors.PeerUnresponsiveError: " in done.stderr
+    lines = done.stderr.splitlines()
+    given_up = next(i for i, line in enumerate(lines) if "rank 1 was given up: its process" in line)
+    assert given_up < lines.index("[rank 0] a while later")
+    assert "fell because of rank 1: PeerUnresponsiveError: " in done.stderr
+    assert "rankwire: failed because of that: rank 0 (exit code 1)\n" in done.stderr
+    assert "failed first" not in done.stderr
     assert "killed: rank 1\n" in done.stderr
+
+
+def test_a_rank_that_ends_well_before_it_joins_fails_the_others_at_once(run):
+    done = run(
+        """
+if rank != 1:
+    import rankwire
+    rankwire.connect()
+""",
+        ranks=3,
+    )
+    assert done.returncode == 1
+    words = "the world cannot form: rank 1 ended (exit code 0) before it joined"
+    lines = done.stderr.splitlines()
+    assert lines.count(f"rankwire: {words}") == 1
+    for rank in (0, 2):
+        assert any(
+            line.startswith(f"[rank {rank}] fell because of rank 1: RendezvousError: {words}")
+            for line in lines
+        )
+    assert lines[-1].startswith("rankwire: failed because of that: rank ")
 
 
 def test_who_raised_first_is_known_from_the_coordinator(run):
@@ -313,6 +360,62 @@ except KeyError:
     assert "    KeyError: 'the reason'\n" in done.stderr
 
 
+SLOW_TO_END = """
+import atexit
+if rank == 1:
+    atexit.register(time.sleep, {seconds})  # after rankwire has left, which is imported later
+import rankwire
+backend = rankwire.connect()
+backend.barrier()
+if rank == 1:
+    {fall}
+backend.recv(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fall", "code", "words"),
+    [
+        ('raise ValueError("the reason")', 1, "exit code 1 (it raised ValueError: the reason)"),
+        ("sys.exit(3)", 3, "exit code 3\n"),
+    ],
+    ids=["by an error", "by a code"],
+)
+def test_who_is_slow_to_end_is_blamed_all_the_same(run, fall, code, words):
+    done = run(SLOW_TO_END.format(seconds=1.0, fall=fall), ranks=3)
+    assert done.returncode == code
+    assert f"rank 1 failed first: {words}" in done.stderr
+    assert "failed too: rank " in done.stderr
+    assert "stopped" not in done.stderr
+
+
+def test_who_began_it_and_does_not_end_is_stopped_and_named(run):
+    fall = "raise ValueError('the reason')"
+    done = run(SLOW_TO_END.format(seconds=60, fall=fall), "--grace", "0.5", ranks=3)
+    assert done.returncode == 1
+    assert "rank 1 failed first: exit code 1 (it raised ValueError: the reason)" in done.stderr
+    assert "stopped: rank 1\n" in done.stderr
+
+
+def test_who_fell_in_an_earlier_world_is_not_blamed_for_what_happens_in_the_next(run):
+    done = run(
+        """
+import contextlib, rankwire
+with contextlib.suppress(KeyError, rankwire.PeerLostError), rankwire.connect() as backend:
+    if rank == 1:
+        raise KeyError("was dealt with")
+    backend.recv(1)
+backend = rankwire.connect()
+backend.barrier()
+if rank == 0:
+    sys.exit(4)
+time.sleep(60)
+"""
+    )
+    assert done.returncode == 4
+    assert "rank 0 failed first: exit code 4\n" in done.stderr
+
+
 def test_who_lost_another_is_not_to_blame(run):
     done = run(
         """
@@ -324,7 +427,6 @@ raise ValueError("the reason")
 """,
     )
     assert "rank 1 failed first: exit code 1" in done.stderr
-    assert "    ValueError: the reason\n" in done.stderr
     assert "failed too: rank 0 (exit code 1)" in done.stderr
 
 

@@ -7,15 +7,21 @@ import pytest
 from rankwire.launch.child import Ending
 from rankwire.launch.summary import (
     Failure,
+    blamed,
     excerpt,
     first_failure,
     in_order_of_loss,
     list_ranks,
 )
+from rankwire.rendezvous.messages import Fallen, Gone, gone_by
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>']
 LOST = Failure(0, Ending(code=1), [*TRACEBACK, "rankwire.errors.PeerLostError: rank 1 is lost"])
 OWN = Failure(1, Ending(code=2), [*TRACEBACK, "ValueError: no"])
+
+
+def fallen(rank, *, cause=None, traceback=""):
+    return gone_by(rank, Fallen("it raised ValueError", traceback, cause))
 
 
 def test_the_first_with_a_reason_of_its_own():
@@ -34,6 +40,11 @@ def test_a_loss_that_was_only_logged_explains_nothing():
     assert not Failure(2, Ending(code=1), ["PeerLostError: seen"]).is_consequence
 
 
+def test_the_one_line_of_a_rank_that_fell_because_of_another_counts():
+    assert Failure(0, Ending(code=1), ["x", "fell because of rank 2: y"]).is_consequence
+    assert not Failure(0, Ending(code=1), ["fell because of rank 2: y", "x"]).is_consequence
+
+
 def test_who_was_killed_lost_nobody():
     killed = Failure(2, Ending(signal=signal.SIGKILL), LOST.errors)
     assert first_failure([LOST, killed]) is killed
@@ -48,11 +59,27 @@ def test_a_quoted_traceback_is_not_the_ranks_own():
 
 
 def test_what_it_told_the_coordinator_when_its_stderr_tells_nothing():
-    told = "\n".join(OWN.errors)
+    told = fallen(2, traceback="\n".join(OWN.errors))
     quiet = Failure(2, Ending(code=1), ["shutting down"], told)
     assert quiet.excerpt == OWN.errors
-    assert Failure(2, Ending(code=1), OWN.errors, "other").excerpt == OWN.errors
-    assert Failure(2, Ending(code=1), [], "\n".join(LOST.errors)).is_consequence
+    other = fallen(2, traceback="other")
+    assert Failure(2, Ending(code=1), OWN.errors, other).excerpt == OWN.errors
+
+
+def test_what_a_rank_said_of_itself_counts_more_than_its_text():
+    assert Failure(0, Ending(code=1), [], fallen(0, cause=1)).is_consequence
+    assert Failure(0, Ending(code=1), OWN.errors, fallen(0, cause=1)).is_consequence
+    assert not Failure(0, Ending(code=1), LOST.errors, fallen(0)).is_consequence
+    ended = Gone(0, "its connection ended")
+    assert Failure(0, Ending(code=1), LOST.errors, ended).is_consequence
+    assert Failure(0, Ending(code=1), [], fallen(0)).reason == "it raised ValueError"
+    assert Failure(0, Ending(code=1), [], ended).reason == ""
+
+
+def test_who_began_it_is_known_from_their_own_words_and_those_of_others():
+    assert blamed([]) == set()
+    assert blamed([Gone(3, "its connection ended"), fallen(0, cause=1), fallen(2)]) == {1, 2}
+    assert blamed([Gone(1, "silent", silent=True), fallen(0, cause=1)]) == set()
 
 
 def test_the_order_in_which_the_coordinator_lost_them():

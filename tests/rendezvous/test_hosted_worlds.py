@@ -105,7 +105,7 @@ def test_launchers_are_let_in_by_their_numbers(hosted):
     eventually(lambda: heard.extend(other_end.receive()) or heard)
     assert (node, heard) == (2, [Here(4, "host")])
     link.close()
-    for number, nodes, words in ((1, 2, "size of 3"), (3, 3, "not one of"), (0, 3, "not one of")):
+    for number, nodes, words in ((1, 2, "--nnodes 3"), (3, 3, "not one of"), (0, 3, "not one of")):
         with pytest.raises(RendezvousError, match=words):
             meeting.dial(number, nodes)
 

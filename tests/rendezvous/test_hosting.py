@@ -38,24 +38,25 @@ class Launcher:
             job="hosted",
             on_formed=lambda world: self.told.append("formed"),
             on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
+            on_hopeless=self.told.append,
+        )
+
+    def join(self, rank, world_size, **options):
+        return Running(
+            TcpBackend,
+            rank,
+            world_size,
+            self.address,
+            secret=SECRET,
+            job="hosted",
+            has_coordinator=True,
+            join_timeout=10.0,
+            timeout=10.0,
+            **options,
         )
 
     def world(self, world_size, **options):
-        forming = [
-            Running(
-                TcpBackend,
-                rank,
-                world_size,
-                self.address,
-                secret=SECRET,
-                job="hosted",
-                has_coordinator=True,
-                join_timeout=10.0,
-                timeout=10.0,
-                **options,
-            )
-            for rank in range(world_size)
-        ]
+        forming = [self.join(rank, world_size, **options) for rank in range(world_size)]
         return [running.result() for running in forming]
 
 
@@ -144,3 +145,40 @@ def test_a_launcher_that_was_given_up_while_it_stood_still_blames_no_rank(launch
         rank.close()
     for rank in launcher.world(3):
         rank.close()
+
+
+def test_who_waits_for_a_rank_that_has_ended_is_told_at_once(launcher):
+    early = launcher.join(0, 3)
+    eventually(lambda: 0 in launcher.host._coordinator._members)
+    launcher.host.expect_never(2, "rank 2 ended (exit code 0) before it joined")
+    late = launcher.join(1, 3)
+    for joining in (early, late):
+        error = joining.error()
+        assert isinstance(error, RendezvousError)
+        assert "rank 2 ended (exit code 0) before it joined" in error.reason
+        assert (error.missing, error.root) == ([2], 2)
+        assert joining.seconds < 5.0
+    assert launcher.told == ["the world cannot form: rank 2 ended (exit code 0) before it joined"]
+
+
+def test_who_ended_after_one_world_is_missed_in_the_next_and_expected_when_all_start_anew(launcher):
+    for backend in launcher.world(3):
+        backend.close()
+    eventually(lambda: len(launcher.told) == 4)
+    launcher.host.expect_never(1, "rank 1 ended (exit code 0) before it joined")
+    assert launcher.join(0, 3).error().missing == [1]
+    launcher.host.expect(job="hosted")
+    for backend in launcher.world(3):
+        backend.close()
+
+
+def test_a_rank_that_ended_does_not_end_a_world_that_stands(launcher):
+    zero, one, two = launcher.world(3)
+    two.close()
+    launcher.host.expect_never(2, "rank 2 ended (exit code 0) before it joined")
+    zero.send(b"on we go", 1)
+    assert one.recv(0) == b"on we go"
+    zero.close()
+    one.close()
+    eventually(lambda: len(launcher.told) == 4)
+    assert {told[0] for told in launcher.told[1:]} == {0, 1, 2}

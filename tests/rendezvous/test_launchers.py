@@ -79,6 +79,23 @@ def test_an_end_is_found_by_the_next_look():
             pair.there.receive()
 
 
+def test_the_other_launcher_is_not_called_a_rank():
+    with Pair() as pair:
+        pair.here.tell(Kill())
+        assert pair.there.receive() == [Kill()]
+        pair.here.close()
+        for _ in range(2):
+            with pytest.raises(PeerLostError) as caught:
+                pair.there.receive()
+            assert str(caught.value) == "its connection ended"
+    with Pair() as pair:
+        pair.connections[0].farewell(Deadline(1.0))
+        pair.there.receive()
+        with pytest.raises(ChannelClosedError) as caught:
+            pair.there.receive()
+        assert str(caught.value) == "it has left"
+
+
 def test_who_cannot_be_told_is_gone():
     with Pair() as pair:
         pair.there.close()

@@ -34,6 +34,7 @@ from rankwire.wire.handshake import (
     job_id,
     refusal,
 )
+from rankwire.wire.seals import Protection
 
 SECRET = b"the secret of this job, 32 bytes"
 KEY = handshake_key(SECRET)
@@ -341,9 +342,9 @@ def refused(status, detail, purpose):
     ids=lambda value: value.name if isinstance(value, Status) else None,
 )
 def test_a_refusal_says_why_by_type_and_text(status, detail, text):
-    for purpose in Purpose:
+    for purpose in set(Purpose) - {Purpose.LAUNCH}:
         error = refused(status, detail, purpose)
-        is_joining = purpose in (Purpose.JOIN, Purpose.LAUNCH)
+        is_joining = purpose is Purpose.JOIN
         assert type(error) is (RendezvousError if is_joining else NoConnectionError)
         assert re.search(text, str(error))
 
@@ -380,6 +381,27 @@ def test_the_listener_finds_the_key_once_it_knows_who_dials():
             with pytest.raises(AuthenticationError):
                 responder.verify(proof)
     assert [hello.rank for hello in asked] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "text"),
+    [
+        (Status.WRONG_WORLD_SIZE, 8, "the job has --nnodes 8, this launcher was told --nnodes 4"),
+        (Status.INVALID_RANK, 2, "--node-rank 2 is not one of 1 to 1 (--nnodes 2)"),
+        (Status.OTHER_JOB, 0, "another job listens at this address"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Status) else None,
+)
+def test_a_launcher_is_refused_in_the_words_of_its_options(status, detail, text):
+    error = refused(status, detail, Purpose.LAUNCH)
+    assert type(error) is RendezvousError
+    assert str(error) == text
+
+
+def test_a_launcher_with_other_protection_is_told_its_options():
+    text = str(refused(Status.TOO_LITTLE_PROTECTION, Protection.SEALED, Purpose.LAUNCH))
+    assert "give all launchers the same --master and --tls" in text
+    assert "rank" not in text
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

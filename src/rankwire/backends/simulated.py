@@ -206,7 +206,7 @@ class SimulatedBackend(Backend):
         with self.network.changing():
             if not self._closed:
                 self._closed = True
-                fall = fall_by(error)
+                fall = fall_by(error, first_lost=self.network.losses.first)
                 if fall is None:
                     self._leave()
                 else:

@@ -27,6 +27,7 @@ from time import monotonic
 from typing import Protocol
 
 from rankwire.backends.base import check_rank
+from rankwire.backends.blame import Losses
 from rankwire.backends.falling import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
 from rankwire.backends.simulated_lanes import Landing, Lane
@@ -72,6 +73,8 @@ class Network:
         self._left: set[int] = set()
         self._killed: set[int] = set()
         self._falls: dict[int, Fall] = {}
+        self._ends: dict[int, RankwireError] = {}
+        self.losses = Losses()
         self._broken: set[Link] = set()
         self._lanes: dict[tuple[int, int, str], Lane] = {}
         self._sent: Counter[int] = Counter()
@@ -202,12 +205,12 @@ class Network:
         if rank in self._killed:
             return PeerLostError(rank, "this rank itself was killed")
         if peer in self._killed:
-            fall = self._falls.get(peer, _KILLED)
-            return PeerLostError(peer, fall.reason, remote_traceback=fall.traceback)
+            return self._ends[peer].copy()
         if rank != peer and link_between(rank, peer) in self._broken:
             return PeerLostError(peer, "the link to it is broken")
         if peer in self._left:
-            return ChannelClosedError(f"rank {peer} has left").during(peer=peer)
+            left = ChannelClosedError(f"rank {peer} has left").during(peer=peer)
+            return self.losses.explain(left)
         return None
 
     def leave(self, rank: int) -> None:
@@ -275,6 +278,9 @@ class Network:
         if rank in self._killed or rank in self._left:
             return
         self._killed.add(rank)
+        fall = self._falls.get(rank, _KILLED)
+        loss = PeerLostError(rank, fall.reason, remote_traceback=fall.traceback)
+        self._ends[rank] = self.losses.explain(loss, cause=fall.cause)
         for lane in self._lanes.values():
             if rank in (lane.src, lane.dst):
                 self._abort(lane)

@@ -128,6 +128,10 @@ class SubBackend(Backend):
         """Return the rank in this group of a parent rank, or None if it is not a member."""
         return self._members.index(parent_rank) if parent_rank in self._members else None
 
+    def world_rank_of(self, rank: int) -> int:
+        """See ``Backend.world_rank_of``."""
+        return self._parent.world_rank_of(self.to_global(rank))
+
     # -- messages ----------------------------------------------------------------------------------
 
     def transmit(

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
+from rankwire.backends.blame import Losses
 from rankwire.backends.ending import close_at_exit
 from rankwire.backends.falling import fall_by
 from rankwire.backends.status import PeerStatus
@@ -188,6 +189,7 @@ class TcpBackend(Backend):
         self._services_closed: set[int] = set()
         self._callers_waiting: dict[int, dict[int, Connection]] = {}  # by service and rank
         self._peers: dict[int, Peer] = {}
+        self._losses = Losses()
         self._is_watched = True
         self._closing = threading.Event()
         self._introductions = threading.Thread(
@@ -229,6 +231,7 @@ class TcpBackend(Backend):
                 expects_verdict=self._expects_verdict,
                 catch_up=self._formation.catch_up,
                 on_lost=self._events.lost,
+                explain=self._explain_end,
             )
             for member in world.members
             if member.rank != self.rank
@@ -568,7 +571,7 @@ class TcpBackend(Backend):
         if gone.rank == self.rank:
             for rank, peer in self._peers.items():
                 reason = f"the others have given up this rank: {gone.reason}"
-                peer.judge(PeerLostError(rank, reason))
+                peer.judge(PeerLostError(rank, reason, root=self.rank))
             return
         if gone.rank not in self._peers:
             raise ProtocolError(f"the coordinator tells of rank {gone.rank}, which does not exist")
@@ -577,7 +580,8 @@ class TcpBackend(Backend):
             peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
             return
         kind = PeerUnresponsiveError if gone.silent else PeerLostError
-        peer.judge(kind(gone.rank, gone.reason, remote_traceback=gone.traceback))
+        loss = kind(gone.rank, gone.reason, remote_traceback=gone.traceback)
+        peer.judge(self._losses.explain(loss, cause=gone.cause))
         if not gone.silent and peer.member.host_id == self._me.host_id and peer.member.unix_path:
             remove_socket_file(peer.member.unix_path)  # a killed process cannot remove its own
 
@@ -626,6 +630,9 @@ class TcpBackend(Backend):
             peer.look_for_silence(_UNANSWERED_LIMIT)
             if not self._is_watched:
                 peer.look_for_end()
+
+    def _explain_end(self, error: RankwireError) -> RankwireError:
+        return self._losses.explain(error, is_told=self._is_watched)
 
     def _expects_verdict(self) -> bool:
         return self._is_watched and not self._closed and not self._formation.is_doorkeeper
@@ -696,11 +703,12 @@ class TcpBackend(Backend):
             for port in ports:
                 port.shut_down(cause)
             patience = Deadline(_FAREWELL_PATIENCE)
-            fall = fall_by(error)
+            fall = fall_by(error, first_lost=self._losses.first)
             if fall is not None:  # first of all, before anyone sees a connection end
                 for peer in self._peers.values():
                     peer.turn_away(cause)
-                self._formation.close(Fallen(fall.reason, fall.traceback))
+                root = None if fall.cause == self.rank else fall.cause
+                self._formation.close(Fallen(fall.reason, fall.traceback, root, fall.exit_code))
             for peer in self._peers.values():
                 peer.close(cause, patience, orderly=fall is None)
             for connection in waiting:

@@ -48,6 +48,7 @@ class Peer:
         expects_verdict: Whether the control plane may still tell more, and the caller may wait.
         catch_up: Waits until what it has told is known here, at most for the seconds given.
         on_lost: Called once if the peer is lost.
+        explain: Returns the error to raise for its end, with what else is known; see ``blame``.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Peer:
         expects_verdict: Callable[[], bool] = lambda: False,
         catch_up: Callable[[float], None] = lambda seconds: None,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
+        explain: Callable[[RankwireError], RankwireError] = lambda error: error,
     ) -> None:
         self.member = member
         self._expects_verdict = expects_verdict
         self._catch_up = catch_up
         self._on_lost = on_lost
+        self._explain = explain
         self._has_verdict = threading.Event()
         self.silent_for = 0.0
         self.is_suspected = False
@@ -113,7 +116,7 @@ class Peer:
     def explain_farewell(self, cause: RankwireError) -> RankwireError:
         """Return why it says farewell: its agent closes first if an error passes its blocks."""
         self._await_verdict()
-        return self.failure if isinstance(self.failure, PeerLostError) else cause
+        return self.failure if isinstance(self.failure, PeerLostError) else self._explain(cause)
 
     def _await_verdict(self) -> None:
         if self.failure is not None or not self._expects_verdict():
@@ -123,16 +126,17 @@ class Peer:
 
     def judge(self, cause: RankwireError) -> RankwireError:
         """Do the same at once, because the control plane has said so."""
-        if self._mark(cause):
+        if (marked := self._mark(cause)) is not None:
             self._has_verdict.set()
             for connection in self._all():
-                connection.fail(cause)
+                connection.fail(marked)
             if self.inbox.connection is None:
-                self.inbox.fail(cause)
-            if isinstance(cause, PeerLostError):
-                self._on_lost(cause)
-            elif not isinstance(cause, ChannelClosedError):  # it broke the protocol, say
-                self._on_lost(PeerLostError(self.member.rank, cause.message))
+                self.inbox.fail(marked)
+            if isinstance(marked, PeerLostError):
+                self._on_lost(marked)
+            elif not isinstance(marked, ChannelClosedError):  # it broke the protocol, say
+                rank = self.member.rank
+                self._on_lost(PeerLostError(rank, marked.message, root=rank))
         assert self.failure is not None
         return self.failure
 
@@ -142,23 +146,24 @@ class Peer:
         What it sent before may still be on the way, and is followed by its farewell: connections
         that are read end by themselves.
         """
-        if self._mark(cause):
+        if (marked := self._mark(cause)) is not None:
             self._has_verdict.set()
             if self.messages is not None:
-                self.messages.fail(cause)
+                self.messages.fail(marked)
             if self.inbox.connection is None:
-                self.inbox.fail(cause)
+                self.inbox.fail(marked)
 
     def turn_away(self, cause: RankwireError) -> None:
         """From now on, what ends here ends because this end has closed, not the peer."""
         self._mark(cause)
 
-    def _mark(self, cause: RankwireError) -> bool:
+    def _mark(self, cause: RankwireError) -> RankwireError | None:
+        """Return the cause that stays, if this is the first."""
         with self._lock:
             if self.failure is not None:
-                return False
-            self.failure = cause
-            return True
+                return None
+            self.failure = self._explain(cause)
+            return self.failure
 
     def _all(self) -> list[Connection]:
         with self._lock:

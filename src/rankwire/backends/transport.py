@@ -132,6 +132,10 @@ class Transport(ABC):
         There is one port a service number and rank at a time.
         """
 
+    def world_rank_of(self, rank: int) -> int:
+        """Return the rank in the whole world of a rank of this group."""
+        return rank
+
     def failure_of(self, rank: int) -> RankwireError | None:
         """Return why a peer is gone (``ChannelClosedError`` if it left in good order), or None."""
         return None

@@ -209,6 +209,22 @@ class Team:
         A disagreement counts also when it came to light after this rank had done its part; then it
         ends the next operation, of which the others do not know yet.
         """
+        error = self._failure_of(sequence)
+        if isinstance(error, PeerLostError | CollectiveAbortedError):
+            error.root = self._root_of(error.peer)
+        return error
+
+    def _root_of(self, peer: int | None) -> int | None:
+        """Return whose failure it is that a peer has failed; asks the backend, without the lock."""
+        backend = self.backend
+        if peer is None or peer == backend.rank or not 0 <= peer < backend.world_size:
+            return None
+        known = backend.failure_of(peer)
+        if known is not None and known.root is not None:
+            return known.root
+        return backend.world_rank_of(peer)
+
+    def _failure_of(self, sequence: int) -> RankwireError | None:
         with self._lock:
             for number, notices in sorted(self._failures.items()):
                 for src, notice in notices.items():

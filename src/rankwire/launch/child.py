@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rankwire.launch import environment, places
+from rankwire.launch import environment, places, tracebacks
 from rankwire.launch.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
@@ -94,6 +94,7 @@ class Child:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         tls_dir: Where its certificate is, if it has one.
         leash: A descriptor to inherit, see ``keeper``.
+        log_file: Where its output is written besides, if anywhere.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Child:
         *,
         tls_dir: Path | None = None,
         leash: int | None = None,
+        log_file: Path | None = None,
     ) -> None:
         self.rank = rank
         self.ending: Ending | None = None
@@ -121,6 +123,8 @@ class Child:
             }
             if tls_dir is not None:
                 variables[environment.TLS_DIR] = str(tls_dir)
+            if log_file is not None:
+                variables[tracebacks.LOG_FILE] = str(log_file)
             self._process = subprocess.Popen(
                 # Unbuffered, to see output when it is written; faulthandler, to have a traceback
                 # also of a crash in native code.
@@ -225,7 +229,7 @@ def _is_any_running(group: int) -> bool:
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
     """Return the environment without what concerns a world that this launcher is itself in."""
     environ = dict(os.environ)
-    unwanted = [*_OTHER_SECRETS, environment.SECRET_FD, environment.TLS_DIR]
+    unwanted = [*_OTHER_SECRETS, environment.SECRET_FD, environment.TLS_DIR, tracebacks.LOG_FILE]
     if has_tls:  # else they stay, so that whoever wants TLS is not left without it unawares
         unwanted += environment.TLS_FILES
     for name in unwanted:

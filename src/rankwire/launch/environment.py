@@ -30,6 +30,7 @@ from rankwire.forking import renew_in_child
 from rankwire.launch.certificates import files_of
 from rankwire.launch.handover import ask_for_secret
 from rankwire.launch.places import HYDRA_JOB, OURS, Place, find_place, read_integer
+from rankwire.launch.tracebacks import install
 from rankwire.launch.whereabouts import find_rank_0, own_address
 from rankwire.links.places import ListeningPlace
 from rankwire.links.protection import Tls
@@ -70,6 +71,9 @@ def connect(**options: Any) -> TcpBackend:
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
     ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names.
 
+    Under ``rankwire run``, an error that ends the program is printed short from now on; see
+    ``tracebacks``. ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.
+
     Args:
         **options: Arguments of ``TcpBackend``; they override what the environment says.
 
@@ -78,6 +82,8 @@ def connect(**options: Any) -> TcpBackend:
         RendezvousError: The world did not form in time.
     """
     place = _find_place(os.environ)
+    if place.launcher == OURS:
+        install()
     arguments: dict[str, Any] = {
         "rank": place.rank,
         "world_size": place.world_size,

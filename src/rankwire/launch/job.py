@@ -3,7 +3,9 @@
 The ranks of each host are a *part*: this host's own, or another's by way of its launcher. Rules:
 
 - The first rank that fails ends the attempt on all hosts: the others get SIGTERM, and SIGKILL after
-  the grace. If restarts are left, the whole world is started anew.
+  the grace. A rank that is known to have begun it, by its own word or that of others, has the grace
+  to end by itself before that, so that its exit code is the job's. If restarts are left, the whole
+  world is started anew.
 - A launcher that is gone ends the job.
 - A signal to any launcher goes to every rank once; a second one kills.
 """
@@ -27,7 +29,13 @@ from rankwire.launch.loop import Loop, describe_stdout, stdout_exit_code
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
 from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.status import Counts, describe
-from rankwire.launch.summary import Failure, first_failure, in_order_of_loss, list_ranks
+from rankwire.launch.summary import (
+    Failure,
+    blamed,
+    first_failure,
+    in_order_of_loss,
+    list_ranks,
+)
 from rankwire.links.protection import Policy
 from rankwire.rendezvous.hosting import CoordinatorHost
 from rankwire.rendezvous.launchers import LauncherLink
@@ -79,6 +87,7 @@ class Job:
         policy: How connections of ranks and launchers are protected.
         nodes: How many hosts there are.
         restarts: How many times the world may be started anew.
+        grace: Seconds that a rank may take to end.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class Job:
         policy: Policy,
         nodes: int,
         restarts: int,
+        grace: float,
     ) -> None:
         self._loop = loop
         self._output = loop.output
@@ -101,14 +111,17 @@ class Job:
         self._secret = secret
         self._nodes = nodes
         self._restarts = restarts
+        self._grace = grace
         self._name = f"run-{secrets.token_hex(4)}"
         self._age = Deadline(math.inf)
         self._ended: dict[int, tuple[Ending, bool]] = {}
         self._lost: dict[int, Gone] = {}
+        self._fell: set[int] = set()  # by errors of their own, before anyone was asked to end
         self._present: set[int] = set()
         self._suspected: set[int] = set()
         self._trouble = ""  # what ended the job besides a rank
         self._trouble_code = 1
+        self._began = ""  # what ranks may fall by besides the failure of one
         self._received: int | None = None  # the signal that ended the job
         self._received_at = -math.inf
         self._is_stopping = False
@@ -129,6 +142,7 @@ class Job:
             on_formed=lambda world: inlet.post(lambda: self._formed(len(world.members))),
             on_gone=lambda gone: inlet.post(lambda: self._rank_gone(gone)),
             on_suspected=lambda suspected: inlet.post(lambda: self._rank_suspected(suspected)),
+            on_hopeless=lambda reason: inlet.post(lambda: self._say_began(reason)),
             nodes=nodes,
             on_launcher=lambda node, link: inlet.post(lambda: self._launcher_came(node, link)),
         )
@@ -154,7 +168,7 @@ class Job:
                     f" restart {attempt + 1} of {self._restarts}",
                     "bold yellow",
                 )
-                self._output.quote(first.excerpt)
+                self._quote(first)
         text = self._report()
         code, was_asked = self.exit_code, self._received is not None
         for part in self._remote.values():
@@ -196,6 +210,8 @@ class Job:
                 )
             for number in self._loop.turn(_STATUS_EVERY):
                 self._obey(number)
+            nodes = ", ".join(map(str, missing))
+            self._output.remind(f"waiting for the launcher of node {nodes} at {self._address}")
             if self._received is not None:
                 return
 
@@ -235,6 +251,7 @@ class Job:
         size = sum(part.count for part in self._parts)
         job = f"{self._name}.{attempt}"
         self._ended, self._lost, self._present, self._suspected = {}, {}, set(), set()
+        self._fell, self._began = set(), ""
         self._is_stopping, self._stop_at = False, math.inf
         self._host.expect(world_size=size, job=job)
         world = World(size, self._address, job, self._secret, attempt)
@@ -247,15 +264,22 @@ class Job:
         """Wait until all parts are over, and see to it that they are."""
         while not all(part.is_over for part in self._parts):
             wake_in = min(part.wake_in for part in self._parts)
-            for number in self._loop.turn(min(self._stop_at - monotonic(), wake_in)):
+            for number in self._loop.turn(min(self._stop_due() - monotonic(), wake_in)):
                 self._obey(number)
             for part in self._parts:
                 part.look()
-            if monotonic() >= self._stop_at:
+            if monotonic() >= self._stop_due():
                 self._stop(signal.SIGTERM)
             if not self._is_stopping and (trouble := self._loop.new_stdout_trouble()) is not None:
                 where = " of node 0" if self._nodes > 1 else ""
                 self._give_up(describe_stdout(trouble, where), stdout_exit_code(trouble))
+
+    def _stop_due(self) -> float:
+        """Return when to stop the others after a failure: not while who began it is ending."""
+        if self._stop_at == math.inf:
+            return math.inf
+        is_ending = any(not blamed(self._lost.values()).isdisjoint(p.alive) for p in self._parts)
+        return self._stop_at + (self._grace if is_ending else 0.0)
 
     def _stop(self, number: int) -> None:
         self._is_stopping = True
@@ -283,17 +307,28 @@ class Job:
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         self._ended[rank] = ending, by_itself
+        if not ending.is_failure:
+            self._host.expect_never(rank, f"rank {rank} ended ({ending}) before it joined")
         if ending.is_failure and by_itself and not self._is_stopping:
             self._stop_at = min(self._stop_at, monotonic() + _SETTLE)
 
     def _formed(self, world_size: int) -> None:
         self._present = set(range(world_size))
+        self._lost, self._fell = {}, set()  # of an earlier world of the same processes
 
     def _rank_gone(self, gone: Gone) -> None:
         self._present.discard(gone.rank)
         self._suspected.discard(gone.rank)
         if not gone.orderly:
             self._lost.setdefault(gone.rank, gone)
+            if gone.exit_code is not None and gone.cause is None and not self._is_stopping:
+                self._fell.add(gone.rank)
+            if gone.silent:
+                self._say_began(f"rank {gone.rank} was given up: {gone.reason}")
+
+    def _say_began(self, reason: str) -> None:
+        self._began = self._began or reason
+        self._output.say(reason, "bold red")
 
     def _rank_suspected(self, suspected: Suspected) -> None:
         if suspected.seconds:
@@ -304,10 +339,13 @@ class Job:
     def _failures(self) -> list[Failure]:
         found = []
         for rank, (ending, by_itself) in self._ended.items():
-            if ending.is_failure and by_itself:
+            if ending.is_failure and (by_itself or rank in self._fell):
                 part = next(part for part in self._parts if rank in part.ranks)
-                told = self._lost[rank].traceback if rank in self._lost else ""
-                found.append(Failure(rank, ending, part.errors_of(rank), told))
+                gone = self._lost.get(rank)
+                if not by_itself and ending.signal is not None and gone is not None:
+                    # But for us it would have ended as it said; never well, whatever it said.
+                    ending = Ending(code=(gone.exit_code or 0) & 0xFF or 1)
+                found.append(Failure(rank, ending, part.errors_of(rank), gone))
         return in_order_of_loss(found, list(self._lost))
 
     # -- what is said ------------------------------------------------------------------------------
@@ -336,16 +374,18 @@ class Job:
         self._output.show_status("")
         gist = self._trouble
         failures = self._failures()
-        for gone in self._lost.values():
-            if gone.silent:
-                self._output.say(f"rank {gone.rank} was given up: {gone.reason}", "bold red")
-        if failures:
+        if failures and self._began and first_failure(failures).is_consequence:
+            gist = self._began
+            fell = ", ".join(f"rank {failure.rank} ({failure.ending})" for failure in failures)
+            self._output.say(f"failed because of that: {fell}", "bold red")
+        elif failures:
             first = first_failure(failures)
-            gist = f"rank {first.rank} failed first: {first.ending}{self._where(first.rank)}"
+            reason = f" ({first.reason})" if first.reason else ""
+            gist = (
+                f"rank {first.rank} failed first: {first.ending}{reason}{self._where(first.rank)}"
+            )
             self._output.say(gist, "bold red")
-            if first.excerpt:
-                self._output.say("the last lines of its stderr:")
-                self._output.quote(first.excerpt)
+            self._quote(first)
             others = [f"rank {f.rank} ({f.ending})" for f in failures if f.rank != first.rank]
             if others:
                 self._output.say(f"failed too: {', '.join(others)}")
@@ -356,6 +396,15 @@ class Job:
             if ranks:
                 self._output.say(f"{word}: {list_ranks(ranks)}")
         return gist
+
+    def _quote(self, failure: Failure) -> None:
+        """Show what a failed rank said, unless it is still to be seen."""
+        is_here = failure.rank in self._local.ranks
+        is_seen = is_here and failure.is_in_its_stderr and self._output.is_in_view(failure.rank)
+        if failure.excerpt and not is_seen:
+            source = "the last lines of its stderr" if failure.is_in_its_stderr else "its traceback"
+            self._output.say(f"{source}:")
+            self._output.quote(failure.excerpt)
 
     def _where(self, rank: int) -> str:
         for part in self._remote.values():

@@ -224,6 +224,7 @@ def _find_node_0(
                 ) from error
             trouble = error.message
         loop.output.show_status(f"rankwire: looking for node 0 at {address} ({trouble})")
+        loop.output.remind(f"looking for the launcher of node 0 at {address} ({trouble})")
         look_at_signals(_PAUSE)
 
 
@@ -261,6 +262,8 @@ class _Follower:
             for number in self._loop.turn(self._ranks.wake_in):
                 self._pass_on(number)
             self._ranks.look()
+            if not self._ranks.ranks:
+                self._loop.output.remind("waiting for node 0 to start the ranks")
             if self._ranks.is_over and not self._has_reported:
                 self._report()
             self._check_stdout()

@@ -19,6 +19,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import IO, BinaryIO, TextIO, cast
 
 from rich.console import Console
@@ -42,6 +43,11 @@ _TAIL_LINES = 60
 _TAIL_LINE_CHARACTERS = 500
 # What one line of the launcher may wait for a reader that took no other.
 _LAST_WORD = 0.2
+# What is further up than this on a screen has to be looked for.
+_SCREEN_LINES = 40
+# What takes no longer is not worth a line, and a line each second fills a log.
+REMIND_AFTER = 5.0
+REMIND_EVERY = 30.0
 _ERASE = b"\r\x1b[K"
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
@@ -88,6 +94,7 @@ class Sink:
         # Whose the pending bytes are, in their order; None for the launcher's own.
         self._owners: deque[tuple[int | None, int]] = deque()
         self._is_inside_line = False
+        self.lines = 0
         self._status = ""
 
     def put(self, data: bytes, rank: int | None = None) -> None:
@@ -96,6 +103,7 @@ class Sink:
             return
         self.show_status("")
         self._queue(data, rank)
+        self.lines += data.count(b"\n")
         if self.trouble is not None:
             self.drop()
 
@@ -166,7 +174,13 @@ class Stream:
     """One pipe of one rank, on its way to a sink."""
 
     def __init__(
-        self, rank: int, pipe: IO[bytes], sink: Sink, prefix: bytes, log: BinaryIO | None
+        self,
+        rank: int,
+        pipe: IO[bytes],
+        sink: Sink,
+        prefix: bytes,
+        log: BinaryIO | None,
+        log_path: Path | None = None,
     ) -> None:
         os.set_blocking(pipe.fileno(), False)
         self.rank = rank
@@ -176,6 +190,8 @@ class Stream:
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._prefix = prefix
         self._log = log
+        self._log_path = log_path
+        self._last_line = 0
         self._splitter = LineSplitter()
 
     def read(self) -> int | None:
@@ -189,7 +205,10 @@ class Stream:
                 self._log.write(data)
             except OSError as error:  # a full disk stops the log, not the job
                 self._log = None
-                self.sink.put(f"rankwire: the log of this rank ends here: {error}\n".encode())
+                text = (
+                    f"rankwire: the log of rank {self.rank}, {self._log_path}, ends here: {error}\n"
+                )
+                self.sink.put(text.encode())
         self._put(self._splitter.feed(data) if data else self._splitter.finish())
         return len(data)
 
@@ -202,6 +221,13 @@ class Stream:
         texts = [line.decode("utf-8", "replace") for line in lines]
         self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
         self.sink.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts), self.rank)
+        if texts:
+            self._last_line = self.sink.lines
+
+    @property
+    def is_in_view(self) -> bool:
+        """Whether the last line is not far above what was written to the sink since."""
+        return self.sink.lines - self._last_line < _SCREEN_LINES
 
 
 class Output:
@@ -222,12 +248,14 @@ class Output:
     ) -> None:
         self._selector = selector
         self._has_prefix = has_prefix
+        self._log_dir = log_dir
         self._logs = LogFolder(log_dir) if log_dir is not None else None
         self._stdout = Sink(sys.stdout, 1)
         self._stderr = Sink(sys.stderr, 2)
         if self._stderr.is_terminal and _are_one_file(1, 2):
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
+        self._remind_at = monotonic() + REMIND_AFTER
         self._streams: list[Stream] = []
         self._errors: dict[int, Stream] = {}
 
@@ -238,7 +266,7 @@ class Output:
             prefix = b""
             if self._has_prefix:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            stream = Stream(rank, pipe, sink, prefix, log)
+            stream = Stream(rank, pipe, sink, prefix, log, self.log_of(rank))
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
         self._errors[rank] = stream
@@ -259,9 +287,23 @@ class Output:
             self._stderr.show_status(text)
             self._balance(self._stderr)
 
+    def remind(self, text: str) -> None:
+        """Say now and then what is waited for, where no status line can; call it as often."""
+        if not self._stderr.is_terminal and monotonic() >= self._remind_at:
+            self._remind_at = monotonic() + REMIND_EVERY
+            self.say(text)
+
     def last_errors(self, rank: int) -> list[str]:
         """Return the last lines that ``rank`` wrote to its stderr."""
         return list(self._errors[rank].tail) if rank in self._errors else []
+
+    def is_in_view(self, rank: int) -> bool:
+        """Whether what ``rank`` wrote to its stderr was shown here, and not long ago."""
+        return rank in self._errors and self._errors[rank].is_in_view
+
+    def log_of(self, rank: int) -> Path | None:
+        """Return where a rank's output is written besides, as an absolute path; None if nowhere."""
+        return None if self._log_dir is None else (self._log_dir / f"rank_{rank}.log").absolute()
 
     def take_rest(self) -> None:
         """Take what the pipes still hold and end the reading, without waiting for their end.

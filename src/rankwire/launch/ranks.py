@@ -112,7 +112,14 @@ class LocalRanks:
         for rank in self.ranks:
             try:
                 with self._keeper.new_leash() as leash:
-                    child = Child(rank, world, self._command, tls_dir=self._tls_dir, leash=leash)
+                    child = Child(
+                        rank,
+                        world,
+                        self._command,
+                        tls_dir=self._tls_dir,
+                        log_file=self._output.log_of(rank),
+                        leash=leash,
+                    )
                     self._children.append(child)
                     self._keeper.watch(child.pid, leash)
             except OSError as error:

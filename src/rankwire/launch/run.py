@@ -43,7 +43,7 @@ _SECRET_NBYTES = 32
 _LOOPBACKS = ("127.0.0.1:0", "[::1]:0")
 # What a launcher has open besides, and what is open for a moment while a rank is started.
 _OWN_DESCRIPTORS = 24
-_DESCRIPTORS_OF_RANK = 3  # two pipes, and its connection to the coordinator
+_DESCRIPTORS_OF_RANK = 4  # two pipes, its socket for the secret, and its connection
 _MAKE_A_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
 
 
@@ -141,6 +141,7 @@ def run(
                     policy=policy,
                     nodes=nodes,
                     restarts=restarts,
+                    grace=grace,
                 )
             )
         )

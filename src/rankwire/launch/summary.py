@@ -2,24 +2,29 @@
 
 The order in which processes end is not the order in which they failed. A rank that raises leaves
 the world first, while the exception passes its ``with`` block; its peers lose it at that moment and
-may be gone before its interpreter is. So a rank whose traceback ends in the loss of another comes
-after one that failed for a reason of its own. The text is used to choose what to show, never more.
+may be gone before its interpreter is. So what the ranks themselves told the coordinator counts: who
+fell by an error of its own, and who because of whom. Of a rank that told nothing, such as one that
+never joined, the text of its traceback is looked at.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rankwire.launch.child import Ending
+from rankwire.launch.tracebacks import folded
+from rankwire.rendezvous.messages import Gone
 
-__all__ = ["Failure", "excerpt", "first_failure", "in_order_of_loss", "list_ranks"]
+__all__ = ["Failure", "blamed", "excerpt", "first_failure", "in_order_of_loss", "list_ranks"]
 
 _LOSS_OF_ANOTHER = re.compile(
     r"(rankwire\.errors\.)?"
     r"(PeerLost|PeerUnresponsive|ChannelClosed|NoConnection|Rendezvous)Error\b"
 )
+# As ``tracebacks`` prints it.
+_FELL_BECAUSE = re.compile(r"fell because of rank \d+: ")
 # At the beginning of the line: a quoted one, of another rank, is indented or behind a bar.
 _TRACEBACK = "Traceback (most recent call last)"
 # Without a traceback, the end of what it said.
@@ -34,31 +39,60 @@ class Failure:
         rank: Its index.
         ending: How it ended.
         errors: The last lines of its stderr.
-        told: The traceback that it told the coordinator before it left, if it did.
+        gone: What the coordinator told of its end, if it was lost.
     """
 
     rank: int
     ending: Ending
     errors: Sequence[str]
-    told: str = ""
+    gone: Gone | None = None
+
+    @property
+    def told(self) -> str:
+        """The traceback that it told the coordinator before it left, if it did."""
+        return "" if self.gone is None else self.gone.traceback
+
+    @property
+    def reason(self) -> str:
+        """What it said that it fell by, in one line, if it did."""
+        return self.gone.reason if self.gone is not None and _has_fallen(self.gone) else ""
 
     @property
     def is_consequence(self) -> bool:
         """Whether it ended because it lost another rank."""
-        lines = _last_traceback(self.errors) or _last_traceback(self.told.splitlines())
-        return self.ending.signal is None and any(_LOSS_OF_ANOTHER.match(line) for line in lines)
+        if self.ending.signal is not None:
+            return False
+        if self.gone is not None and _has_fallen(self.gone):
+            return self.gone.cause is not None
+        if any(_FELL_BECAUSE.match(line) for line in self.errors[-1:]):
+            return True
+        return any(_LOSS_OF_ANOTHER.match(line) for line in _last_traceback(self.errors))
+
+    @property
+    def is_in_its_stderr(self) -> bool:
+        """Whether its stderr has all that is known of it."""
+        return not self.told or bool(_last_traceback(self.errors))
 
     @property
     def excerpt(self) -> list[str]:
         """The lines worth showing: its traceback if there is one, else the end of its stderr."""
-        if self.told and not _last_traceback(self.errors):
-            return self.told.splitlines()
-        return excerpt(self.errors)
+        return excerpt(self.errors) if self.is_in_its_stderr else folded(self.told.splitlines())
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """Return the one to blame: the first seen that is no consequence, else the first seen."""
     return next((failure for failure in failures if not failure.is_consequence), failures[0])
+
+
+def blamed(lost: Iterable[Gone]) -> set[int]:
+    """Return the ranks that began it, by what ranks said when they fell.
+
+    A rank that was given up for its silence is not among them: it does not end by itself.
+    """
+    known = list(lost)
+    silent = {gone.rank for gone in known if gone.silent}
+    fallen = [gone for gone in known if _has_fallen(gone)]
+    return {gone.rank if gone.cause is None else gone.cause for gone in fallen} - silent
 
 
 def in_order_of_loss(failures: Sequence[Failure], lost: Sequence[int]) -> list[Failure]:
@@ -83,6 +117,11 @@ def excerpt(errors: Sequence[str]) -> list[str]:
 def list_ranks(ranks: Sequence[int]) -> str:
     """Return ``rank 3`` or ``ranks 0, 1, 3``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+
+
+def _has_fallen(gone: Gone) -> bool:
+    """Whether it said itself why it leaves."""
+    return gone.exit_code is not None
 
 
 def _last_traceback(errors: Sequence[str]) -> Sequence[str]:

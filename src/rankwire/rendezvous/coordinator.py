@@ -55,6 +55,7 @@ from rankwire.rendezvous.messages import (
     Suspected,
     Waiting,
     World,
+    gone_by,
     pack,
     unpack,
 )
@@ -102,6 +103,8 @@ class Coordinator:
             after the world formed; also with the coordinator's own rank, or -1, if it was itself
             given up.
         on_suspected: Called there when a rank has become silent, or is heard again.
+        on_hopeless: Called there once, with the reason, when ranks that wait were told that another
+            will never come.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Coordinator:
         on_formed: Callable[[World], None],
         on_gone: Callable[[Gone], None],
         on_suspected: Callable[[Suspected], None] = lambda suspected: None,
+        on_hopeless: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._me = me
         self._rank = -1 if me is None else me.rank
@@ -126,6 +130,9 @@ class Coordinator:
         self._on_formed = on_formed
         self._on_gone = on_gone
         self._on_suspected = on_suspected
+        self._on_hopeless = on_hopeless
+        self._absent: dict[int, str] = {}
+        self._is_hopeless = False
         self._members: dict[int, Member] = {} if me is None else {me.rank: me}
         self._controls: dict[int, Connection] = {}
         self._joining: set[int] = set()  # these have said where they listen
@@ -189,6 +196,21 @@ class Coordinator:
                 raise RendezvousError(reason, missing=missing)
             _log.warning("waiting for ranks %s (%.0f s)", missing, deadline.waited)
 
+    def expect_never(self, rank: int, reason: str) -> None:
+        """Hear that a rank will not join any more; who waits for it, or will, is told at once."""
+        self._absent[rank] = reason
+        self._tell_hopeless()
+
+    def _tell_hopeless(self) -> None:
+        absent = [rank for rank in self._absent if rank not in self._members]
+        if self._state is not _State.FORMING or not absent or not self._controls:
+            return
+        reason = f"the world cannot form: {self._absent[absent[0]]}"
+        self._tell_all(Failed(reason, absent, absent[0]))
+        if not self._is_hopeless:
+            self._is_hopeless = True
+            self._on_hopeless(reason)
+
     def _missing(self) -> list[int]:
         present = self._members.keys() | self._gave_up
         return [rank for rank in range(self._world_size) if rank not in present]
@@ -204,8 +226,8 @@ class Coordinator:
                 case Join(member, patience):
                     self._joining.add(rank)
                     self._reach(member, patience)
-                case Fallen(reason, traceback):
-                    self._lose(Gone(rank, reason, traceback=traceback))
+                case Fallen():
+                    self._lose(gone_by(rank, message))
                     return
                 case Gone():
                     self._give_in(message)
@@ -252,6 +274,7 @@ class Coordinator:
                 self._form()
                 return
         self._tell_all(Waiting(self._missing()))
+        self._tell_hopeless()
 
     def _form(self) -> None:
         members = [self._members[rank] for rank in range(self._world_size)]
@@ -314,6 +337,7 @@ class Coordinator:
                     self._gave_up.add(rank)
         if not formed:
             self._tell_all(Waiting(self._missing()))
+            self._tell_hopeless()
             return
         self._silence.forget(rank)
         if rank not in self._given_up:
@@ -363,7 +387,7 @@ class Coordinator:
             if fallen is None or self._me is None:
                 connection.farewell(Deadline(0.0))
             else:
-                tell(connection, Gone(self._me.rank, fallen.reason, traceback=fallen.traceback))
+                tell(connection, gone_by(self._me.rank, fallen))
             connection.close()
         self._controls.clear()
 

@@ -60,6 +60,7 @@ class CoordinatorHost:
             thread, they must not block.
         on_gone: Called when a rank has died or left.
         on_suspected: Called when a rank has become silent, or is heard again.
+        on_hopeless: Called with the reason when ranks wait in vain for one that has ended.
         nodes: How many launchers the job has, this one included.
         on_launcher: Called with another node's number and the connection to its launcher, which is
             the callee's from then on.
@@ -76,6 +77,7 @@ class CoordinatorHost:
         on_formed: Callable[[World], None] = lambda world: None,
         on_gone: Callable[[Gone], None] = lambda gone: None,
         on_suspected: Callable[[Suspected], None] = lambda suspected: None,
+        on_hopeless: Callable[[str], None] = lambda reason: None,
         nodes: int = 1,
         on_launcher: Callable[[int, LauncherLink], None] = lambda node, link: link.close(),
     ) -> None:
@@ -88,6 +90,8 @@ class CoordinatorHost:
         self._present: set[int] = set()
         self._on_suspected = on_suspected
         self._secret = secret
+        self._on_hopeless = on_hopeless
+        self._absent: dict[int, str] = {}
         self._doorkeeper = Doorkeeper(
             self, key=self._find_key, policy=policy or _default_policy(listener)
         )
@@ -97,7 +101,7 @@ class CoordinatorHost:
         self._doorkeeper.start()
 
     def _new_coordinator(self) -> Coordinator:
-        return Coordinator(
+        coordinator = Coordinator(
             None,
             self._world_size,
             self._doorkeeper,
@@ -105,7 +109,11 @@ class CoordinatorHost:
             on_formed=self._formed,
             on_gone=self._gone,
             on_suspected=self._on_suspected,
+            on_hopeless=self._on_hopeless,
         )
+        for rank, reason in self._absent.items():
+            coordinator.expect_never(rank, reason)
+        return coordinator
 
     def _formed(self, world: World) -> None:
         self._present = {member.rank for member in world.members}
@@ -165,11 +173,22 @@ class CoordinatorHost:
 
         def begin() -> None:
             self._world_size = self._world_size if world_size is None else world_size
-            self._job = self._job if job is None else job_id(job)
+            if job is not None:
+                self._job = job_id(job)
+                self._absent = {}
             self._coordinator.dissolve()
             self._coordinator = self._new_coordinator()
 
         self._doorkeeper.call_soon(begin)
+
+    def expect_never(self, rank: int, reason: str) -> None:
+        """Hear that a rank of this job joins no world any more. Safe from any thread."""
+
+        def note() -> None:
+            self._absent[rank] = reason
+            self._coordinator.expect_never(rank, reason)
+
+        self._doorkeeper.call_soon(note)
 
     def close(self) -> None:
         """Leave the world to itself. Idempotent."""

@@ -210,7 +210,9 @@ class _Attempt:
                 if isinstance(message, World):
                     return message, frames[index + 1 :]
                 if isinstance(message, Failed):
-                    raise RendezvousError(message.reason, missing=message.missing)
+                    error = RendezvousError(message.reason, missing=message.missing)
+                    error.root = message.cause
+                    raise error
                 if not isinstance(message, Waiting):
                     raise ProtocolError(
                         f"unexpected {type(message).__name__} from {self._coordinator}"

@@ -15,7 +15,12 @@ from collections.abc import Callable
 import msgspec
 
 from rankwire.deadline import Deadline
-from rankwire.errors import InvalidMessageError, RankwireError
+from rankwire.errors import (
+    ChannelClosedError,
+    InvalidMessageError,
+    PeerLostError,
+    RankwireError,
+)
 from rankwire.links.connection import Connection
 from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.protection import Policy
@@ -189,8 +194,11 @@ class LauncherLink:
             RankwireError: The other launcher is gone, or sent what is no message.
         """
         if self._connection.failure is not None:
-            raise self._connection.failure.copy()
-        frames = self._connection.read_ready() or []
+            raise _of_a_launcher(self._connection.failure)
+        try:
+            frames = self._connection.read_ready() or []
+        except (PeerLostError, ChannelClosedError) as error:
+            raise _of_a_launcher(error) from error
         try:
             return [_harmless(_decoder.decode(whole_of(frame.payload))) for frame in frames]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -199,6 +207,18 @@ class LauncherLink:
     def close(self) -> None:
         """Hang up. Idempotent."""
         self._connection.close()
+
+
+def _of_a_launcher(error: RankwireError) -> RankwireError:
+    """Return an error without its rank: the other end of this connection has none."""
+    twin = error.copy()
+    twin.peer = None
+    if isinstance(error, PeerLostError):
+        twin.message = error.reason
+    elif isinstance(error, ChannelClosedError) and error.peer is not None:
+        twin.message = "it has left"
+    twin.args = (twin.message,)
+    return twin
 
 
 def dial_launcher(

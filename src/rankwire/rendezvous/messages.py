@@ -31,6 +31,7 @@ __all__ = [
     "Suspected",
     "Waiting",
     "World",
+    "gone_by",
     "max_coordinator_nbytes",
     "pack",
     "unpack",
@@ -137,10 +138,17 @@ class World(msgspec.Struct, frozen=True, tag="world"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Coordinator to members: the world will not form."""
+    """Coordinator to members: the world will not form.
+
+    Attributes:
+        reason: Why not.
+        missing: Who has not joined.
+        cause: The rank that will not, if it is known to be that one's doing.
+    """
 
     reason: str
     missing: list[int]
+    cause: int | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -167,10 +175,14 @@ class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
     Attributes:
         reason: The error, in one line.
         traceback: Its traceback.
+        cause: The rank because of whose failure it falls; None for a reason of its own.
+        exit_code: What its process exits with, if nothing else happens.
     """
 
     reason: str
     traceback: str
+    cause: int | None = None
+    exit_code: int = 1
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
@@ -182,6 +194,8 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
         orderly: Whether it has left in good order.
         silent: Whether it was given up although its connection stood.
         traceback: Of the error that it fell by, if it said so.
+        cause: The rank because of whose failure it fell, if it said so.
+        exit_code: What it said that its process exits with; None if it did not say so.
     """
 
     rank: int
@@ -189,6 +203,19 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     orderly: bool = False
     silent: bool = False
     traceback: str = ""
+    cause: int | None = None
+    exit_code: int | None = None
+
+
+def gone_by(rank: int, fallen: Fallen) -> Gone:
+    """Return what all are told of a rank that has fallen."""
+    return Gone(
+        rank,
+        fallen.reason,
+        traceback=fallen.traceback,
+        cause=fallen.cause,
+        exit_code=fallen.exit_code,
+    )
 
 
 Message = Join | Waiting | World | Failed | Beat | Suspected | Fallen | Gone

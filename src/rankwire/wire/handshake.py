@@ -216,6 +216,19 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
         return OverloadedError(
             f"rank {hello.peer} has {detail} connections of rank {hello.rank}, and takes no more"
         ).during(peer=hello.peer)
+    if hello.purpose is Purpose.LAUNCH:  # there, nodes are what ranks are elsewhere
+        texts |= {
+            Status.WRONG_WORLD_SIZE: (
+                f"the job has --nnodes {detail}, this launcher was told --nnodes {hello.world_size}"
+            ),
+            Status.INVALID_RANK: (
+                f"--node-rank {hello.rank} is not one of 1 to {detail - 1} (--nnodes {detail})"
+            ),
+            Status.TOO_LITTLE_PROTECTION: (
+                f"the other end wants {_described(detail)}, this one offers "
+                f"{_described(hello.protection)}: give all launchers the same --master and --tls"
+            ),
+        }
     if status == Status.OTHER_EPOCH:
         return NoConnectionError("the peer belongs to another incarnation of the job")
     if status == Status.CLOSED:

@@ -1,0 +1,131 @@
+"""What a rank of ``rankwire run`` prints when an error ends its program.
+
+All ranks of a job print on one screen, and one failure takes all of them down. So what is printed
+there is short: the traceback of a rank that fails by itself, without the frames inside rankwire;
+one line of a rank that falls because of another, which prints its own; one line of a rank that is
+interrupted. ``RANKWIRE_FULL_TRACEBACK=1`` prints everything; with ``--log-dir`` the rank's log
+always has everything.
+
+``connect()`` installs this, under ``rankwire run`` only, and only if nobody else has installed a
+hook for uncaught errors. What happens before that, and in other threads, is printed by Python.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rankwire.backends.blame import CONSEQUENCES, chain
+from rankwire.backends.falling import describe
+from rankwire.errors import PeerLostError, RankwireError
+from rankwire.launch.places import RANK
+
+__all__ = ["FULL_TRACEBACK", "LOG_FILE", "brief", "folded", "install"]
+
+FULL_TRACEBACK = "RANKWIRE_FULL_TRACEBACK"
+# Set by the launcher: where this rank's output is written besides.
+LOG_FILE = "RANKWIRE_LOG_FILE"
+
+_OUR_ERRORS = "rankwire.errors."
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_NOT_THE_USERS = (_PACKAGE, "<frozen ")
+# Also one that is quoted, behind bars.
+_FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<path>[^"]+)", line \d+, in ')
+
+
+def install() -> None:
+    """Print uncaught errors of this process as described above, from now on. Idempotent."""
+    if sys.excepthook is sys.__excepthook__ and os.environ.get(FULL_TRACEBACK, "0") in ("", "0"):
+        sys.excepthook = _report
+
+
+def _report(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    try:
+        text = brief(error, rank=int(os.environ.get(RANK, "-1")))
+        _log_whole(error, text)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:  # a user's __str__, a full disk, a closed stderr: then as Python does it
+        sys.__excepthook__(kind, error, frames)
+
+
+def _log_whole(error: BaseException, text: str) -> None:
+    """Write all of it to the log, unless what is printed is all of it: that is logged anyway."""
+    path, whole = os.environ.get(LOG_FILE), "".join(traceback.format_exception(error))
+    if not path or whole == text:
+        return
+    # The launcher has made the file, and appends too: neither overwrites the other. In a folder
+    # that others can write, something else may be in its place by now.
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "wb", buffering=0) as log:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise OSError(f"{path} is no longer the log")
+        log.write(whole.encode("utf-8", "backslashreplace"))
+
+
+def brief(error: BaseException, rank: int = -1) -> str:
+    """Return what to print of an uncaught error of a rank."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"{describe(error)}{_where(error)}\n"
+    if isinstance(error, RankwireError) and _is_consequence(error, rank):
+        because = "" if error.root is None else f" because of rank {error.root}"
+        return f"fell{because}: {describe(error)}{_where(error)}\n"
+    text = "".join(traceback.format_exception(error))
+    for quoted in _quoted_tracebacks(error):
+        text = text.replace(quoted, "")
+    return "\n".join(folded(text.splitlines())) + "\n"
+
+
+def _is_consequence(error: RankwireError, rank: int) -> bool:
+    """Whether this very error, and not only one before it, tells of another rank's failure."""
+    return error.root != rank and (error.root is not None or isinstance(error, CONSEQUENCES))
+
+
+def _quoted_tracebacks(error: BaseException) -> Iterator[str]:
+    """Return the tracebacks of other ranks in the texts of an error and those before it."""
+    for link in chain(error):
+        if isinstance(link, PeerLostError) and link.remote_traceback:
+            yield str(link).removeprefix(RankwireError.__str__(link))
+
+
+def _where(error: BaseException) -> str:
+    """Return the last line of the user's own that the error passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)] or frames
+    if not own:
+        return ""
+    return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})"
+
+
+def folded(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a traceback with the frames inside rankwire as one line.
+
+    Where an error that is none of rankwire's own came from one of them, that one is shown: it may
+    be a fault of rankwire.
+    """
+    found: list[str] = []
+    ours: list[list[str]] = []  # the frames that are folded, as lines
+    margin = ""
+    for line in [*lines, ""]:
+        frame = _FRAME.match(line)
+        if frame is not None and frame["path"].startswith(_PACKAGE):
+            margin = frame["margin"]
+            ours.append([line])
+        elif frame is None and ours and line.startswith(f"{margin}    "):
+            ours[-1].append(line)
+        else:
+            is_origin = frame is None and not line.startswith(f"{margin}{_OUR_ERRORS}")
+            origin = ours.pop() if ours and is_origin else []
+            if ours:
+                frames = f"{len(ours)} frame{'s'[: len(ours) > 1]} of rankwire"
+                found.append(f"{margin}  [{frames}; {FULL_TRACEBACK}=1 shows]")
+            found += [*origin, line]
+            ours = []
+    return found[:-1]
