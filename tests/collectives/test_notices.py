@@ -19,9 +19,10 @@ NOTICES = st.builds(
     Notice,
     sequence=st.integers(0, 2**60),
     description=st.text(),
-    state=st.sampled_from(["waiting", "mismatch", "lost", "failed"]),
+    state=st.sampled_from(["waiting", "mismatch", "lost", "failed", "refused"]),
     text=st.text(),
     culprit=st.integers(-1, 10_000),
+    epoch=st.integers(0, 2**60),
 )
 
 
@@ -51,7 +52,7 @@ def test_foreign_bytes_are_refused_or_a_notice(payload):
         [1],
         ["1", "barrier()"],
         [1, "barrier()", "sleeping"],
-        [1, "barrier()", "failed", "", 0, "more"],
+        [1, "barrier()", "failed", "", 0, 0, "more"],
         {"sequence": 1, "description": "barrier()"},
     ],
 )
@@ -72,8 +73,8 @@ def test_a_notice_cut_short_is_refused(notice, data):
 
 
 def told(error, *, rank=2, sender=2):
-    notice = failure_notice(7, "barrier()", rank, error)
-    assert (notice.sequence, notice.description) == (7, "barrier()")
+    notice = failure_notice(Notice(7, "barrier()", epoch=5), rank, error)
+    assert (notice.sequence, notice.description, notice.epoch) == (7, "barrier()", 5)
     assert notice.is_failure
     return unpack(bytearray(pack(notice))).error(sender)
 
@@ -118,3 +119,20 @@ def test_a_text_that_is_not_unicode_is_told_too():
     # As in the name of a file, say. If this failed, the others would not hear of the failure.
     error = told(InvalidMessageError("no file 'a\udc80'"))
     assert "no file 'a" in error.reason
+
+
+def test_a_rank_that_could_not_begin_says_so():
+    notice = failure_notice(Notice(7, "reduce"), 2, ValueError("no such thing"), refused=True)
+    assert notice.state == "refused"
+    error = notice.error(2)
+    assert type(error) is CollectiveAbortedError
+    assert "rank 2 failed in reduce: ValueError('no such thing')" in str(error)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [ValueError("none"), CollectiveMismatchError("elsewhere"), PeerLostError(1, "it was killed")],
+)
+def test_who_had_done_its_part_is_told_which_one_it_was(cause):
+    error = failure_notice(Notice(7, "barrier()"), 2, cause).error(2, 3, is_news=True)
+    assert "number 7 of this group, which had gone well on rank 3" in str(error)

@@ -170,6 +170,11 @@ class SimulatedBackend(Backend):
             inbox.post(wanted)
             return inbox.wait(wanted, deadline)
 
+    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+        """See ``Backend.has_arrived``."""
+        inbox = self._inboxes.get(src)
+        return inbox is not None and inbox.has_arrived((group, channel, tag))
+
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         with self.network.changing():

@@ -193,6 +193,10 @@ class SubBackend(Backend):
                         raise
                     self._raise_if_closed()
 
+    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+        """See ``Backend.has_arrived``."""
+        return self._parent.has_arrived(self._members[src], channel, group, tag)
+
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         self._parent.abandon(group, cause)

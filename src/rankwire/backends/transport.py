@@ -114,6 +114,10 @@ class Transport(ABC):
                 receivable.
         """
 
+    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+        """Whether a message lies here, read and not taken. A look: it neither reads nor waits."""
+        return False
+
     @abstractmethod
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank, because it has left the group."""
