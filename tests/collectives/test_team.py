@@ -184,7 +184,7 @@ def test_a_rank_that_waits_tells_the_others_once(pair):
         heard.append(unpack(payload))
     with pytest.raises(DeadlineExceededError):
         pair[1].receive(0, Channel.COLLECTIVE, 0, NOTICE_TAG, Deadline(0.1))
-    assert [notice.state for notice in heard] == ["waiting", "failed"]
+    assert [notice.state for notice in heard] == ["convening", "failed"]
     for notice in heard:
         assert notice.sequence == 0
         assert notice.description == describe("all_reduce", "sum", "float64", (3,))

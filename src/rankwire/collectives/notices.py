@@ -23,31 +23,54 @@ from rankwire.errors import (
 __all__ = ["Notice", "failure_notice", "pack", "unpack"]
 
 
+_FAILURES = ("mismatch", "lost", "failed", "refused")
+
+
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one rank says.
 
     Attributes:
         sequence: The number of the operation in its group.
         description: What the operation is.
-        state: Whether it waits in it, how it failed, or that it refused to begin (its arguments
-            were wrong, and ``description`` is only the name of what was called).
+        state: What it says. That it waits: to a convener, or *convening* itself, or *asking* it for
+            the roll. As convener: the *roll*, or that it is *done*. How it failed; or that it
+            *refused* to begin (its arguments were wrong, and ``description`` is only the name of
+            what was called).
         text: What went wrong.
         culprit: The rank whose fault it is, if it failed.
         epoch: The number after the last one that had failed there; ranks that do not agree on it
             do not take each other's messages.
+        here: The ranks that wait in this operation, in a roll.
+        ahead: Those that are in a later one: its number and description.
+        to_relay: Whether the receiver is to tell all others of the failure.
+        said_by: Who said so, if another rank has told it.
     """
 
     sequence: int
     description: str
-    state: Literal["waiting", "mismatch", "lost", "failed", "refused"] = "waiting"
+    state: Literal[
+        "waiting",
+        "convening",
+        "asking",
+        "roll",
+        "done",
+        "mismatch",
+        "lost",
+        "failed",
+        "refused",
+    ] = "waiting"
     text: str = ""
     culprit: int = -1
     epoch: int = 0
+    here: tuple[int, ...] = ()
+    ahead: dict[int, tuple[int, str]] = {}  # msgspec makes a new one
+    to_relay: bool = False
+    said_by: int = -1
 
     @property
     def is_failure(self) -> bool:
         """Whether the sender has given the operation up."""
-        return self.state != "waiting"
+        return self.state in _FAILURES
 
     def error(self, sender: int, rank: int = -1, *, is_news: bool = False) -> RankwireError:
         """Return the error to raise on ``rank`` because of a failure that ``sender`` reported.
@@ -57,6 +80,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             rank: Where it is raised.
             is_news: Whether the operation had gone well there.
         """
+        sender = sender if self.said_by < 0 else self.said_by
         peer = sender if self.culprit == rank else self.culprit
         text = self.text
         if is_news:

@@ -12,6 +12,9 @@ from contextlib import suppress
 from time import sleep
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
+
+from rankwire.collectives.convening import Convening
 from rankwire.collectives.exchange import LOOK_EVERY, Exchange
 from rankwire.collectives.fingerprints import tag_of
 from rankwire.collectives.notices import Notice, failure_notice
@@ -36,8 +39,10 @@ T = TypeVar("T")
 Run = Callable[[Exchange], T]
 
 _TELLING_TRIES = 4
+# What all ranks find out at the same time, so that not each of them has to tell all others.
+_EVERYWHERE_AT_ONCE = (CollectiveMismatchError, DeadlineExceededError, PeerLostError)
 _CAUSE_PATIENCE = 1.0  # for the reason of a rank that took its messages back to arrive
-_FAREWELL_PATIENCE = 0.1  # for what a rank that has left was told, and so have we, to arrive
+_FAREWELL_PATIENCE = 0.2  # for the failure upon which a rank has left to be told here too
 _HEARING_PAUSE = 0.002
 
 
@@ -53,11 +58,11 @@ class Operation:
 
     __slots__ = (
         "_ahead",
+        "_convening",
         "_epoch",
         "_others_tags",
         "_tags",
         "_team",
-        "_untold",
         "deadline",
         "description",
         "has_succeeded",
@@ -71,7 +76,7 @@ class Operation:
         self.sequence: int | None = None
         self.has_succeeded = False
         self._epoch = team.epoch  # known for sure once its turn has come
-        self._untold: list[int] | None = None  # who does not know yet that we wait; None: nobody
+        self._convening: Convening | None = None  # once it has waited for a while
         self._ahead: int | None = None  # a rank that is done with this operation
         self._tags: list[int] = []
         self._others_tags: set[int] = set()  # of messages that ranks send who call it otherwise
@@ -94,6 +99,8 @@ class Operation:
             exchange.settle()
             if exchange.has_news:
                 self._hear_at_the_end()
+            if self._convening is not None:
+                self._convening.end()
             self.has_succeeded = True
             return result
         except BaseException as error:
@@ -156,12 +163,18 @@ class Operation:
         return error
 
     def _tell_failure(self, error: BaseException) -> None:
-        rank = self._team.backend.rank
-        notice = failure_notice(self._waiting(), rank, error, refused=self.deadline is None)
+        team, rank = self._team, self._team.backend.rank
+        notice = team.to_relay(self._number)
+        if notice is None or not isinstance(error, RankwireError):
+            notice = failure_notice(self._waiting(), rank, error, refused=self.deadline is None)
+            if isinstance(error, _EVERYWHERE_AT_ONCE) and self._convening is not None:
+                relay = self._convening.relay
+                if relay is not None and not team.tell(replace(notice, to_relay=True), relay):
+                    return
         # Whose fault it is may leave when it hears of it: by then all others have been told.
-        untold = sorted(self._team.others, key=lambda dst: dst == notice.culprit)
+        untold = sorted(team.others, key=lambda dst: dst == notice.culprit)
         for _ in range(_TELLING_TRIES):
-            untold = self._team.tell(notice, untold)
+            untold = team.tell(notice, untold)
 
     def _why_revoked(self) -> RankwireError:
         """Another rank took back what this one was reading: it has failed, and says why."""
@@ -170,13 +183,15 @@ class Operation:
             return told
         return CollectiveAbortedError(-1, f"{self.description}, and took its messages back")
 
-    def _why_gone(self, error: RankwireError) -> RankwireError:
+    def _why_gone(self, error: PeerLostError | ChannelClosedError) -> RankwireError:
         """Return what was said before a rank went, if that was why it did.
 
-        It said so itself, or heard it from a rank that has told this one too.
+        It said so itself, or heard it from a rank that has told this one too. A rank that was
+        killed has nothing to say.
         """
-        has_left = isinstance(error, ChannelClosedError) and not self._team.backend.closed
-        told = self._told_within(_FAREWELL_PATIENCE if has_left else 0.0)
+        has_left = isinstance(error, ChannelClosedError) or error.remote_traceback != ""
+        is_open = not self._team.backend.closed
+        told = self._told_within(_FAREWELL_PATIENCE if has_left and is_open else 0.0)
         if told is None:
             return error
         if isinstance(told, PeerLostError) and told.peer == error.peer:
@@ -215,10 +230,8 @@ class Operation:
             RankwireError: There is none.
         """
         team = self._team
-        if self._untold is None and self._limit.waited >= team.telling_delay:
-            self._untold = team.others
-        if self._untold:
-            self._untold = team.tell(self._waiting(), self._untold)
+        if self._convening is None:
+            self._convening = Convening(team, self._waiting(), self._limit)
         try:
             team.hear()
         finally:
@@ -237,6 +250,7 @@ class Operation:
                 now = f"it is done with that number and in {team.words_of(src)}"
                 raise self._mismatch(src, f"something else on rank {src}: {now}")
             self._ahead = src
+        self._convening.look()
 
     def _waiting(self) -> Notice:
         return Notice(self._number, self.description, epoch=self._epoch)

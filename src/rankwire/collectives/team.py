@@ -2,11 +2,11 @@
 
 Every operation gets the next number of the group, and they run one after the other in this order,
 in whatever threads: what is sent ahead for a later one cannot stand in the way of an earlier one.
-If an operation goes well, its own messages are all that is sent. A rank that has waited for 50 ms
-tells all others where it is; from then on it looks every 50 ms at what they tell. So ranks that are
-in different operations find out, whoever waits for whom, and a rank whose time is up knows who
-never came. A rank that fails tells all others, and they fail too; also one that refuses to begin,
-because of its arguments: that call has a number as on the other ranks, so all stay in step.
+If an operation goes well, its own messages are all that is sent. Ranks that have waited for 50 ms
+tell each other where they are (``convening``), and look every 50 ms at what others tell. So ranks
+that are in different operations find out, whoever waits for whom, and a rank whose time is up knows
+who never came. A rank that fails tells all others, and they fail too; also one that refuses to
+begin, because of its arguments: that call has a number as on the other ranks, so all stay in step.
 
 A rank may hear too late that an operation has failed elsewhere: it has done its part and goes on.
 Those who know go on in another *epoch*, and messages of different epochs do not match. So nobody
@@ -23,8 +23,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from rankwire.backends.base import Backend
-from rankwire.collectives.exchange import LOOK_EVERY, Exchange
+from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import NOTICE_TAG, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
 from rankwire.collectives.operation import Operation
@@ -41,17 +43,17 @@ from rankwire.forking import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Plan", "Team"]
+__all__ = ["Plan", "Roll", "Team"]
 
 # What is to be done: its words (the same on all ranks), the steps, whether in the background, and
 # the seconds for all of it (None is the backend's default).
 Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 
+# Who waits in an operation, and who is in which later one.
+Roll = tuple[tuple[int, ...], dict[int, tuple[int, str]]]
+
 _NOW = Deadline(0.0)
 _TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
-# With so many ranks, and each more of them, they wait 50 ms longer before they tell all others: a
-# short delay of one of 256 would cost 65 thousand messages.
-_MANY = 32
 _MOST_REFUSED = 64  # operations refused here of which it is remembered what others sent for them
 
 
@@ -72,7 +74,9 @@ class Team:
         self._next = 0  # the number of the next operation to begin
         self._turn_changed = threading.Condition(self._lock)
         self._ended: set[int] = set()  # numbers that have ended before their turn came
-        self._waiting: dict[int, Notice] = {}  # the last one of each rank
+        self._waiting: dict[int, Notice] = {}  # where each rank was last said to be
+        self._conveners: dict[int, Notice] = {}  # who convenes, and in which operation
+        self._asking: list[int] = []  # who wants the roll
         self._failures: dict[int, dict[int, Notice]] = {}  # by number, then by rank
         self._refused: dict[int, set[int]] = {}  # tags that others used for what was refused here
         self._worker = Worker(f"rankwire-collectives-{backend.rank}")
@@ -166,11 +170,6 @@ class Team:
     # -- notices -----------------------------------------------------------------------------------
 
     @property
-    def telling_delay(self) -> float:
-        """Seconds after which a waiting rank tells all others: more of them, if they are many."""
-        return LOOK_EVERY * max(1, self.backend.world_size // _MANY)
-
-    @property
     def others(self) -> list[int]:
         """All ranks but this one."""
         rank = self.backend.rank
@@ -204,7 +203,8 @@ class Team:
             PeerLostError: One of them is gone.
         """
         lost: PeerLostError | None = None
-        for src in self.others:
+        backend = self.backend
+        for src in backend.sources(Channel.COLLECTIVE, backend.group, NOTICE_TAG):
             try:
                 while True:
                     self._heard(src)
@@ -223,10 +223,7 @@ class Team:
         except InvalidMessageError as error:
             raise error.during(peer=src) from error.__cause__
         with self._lock:
-            if not notice.is_failure:
-                self._waiting[src] = notice
-            elif not self._is_settled(notice.sequence):
-                self._failures.setdefault(notice.sequence, {})[src] = notice
+            self._take_in(src, notice)
             if notice.sequence not in self._refused:
                 return
             tag = tag_of(notice.description, notice.sequence, notice.epoch)
@@ -234,6 +231,59 @@ class Team:
                 return
             self._refused[notice.sequence].add(tag)
         backend.refuse(backend.group, Channel.COLLECTIVE, tag)
+
+    def _take_in(self, src: int, notice: Notice) -> None:
+        if notice.is_failure:
+            self._conveners.pop(src, None)
+            if not self._is_settled(notice.sequence):
+                self._failures.setdefault(notice.sequence, {})[src] = notice
+        elif notice.state == "done":
+            self._conveners.pop(src, None)
+        elif notice.state == "roll":
+            for rank in notice.here:
+                self._note(rank, notice)
+            for rank, (sequence, description) in notice.ahead.items():
+                self._note(rank, Notice(sequence, description))
+        else:
+            self._waiting[src] = notice
+            if notice.state == "convening":
+                self._conveners[src] = notice
+            elif notice.state == "asking":
+                self._asking.append(src)
+
+    def _note(self, rank: int, notice: Notice) -> None:
+        """Take in where a rank is, as a convener says; the rank itself may have said more."""
+        known = self._waiting.get(rank)
+        if rank in self.others and (known is None or known.sequence < notice.sequence):
+            self._waiting[rank] = notice
+
+    def conveners(self, since: int) -> list[int]:
+        """Return the ranks that convene in an operation of a number or a later one."""
+        with self._lock:
+            return [src for src, notice in self._conveners.items() if notice.sequence >= since]
+
+    def convener(self, sequence: int) -> int | None:
+        """Return the lowest rank that convenes in an operation and is not gone."""
+        with self._lock:
+            found = [src for src, notice in self._conveners.items() if notice.sequence == sequence]
+        return min((src for src in found if self.backend.failure_of(src) is None), default=None)
+
+    def roll(self, sequence: int) -> Roll:
+        """Return who waits in an operation, this rank apart, and who is in which later one."""
+        with self._lock:
+            here = sorted(src for src, n in self._waiting.items() if n.sequence == sequence)
+            ahead = {
+                src: (n.sequence, n.description)
+                for src, n in self._waiting.items()
+                if n.sequence > sequence
+            }
+        return tuple(here), ahead
+
+    def take_asking(self) -> list[int]:
+        """Return who wants the roll; from now on they have it."""
+        with self._lock:
+            asking, self._asking = self._asking, []
+        return asking
 
     @property
     def has_bad_news(self) -> bool:
@@ -252,8 +302,17 @@ class Team:
                 if number == sequence or is_news:
                     src, notice = next(iter(notices.items()))
                     error = notice.error(src, self.backend.rank, is_news=is_news)
-                    error.is_reported = sequence in self._failures
+                    told = self._failures.get(sequence, {}).values()
+                    error.is_reported = any(not notice.to_relay for notice in told)
                     return error
+        return None
+
+    def to_relay(self, sequence: int) -> Notice | None:
+        """Return what a rank has told this one of an operation, that it may tell it to all."""
+        with self._lock:
+            for src, notice in self._failures.get(sequence, {}).items():
+                if notice.to_relay:
+                    return replace(notice, to_relay=False, said_by=src)
         return None
 
     def _is_settled(self, sequence: int) -> bool:
