@@ -25,8 +25,8 @@ SOON = 1.5  # seconds; measured: 0.1 to 0.3
 TIMEOUT = 20.0
 MANY = _FEW + 4
 # For each rank, beside the log2(N) of the operation: an answer, the roll, a question near the end
-# and its answer, and the failure, there and back. Some more if a roll is called twice.
-MOST_NOTICES = 10
+# and its answer, and the failure, there and back. On a busy machine there may be two conveners.
+MOST_NOTICES = 20
 
 
 def counting(size: int):

@@ -19,10 +19,16 @@ NOTICES = st.builds(
     Notice,
     sequence=st.integers(0, 2**60),
     description=st.text(),
-    state=st.sampled_from(["waiting", "mismatch", "lost", "failed", "refused"]),
+    state=st.sampled_from(
+        ["waiting", "convening", "asking", "roll", "done", "mismatch", "lost", "failed", "refused"]
+    ),
     text=st.text(),
     culprit=st.integers(-1, 10_000),
     epoch=st.integers(0, 2**60),
+    here=st.lists(st.integers(0, 999)).map(tuple),
+    ahead=st.lists(st.tuples(st.integers(0, 999), st.integers(0, 2**60), st.text())).map(tuple),
+    to_relay=st.booleans(),
+    said_by=st.integers(-1, 10_000),
 )
 
 
@@ -52,7 +58,8 @@ def test_foreign_bytes_are_refused_or_a_notice(payload):
         [1],
         ["1", "barrier()"],
         [1, "barrier()", "sleeping"],
-        [1, "barrier()", "failed", "", 0, 0, "more"],
+        [1, "barrier()", "failed", "", 0, 0, [], [], False, -1, "more"],
+        [1, "barrier()", "roll", "", 0, 0, ["one"]],
         {"sequence": 1, "description": "barrier()"},
     ],
 )

@@ -67,7 +67,7 @@ class Convening:
         self._untold: list[int] = []  # who does not know yet that we convene
         self._answered: set[int] = set()  # conveners that know that we wait
         self._has_asked = False
-        self._roll: Roll = ((), {})  # as it was last handed to all
+        self._roll: Roll = ((), ())  # as it was last handed to all
         self._interval = LOOK_EVERY
         self._next_roll = 0.0
 
@@ -114,8 +114,9 @@ class Convening:
         delay = LOOK_EVERY * max(1, size // _MANY)
         if self._is_few:
             return delay
-        # One look apart; but all of them within half of the time that there is.
-        return delay + min(LOOK_EVERY * rank, self._deadline.limit / 2 * rank / size)
+        # One look apart, for a quarter of the time that there is; the rest within the next quarter.
+        turn, quarter = LOOK_EVERY * rank, self._deadline.limit / 4
+        return delay + (turn if turn <= quarter else quarter + quarter * rank / size)
 
     def _answer(self) -> None:
         for src in self._team.conveners(self._waiting.sequence - 1):
@@ -128,7 +129,7 @@ class Convening:
         asking = self._team.take_asking()
         if roll != self._roll and self._deadline.waited >= self._next_roll:
             here, ahead = self._roll = roll
-            asking = [*here, *ahead]
+            asking = [*here, *(rank for rank, _, _ in ahead)]
             self._next_roll = self._deadline.waited + self._interval
             self._interval *= 2
         if asking:

@@ -41,7 +41,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         epoch: The number after the last one that had failed there; ranks that do not agree on it
             do not take each other's messages.
         here: The ranks that wait in this operation, in a roll.
-        ahead: Those that are in a later one: its number and description.
+        ahead: Those that are in a later one, each with its number and description.
         to_relay: Whether the receiver is to tell all others of the failure.
         said_by: Who said so, if another rank has told it.
     """
@@ -63,7 +63,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     culprit: int = -1
     epoch: int = 0
     here: tuple[int, ...] = ()
-    ahead: dict[int, tuple[int, str]] = {}  # msgspec makes a new one
+    ahead: tuple[tuple[int, int, str], ...] = ()
     to_relay: bool = False
     said_by: int = -1
 

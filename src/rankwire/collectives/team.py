@@ -50,7 +50,7 @@ __all__ = ["Plan", "Roll", "Team"]
 Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 
 # Who waits in an operation, and who is in which later one.
-Roll = tuple[tuple[int, ...], dict[int, tuple[int, str]]]
+Roll = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
 
 _NOW = Deadline(0.0)
 _TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
@@ -242,7 +242,7 @@ class Team:
         elif notice.state == "roll":
             for rank in notice.here:
                 self._note(rank, notice)
-            for rank, (sequence, description) in notice.ahead.items():
+            for rank, sequence, description in notice.ahead:
                 self._note(rank, Notice(sequence, description))
         else:
             self._waiting[src] = notice
@@ -253,8 +253,10 @@ class Team:
 
     def _note(self, rank: int, notice: Notice) -> None:
         """Take in where a rank is, as a convener says; the rank itself may have said more."""
+        if not 0 <= rank < self.backend.world_size or rank == self.backend.rank:
+            return
         known = self._waiting.get(rank)
-        if rank in self.others and (known is None or known.sequence < notice.sequence):
+        if known is None or known.sequence < notice.sequence:
             self._waiting[rank] = notice
 
     def conveners(self, since: int) -> list[int]:
@@ -272,12 +274,12 @@ class Team:
         """Return who waits in an operation, this rank apart, and who is in which later one."""
         with self._lock:
             here = sorted(src for src, n in self._waiting.items() if n.sequence == sequence)
-            ahead = {
-                src: (n.sequence, n.description)
+            ahead = sorted(
+                (src, n.sequence, n.description)
                 for src, n in self._waiting.items()
                 if n.sequence > sequence
-            }
-        return tuple(here), ahead
+            )
+        return tuple(here), tuple(ahead)
 
     def take_asking(self) -> list[int]:
         """Return who wants the roll; from now on they have it."""
