@@ -16,11 +16,13 @@ import pytest
 
 from rankwire.backends.payloads import copy_into, share_memory, to_array
 from rankwire.errors import (
+    ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
     InvalidMessageError,
     InvalidRankError,
     MessageTooLargeError,
+    PeerLostError,
     SelfSendError,
     UnsupportedTypeError,
 )
@@ -29,7 +31,7 @@ from rankwire.testing.worlds import sub_world
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import allocate
 from rankwire.wire.loans import LoanRevokedError, Parcel
-from worlds import PATIENCE, Running
+from worlds import PATIENCE, Running, eventually
 
 WORLDS = {
     "simulated": simulated_world,
@@ -404,6 +406,45 @@ def test_an_exchange_with_an_out_that_does_not_fit_leaves_the_link_usable(pair, 
     with contextlib.suppress(DeadlineExceededError):  # what was lent may have been taken back
         assert_same(numbered(size), running[1].result())
     assert_same(numbered(size) + 7, passed_on(pair, numbered(size) + 7))
+
+
+@pytest.mark.parametrize("ending", [None, RuntimeError("it fell")])
+def test_an_exchange_ends_when_the_rank_that_was_to_take_the_array_goes(ending):
+    """Also while it waits for another rank: that one sends only much later."""
+    with tcp_world(3, timeout=PATIENCE) as world:
+        if not world[1].link_to(2).single_copy:
+            pytest.skip(world[1].link_to(2).reason)
+        waiting = Running(world[1].sendrecv, numbered(1 << 20), 2, 0)
+        eventually(lambda: world[1]._peers[0].inbox.wanted())
+        world[2].close(error=ending)
+        gone = time.monotonic()
+        error = waiting.error()
+        assert isinstance(error, ChannelClosedError if ending is None else PeerLostError)
+        assert (error.peer, error.op) == (2, "sendrecv")
+        assert waiting.ended - gone < SOON
+
+
+def test_an_exchange_ends_when_the_rank_that_was_to_send_an_array_goes():
+    """Also while it cannot send its own: the one that was to take it reads nothing."""
+    with tcp_world(3, transport="tcp", timeout=PATIENCE) as world:
+        stuck = Running(world[1].sendrecv, numbered(8 << 20), 2, 0)
+        eventually(lambda: world[1]._peers[2].messages is not None)
+        world[0].close(error=RuntimeError("it fell"))
+        gone = time.monotonic()
+        error = stuck.error()
+        assert isinstance(error, PeerLostError)
+        assert error.peer == 0
+        assert stuck.ended - gone < SOON
+
+
+def test_an_exchange_goes_on_when_the_rank_that_took_the_array_goes(lending):
+    """It needs nothing of it any more. What it left is received, too."""
+    first = Running(lending[0].sendrecv, numbered(1 << 20), 1)
+    assert_same(numbered(1 << 20), lending[1].recv_array(0))
+    time.sleep(0.12)  # it has looked up, and seen that
+    lending[1].send_array(numbered(3), 0)
+    lending[1].close()
+    assert_same(numbered(3), first.result())
 
 
 # -- payloads that are still with their sender

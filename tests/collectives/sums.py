@@ -194,7 +194,7 @@ def run_algorithm(
     """Run ``algorithm(x)`` on all ranks; return the results, and what each rank sent."""
 
     def each(backend: CountingBackend) -> Any:
-        return Team.of(backend).run("test()", algorithm, timeout=None, async_op=False)
+        return Team.of(backend).call("test", lambda: ("test()", algorithm, False, None))
 
     with counting_world(world_size, **options) as world:
         results = on_all(world, each)

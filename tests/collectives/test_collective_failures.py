@@ -47,7 +47,7 @@ def total(size: int, count: int = COUNT) -> np.ndarray:
 
 
 def steps(backend, name: str, run) -> None:
-    Team.of(backend).run(name, run, timeout=TIMEOUT, async_op=False)
+    Team.of(backend).call(name, lambda: (name, run, False, TIMEOUT))
 
 
 def reducing(algorithm):
@@ -351,15 +351,23 @@ def check_aborted(runs: dict[int, Running], culprit: int, reason: str, since: fl
         assert run.ended - since < SOON
 
 
-def check_late(run: Running, total: float, culprit: int, reason: str) -> None:
-    """Whoever comes later may find all that it needs; otherwise it is told too."""
-    result, error = outcome(run, CollectiveAbortedError)
-    if error is None:
-        assert (result == total).all()
-    else:
-        assert error.peer == culprit
+def check_late(world, runs: list[Running], total, culprit: int, reason: str) -> None:
+    """Whoever comes later is told too; if it has found all that it needs, then in the next one."""
+    errors = []
+    for run in runs:
+        result, error = outcome(run, CollectiveAbortedError)
+        assert run.seconds < SOON
+        if error is None:
+            assert np.all(result == total)
+        else:
+            assert error.peer == culprit
+        errors.append(error)
+    if None in errors:
+        nexts = [Running(rankwire.all_reduce, backend, np.ones(SMALL)) for backend in world]
+        errors += [run.error() for run in nexts]
+    for error in filter(None, errors):
+        assert isinstance(error, CollectiveAbortedError)
         assert reason in str(error)
-    assert run.seconds < SOON
 
 
 def check_works(world, count: int = SMALL) -> None:
@@ -385,7 +393,7 @@ def test_a_rank_whose_time_is_up_ends_the_others_long_before_theirs(make_world, 
         assert error.waiting_for == [2]
         check_aborted(runs, 1, "no result within 0.2 s waiting for rank 2", begin + 0.2)
         late = Running(rankwire.all_reduce, world[2], np.ones(count), timeout=30)
-        check_late(late, 4, 1, "no result within 0.2 s")
+        check_late(world, [late], 4, 1, "no result within 0.2 s")
         check_works(world, count)
 
 
@@ -412,16 +420,8 @@ def test_a_rank_without_memory_ends_the_others(make_world, monkeypatch, count):
             Running(rankwire.reduce_scatter, world[2], np.ones(3 * count)),
         ]
         assert isinstance(runs[1].error(), MemoryError)
-        for rank in (0, 2):
-            # They may have all they need; where they do not, they must say who and why.
-            result, error = outcome(runs[rank], CollectiveAbortedError)
-            if error is None:
-                assert (result == 3).all()
-            else:
-                assert error.peer == 1
-                assert "MemoryError('no memory for a test')" in error.reason
-            assert runs[rank].seconds < SOON
         monkeypatch.undo()
+        check_late(world, [runs[0], runs[2]], 3, 1, "MemoryError('no memory for a test')")
         check_works(world, count)
 
 
@@ -440,7 +440,7 @@ def test_an_interrupt_ends_the_others(make_world, count):
         timer.join()
         check_aborted({1: waiting}, 0, "KeyboardInterrupt", begin + 0.1)
         late = Running(rankwire.all_reduce, world[2], np.ones(count))
-        check_late(late, 3, 0, "KeyboardInterrupt")
+        check_late(world, [late], 3, 0, "KeyboardInterrupt")
         check_works(world, count)
 
 
@@ -470,7 +470,7 @@ def test_a_rank_that_fails_in_the_middle_ends_those_that_send_to_it():
                 r = reduction("sum", array.dtype)
                 algorithms.reduce_scatter_directly(x, split(array, 3), out, r)
 
-            Team.of(backend).run("reduce_scatter", steps, timeout=None, async_op=False)
+            Team.of(backend).call("printing", lambda: ("reduce_scatter", steps, False, None))
 
         runs = {backend.rank: Running(run, backend) for backend in world}
         failing = runs.pop(1)
@@ -505,15 +505,12 @@ def test_a_value_that_one_rank_cannot_decode_ends_the_others(monkeypatch):
         def run(backend):
             if backend.rank == 2:
                 threading.current_thread().name = "picky"
-            rankwire.all_gather_object(backend, backend.rank, codec=codec)
-            rankwire.barrier(backend)
+            return rankwire.all_gather_object(backend, backend.rank, codec=codec)
 
         runs = [Running(run, backend) for backend in world]
         assert isinstance(runs[2].error(), rankwire.InvalidMessageError)
-        # The others have what they need; the barrier is the third one's next operation, and late.
-        rankwire.barrier(world[2])
-        for run in runs[:2]:
-            run.result()
+        check_late(world, runs[:2], [0, 1, 2], 2, "not to my taste")
+        check_works(world)
 
 
 # -- processes

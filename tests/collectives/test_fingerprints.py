@@ -47,6 +47,11 @@ def test_two_operations_of_one_kind_never_share_a_tag(words, number, distance):
     assert tag_of(words, number) != tag_of(words, number + distance)
 
 
+def test_before_and_after_a_failure_an_operation_has_different_tags():
+    tags = {tag_of("barrier()", n, epoch) for n in range(200) for epoch in range(n + 1)}
+    assert len(tags) == 200 * 201 // 2
+
+
 def test_many_operations_of_many_kinds_do_not_share_tags():
     tags = {tag_of(f"kind {kind}", number) for kind in range(100) for number in range(1000)}
     assert len(tags) == 100_000

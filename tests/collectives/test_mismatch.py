@@ -559,6 +559,31 @@ def refuse_first_notice(backend) -> None:
     backend.transmit = fussy
 
 
+# -- a rank that leaves because of it
+
+
+@pytest.mark.parametrize("how", ["in good order", "by the error"])
+@pytest.mark.parametrize("odd_rank", [0, 2])
+def test_a_rank_that_leaves_upon_a_disagreement_does_not_hide_it(make_world, odd_rank, how):
+    """It was told to all before that rank was let go: what others see is why, not that it left."""
+    with make_world(3, timeout=TIMEOUT) as world:
+        in_parallel([partial(rankwire.barrier, backend) for backend in world])
+
+        def odd(backend):
+            try:
+                rankwire.all_reduce(backend, np.ones(5))
+            except CollectiveMismatchError as error:
+                leaving = getattr(backend, "parent", backend)
+                leaving.close(error=error if how == "by the error" else None)
+                raise
+
+        usual = [backend for backend in world if backend.rank != odd_rank]
+        runs = [Running(rankwire.all_reduce, backend, np.ones(4)) for backend in usual]
+        for run in [*runs, Running(odd, world[odd_rank])]:
+            assert isinstance(run.error(), CollectiveMismatchError), repr(run.error())
+            assert run.seconds < SOON
+
+
 # -- in the background
 
 

@@ -21,9 +21,16 @@ NOTICES = st.builds(
     Notice,
     sequence=st.integers(0, 2**60),
     description=TEXTS,
-    state=st.sampled_from(["waiting", "mismatch", "lost", "failed"]),
+    state=st.sampled_from(
+        ["waiting", "convening", "asking", "roll", "done", "mismatch", "lost", "failed", "refused"]
+    ),
     text=TEXTS,
     culprit=st.integers(-1, 10_000),
+    epoch=st.integers(0, 2**60),
+    here=st.lists(st.integers(0, 999)).map(tuple),
+    ahead=st.lists(st.tuples(st.integers(0, 999), st.integers(0, 2**60), TEXTS)).map(tuple),
+    to_relay=st.booleans(),
+    said_by=st.integers(-1, 10_000),
 )
 
 
@@ -53,7 +60,8 @@ def test_foreign_bytes_are_refused_or_a_notice(payload):
         [1],
         ["1", "barrier()"],
         [1, "barrier()", "sleeping"],
-        [1, "barrier()", "failed", "", 0, "more"],
+        [1, "barrier()", "failed", "", 0, 0, [], [], False, -1, "more"],
+        [1, "barrier()", "roll", "", 0, 0, ["one"]],
         {"sequence": 1, "description": "barrier()"},
     ],
 )
@@ -74,8 +82,8 @@ def test_a_notice_cut_short_is_refused(notice, data):
 
 
 def told(error, *, rank=2, sender=2):
-    notice = failure_notice(7, "barrier()", rank, error)
-    assert (notice.sequence, notice.description) == (7, "barrier()")
+    notice = failure_notice(Notice(7, "barrier()", epoch=5), rank, error)
+    assert (notice.sequence, notice.description, notice.epoch) == (7, "barrier()", 5)
     assert notice.is_failure
     return unpack(bytearray(pack(notice))).error(sender)
 
@@ -130,4 +138,21 @@ def test_a_text_of_a_peer_is_short_and_harmless_to_a_terminal():
     assert found.text.startswith("begin")
     assert found.text.endswith("\\x07 end")
     error = ValueError("y" * 10**6)
-    assert len(failure_notice(1, "all_reduce", 1, error).text) <= 4000
+    assert len(failure_notice(Notice(1, "all_reduce"), 1, error).text) <= 4000
+
+
+def test_a_rank_that_could_not_begin_says_so():
+    notice = failure_notice(Notice(7, "reduce"), 2, ValueError("no such thing"), refused=True)
+    assert notice.state == "refused"
+    error = notice.error(2)
+    assert type(error) is CollectiveAbortedError
+    assert "rank 2 failed in reduce: ValueError('no such thing')" in str(error)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [ValueError("none"), CollectiveMismatchError("elsewhere"), PeerLostError(1, "it was killed")],
+)
+def test_who_had_done_its_part_is_told_which_one_it_was(cause):
+    error = failure_notice(Notice(7, "barrier()"), 2, cause).error(2, 3, is_news=True)
+    assert "number 7 of this group, which had gone well on rank 3" in str(error)

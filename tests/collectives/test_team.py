@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import rankwire
+from rankwire.backends.simulated import SimulatedBackend
 from rankwire.collectives import algorithms
 from rankwire.collectives.fingerprints import NOTICE_TAG, describe, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
+from rankwire.collectives.operation import Operation
 from rankwire.collectives.team import Team
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -26,6 +28,7 @@ from rankwire.errors import (
     PeerLostError,
     ProtocolError,
     RankwireError,
+    UnsupportedTypeError,
 )
 from rankwire.links.connection import Connection
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
@@ -159,35 +162,9 @@ def test_groups_of_the_same_ranks_count_for_themselves():
         assert in_parallel([partial(run, backend) for backend in world]) == [[3, 1, 2]] * 3
 
 
-def test_a_wrong_time_limit_costs_no_number(pair):
-    """Otherwise its rank is one ahead of the others for ever."""
-    with pytest.raises(ConfigurationError):
-        rankwire.all_reduce(pair[0], np.ones(3), timeout=-1)
-    with pytest.raises(ConfigurationError):
-        rankwire.all_reduce(pair[0], np.ones(3), timeout=float("nan"), async_op=True)
-    all_reduce_everywhere(pair)
-
-
-def test_wrong_arguments_cost_no_number(pair):
-    wrong = [
-        partial(rankwire.all_reduce, pair[0], np.ones(3), "no such op"),
-        partial(rankwire.broadcast, pair[0], np.ones(3), 2),
-        partial(rankwire.reduce_scatter, pair[0], np.ones(3)),
-        partial(rankwire.all_gather, pair[0], np.ones(3), out=np.ones(3)),
-        partial(rankwire.all_to_all, pair[0], np.ones(3), send_counts=[1, 1]),
-        partial(rankwire.all_reduce, pair[0], [1, 2, 3]),
-    ]
-    for call in wrong:
-        with pytest.raises(RankwireError):
-            call()
-    all_reduce_everywhere(pair)
-
-
 def test_a_rank_that_is_ahead_is_found_out(pair):
     """It has done with an operation of which the other waits for its messages: they disagree."""
-    Team.of(pair[0]).run(
-        "another one that sends nothing", lambda x: None, timeout=1, async_op=False
-    )
+    Team.of(pair[0]).call("nothing", lambda: ("one that sends nothing", lambda x: None, False, 1))
     runs = [Running(rankwire.all_reduce, backend, np.ones(3)) for backend in pair]
     for run in runs:
         assert isinstance(run.error(), CollectiveMismatchError)
@@ -207,7 +184,7 @@ def test_a_rank_that_waits_tells_the_others_once(pair):
         heard.append(unpack(payload))
     with pytest.raises(DeadlineExceededError):
         pair[1].receive(0, Channel.COLLECTIVE, 0, NOTICE_TAG, Deadline(0.1))
-    assert [notice.state for notice in heard] == ["waiting", "failed"]
+    assert [notice.state for notice in heard] == ["convening", "failed"]
     for notice in heard:
         assert notice.sequence == 0
         assert notice.description == describe("all_reduce", "sum", "float64", (3,))
@@ -280,19 +257,21 @@ def test_what_was_told_of_an_operation_that_failed_fails_no_later_one(make_world
             np.testing.assert_array_equal(result, [3, 3, 3])
 
 
-def test_what_was_told_of_an_operation_that_went_well_fails_no_later_one(make_world):
+@pytest.mark.parametrize("state", ["failed", "lost", "mismatch", "refused"])
+def test_whoever_says_that_an_operation_failed_which_went_well_here_ends_the_next_one(
+    make_world, state
+):
+    """And only that one: all have failed in it, and are in step."""
     with make_world(3) as world:
         all_reduce_everywhere(world)
-        for state in ("waiting", "failed", "lost"):
-            tell_all(world[1], Notice(0, "an earlier one", state, "it went wrong", 2))
-
-        def late(backend):
-            if backend.rank == 2:
-                time.sleep(WAITING)
-            return rankwire.all_reduce(backend, np.ones(3))
-
-        for result in in_parallel([partial(late, backend) for backend in world]):
-            np.testing.assert_array_equal(result, [3, 3, 3])
+        tell_all(world[1], Notice(0, "an earlier one", state, "it went wrong", 2))
+        Team.of(world[1]).epoch = 1
+        for run in [Running(rankwire.all_reduce, backend, np.ones(3)) for backend in world]:
+            error = run.error()
+            assert isinstance(error, RankwireError)
+            assert "it went wrong (number 0 of this group, which had gone well on" in str(error)
+            assert run.seconds < SOON
+        all_reduce_everywhere(world)
 
 
 def test_a_disagreement_that_came_to_light_too_late_ends_the_next_operation(pair):
@@ -393,7 +372,7 @@ def test_a_rank_that_fails_says_why(make_world):
 
             begin = time.monotonic()
             with pytest.raises(RuntimeError) as caught:
-                Team.of(backend).run("printing()", steps, timeout=30, async_op=False)
+                Team.of(backend).call("printing", lambda: ("printing()", steps, False, 30))
             assert time.monotonic() - begin < SOON
             return caught.value
 
@@ -438,9 +417,13 @@ def test_a_late_rank_hears_that_the_others_gave_up_and_the_next_operation_works(
         for array in arrays[:2]:
             array[...] = -1000  # it is the user's again
         late = Running(rankwire.all_reduce, world[2], arrays[2])
-        with contextlib.suppress(CollectiveAbortedError):
+        try:
             # Small messages may all have come.
             np.testing.assert_array_equal(late.result(), np.full(count, 3.0))
+        except CollectiveAbortedError:
+            pass
+        else:
+            check_told(world, world[2])
         assert late.seconds < SOON
         all_reduce_everywhere(world, count)
 
@@ -550,6 +533,228 @@ def interrupted(function, after: int) -> str | None:
     return None
 
 
+# -- failures of which a rank hears late
+
+PARTS = {  # what a rank calls; arrays have a part for each rank
+    "all_reduce": lambda b, **o: rankwire.all_reduce(b, own(b), **o),
+    "all_reduce, ordered": lambda b, **o: rankwire.all_reduce(b, own(b), ordered=True, **o),
+    "all_reduce_coalesced": lambda b, **o: rankwire.all_reduce_coalesced(b, [own(b)], **o),
+    "reduce to the first": lambda b, **o: rankwire.reduce(b, own(b), 0, **o),
+    "reduce to the last": lambda b, **o: rankwire.reduce(b, own(b), b.world_size - 1, **o),
+    "broadcast of the first": lambda b, **o: rankwire.broadcast(b, own(b), 0, **o),
+    "broadcast of the last": lambda b, **o: rankwire.broadcast(b, own(b), b.world_size - 1, **o),
+    "all_gather": lambda b, **o: rankwire.all_gather(b, own(b), **o),
+    "gather": lambda b, **o: rankwire.gather(b, own(b), 0, **o),
+    "scatter": lambda b, **o: rankwire.scatter(b, own(b), b.world_size - 1, **o),
+    "reduce_scatter": lambda b, **o: rankwire.reduce_scatter(b, own(b), **o),
+    "all_to_all": lambda b, **o: rankwire.all_to_all(b, own(b), **o),
+    "all_to_all, uneven": lambda b, **o: rankwire.all_to_all(
+        b, own(b), send_counts=[2] * b.world_size, **o
+    ),
+    "barrier": lambda b, **o: rankwire.barrier(b, **o),
+    "all_gather_object": lambda b, **o: rankwire.all_gather_object(b, 1, **o),
+    "gather_object": lambda b, **o: rankwire.gather_object(b, 1, **o),
+    "broadcast_object": lambda b, **o: rankwire.broadcast_object(b, 1, b.world_size - 1, **o),
+    "scatter_object": lambda b, **o: rankwire.scatter_object(b, [1] * b.world_size, **o),
+    "all_to_all_object": lambda b, **o: rankwire.all_to_all_object(b, [1] * b.world_size, **o),
+    "all_reduce, large": lambda b, **o: rankwire.all_reduce(b, np.ones(1 << 17), **o),
+    "in the background": lambda b, **o: rankwire.all_reduce(b, own(b), async_op=True, **o).wait(),
+}
+
+
+def own(backend) -> np.ndarray:
+    return np.full(2 * backend.world_size, backend.rank + 1.0)
+
+
+def check_told_late(world, call) -> bool:
+    """Let all but the last rank give up before that comes; return whether it went well there."""
+    *early, late = world
+    for run in [Running(call, backend, timeout=0.02) for backend in early]:
+        assert isinstance(run.error(), (DeadlineExceededError, CollectiveAbortedError))
+    try:
+        call(late, timeout=TIMEOUT)
+    except CollectiveAbortedError:
+        return False
+    check_told(world, late)
+    return True
+
+
+def check_told(world, late) -> None:
+    """Show that all fail in the operation after one that went well on the late rank only."""
+    begin = time.monotonic()
+    for run in [Running(rankwire.all_reduce, backend, np.ones(3)) for backend in world]:
+        error = run.error()
+        assert isinstance(error, CollectiveAbortedError), repr(error)
+        assert f"which had gone well on rank {late.rank}" in str(error)
+    assert time.monotonic() - begin < SOON
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_that_comes_too_late_is_told_at_its_next_operation_at_the_latest(make_world, size):
+    with make_world(size) as world:
+        for name, call in PARTS.items():
+            try:
+                check_told_late(world, call)
+                all_reduce_everywhere(world)
+            except BaseException as error:
+                error.add_note(f"in {name}")
+                raise
+
+
+def test_a_rank_that_has_not_read_what_it_was_told_is_told_at_its_next_operation(monkeypatch):
+    """As when a notice is still under way: then what it needs is all that it sees."""
+    monkeypatch.setattr(SimulatedBackend, "has_arrived", lambda *envelope: False)
+    went_well = []
+    with simulated_world(2, timeout=TIMEOUT) as world:
+        for name, call in PARTS.items():
+            if check_told_late(world, call):
+                went_well.append(name)
+            all_reduce_everywhere(world)
+    assert {"all_reduce", "broadcast of the last", "barrier", "in the background"} <= {*went_well}
+
+
+def test_what_was_told_is_seen_where_all_that_is_needed_has_come(pair):
+    """The late rank looks once before it returns; then the next operation need not fail."""
+    for call in (PARTS["all_reduce"], PARTS["barrier"], PARTS["all_gather"]):
+        assert not check_told_late(pair, call)
+        all_reduce_everywhere(pair)
+
+
+def test_a_failure_that_could_not_be_told_ends_the_next_operation_too(pair, monkeypatch):
+    """Ranks wait for each other there, and say what they know of."""
+    monkeypatch.setattr(Operation, "_tell_failure", lambda self, error: None)
+    with pytest.raises(DeadlineExceededError):
+        rankwire.all_reduce(pair[0], np.ones(3), timeout=0.02)
+    rankwire.all_reduce(pair[1], np.ones(3))
+    monkeypatch.undo()
+    runs = [Running(rankwire.all_reduce, backend, np.ones(3)) for backend in pair]
+    for run in runs:
+        assert isinstance(run.error(), CollectiveAbortedError)
+        assert "collective number 0 of this group, which went well here" in str(run.error())
+        assert run.seconds < SOON
+    all_reduce_everywhere(pair)
+
+
+def test_a_rank_may_be_late_for_several_operations(pair, monkeypatch):
+    monkeypatch.setattr(SimulatedBackend, "has_arrived", lambda *envelope: False)
+    for _ in range(3):
+        with pytest.raises(DeadlineExceededError):
+            rankwire.all_reduce(pair[0], np.ones(3), timeout=0.02)
+    rankwire.all_reduce(pair[1], np.ones(3))
+    for _ in range(2):
+        with pytest.raises(CollectiveAbortedError):
+            rankwire.all_reduce(pair[1], np.ones(3))
+    all_reduce_everywhere(pair)
+
+
+def test_operations_in_the_background_are_in_step_after_one_that_some_gave_up(pair, monkeypatch):
+    monkeypatch.setattr(SimulatedBackend, "has_arrived", lambda *envelope: False)
+    limits = ((0.02, TIMEOUT, TIMEOUT), (TIMEOUT,) * 3)
+    first = [rankwire.all_reduce(pair[0], np.ones(3), async_op=True, timeout=t) for t in limits[0]]
+    assert isinstance(first[0].exception(), DeadlineExceededError)
+    second = [rankwire.all_reduce(pair[1], np.ones(3), async_op=True, timeout=t) for t in limits[1]]
+    np.testing.assert_array_equal(second[0].wait(), [2, 2, 2])
+    for works in (first, second):
+        assert isinstance(works[1].exception(), CollectiveAbortedError)
+        np.testing.assert_array_equal(works[2].wait(), [2, 2, 2])
+
+
+def test_what_was_sent_before_a_late_rank_was_told_is_forgotten(pair, monkeypatch):
+    monkeypatch.setattr(SimulatedBackend, "has_arrived", lambda *envelope: False)
+    for _ in range(5):
+        assert check_told_late(pair, PARTS["all_reduce"])
+        all_reduce_everywhere(pair)
+    for rank, backend in enumerate(pair):
+        arrived = backend._inboxes[1 - rank]._mailbox._arrived
+        assert all(tag == NOTICE_TAG for _, _, tag in arrived)
+
+
+# -- arguments that cannot be used, on one rank
+
+
+class Unknown:
+    """Of no type that can be sent."""
+
+
+READ_ONLY = np.ones(3)
+READ_ONLY.flags.writeable = False
+WRONG = {
+    "a value": lambda b: rankwire.broadcast_object(b, Unknown(), b.rank),
+    "a value among others": lambda b: rankwire.all_gather_object(b, [1, Unknown()]),
+    "a value for one": lambda b: rankwire.scatter_object(b, [1, 2, Unknown()], b.rank),
+    "a value to gather": lambda b: rankwire.gather_object(b, Unknown()),
+    "too few values": lambda b: rankwire.all_to_all_object(b, [1]),
+    "no array": lambda b: rankwire.all_reduce(b, [1, 2, 3]),
+    "an array of objects": lambda b: rankwire.all_gather(b, np.array([Unknown()])),
+    "an op": lambda b: rankwire.all_reduce(b, np.ones(3), "no such op"),
+    "a root": lambda b: rankwire.broadcast(b, np.ones(3), 9),
+    "a root of gather": lambda b: rankwire.gather(b, np.ones(3), "0"),
+    "a shape": lambda b: rankwire.reduce_scatter(b, np.ones(2)),
+    "a shape to scatter": lambda b: rankwire.scatter(b, np.ones(2), b.rank),
+    "an out": lambda b: rankwire.reduce(b, np.ones(3), b.rank, out=np.ones(5)),
+    "read-only": lambda b: rankwire.all_reduce_coalesced(b, [READ_ONLY]),
+    "counts": lambda b: rankwire.all_to_all(b, np.ones(3), send_counts=[1, 1]),
+    "a time limit": lambda b: rankwire.barrier(b, timeout=-1),
+    "a time limit in the background": lambda b: rankwire.barrier(
+        b, timeout=float("nan"), async_op=True
+    ),
+    "an argument's name": lambda b: rankwire.all_reduce(b, np.ones(3), outt=None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_cannot_be_used_end_the_operation_on_all_ranks(name):
+    with simulated_world(3, timeout=TIMEOUT) as world:
+        runs = {rank: Running(rankwire.all_reduce, world[rank], np.ones(3)) for rank in (0, 2)}
+        wrong = Running(WRONG[name], world[1])
+        cause = wrong.error()
+        assert isinstance(cause, (ConfigurationError, UnsupportedTypeError, TypeError))
+        text = cause.message if isinstance(cause, RankwireError) else repr(cause)
+        for run in runs.values():
+            error = run.error()
+            assert isinstance(error, CollectiveAbortedError)
+            assert error.peer == 1
+            assert text in error.reason
+            assert run.seconds < SOON
+        all_reduce_everywhere(world)
+
+
+def test_arguments_that_cannot_be_used_end_the_operation_of_those_who_come_later(make_world):
+    with make_world(3) as world:
+        for call in (WRONG["a value"], WRONG["no array"]):
+            with pytest.raises(UnsupportedTypeError):
+                call(world[1])
+            for run in [Running(rankwire.all_reduce, world[rank], np.ones(3)) for rank in (0, 2)]:
+                assert isinstance(run.error(), CollectiveAbortedError)
+                assert run.error().peer == 1
+            all_reduce_everywhere(world)
+
+
+def test_arguments_that_no_rank_can_use_leave_all_in_step(make_world):
+    with make_world(3) as world:
+        for call in (WRONG["an op"], WRONG["a root"]):
+            for run in [Running(call, backend) for backend in world]:
+                assert isinstance(run.error(), ConfigurationError)
+        all_reduce_everywhere(world)
+
+
+def test_what_others_sent_for_an_operation_that_was_refused_is_forgotten(pair):
+    """The rank that refused it never knew under which tags they would send."""
+    for count in range(1, 5):
+        waiting = Running(rankwire.all_reduce, pair[0], np.ones(count))
+        with pytest.raises(UnsupportedTypeError):
+            WRONG["no array"](pair[1])
+        assert isinstance(waiting.error(), CollectiveAbortedError)
+        all_reduce_everywhere(pair)
+    arrived = pair[1]._inboxes[0]._mailbox._arrived
+    assert all(tag == NOTICE_TAG for _, _, tag in arrived)
+
+
+def test_what_is_no_group_costs_nothing():
+    with pytest.raises(ConfigurationError, match="first argument of all_reduce is a backend"):
+        rankwire.all_reduce(np.ones(3), np.ones(3))
+
+
 # -- time limits
 
 
@@ -598,6 +803,7 @@ def test_no_time_at_all_is_a_time_limit_too(make_world, count):
         assert caught.value.waiting_for == [1]
         with contextlib.suppress(CollectiveAbortedError):  # what it needs may have come
             rankwire.all_reduce(world[1], np.ones(count))
+            check_told(world, world[1])
         all_reduce_everywhere(world, count)
 
 

@@ -278,11 +278,11 @@ def _feed_reply(data: bytearray, _: Mutator) -> None:
 
 def _notices() -> list[bytes]:
     return [
-        notices.pack(notices.failure_notice(number, "all_reduce", 1, error))
+        notices.pack(notices.failure_notice(notices.Notice(number, "all_reduce"), 1, error))
         for number, error in enumerate(
             [ValueError("x"), errors.PeerLostError(2, "killed"), errors.DeadlineExceededError(1.0)]
         )
-    ]
+    ] + [notices.pack(notices.Notice(3, "barrier()", "roll", here=(1, 2), ahead=((4, 5, "x"),)))]
 
 
 def _feed_notice(data: bytearray, _: Mutator) -> None:

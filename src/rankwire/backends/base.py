@@ -19,7 +19,7 @@ from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
 from rankwire.backends.meeting import meet
 from rankwire.backends.payloads import check_out, copy_into, share_memory, to_array
 from rankwire.backends.status import WorldStatus
-from rankwire.backends.transport import Transport
+from rankwire.backends.transport import Offer, Transport
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -46,6 +46,8 @@ __all__ = ["DEFAULT_TIMEOUT", "Backend", "Sendable"]
 
 DEFAULT_TIMEOUT = 60.0
 _MAX_TAG = (1 << 64) - 1
+_LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
+_NOW = Deadline(0.0)
 
 Sendable = Buffer | Sequence[Buffer]
 T = TypeVar("T")
@@ -231,6 +233,9 @@ class Backend(Transport):
             tag: Of both messages.
             timeout: Seconds for both; None is the backend's default.
             out: As for ``recv_array``; it may be the array that is sent.
+
+        Raises:
+            PeerLostError: One of the two is gone, and has not done its part.
         """
         src = dst if src is None else src
         deadline = Deadline.of(timeout, self.timeout)
@@ -243,8 +248,17 @@ class Backend(Transport):
             if out is not None and share_memory(array, out):
                 packed = [bytes(piece) for piece in packed]
             buffers, nbytes = self._as_message(packed)
-            offer = self.offer(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
-            received = self._taken(src, tag, deadline, None, lambda payload: to_array(payload, out))
+            offer = self.offer(
+                dst,
+                Channel.MESSAGE,
+                self.group,
+                tag,
+                buffers,
+                nbytes,
+                deadline,
+                check=lambda: self._raise_if_lost(src, tag),
+            )
+            received = self._received_meanwhile(src, tag, deadline, out, offer)
             if offer is not None and not offer.wait(deadline):
                 raise DeadlineExceededError(deadline.limit, waiting_for=[dst])
             return received
@@ -253,6 +267,27 @@ class Backend(Transport):
         finally:
             if offer is not None:
                 offer.revoke()
+
+    def _received_meanwhile(
+        self, src: int, tag: int, deadline: Deadline, out: Any, offer: Offer | None
+    ) -> Any:
+        """Return an array; look up now and then whether the taker of an offer still lives."""
+        while True:
+            patience = deadline if offer is None else deadline.sooner(_LOOK_EVERY)
+            try:
+                return self._taken(src, tag, patience, None, lambda payload: to_array(payload, out))
+            except DeadlineExceededError:
+                if patience is deadline:
+                    raise
+                assert offer is not None
+                if offer.wait(_NOW):
+                    offer = None  # it has been taken: whatever becomes of its taker now
+
+    def _raise_if_lost(self, src: int, tag: int) -> None:
+        """Raise if a rank is gone and left no message."""
+        failure = self.failure_of(src)
+        if failure is not None and not self.has_arrived(src, Channel.MESSAGE, self.group, tag):
+            raise failure.copy()
 
     def _as_message(self, data: Sendable) -> tuple[list[Buffer], int]:
         buffers, nbytes = _as_buffers(data)

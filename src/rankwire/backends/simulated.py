@@ -170,6 +170,20 @@ class SimulatedBackend(Backend):
             inbox.post(wanted)
             return inbox.wait(wanted, deadline)
 
+    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+        """See ``Backend.has_arrived``."""
+        inbox = self._inboxes.get(src)
+        return inbox is not None and inbox.has_arrived((group, channel, tag))
+
+    def sources(self, channel: Channel, group: int, tag: int) -> list[int]:
+        """See ``Backend.sources``: exactly those. In one process, asking all is what costs."""
+        key = (group, channel, tag)
+        with self.network.changing():
+            if self.network.why_lost(self.rank, self.rank) is not None:
+                return super().sources(channel, group, tag)
+            found = {src for src, inbox in self._inboxes.items() if inbox.has_arrived(key)}
+            return sorted(found | self.network.gone_for(self.rank))
+
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         with self.network.changing():

@@ -173,6 +173,10 @@ class Inbox:
         """How many messages came for which nobody waited any more."""
         return self._mailbox.dropped
 
+    def has_arrived(self, key: Key) -> bool:
+        """Whether a message of this key was not taken yet."""
+        return self._mailbox.has_arrived(key)
+
     def post(self, wanted: Wanted) -> None:
         """Ask for a message; it may be done on return. One of a wrong size keeps its place."""
         wanted.home = self

@@ -213,6 +213,11 @@ class Network:
             return self.losses.explain(left)
         return None
 
+    def gone_for(self, rank: int) -> set[int]:
+        """Return the ranks that a rank cannot reach. Lock held."""
+        cut = {other for link in self._broken if rank in link for other in link}
+        return (self._killed | self._left | cut) - {rank}
+
     def leave(self, rank: int) -> None:
         """Let nothing more go to a rank or from it; what it sent still arrives. Lock held."""
         self._left.add(rank)

@@ -195,6 +195,15 @@ class SubBackend(Backend):
                         raise
                     self._raise_if_closed()
 
+    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+        """See ``Backend.has_arrived``."""
+        return self._parent.has_arrived(self._members[src], channel, group, tag)
+
+    def sources(self, channel: Channel, group: int, tag: int) -> list[int]:
+        """See ``Backend.sources``."""
+        found = {*self._parent.sources(channel, group, tag)}
+        return [rank for rank, member in enumerate(self._members) if member in found]
+
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         self._parent.abandon(group, cause)

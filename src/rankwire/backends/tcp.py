@@ -316,6 +316,10 @@ class TcpBackend(Backend):
         inbox = self._peers[src].inbox
         return inbox.take(Receive((group, channel, tag), nbytes=nbytes), deadline)
 
+    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+        """See ``Backend.has_arrived``."""
+        return self._peers[src].inbox.has_arrived((group, channel, tag))
+
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         for peer in self._peers.values():

@@ -114,6 +114,17 @@ class Transport(ABC):
                 receivable.
         """
 
+    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+        """Whether a message lies here, read and not taken. A look: it neither reads nor waits."""
+        return False
+
+    def sources(self, channel: Channel, group: int, tag: int) -> list[int]:
+        """Return the ranks of which a receive may not come back empty-handed at once.
+
+        They have sent something, or are gone. Here: all others, which are asked one by one.
+        """
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
     @abstractmethod
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank, because it has left the group."""

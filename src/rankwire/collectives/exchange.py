@@ -15,13 +15,14 @@ import numpy as np
 
 from rankwire.backends.base import Backend
 from rankwire.backends.transport import Offer
+from rankwire.collectives.fingerprints import NOTICE_TAG
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
 from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
 
 if TYPE_CHECKING:
-    from rankwire.collectives.team import Operation
+    from rankwire.collectives.operation import Operation
 
 __all__ = ["BLOCK_NBYTES", "Exchange", "Piece", "blocks", "scratch"]
 
@@ -92,6 +93,7 @@ class Exchange:
         "_next_look",
         "_offers",
         "_operation",
+        "_sources",
         "_tag",
         "rank",
         "size",
@@ -109,6 +111,15 @@ class Exchange:
         self._deadline = deadline
         self._next_look = deadline.sooner(LOOK_EVERY)
         self._offers: list[tuple[int, Offer]] = []
+        self._sources: list[int] = []  # the ranks from which something was received
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a rank of which this one has read its messages has told something beside them."""
+        for src in self._sources:
+            if self._backend.has_arrived(src, Channel.COLLECTIVE, self._group, NOTICE_TAG):
+                return True
+        return False
 
     @property
     def others(self) -> list[int]:
@@ -164,6 +175,7 @@ class Exchange:
         Raises:
             RankwireError: It cannot come any more: a rank failed, or is doing something else.
         """
+        self._sources.append(src)
         if self._next_look.expired:
             self._next_look = self._deadline.sooner(LOOK_EVERY)
         while True:

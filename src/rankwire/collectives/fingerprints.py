@@ -1,9 +1,11 @@
 """Fingerprints: what an operation is, in the tag of every one of its messages.
 
 All ranks describe an operation in the same words: kind, op, root, dtype, shape. The tag of a
-message is made of a digest of these words and the operation's number (48 bits), and of the step (16
-bits). Messages of different operations therefore never match, and ranks that disagree wait for
-each other instead of taking each other's bytes; ``team`` finds out why. Pure.
+message is made of a digest of these words, the operation's number and its epoch (48 bits), and of
+the step (16 bits). The epoch is the number after the last operation that failed: ranks that do not
+agree on whether that one failed do not get past the next one. Messages of different operations
+therefore never match, and ranks that disagree wait for each other instead of taking each other's
+bytes; ``team`` finds out why. Pure.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ _DIGEST_MASK = (1 << 8 * _DIGEST_NBYTES) - 1
 _STEP_BITS = 16
 # Odd, so that two numbers of one operation never meet; its bits are those of the golden ratio.
 _SPREAD = 0x9E3779B97F4B
+_EPOCH_SPREAD = 0xBB67AE8584CB  # the same of the root of 3
 MAX_STEP = (1 << _STEP_BITS) - 2
 NOTICE_TAG = (1 << 64) - 1  # no step has its lower bits
 
@@ -35,6 +38,7 @@ def _digest(description: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def tag_of(description: str, sequence: int) -> int:
+def tag_of(description: str, sequence: int, epoch: int = 0) -> int:
     """Return the tag of step 0; the others follow."""
-    return ((_digest(description) + sequence * _SPREAD) & _DIGEST_MASK) << _STEP_BITS
+    place = sequence * _SPREAD + epoch * _EPOCH_SPREAD
+    return ((_digest(description) + place) & _DIGEST_MASK) << _STEP_BITS

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from rankwire.errors import (
     CollectiveAbortedError,
@@ -25,49 +26,95 @@ __all__ = ["Notice", "failure_notice", "pack", "unpack"]
 _MAX_TEXT = 4000
 
 
+_FAILURES = ("mismatch", "lost", "failed", "refused")
+
+
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one rank says.
 
     Attributes:
         sequence: The number of the operation in its group.
         description: What the operation is.
-        state: Whether it waits in it, or how it failed.
+        state: What it says. That it waits: to a convener, or *convening* itself, or *asking* it for
+            the roll. As convener: the *roll*, or that it is *done*. How it failed; or that it
+            *refused* to begin (its arguments were wrong, and ``description`` is only the name of
+            what was called).
         text: What went wrong.
         culprit: The rank whose fault it is, if it failed.
+        epoch: The number after the last one that had failed there; ranks that do not agree on it
+            do not take each other's messages.
+        here: The ranks that wait in this operation, in a roll.
+        ahead: Those that are in a later one, each with its number and description.
+        to_relay: Whether the receiver is to tell all others of the failure.
+        said_by: Who said so, if another rank has told it.
     """
 
     sequence: int
     description: str
-    state: Literal["waiting", "mismatch", "lost", "failed"] = "waiting"
+    state: Literal[
+        "waiting",
+        "convening",
+        "asking",
+        "roll",
+        "done",
+        "mismatch",
+        "lost",
+        "failed",
+        "refused",
+    ] = "waiting"
     text: str = ""
     culprit: int = -1
+    epoch: int = 0
+    here: tuple[int, ...] = ()
+    ahead: tuple[tuple[int, int, str], ...] = ()
+    to_relay: bool = False
+    said_by: int = -1
 
     @property
     def is_failure(self) -> bool:
         """Whether the sender has given the operation up."""
-        return self.state != "waiting"
+        return self.state in _FAILURES
 
-    def error(self, sender: int, rank: int = -1) -> RankwireError:
-        """Return the error to raise on ``rank`` because of a failure that ``sender`` reported."""
+    def error(self, sender: int, rank: int = -1, *, is_news: bool = False) -> RankwireError:
+        """Return the error to raise on ``rank`` because of a failure that ``sender`` reported.
+
+        Args:
+            sender: Who reported it.
+            rank: Where it is raised.
+            is_news: Whether the operation had gone well there.
+        """
+        sender = sender if self.said_by < 0 else self.said_by
         peer = sender if self.culprit == rank else self.culprit
+        text = self.text
+        if is_news:
+            text += f" (number {self.sequence} of this group, which had gone well on rank {rank})"
         if self.state == "mismatch":
-            return CollectiveMismatchError(self.text).during(peer=peer)
+            return CollectiveMismatchError(text).during(peer=peer)
         if self.state == "lost" and self.culprit == rank:
-            return PeerLostError(sender, f"it has lost this rank: {self.text}")
+            return PeerLostError(sender, f"it has lost this rank: {text}")
         if self.state == "lost":
-            return PeerLostError(peer, f"{self.text} (rank {sender} says)")
-        return CollectiveAbortedError(sender, f"{self.description}: {self.text}")
+            return PeerLostError(peer, f"{text} (rank {sender} says)")
+        return CollectiveAbortedError(sender, f"{self.description}: {text}")
 
 
-def failure_notice(sequence: int, description: str, rank: int, error: BaseException) -> Notice:
-    """Return what a rank that fails tells the others."""
-    if isinstance(error, CollectiveMismatchError):
-        culprit = rank if error.peer is None else error.peer
-        return Notice(sequence, description, "mismatch", _sayable(error.message), culprit)
-    if isinstance(error, PeerLostError) and error.peer is not None:
-        return Notice(sequence, description, "lost", _sayable(error.reason), error.peer)
+def failure_notice(
+    waiting: Notice, rank: int, error: BaseException, *, refused: bool = False
+) -> Notice:
+    """Return what a rank that fails tells the others.
+
+    Args:
+        waiting: What it would say if it waited.
+        rank: Which rank that is.
+        error: Why.
+        refused: Whether it has not even begun.
+    """
+    state, culprit = "refused" if refused else "failed", rank
     text = error.message if isinstance(error, RankwireError) else repr(error)
-    return Notice(sequence, description, "failed", _sayable(text), rank)
+    if isinstance(error, CollectiveMismatchError):
+        state, culprit = "mismatch", rank if error.peer is None else error.peer
+    elif isinstance(error, PeerLostError) and error.peer is not None:
+        state, culprit, text = "lost", error.peer, error.reason
+    return replace(waiting, state=state, text=_sayable(text), culprit=culprit)
 
 
 def _sayable(text: str) -> str:
@@ -94,5 +141,9 @@ def unpack(payload: bytearray) -> Notice:
         notice = _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidMessageError(f"not a notice of a collective: {error}") from error
-    texts = {"description": _sayable(notice.description), "text": _sayable(notice.text)}
-    return msgspec.structs.replace(notice, **texts)
+    return replace(
+        notice,
+        description=_sayable(notice.description),
+        text=_sayable(notice.text),
+        ahead=tuple((rank, number, _sayable(what)) for rank, number, what in notice.ahead),
+    )

@@ -11,10 +11,9 @@ from typing import Any
 
 from rankwire.backends.base import Backend, check_pickle, check_rank
 from rankwire.collectives import algorithms
+from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Exchange
-from rankwire.collectives.explaining import explained
 from rankwire.collectives.fingerprints import describe
-from rankwire.collectives.team import Team
 from rankwire.errors import ConfigurationError
 from rankwire.wire.codec import Codec
 from rankwire.wire.loans import whole_of
@@ -31,7 +30,7 @@ _STEP = algorithms.SPREAD_STEP
 _plain = Codec()
 
 
-@explained
+@collective
 def all_gather_object(
     backend: Backend,
     value: Any,
@@ -58,10 +57,10 @@ def all_gather_object(
             x.send_buffers(dst, _STEP, buffers, nbytes)
         return _received_from_all(x, codec, value)
 
-    return Team.of(backend).run("all_gather_object()", run, timeout=timeout, async_op=async_op)
+    return "all_gather_object()", run, async_op, timeout
 
 
-@explained
+@collective
 def gather_object(
     backend: Backend,
     value: Any,
@@ -84,10 +83,10 @@ def gather_object(
         return None
 
     what = describe("gather_object", f"root {root}")
-    return Team.of(backend).run(what, run, timeout=timeout, async_op=async_op)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def broadcast_object(
     backend: Backend,
     value: Any = None,
@@ -111,10 +110,10 @@ def broadcast_object(
         return value
 
     what = describe("broadcast_object", f"root {root}")
-    return Team.of(backend).run(what, run, timeout=timeout, async_op=async_op)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def scatter_object(
     backend: Backend,
     values: Sequence[Any] | None = None,
@@ -139,10 +138,10 @@ def scatter_object(
         return values[root]
 
     what = describe("scatter_object", f"root {root}")
-    return Team.of(backend).run(what, run, timeout=timeout, async_op=async_op)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def all_to_all_object(
     backend: Backend,
     values: Sequence[Any],
@@ -161,7 +160,7 @@ def all_to_all_object(
             x.send_buffers(dst, _STEP, *encoded[dst])
         return _received_from_all(x, codec, values[x.rank])
 
-    return Team.of(backend).run("all_to_all_object()", run, timeout=timeout, async_op=async_op)
+    return "all_to_all_object()", run, async_op, timeout
 
 
 def _received_from_all(x: Exchange, codec: Codec, own: Any) -> list[Any]:

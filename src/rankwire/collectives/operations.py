@@ -1,9 +1,10 @@
 """The collectives on arrays, as users call them.
 
 Each function checks its arguments, says in words what it is going to do (``fingerprints``), and
-hands the steps to the group's team, which runs them here or in the background. All ranks of the
-backend must call the same functions in the same order with fitting arguments; if they do not, all
-of them get a ``CollectiveMismatchError``.
+returns the steps as a plan, which the group's team runs here or in the background (``calling``).
+All ranks of the backend must call the same functions in the same order with fitting arguments; if
+they do not, all of them get a ``CollectiveMismatchError``. If one cannot use its arguments at all,
+the others get a ``CollectiveAbortedError``.
 
 Arrays are numpy arrays or dense torch tensors on the CPU; results are of the kind that was passed.
 The array of an operation in the background must not be changed, nor read if it is the result,
@@ -12,7 +13,7 @@ before the operation is done. Every function is safe from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,12 +22,11 @@ from rankwire.backends.base import Backend, check_rank
 from rankwire.backends.payloads import to_array
 from rankwire.collectives import algorithms, selection
 from rankwire.collectives.algorithms import Array, split
+from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Exchange
-from rankwire.collectives.explaining import explained
 from rankwire.collectives.fingerprints import describe
 from rankwire.collectives.operands import Operand, new_like, operand
 from rankwire.collectives.reductions import Reduction, reduction
-from rankwire.collectives.team import Team
 from rankwire.collectives.uneven import Uneven
 from rankwire.errors import ConfigurationError
 from rankwire.wire.array_messages import pack_array
@@ -50,7 +50,7 @@ T = TypeVar("T")
 _COALESCE_UP_TO = 1 << 20
 
 
-@explained
+@collective
 def all_reduce(
     backend: Backend,
     array: Any,
@@ -80,7 +80,8 @@ def all_reduce(
     Raises:
         CollectiveMismatchError: Ranks called different things.
         PeerLostError: A rank is gone.
-        CollectiveAbortedError: A rank failed in it.
+        CollectiveAbortedError: A rank failed in it, or in the one before it, which had gone well
+            here; or it could not use its arguments.
         DeadlineExceededError: ``waiting_for`` has the ranks that did not come.
     """
     source = operand(array)
@@ -98,10 +99,10 @@ def all_reduce(
 
     kind = "ordered all_reduce" if ordered else "all_reduce"
     what = describe(kind, op, source.dtype_name, source.shape)
-    return _run(backend, what, run, async_op, timeout)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def reduce(
     backend: Backend,
     array: Any,
@@ -134,10 +135,10 @@ def reduce(
         return _stored(target, result)
 
     what = describe("reduce", op, f"root {root}", source.dtype_name, source.shape)
-    return _run(backend, what, run, async_op, timeout)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def broadcast(
     backend: Backend,
     array: Any,
@@ -164,10 +165,10 @@ def broadcast(
         return target.value
 
     what = describe("broadcast", f"root {root}", target.dtype_name, target.shape)
-    return _run(backend, what, run, async_op, timeout)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def all_gather(
     backend: Backend,
     array: Any,
@@ -190,10 +191,10 @@ def all_gather(
         return _stored(target, result)
 
     what = describe("all_gather", source.dtype_name, source.shape)
-    return _run(backend, what, run, async_op, timeout)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def gather(
     backend: Backend,
     array: Any,
@@ -218,10 +219,10 @@ def gather(
         return _stored(target, result)
 
     what = describe("gather", f"root {root}", source.dtype_name, source.shape)
-    return _run(backend, what, run, async_op, timeout)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def scatter(
     backend: Backend,
     array: Any = None,
@@ -260,10 +261,10 @@ def scatter(
         mine.array[...] = parts[root].reshape(shape)
         return mine.value
 
-    return _run(backend, describe("scatter", f"root {root}"), run, async_op, timeout)
+    return describe("scatter", f"root {root}"), run, async_op, timeout
 
 
-@explained
+@collective
 def reduce_scatter(
     backend: Backend,
     array: Any,
@@ -295,10 +296,10 @@ def reduce_scatter(
         return _stored(target, result)
 
     what = describe("reduce_scatter", op, source.dtype_name, source.shape)
-    return _run(backend, what, run, async_op, timeout)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def all_to_all(
     backend: Backend,
     array: Any,
@@ -326,7 +327,7 @@ def all_to_all(
     source = operand(array)
     if send_counts is not None or recv_counts is not None:
         uneven = Uneven(source, send_counts, recv_counts, out, backend.world_size)
-        return _run(backend, uneven.description, uneven.run, async_op, timeout)
+        return uneven.description, uneven.run, async_op, timeout
     _part_shape(backend, source)
     target = _target(source, source.shape, out)
 
@@ -338,19 +339,19 @@ def all_to_all(
         return _stored(target, result)
 
     what = describe("all_to_all", source.dtype_name, source.shape)
-    return _run(backend, what, run, async_op, timeout)
+    return what, run, async_op, timeout
 
 
-@explained
+@collective
 def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None = None) -> Any:
     """Return once every rank has come, after log2(N) messages from each.
 
     ``Backend.barrier`` sends one to every other rank instead; this one is for many ranks.
     """
-    return _run(backend, "barrier()", algorithms.meet, async_op, timeout)
+    return "barrier()", algorithms.meet, async_op, timeout
 
 
-@explained
+@collective
 def all_reduce_coalesced(
     backend: Backend,
     arrays: Sequence[Any],
@@ -387,7 +388,7 @@ def all_reduce_coalesced(
         return [target.value for target in targets]
 
     kinds = tuple((target.dtype_name, target.shape) for target in targets)
-    return _run(backend, describe("all_reduce_coalesced", op, kinds), run, async_op, timeout)
+    return describe("all_reduce_coalesced", op, kinds), run, async_op, timeout
 
 
 def _bundles(targets: Sequence[Operand]) -> list[list[int]]:
@@ -406,16 +407,6 @@ def _bundles(targets: Sequence[Operand]) -> list[list[int]]:
 
 
 # -- what they share -------------------------------------------------------------------------------
-
-
-def _run(
-    backend: Backend,
-    description: str,
-    run: Callable[[Exchange], T],
-    async_op: bool,
-    timeout: float | None,
-) -> Any:
-    return Team.of(backend).run(description, run, timeout=timeout, async_op=async_op)
 
 
 def _apart(own: Array, target: Operand) -> Array:

@@ -1,11 +1,17 @@
-"""Team: what one rank knows of its group's collectives, and how it runs one.
+"""Team: what one rank knows of its group's collectives.
 
 Every operation gets the next number of the group, and they run one after the other in this order,
 in whatever threads: what is sent ahead for a later one cannot stand in the way of an earlier one.
-If an operation goes well, its own messages are all that is sent. A rank that has waited for 50 ms
-tells all others where it is; from then on it looks every 50 ms at what they tell. So ranks that are
-in different operations find out, whoever waits for whom, and a rank whose time is up knows who
-never came. A rank that fails tells all others, and they fail too.
+If an operation goes well, its own messages are all that is sent. Ranks that have waited for 50 ms
+tell each other where they are (``convening``), and look every 50 ms at what others tell. So ranks
+that are in different operations find out, whoever waits for whom, and a rank whose time is up knows
+who never came. A rank that fails tells all others, and they fail too; also one that refuses to
+begin, because of its arguments: that call has a number as on the other ranks, so all stay in step.
+
+A rank may hear too late that an operation has failed elsewhere: it has done its part and goes on.
+Those who know go on in another *epoch*, and messages of different epochs do not match. So nobody
+gets past the next operation; there the rank is told, and that operation fails on all. Afterwards
+all are in one epoch again.
 
 Locks: ``_lock`` guards numbers, turns and notices, for moments; only the worker's is taken under
 it, so that work is queued in the order of its numbers.
@@ -15,18 +21,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
+
+from msgspec.structs import replace
 
 from rankwire.backends.base import Backend
-from rankwire.collectives.exchange import LOOK_EVERY, Exchange
+from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import NOTICE_TAG, tag_of
-from rankwire.collectives.notices import Notice, failure_notice, pack, unpack
+from rankwire.collectives.notices import Notice, pack, unpack
+from rankwire.collectives.operation import Operation
 from rankwire.collectives.work import Work, Worker
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
-    CollectiveMismatchError,
     DeadlineExceededError,
     InvalidMessageError,
     PeerLostError,
@@ -34,35 +42,44 @@ from rankwire.errors import (
 )
 from rankwire.forking import renew_in_child
 from rankwire.wire.frames import Channel
-from rankwire.wire.loans import LoanRevokedError, whole_of
+from rankwire.wire.loans import whole_of
 
-__all__ = ["Operation", "Team"]
+__all__ = ["Plan", "Roll", "Team"]
 
-T = TypeVar("T")
-Run = Callable[[Exchange], T]
+# What is to be done: its words (the same on all ranks), the steps, whether in the background, and
+# the seconds for all of it (None is the backend's default).
+Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
+
+# Who waits in an operation, and who is in which later one.
+Roll = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
 
 _NOW = Deadline(0.0)
 _TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
-_TELLING_TRIES = 4
-# With so many ranks, and each more of them, they wait 50 ms longer before they tell all others: a
-# short delay of one of 256 would cost 65 thousand messages.
-_MANY = 32
-_CAUSE_PATIENCE = 1.0  # for the reason of a rank that took its messages back to arrive
+_MOST_REFUSED = 64  # operations refused here of which it is remembered what others sent for them
 
 
 class Team:
-    """The collectives of one backend, on one rank. Safe from any thread."""
+    """The collectives of one backend, on one rank. Safe from any thread.
+
+    Attributes:
+        backend: The group.
+        epoch: The number after the last operation that has failed here.
+        turn: The number of the one that may run.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.epoch = 0
+        self.turn = 0
         self._lock = threading.Lock()
         self._next = 0  # the number of the next operation to begin
-        self._turn = 0  # the number of the one that may run
         self._turn_changed = threading.Condition(self._lock)
         self._ended: set[int] = set()  # numbers that have ended before their turn came
-        self._waiting: dict[int, Notice] = {}  # the last one of each rank
+        self._waiting: dict[int, Notice] = {}  # where each rank was last said to be
+        self._conveners: dict[int, Notice] = {}  # who convenes, and in which operation
+        self._asking: list[int] = []  # who wants the roll
         self._failures: dict[int, dict[int, Notice]] = {}  # by number, then by rank
-        self._failed: set[int] = set()  # numbers that have failed here: no news of them is wanted
+        self._refused: dict[int, set[int]] = {}  # tags that others used for what was refused here
         self._worker = Worker(f"rankwire-collectives-{backend.rank}")
 
     @classmethod
@@ -76,23 +93,26 @@ class Team:
                     team = backend.team = cls(backend)
         return team
 
-    def run(
-        self, description: str, run: Run[T], *, timeout: float | None, async_op: bool
-    ) -> T | Work[T]:
+    def call(self, name: str, prepare: Callable[[], Plan]) -> Any:
         """Run the next operation of the group, here or in the background.
 
+        It has a number also if it cannot be prepared, as on the other ranks, which are told.
+
         Args:
-            description: What it is; the same words on all ranks.
-            run: The steps.
-            timeout: Seconds for all of it; None is the backend's default.
-            async_op: Whether to return at once.
+            name: What was called.
+            prepare: Checks the arguments, and returns what is to be done.
+
+        Returns:
+            What the steps return, or the ``Work`` whose ``wait`` returns it.
         """
-        deadline = Deadline.of(timeout, self.backend.timeout)
         if self.backend.closed:
             raise ChannelClosedError("this backend is closed")
-        operation = Operation(self, description, deadline)
-        work: Work[T] | None = None
+        operation = Operation(self, name)
+        work: Work[Any] | None = None
         try:
+            description, run, async_op, timeout = prepare()
+            deadline = Deadline.of(timeout, self.backend.timeout)
+            operation.description, operation.deadline = description, deadline
             with self._lock:
                 operation.sequence = self._next
                 self._next += 1
@@ -100,44 +120,55 @@ class Team:
                     work = Work(description)
                     self._worker.submit(work, lambda: self._run_and_end(operation, run))
             return operation.run(run) if work is None else work
+        except BaseException as error:
+            if operation.sequence is not None:
+                raise
+            with self._lock:
+                operation.sequence = self._next
+                self._next += 1
+                self._refused[operation.sequence] = set()
+                while len(self._refused) > _MOST_REFUSED:
+                    del self._refused[min(self._refused)]
+            raise operation.failed(error) from error.__cause__
         finally:
             # Written out, and not a function: an interrupt at its first line would stop the group.
             if work is None:
                 with self._lock:
                     if operation.sequence is not None:
                         self._ended.add(operation.sequence)
-                    while self._turn in self._ended:
-                        self._ended.discard(self._turn)
-                        self._turn += 1
+                        if not operation.has_succeeded:
+                            self.epoch = max(self.epoch, operation.sequence + 1)
+                    while self.turn in self._ended:
+                        self._ended.discard(self.turn)
+                        self.turn += 1
+                    if self._failures:
+                        self._forget()
                     self._turn_changed.notify_all()
 
-    def _run_and_end(self, operation: Operation, run: Run[T]) -> T:
+    def _run_and_end(self, operation: Operation, run: Callable[[Exchange], Any]) -> Any:
         try:
             return operation.run(run)
         finally:
             with self._lock:
                 assert operation.sequence is not None
                 self._ended.add(operation.sequence)
-                while self._turn in self._ended:
-                    self._ended.discard(self._turn)
-                    self._turn += 1
+                if not operation.has_succeeded:
+                    self.epoch = max(self.epoch, operation.sequence + 1)
+                while self.turn in self._ended:
+                    self._ended.discard(self.turn)
+                    self.turn += 1
+                if self._failures:
+                    self._forget()
                 self._turn_changed.notify_all()
 
     def is_turn_of(self, sequence: int, deadline: Deadline) -> bool:
         """Wait a while until all earlier operations have ended here; return whether they have."""
-        if self._turn == sequence:
-            return True
         with self._lock:
             return self._turn_changed.wait_for(
-                lambda: self._turn == sequence, deadline.sleep_limit()
+                lambda: self.turn == sequence, deadline.sleep_limit()
             )
 
     # -- notices -----------------------------------------------------------------------------------
-
-    @property
-    def telling_delay(self) -> float:
-        """Seconds after which a waiting rank tells all others: more of them, if they are many."""
-        return LOOK_EVERY * max(1, self.backend.world_size // _MANY)
 
     @property
     def others(self) -> list[int]:
@@ -173,7 +204,8 @@ class Team:
             PeerLostError: One of them is gone.
         """
         lost: PeerLostError | None = None
-        for src in self.others:
+        backend = self.backend
+        for src in backend.sources(Channel.COLLECTIVE, backend.group, NOTICE_TAG):
             try:
                 while True:
                     self._heard(src)
@@ -192,11 +224,69 @@ class Team:
         except InvalidMessageError as error:
             raise error.during(peer=src) from error.__cause__
         with self._lock:
-            if notice.is_failure:
-                if notice.sequence not in self._failed:
-                    self._failures.setdefault(notice.sequence, {})[src] = notice
-            else:
-                self._waiting[src] = notice
+            self._take_in(src, notice)
+            if notice.sequence not in self._refused:
+                return
+            tag = tag_of(notice.description, notice.sequence, notice.epoch)
+            if tag in self._refused[notice.sequence]:
+                return
+            self._refused[notice.sequence].add(tag)
+        backend.refuse(backend.group, Channel.COLLECTIVE, tag)
+
+    def _take_in(self, src: int, notice: Notice) -> None:
+        if notice.is_failure:
+            self._conveners.pop(src, None)
+            if not self._is_settled(notice.sequence):
+                self._failures.setdefault(notice.sequence, {})[src] = notice
+        elif notice.state == "done":
+            self._conveners.pop(src, None)
+        elif notice.state == "roll":
+            for rank in notice.here:
+                self._note(rank, notice)
+            for rank, sequence, description in notice.ahead:
+                self._note(rank, Notice(sequence, description))
+        else:
+            self._waiting[src] = notice
+            if notice.state == "convening":
+                self._conveners[src] = notice
+            elif notice.state == "asking":
+                self._asking.append(src)
+
+    def _note(self, rank: int, notice: Notice) -> None:
+        """Take in where a rank is, as a convener says; the rank itself may have said more."""
+        if not 0 <= rank < self.backend.world_size or rank == self.backend.rank:
+            return
+        known = self._waiting.get(rank)
+        if known is None or known.sequence < notice.sequence:
+            self._waiting[rank] = notice
+
+    def conveners(self, since: int) -> list[int]:
+        """Return the ranks that convene in an operation of a number or a later one."""
+        with self._lock:
+            return [src for src, notice in self._conveners.items() if notice.sequence >= since]
+
+    def convener(self, sequence: int) -> int | None:
+        """Return the lowest rank that convenes in an operation and is not gone."""
+        with self._lock:
+            found = [src for src, notice in self._conveners.items() if notice.sequence == sequence]
+        return min((src for src in found if self.backend.failure_of(src) is None), default=None)
+
+    def roll(self, sequence: int) -> Roll:
+        """Return who waits in an operation, this rank apart, and who is in which later one."""
+        with self._lock:
+            here = sorted(src for src, n in self._waiting.items() if n.sequence == sequence)
+            ahead = sorted(
+                (src, n.sequence, n.description)
+                for src, n in self._waiting.items()
+                if n.sequence > sequence
+            )
+        return tuple(here), tuple(ahead)
+
+    def take_asking(self) -> list[int]:
+        """Return who wants the roll; from now on they have it."""
+        with self._lock:
+            asking, self._asking = self._asking, []
+        return asking
 
     @property
     def has_bad_news(self) -> bool:
@@ -206,8 +296,8 @@ class Team:
     def failure_of(self, sequence: int) -> RankwireError | None:
         """Return why an operation cannot succeed, if another rank has said so.
 
-        A disagreement counts also when it came to light after this rank had done its part; then it
-        ends the next operation, of which the others do not know yet.
+        Either that rank has failed in it, or in an earlier one of which this rank had done its part
+        when it heard of that. Then the others do not know yet that this one fails too.
         """
         error = self._failure_of(sequence)
         if isinstance(error, PeerLostError | CollectiveAbortedError):
@@ -227,35 +317,56 @@ class Team:
     def _failure_of(self, sequence: int) -> RankwireError | None:
         with self._lock:
             for number, notices in sorted(self._failures.items()):
-                for src, notice in notices.items():
-                    if number == sequence or (number < sequence and notice.state == "mismatch"):
-                        self._forget(number)
-                        error = notice.error(src, self.backend.rank)
-                        error.is_reported = number == sequence
-                        return error
+                is_news = self.epoch <= number < sequence and self.turn == sequence
+                if number == sequence or is_news:
+                    src, notice = next(iter(notices.items()))
+                    error = notice.error(src, self.backend.rank, is_news=is_news)
+                    told = self._failures.get(sequence, {}).values()
+                    error.is_reported = any(not notice.to_relay for notice in told)
+                    return error
         return None
 
-    def forget(self, sequence: int) -> None:
-        """An operation has failed here: what others say of it is of no use any more."""
+    def to_relay(self, sequence: int) -> Notice | None:
+        """Return what a rank has told this one of an operation, that it may tell it to all."""
         with self._lock:
-            self._forget(sequence)
+            for src, notice in self._failures.get(sequence, {}).items():
+                if notice.to_relay:
+                    return replace(notice, to_relay=False, said_by=src)
+        return None
 
-    def _forget(self, sequence: int) -> None:
-        self._failed.add(sequence)
-        self._failures.pop(sequence, None)
+    def _is_settled(self, sequence: int) -> bool:
+        """Whether an operation has ended here, and it or a later one with a failure."""
+        return sequence < self.epoch and sequence < self.turn
 
-    def words_at(self, sequence: int) -> set[str]:
-        """Return what other ranks have called the operation of a number."""
+    def _forget(self) -> None:
+        """Drop what was said of operations of which no news is wanted any more."""
+        for sequence in [number for number in self._failures if self._is_settled(number)]:
+            del self._failures[sequence]
+
+    def refusing(self, sequence: int) -> list[int]:
+        """Return the ranks that have refused to begin an operation."""
         with self._lock:
-            words = {n.description for n in self._waiting.values() if n.sequence == sequence}
-            return words | {n.description for n in self._failures.get(sequence, {}).values()}
+            notices = self._failures.get(sequence, {})
+            return [src for src, notice in notices.items() if notice.state == "refused"]
 
-    def other_operation(self, sequence: int, description: str) -> tuple[int, str] | None:
-        """Return a rank that is in another operation under the same number, and what it is in."""
+    def tags_at(self, sequence: int) -> set[int]:
+        """Return the tags under which other ranks have sent for the operation of a number."""
+        with self._lock:
+            notices = [n for n in self._waiting.values() if n.sequence == sequence]
+            notices += self._failures.get(sequence, {}).values()
+            return {tag_of(n.description, sequence, n.epoch) for n in notices}
+
+    def elsewhere(self, sequence: int, description: str, epoch: int) -> tuple[int, Notice] | None:
+        """Return a rank that waits in vain under the same number, and what it said.
+
+        It is in another operation, or knows of an earlier failure that is not known here. Who is
+        behind in that will hear it from us.
+        """
         with self._lock:
             for src, notice in self._waiting.items():
-                if notice.sequence == sequence and notice.description != description:
-                    return src, notice.description
+                if notice.sequence == sequence and notice.epoch >= epoch:
+                    if notice.epoch > epoch or notice.description != description:
+                        return src, notice
         return None
 
     def is_ahead(self, rank: int, sequence: int) -> bool:
@@ -280,141 +391,3 @@ class Team:
 
 _making = threading.Lock()
 renew_in_child(_making)
-
-
-class Operation:
-    """One operation on one rank; used by the thread that runs it."""
-
-    __slots__ = (
-        "_ahead",
-        "_deadline",
-        "_description",
-        "_tags",
-        "_team",
-        "_untold",
-        "_words",
-        "sequence",
-    )
-
-    def __init__(self, team: Team, description: str, deadline: Deadline) -> None:
-        self._team = team
-        self._description = description
-        self._deadline = deadline
-        self.sequence: int | None = None  # its number in the group, once it has one
-        self._untold: list[int] | None = None  # who does not know yet that we wait; None: nobody
-        self._ahead: int | None = None  # a rank that is done with this operation
-        self._tags: list[int] = []
-        self._words: set[str] = set()  # what other ranks call it
-
-    def run(self, run: Run[T]) -> T:
-        """Do the steps; on any error tell the others, so that nobody waits for this rank."""
-        team = self._team
-        self._tags.append(tag_of(self._description, self._sequence))
-        exchange = Exchange(team.backend, self, self._tags[0], self._deadline)
-        try:
-            self._await_turn()
-            if team.has_bad_news:
-                self._raise_if_failed()
-            result = run(exchange)
-            exchange.settle()
-            return result
-        except BaseException as error:
-            exchange.revoke()
-            raise self._failed(error) from error.__cause__
-
-    @property
-    def _sequence(self) -> int:
-        assert self.sequence is not None
-        return self.sequence
-
-    def _await_turn(self) -> None:
-        """Wait for earlier operations to end, unless this one cannot succeed any more."""
-        while not self._team.is_turn_of(self._sequence, self._deadline.sooner(LOOK_EVERY)):
-            if self._deadline.expired:
-                raise DeadlineExceededError(
-                    self._deadline.limit, detail="an earlier one of this group is still running"
-                )
-            self._team.hear()
-            self._raise_if_failed()
-
-    def tag_of_part(self, part: int) -> int:
-        """Return the tag of step 0 of a part."""
-        self._tags.append(tag_of(f"{self._description} part {part}", self._sequence))
-        return self._tags[-1]
-
-    def _failed(self, error: BaseException) -> BaseException:
-        if isinstance(error, LoanRevokedError):
-            error = self._why_revoked()
-        if not isinstance(error, RankwireError) or not error.is_reported:
-            self._tell_failure(error)
-        backend = self._team.backend
-        self._words |= self._team.words_at(self._sequence)
-        self._team.forget(self._sequence)
-        for tag in [*self._tags, *(tag_of(words, self._sequence) for words in self._words)]:
-            backend.refuse(backend.group, Channel.COLLECTIVE, tag)
-        if isinstance(error, RankwireError):
-            waited = self._deadline.waited
-            error.during(op=self._description, rank=self._team.backend.rank, waited=waited)
-        return error
-
-    def _tell_failure(self, error: BaseException) -> None:
-        rank = self._team.backend.rank
-        notice = failure_notice(self._sequence, self._description, rank, error)
-        untold = self._team.others
-        for _ in range(_TELLING_TRIES):
-            untold = self._team.tell(notice, untold)
-
-    def look(self, src: int) -> None:
-        """See whether there is still a reason to wait for a rank; tell the others once.
-
-        Raises:
-            RankwireError: There is none.
-        """
-        team = self._team
-        if self._untold is None and self._deadline.waited >= team.telling_delay:
-            self._untold = team.others
-        if self._untold:
-            self._untold = team.tell(Notice(self._sequence, self._description), self._untold)
-        try:
-            team.hear()
-        finally:
-            self._raise_if_failed()
-        other = team.other_operation(self._sequence, self._description)
-        if other is not None:
-            rank, theirs = other
-            raise self._mismatch(rank, f"{theirs} on rank {rank}")
-        if team.is_ahead(src, self._sequence):
-            # What it sent for this one came before it said so, and has been looked for since.
-            if self._ahead == src:
-                now = f"it is done with that number and in {team.words_of(src)}"
-                raise self._mismatch(src, f"something else on rank {src}: {now}")
-            self._ahead = src
-
-    def _mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
-        return CollectiveMismatchError(
-            f"collective number {self._sequence} of this group is {self._description} on rank "
-            f"{self._team.backend.rank} and {theirs}; all ranks must call the same ones in the "
-            "same order"
-        ).during(peer=rank)
-
-    def _raise_if_failed(self) -> None:
-        self._words |= self._team.words_at(self._sequence)
-        failure = self._team.failure_of(self._sequence)
-        if failure is not None:
-            raise failure
-
-    def _why_revoked(self) -> RankwireError:
-        """Another rank took back what this one was reading: it has failed, and says why."""
-        patience = Deadline(_CAUSE_PATIENCE)
-        while not patience.expired:
-            try:
-                self._team.hear()
-                self._raise_if_failed()
-            except RankwireError as error:
-                return error
-        return CollectiveAbortedError(-1, f"{self._description}, and took its messages back")
-
-    def too_late(self, src: int) -> DeadlineExceededError:
-        """Return the error of an operation whose time is up."""
-        missing = self._team.absent(self._sequence) or [src]
-        return DeadlineExceededError(self._deadline.limit, waiting_for=missing)

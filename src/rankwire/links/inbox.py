@@ -169,6 +169,10 @@ class Inbox:
         self.call_back_due()
         return True
 
+    def has_arrived(self, key: Key) -> bool:
+        """Whether a message of this key was read and not taken."""
+        return self._mailbox.has_arrived(key)
+
     def tags_wanted(self) -> list[int]:
         """Return the tags of the receives that wait."""
         with self._mutex:

@@ -340,11 +340,15 @@ def _every_rank_sends_to_every_rank(make_world: MakeWorld) -> None:
 
 def _wrong_counts_are_refused(make_world: MakeWorld) -> None:
     with make_world(2) as world:
-        exchange = partial(operations.all_to_all, world[0], np.ones(4))
-        for counts in ({"send_counts": [4]}, {"send_counts": [2, 2], "recv_counts": [1, 1, 1]}):
-            error = expect(ConfigurationError, partial(exchange, **counts))
-            assert "must have length 2" in str(error)
-        assert "5" in str(expect(ConfigurationError, partial(exchange, send_counts=[2, 3])))
+
+        def refuse(backend: Backend) -> None:
+            exchange = partial(operations.all_to_all, backend, np.ones(4))
+            for counts in ({"send_counts": [4]}, {"send_counts": [2, 2], "recv_counts": [1, 1, 1]}):
+                error = expect(ConfigurationError, partial(exchange, **counts))
+                assert "must have length 2" in str(error)
+            assert "5" in str(expect(ConfigurationError, partial(exchange, send_counts=[2, 3])))
+
+        _run(world, refuse)
 
         def disagree(backend: Backend) -> str:
             own = [2, 2] if backend.rank == 0 else [3, 2]

@@ -177,6 +177,10 @@ class Mailbox:
         wanted = self._wanted.get(key)
         return wanted is not None and wanted[0].nbytes in (None, nbytes)
 
+    def has_arrived(self, key: Key) -> bool:
+        """Whether a message of this key is kept for later."""
+        return key in self._arrived
+
     def post(self, receive: Receive) -> None:
         """Ask for a message. Ends at once if it is here, or if the peer has failed.
 

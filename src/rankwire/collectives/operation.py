@@ -1,0 +1,268 @@
+"""Operation: one collective on one rank, from its turn to its end.
+
+It runs the steps, looks up for other ranks' trouble while they wait, and on any error tells the
+others, so that nobody waits for this rank. Numbers, turns and what others told are the ``team``'s.
+Used by the thread that runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from time import sleep
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec.structs import replace
+
+from rankwire.collectives.convening import Convening
+from rankwire.collectives.exchange import LOOK_EVERY, Exchange
+from rankwire.collectives.fingerprints import tag_of
+from rankwire.collectives.notices import Notice, failure_notice
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    DeadlineExceededError,
+    PeerLostError,
+    RankwireError,
+)
+from rankwire.wire.frames import Channel
+from rankwire.wire.loans import LoanRevokedError
+
+if TYPE_CHECKING:
+    from rankwire.collectives.team import Team
+
+__all__ = ["Operation", "Run"]
+
+T = TypeVar("T")
+Run = Callable[[Exchange], T]
+
+_TELLING_TRIES = 4
+# What all ranks find out at the same time, so that not each of them has to tell all others.
+_EVERYWHERE_AT_ONCE = (CollectiveMismatchError, DeadlineExceededError, PeerLostError)
+_CAUSE_PATIENCE = 1.0  # for the reason of a rank that took its messages back to arrive
+_FAREWELL_PATIENCE = 0.2  # for the failure upon which a rank has left to be told here too
+_HEARING_PAUSE = 0.002
+
+
+class Operation:
+    """One operation on one rank.
+
+    Attributes:
+        description: What it is; the same words on all ranks.
+        deadline: For all of it.
+        sequence: Its number in the group, once it has one.
+        has_succeeded: Whether it has ended well.
+    """
+
+    __slots__ = (
+        "_ahead",
+        "_convening",
+        "_epoch",
+        "_others_tags",
+        "_tags",
+        "_team",
+        "deadline",
+        "description",
+        "has_succeeded",
+        "sequence",
+    )
+
+    def __init__(self, team: Team, description: str) -> None:
+        self._team = team
+        self.description = description
+        self.deadline: Deadline | None = None  # None: it has not begun
+        self.sequence: int | None = None
+        self.has_succeeded = False
+        self._epoch = team.epoch  # known for sure once its turn has come
+        self._convening: Convening | None = None  # once it has waited for a while
+        self._ahead: int | None = None  # a rank that is done with this operation
+        self._tags: list[int] = []
+        self._others_tags: set[int] = set()  # of messages that ranks send who call it otherwise
+
+    def run(self, run: Run[T]) -> T:
+        """Do the steps; on any error tell the others, so that nobody waits for this rank."""
+        team, exchange = self._team, None
+        try:
+            assert self.sequence is not None
+            assert self.deadline is not None
+            if team.turn != self.sequence:
+                self._await_turn()
+            self._epoch = team.epoch
+            tag = tag_of(self.description, self.sequence, self._epoch)
+            self._tags.append(tag)
+            exchange = Exchange(team.backend, self, tag, self.deadline)
+            if team.has_bad_news:
+                self._raise_if_failed()
+            result = run(exchange)
+            exchange.settle()
+            if exchange.has_news:
+                self._hear_at_the_end()
+            if self._convening is not None:
+                self._convening.end()
+            self.has_succeeded = True
+            return result
+        except BaseException as error:
+            if exchange is not None:
+                exchange.revoke()
+            raise self.failed(error) from error.__cause__
+
+    @property
+    def _number(self) -> int:
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
+    def _limit(self) -> Deadline:
+        assert self.deadline is not None
+        return self.deadline
+
+    def _await_turn(self) -> None:
+        """Wait for earlier operations to end, unless this one cannot succeed any more."""
+        while not self._team.is_turn_of(self._number, self._limit.sooner(LOOK_EVERY)):
+            if self._limit.expired:
+                raise DeadlineExceededError(
+                    self._limit.limit, detail="an earlier one of this group is still running"
+                )
+            self._team.hear()
+            self._raise_if_failed()
+
+    def _hear_at_the_end(self) -> None:
+        """Something was told while this rank did its part: perhaps another one has given up."""
+        with suppress(PeerLostError):  # whoever has died since had done its part
+            self._team.hear()
+        self._raise_if_failed()
+
+    def tag_of_part(self, part: int) -> int:
+        """Return the tag of step 0 of a part."""
+        self._tags.append(tag_of(f"{self.description} part {part}", self._number, self._epoch))
+        return self._tags[-1]
+
+    # -- failing -----------------------------------------------------------------------------------
+
+    def failed(self, error: BaseException) -> BaseException:
+        """End it: tell the others unless they know, and return what to raise."""
+        team, backend = self._team, self._team.backend
+        if isinstance(error, LoanRevokedError):
+            error = self._why_revoked()
+        elif isinstance(error, (PeerLostError, ChannelClosedError)) and not error.is_reported:
+            error = self._why_gone(error)
+        if not isinstance(error, RankwireError) or not error.is_reported:
+            self._tell_failure(error)
+        elif self._tags:  # whoever could not even begin does not know what we have sent to it
+            team.tell(self._waiting(), team.refusing(self._number))
+        self._others_tags |= team.tags_at(self._number)
+        # Whoever knew of a failure that came as news here has sent under the epoch after it.
+        ahead = tag_of(self.description, self._number, self._number)
+        for tag in {*self._tags, ahead, *self._others_tags}:
+            backend.refuse(backend.group, Channel.COLLECTIVE, tag)
+        if isinstance(error, RankwireError):
+            waited = None if self.deadline is None else self.deadline.waited
+            error.during(op=self.description, rank=backend.rank, waited=waited)
+        return error
+
+    def _tell_failure(self, error: BaseException) -> None:
+        team, rank = self._team, self._team.backend.rank
+        notice = team.to_relay(self._number)
+        if notice is None or not isinstance(error, RankwireError):
+            notice = failure_notice(self._waiting(), rank, error, refused=self.deadline is None)
+            if isinstance(error, _EVERYWHERE_AT_ONCE) and self._convening is not None:
+                relay = self._convening.relay
+                if relay is not None and not team.tell(replace(notice, to_relay=True), relay):
+                    return
+        # Whose fault it is may leave when it hears of it: by then all others have been told.
+        untold = sorted(team.others, key=lambda dst: dst == notice.culprit)
+        for _ in range(_TELLING_TRIES):
+            untold = team.tell(notice, untold)
+
+    def _why_revoked(self) -> RankwireError:
+        """Another rank took back what this one was reading: it has failed, and says why."""
+        told = self._told_within(_CAUSE_PATIENCE)
+        if told is not None:
+            return told
+        return CollectiveAbortedError(-1, f"{self.description}, and took its messages back")
+
+    def _why_gone(self, error: PeerLostError | ChannelClosedError) -> RankwireError:
+        """Return what was said before a rank went, if that was why it did.
+
+        It said so itself, or heard it from a rank that has told this one too. A rank that was
+        killed has nothing to say.
+        """
+        has_left = isinstance(error, ChannelClosedError) or error.remote_traceback != ""
+        is_open = not self._team.backend.closed
+        told = self._told_within(_FAREWELL_PATIENCE if has_left and is_open else 0.0)
+        if told is None:
+            return error
+        if isinstance(told, PeerLostError) and told.peer == error.peer:
+            error.is_reported = told.is_reported  # the same, and more is known of it here
+            return error
+        return told
+
+    def _told_within(self, seconds: float) -> RankwireError | None:
+        """Return why the operation fails, if another rank says so in time."""
+        patience = Deadline(seconds)
+        while True:
+            lost: PeerLostError | None = None
+            try:
+                self._team.hear()
+            except PeerLostError as error:
+                lost = error
+            except RankwireError as error:
+                return error
+            told = self._team.failure_of(self._number) or lost
+            if told is not None or patience.expired:
+                return told
+            sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
+
+    def _raise_if_failed(self) -> None:
+        self._others_tags |= self._team.tags_at(self._number)
+        failure = self._team.failure_of(self._number)
+        if failure is not None:
+            raise failure
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def look(self, src: int) -> None:
+        """See whether there is still a reason to wait for a rank; tell the others once.
+
+        Raises:
+            RankwireError: There is none.
+        """
+        team = self._team
+        if self._convening is None:
+            self._convening = Convening(team, self._waiting(), self._limit)
+        try:
+            team.hear()
+        finally:
+            self._raise_if_failed()
+        other = team.elsewhere(self._number, self.description, self._epoch)
+        if other is not None:
+            rank, theirs = other
+            if theirs.epoch == self._epoch:
+                raise self._mismatch(rank, f"{theirs.description} on rank {rank}")
+            raise CollectiveAbortedError(
+                rank, f"collective number {theirs.epoch - 1} of this group, which went well here"
+            )
+        if team.is_ahead(src, self._number):
+            # What it sent for this one came before it said so, and has been looked for since.
+            if self._ahead == src:
+                now = f"it is done with that number and in {team.words_of(src)}"
+                raise self._mismatch(src, f"something else on rank {src}: {now}")
+            self._ahead = src
+        self._convening.look()
+
+    def _waiting(self) -> Notice:
+        return Notice(self._number, self.description, epoch=self._epoch)
+
+    def _mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
+        return CollectiveMismatchError(
+            f"collective number {self._number} of this group is {self.description} on rank "
+            f"{self._team.backend.rank} and {theirs}; all ranks must call the same ones in the "
+            "same order"
+        ).during(peer=rank)
+
+    def too_late(self, src: int) -> DeadlineExceededError:
+        """Return the error of an operation whose time is up."""
+        missing = self._team.absent(self._number) or [src]
+        return DeadlineExceededError(self._limit.limit, waiting_for=missing)
