@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -154,18 +155,18 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 def _harmless(message: Message) -> Message:
     """Return a message with texts that may be printed."""
     match message:
-        case Here(ranks, host):
-            return Here(ranks, one_line(host))
-        case Start():
-            return msgspec.structs.replace(message, job=one_line(message.job))
+        case Here(host=host):
+            return replace(message, host=one_line(host))
+        case Start(job=job):
+            return replace(message, job=one_line(job))
         case Over():
             errors = {
                 rank: [one_line(line) for line in lines[-_MAX_LINES:]]
                 for rank, lines in message.errors.items()
             }
-            return msgspec.structs.replace(message, errors=errors)
-        case Finish(code, text):
-            return Finish(code, printable(text))
+            return replace(message, errors=errors)
+        case Finish(text=text) | Trouble(text=text):
+            return replace(message, text=printable(text))
     return message
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from rankwire.errors import InvalidMessageError
 from rankwire.wire.texts import MAX_REASON, one_line, printable
@@ -245,14 +246,10 @@ def unpack(payload: bytearray) -> Message:
 def _harmless(message: Message) -> Message:
     """Return the message with texts that may be printed, and not too many silent ranks."""
     match message:
-        case Fallen(reason, traceback):
-            return Fallen(one_line(reason), printable(traceback))
-        case Gone(_, reason, _, _, traceback):
-            return msgspec.structs.replace(
-                message, reason=one_line(reason), traceback=printable(traceback)
-            )
-        case Failed(reason, missing):
-            return Failed(one_line(reason, 8 * MAX_REASON), missing)
+        case Fallen(reason, traceback) | Gone(reason=reason, traceback=traceback):
+            return replace(message, reason=one_line(reason), traceback=printable(traceback))
+        case Failed(reason):
+            return replace(message, reason=one_line(reason, 8 * MAX_REASON))
         case Beat(silent) if len(silent) > MAX_SILENT:
-            return Beat(silent[:MAX_SILENT])
+            return replace(message, silent=silent[:MAX_SILENT])
     return message

@@ -24,6 +24,7 @@ def ranks(tmp_path: Path):
             [str(tmp_path / "script.py")],
             2,
             grace=0.1,
+            selector=selector,
             output=output,
             keeper=keeper,
             strays=strays,
