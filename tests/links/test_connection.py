@@ -881,14 +881,15 @@ def test_two_interrupts_in_a_send_never_let_a_frame_begin_in_another(make_pair, 
             talk.send(3, 50)
             tags = talk.tags()
         except PeerLostError as error:
-            lost.append((error.reason, interrupting.happened))
+            lost.append(error.reason)
             with pytest.raises(PeerLostError):
                 talk.reading.result()
         else:
             assert tags in ([1, 3, 9], [1, 2, 3, 9])
 
-    every_interrupt(run, second_after=gap)
-    assert set(lost) <= {("sending a message to it was interrupted twice", 2)}
+    places = every_interrupt(run, second_after=gap)
+    assert set(lost) <= {"sending to it was interrupted again and again"}
+    assert len(lost) <= places // 4  # only where the second falls before the first is dealt with
 
 
 def test_the_rest_of_an_interrupted_message_leaves_without_another_send(make_pair):

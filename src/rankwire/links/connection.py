@@ -41,6 +41,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.forking import guard
+from rankwire.links.insisting import insist
 from rankwire.links.kernel_view import Unanswered, unsent_nbytes
 from rankwire.links.single_copy import Borrowed, Lent, Meanwhile, lend, probe
 from rankwire.links.sockets import wait_for, wait_patiently
@@ -377,7 +378,7 @@ class Connection:
                 detail="other threads are still sending to it",
             )
         if self._writing is not None:
-            self._put_in_order(is_sender_there=False)
+            self._put_in_order(False)
         if self.failure is not None:
             raise self.failure.copy()
 
@@ -426,7 +427,8 @@ class Connection:
             self._outgoing = (sequence + is_new, ())
             self._writing = None
         except RankwireError as error:  # the deadline, or what was read or checked meanwhile
-            has_begun = self._put_in_order(is_sender_there=True)
+            insist(self._put_in_order, True)
+            has_begun = self.frames_sent > sequence
             if has_begun and isinstance(error, DeadlineExceededError):
                 if is_owned:
                     return  # a small frame counts as sent
@@ -438,19 +440,18 @@ class Connection:
             self._writing = None  # not before: what has begun must not be followed by another frame
             raise cause from error
         except BaseException:
-            self._put_in_order(is_sender_there=True)
+            insist(self._put_in_order, True)
             raise
 
-    def _put_in_order(self, *, is_sender_there: bool) -> bool:
-        """Keep the rest of a write that ended early; return whether its frame has begun to leave.
-
-        It may be interrupted and repeated: what it works with is replaced at its end only.
+    def _put_in_order(self, is_sender_there: bool) -> None:
+        """Keep the rest of a write that ended early. Safe to repeat.
 
         Args:
             is_sender_there: Whether the frame's memory is as the sender left it. If not, it was
-                interrupted twice.
+                interrupted again and again.
         """
-        assert self._writing is not None
+        if self._writing is None:
+            return
         (sequence, held), pieces, is_new, is_owned, counts = self._writing
         count, held_nbytes = sum(counts), sum(map(len, held))
         has_begun = is_new and count > held_nbytes
@@ -459,13 +460,12 @@ class Connection:
             rest = _until(rest, held_nbytes - count) if is_new else rest
         elif not is_owned and rest:
             if not is_sender_there:
-                self.fail(PeerLostError(self.peer, "sending a message to it was interrupted twice"))
+                self.fail(PeerLostError(self.peer, "sending to it was interrupted again and again"))
             rest = [bytes(piece) for piece in rest]
         self._outgoing = (sequence + has_begun, tuple(rest))
         self._writing = None
         if rest and self._on_rest is not None:
             self._on_rest(self)
-        return has_begun
 
     def _why_not_sent(self, error: OSError) -> RankwireError:
         if not self._used:

@@ -28,7 +28,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from itertools import starmap
 from time import sleep
-from typing import TypeVar
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -38,6 +37,7 @@ from rankwire.errors import (
 )
 from rankwire.forking import guard
 from rankwire.links.connection import Connection
+from rankwire.links.insisting import insist
 from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Frame, Payload
 from rankwire.wire.mailbox import Key, Mailbox, Receive, pop_first
@@ -46,7 +46,6 @@ __all__ = ["Inbox"]
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 _ONCE = ((),)
-T = TypeVar("T")
 
 
 class Inbox:
@@ -561,14 +560,3 @@ def _call_back(receive: Receive) -> None:
     """Tell who asked to be told that a receive is done. Without any lock held."""
     if receive.on_done is not None:
         receive.on_done(receive)
-
-
-def insist(step: Callable[[T], None], argument: T) -> None:
-    """Take a step that puts things in order, to its end, although an interrupt falls into it."""
-    try:
-        step(argument)
-    except Exception:
-        raise
-    except BaseException:
-        step(argument)
-        raise
