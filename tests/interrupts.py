@@ -13,7 +13,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, ClassVar
 
+import pytest
+
 import rankwire
+from rankwire.links import connection, inbox
+from rankwire.links.insisting import insist
 
 LIBRARY = str(Path(rankwire.__file__).parent)
 _LOOKS_AFTER = ("CALL", "JUMP_BACKWARD")
@@ -45,11 +49,20 @@ class Interrupting:
         self.where: list[str] = []
 
     def __enter__(self) -> "Interrupting":
+        self._patch = pytest.MonkeyPatch()
+        for module in (connection, inbox):
+            self._patch.setattr(module, "insist", self._insist)
         sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self._patch.undo()
+
+    def _insist(self, step: Callable[[Any], None], argument: Any) -> None:
+        """Go on with the tracing, which an interrupt has ended, where one is dealt with."""
+        sys.settrace(self._on_call)
+        insist(step, argument)
 
     def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_back in self._last and frame.f_code.co_name != "__init__":

@@ -440,7 +440,11 @@ class Connection:
             self._writing = None  # not before: what has begun must not be followed by another frame
             raise cause from error
         except BaseException:
-            insist(self._put_in_order, True)
+            try:
+                insist(self._put_in_order, True)
+            except BaseException:  # interrupted before it began
+                insist(self._put_in_order, True)
+                raise
             raise
 
     def _put_in_order(self, is_sender_there: bool) -> None:

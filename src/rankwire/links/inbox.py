@@ -142,7 +142,11 @@ class Inbox:
                     break
             return receive.done
         except BaseException:
-            insist(self._recover, receive)
+            try:
+                insist(self._recover, receive)
+            except BaseException:  # interrupted before it began
+                insist(self._recover, receive)
+                raise
             self.call_back_due()
             raise
 
