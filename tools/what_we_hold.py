@@ -1,9 +1,11 @@
 """Render docs/what-we-hold.md from what a test run wrote with ``--what-we-hold=run.json``.
 
-    python tools/what_we_hold.py run.json docs/what-we-hold.md
+    python tools/what_we_hold.py run.json [more.json ...] docs/what-we-hold.md
 
-A promise is printed only if every test that shows it passed in that run. One that failed or was
-skipped stops the rendering, and so does a row that has neither a test nor a reason.
+Several runs are parts of one, such as the fuzzing apart from the rest; a test that is in two of
+them counts as in the last. A promise is printed only if every test that shows it passed in that
+run. One that failed or was skipped stops the rendering, and so does a row that has neither a test
+nor a reason.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from fault_catalogue import FAULTS, NOT_PRODUCED
 _INTRODUCTION = """\
 # What we hold
 
-Made by `make what-we-hold` from a run of the tests: do not edit. Each line is a fault that the
-tests produce, what was seen to hold under it, and the tests that show it. A promise whose tests did
-not all pass cannot be printed.
+Made by `make what-we-hold` or `make nightly` from a run of the tests: do not edit. Each line is a
+fault that the tests produce, what was seen to hold under it, and the tests that show it. A promise
+whose tests did not all pass cannot be printed.
 
 Figures are of this run: {machine}. A test takes one value for each
 operation that it times, in each of its trials; p50, p99 and the largest are over these values. With
@@ -154,13 +156,17 @@ def _number(value: float, unit: str) -> str:
 
 
 def _machine(facts: dict[str, Any]) -> str:
-    return f"{facts['system']}, {facts['cores']} cores, Python {facts['python']}"
+    size = f", {facts['size']} size" if "size" in facts else ""
+    return f"{facts['system']}, {facts['cores']} cores, Python {facts['python']}{size}"
 
 
 def main(arguments: list[str]) -> int:
     """Render, or say why not."""
-    source, target = map(Path, arguments)
-    run = json.loads(source.read_text())
+    *sources, target = map(Path, arguments)
+    run: dict[str, Any] = {"tests": {}}
+    for source in sources:
+        part = json.loads(source.read_text())
+        run = part | {"tests": run["tests"] | part["tests"]}
     try:
         page = render(run)
     except NotHeldError as error:

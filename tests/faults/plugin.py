@@ -143,6 +143,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
+        "size": "nightly" if NIGHTLY else "daily",
     }
 
 

@@ -75,6 +75,17 @@ def test_nothing_is_written_when_the_page_is_refused(tmp_path, capsys):
     assert not target.exists()
 
 
+def test_a_run_in_two_parts_is_one(tmp_path):
+    parts = [tmp_path / "one.json", tmp_path / "two.json"]
+    whole = a_run()
+    names = list(whole["tests"])
+    for part, some in zip(parts, (names[:1], names[1:]), strict=True):
+        part.write_text(json.dumps(whole | {"tests": {n: whole["tests"][n] for n in some}}))
+    target = tmp_path / "page.md"
+    assert main([*map(str, parts), str(target)]) == 0
+    assert target.read_text() == render(whole)
+
+
 TESTS_OF_A_USER = """
 import pytest
 

@@ -169,7 +169,8 @@ class TcpBackend(Backend):
         super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
         if transport not in ("auto", "tcp", "unix"):
             raise ConfigurationError(f'transport is "auto", "tcp" or "unix", not {transport!r}')
-        if not 0 < suspect_after <= fail_after:  # also refuses NaN
+        suspect_after, fail_after = Deadline(suspect_after).limit, Deadline(fail_after).limit
+        if not 0 < suspect_after <= fail_after:
             raise ConfigurationError(
                 "a rank is suspected before it is given up: 0 < suspect_after <= fail_after, not "
                 f"{suspect_after!r} and {fail_after!r}"
@@ -206,7 +207,7 @@ class TcpBackend(Backend):
             policy=policy,
             share_files=transport != "tcp",
             listener=listener,
-            patience=Patience(float(suspect_after), float(fail_after)),
+            patience=Patience(suspect_after, fail_after),
             has_coordinator=has_coordinator,
             listen=listen,
             advertise=advertise,
