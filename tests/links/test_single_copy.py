@@ -4,6 +4,7 @@ import array
 import contextlib
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import random
@@ -89,6 +90,21 @@ def test_what_is_borrowed_is_what_was_lent(nbytes, kind):
     assert type(whole) is bytearray
     assert whole == data
     assert not loaned.failures
+
+
+def test_words_stay_where_they_are_when_all_loans_around_them_were_revoked():
+    """A late look at the guard must find it, or its owner would be taken for dead."""
+    loans = [lend([b"x"], 1) for _ in range(3 * single_copy._ARENA_NBYTES // 16)]
+    failures = []
+    parcels = [borrow(description, os.getpid(), failures) for _, description in loans]
+    for lent, _ in loans:
+        lent.revoke()
+    del loans, lent
+    gc.collect()
+    assert all(parcel.is_revoked for parcel in parcels)
+    with pytest.raises(LoanRevokedError):
+        parcels[0].whole()
+    assert not failures
 
 
 def test_pieces_of_all_sizes_come_as_one_and_empty_ones_do_not_matter():

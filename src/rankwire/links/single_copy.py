@@ -162,6 +162,7 @@ class _Arena:
         self._lock = threading.Lock()
         self.fence = threading.Lock()
         self._free: list[tuple[memoryview, int]] = []
+        self._pages: list[mmap.mmap] = []  # also those whose pairs are all taken or spent
         self.numbers = itertools.count(1)
         guard(self)
 
@@ -170,6 +171,7 @@ class _Arena:
         with self._lock:
             if not self._free:
                 page = mmap.mmap(-1, _ARENA_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._pages.append(page)
                 words = memoryview(page).cast("Q")
                 base = _address_of(page)
                 for index in range(0, _ARENA_NBYTES // _WORD_NBYTES, 2):
