@@ -20,6 +20,7 @@ SHOWN_IN = {
     "rendezvous/attendance": "backends/test_control_plane.py",
     "rendezvous/callback": "backends/test_tcp_formation.py",
     "testing/conformance_peers": "conformance/test_conformance.py",
+    "collectives/operation": "collectives/test_team.py",
     "links/places": "links/test_listening_places.py",
     "backends/meeting": "conformance/test_conformance.py",
     "backends/tcp": "backends/test_tcp_backend.py",
