@@ -242,6 +242,8 @@ class Connection:
                 return
             except LoanRefusedError:
                 hold = False  # memory of a kind that only this process can read
+            finally:
+                lent.revoke()  # also if an interrupt fell before it was waited for
         self._send(channel, group, tag, buffers, nbytes, deadline, hold, meanwhile)
 
     def offer(
@@ -277,7 +279,10 @@ class Connection:
                         meanwhile,
                     )
                 except BaseException:
-                    lent.revoke()
+                    try:
+                        lent.revoke()
+                    finally:
+                        lent.revoke()  # a second interrupt may have fallen into the first
                     raise
                 return lent
         self._send(channel, group, tag, buffers, nbytes, deadline, False, meanwhile)
@@ -464,7 +469,11 @@ class Connection:
         self._outgoing = (sequence + has_begun, tuple(rest))
         self._writing = None
         if rest and self._on_rest is not None:
-            self._on_rest(self)
+            try:
+                self._on_rest(self)
+            except BaseException:
+                self._on_rest(self)  # interrupted: nobody else would see to the rest
+                raise
         return has_begun
 
     def _why_not_sent(self, error: OSError) -> RankwireError:
@@ -528,7 +537,7 @@ class Connection:
             if parser.violation is not None:
                 raise parser.violation
             if parser.read(self._sock.recv_into) == 0:
-                self._given_up = not self._used and self.failure is None
+                self._note_if_given_up()
                 raise self.fail(self._end_of_stream())
             self._used = True
             self._parse()
@@ -542,10 +551,14 @@ class Connection:
             raise  # some of ours are also OSErrors
         except OSError as error:
             if not self._used:
-                self._given_up = self.failure is None
+                self._note_if_given_up()
                 raise self.fail(self._end_of_stream()) from error
             raise self.fail(_lost(self.peer, error)) from error
         return parser.frames
+
+    def _note_if_given_up(self) -> None:
+        """Once said, it stays: a reader may be interrupted then, and come here again."""
+        self._given_up = self._given_up or (not self._used and self.failure is None)
 
     def _parse(self) -> None:
         state, has_special = self._parser.parse()

@@ -380,7 +380,10 @@ class Borrowed(Parcel):
         """See ``Parcel``."""
         if len(view):
             with self._lock:
-                self._pull(start, view)
+                if self._memory is not None:  # read as a whole by a thread that was interrupted
+                    view[:] = memoryview(self._memory)[start : start + len(view)]
+                else:
+                    self._pull(start, view)
 
     def whole(self) -> bytearray:
         """See ``Parcel``."""

@@ -336,7 +336,9 @@ class RpcAgent:
         except BaseException as error:
             if nbytes > SMALL_NBYTES:
                 self._leave_room(lane, dst, future.request_id)
-            if not isinstance(error, RankwireError):
+            if not isinstance(error, RankwireError):  # an interrupt: nobody will have the future
+                self.settled(future)
+                lane.cancel(dst, future.request_id)
                 raise
             future.fail(self._explained(error, "rpc_async", name, dst, deadline, call))
         return future

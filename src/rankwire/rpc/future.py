@@ -64,10 +64,10 @@ class RpcFuture(Future[Any]):
         """Give up the call and tell the callee; False if it is done."""
         if not super().cancel():
             return False
+        self._agent.settled(self)
         if self._receive is not None:
             self.lane.forget(self.dst, self._receive)
             self.lane.cancel(self.dst, self.request_id)
-        self._agent.settled(self)
         return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
@@ -110,7 +110,9 @@ class RpcFuture(Future[Any]):
 
     def expire(self, *, explain: bool = True) -> None:
         """The call's own deadline has passed; ``explain`` takes a moment to ask the callee why."""
-        if self._receive is None or self.lane.forget(self.dst, self._receive):
+        if self.done():
+            self._agent.settled(self)  # by a thread that was interrupted before it came to that
+        elif self._receive is None or self.lane.forget(self.dst, self._receive):
             error = self._agent.too_late(self, explain=explain)
             self.lane.cancel(self.dst, self.request_id)
             self.fail(error)
