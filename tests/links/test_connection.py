@@ -867,39 +867,71 @@ def test_an_interrupt_anywhere_in_a_send_leaves_the_connection_and_whole_frames(
     assert sent[-1] == [1, 2, 3, 9]
 
 
-@pytest.mark.fault(37, "two interrupts in a send leave whole frames, or end the connection")
+@pytest.mark.fault(37, "two interrupts in a send leave the connection and whole frames")
 @pytest.mark.parametrize("gap", [1, 2, 3, 5, 8])
-def test_two_interrupts_in_a_send_never_let_a_frame_begin_in_another(make_pair, gap):
-    lost = []
-
+def test_two_interrupts_in_a_send_leave_the_connection_and_whole_frames(make_pair, gap):
     def run(interrupting):
         talk = Conversation(make_pair("unix", introduced=False))
         talk.send(1, 100)
         with suppress(Interrupt), interrupting:
             talk.send(2, 3_000_000)
-        try:
-            talk.send(3, 50)
-            tags = talk.tags()
-        except PeerLostError as error:
-            lost.append((error.reason, interrupting.happened))
-            with pytest.raises(PeerLostError):
-                talk.reading.result()
-        else:
-            assert tags in ([1, 3, 9], [1, 2, 3, 9])
+        talk.send(3, 50)
+        assert talk.tags() in ([1, 3, 9], [1, 2, 3, 9])
 
     every_interrupt(run, second_after=gap)
-    assert set(lost) <= {("sending a message to it was interrupted twice", 2)}
+
+
+@pytest.mark.fault(37, "an interrupt in a send whose time is over leaves whole frames")
+def test_an_interrupt_anywhere_in_a_send_that_is_too_late_leaves_whole_frames(make_pair):
+    def run(interrupting):
+        near, far = make_pair("unix", introduced=False)
+        rests = []
+        near._on_rest = rests.append
+        sent = bytearray(b"\2" * (8 * MIB))
+        with suppress(Interrupt, DeadlineExceededError), interrupting:
+            near.send(Channel.MESSAGE, 0, 2, [sent], len(sent), Deadline(0.001))
+        sent[:] = bytes(len(sent))
+        assert bool(rests) == near.is_holding
+        assert Conversation((near, far)).tags() in ([9], [2, 9])
+
+    assert every_interrupt(run) >= 30
+
+
+class Interrupted:
+    """What interrupts a send that waits."""
+
+    def watch(self):
+        raise Interrupt
+
+
+@pytest.mark.fault(37, "a send that cannot be finished ends the connection")
+def test_a_send_that_was_interrupted_too_often_ends_the_connection(make_pair):
+    near, _ = make_pair("unix", introduced=False)
+    put_in_order = near._put_in_order
+
+    def put_in_order_interrupted(**_):
+        raise Interrupt
+
+    near._put_in_order = put_in_order_interrupted
+    with pytest.raises(Interrupt):
+        near.send(
+            Channel.MESSAGE,
+            0,
+            5,
+            [bytes(8 * MIB)],
+            8 * MIB,
+            Deadline(PATIENCE),
+            meanwhile=Interrupted(),
+        )
+    near._put_in_order = put_in_order
+    with pytest.raises(PeerLostError, match="interrupted too often"):
+        send(near, b"next")
 
 
 def test_the_rest_of_an_interrupted_message_leaves_without_another_send(make_pair):
     rests = []
     near, far = make_pair("unix", introduced=False)
     near._on_rest = rests.append
-
-    class Interrupted:
-        def watch(self):
-            raise Interrupt
-
     with pytest.raises(Interrupt):
         near.send(
             Channel.MESSAGE,

@@ -462,13 +462,22 @@ def test_an_interrupt_anywhere_in_waking_a_thread_keeps_none_asleep(make_pair):
     def run(interrupting):
         post = Post(make_pair("unix", introduced=False), attached=False)
         sleeping = [post.start(tag) for tag in (1, 2, 3)]
+        called, go_on = threading.Event(), threading.Event()
+        post.want(5, lambda _: (called.set(), go_on.wait(PATIENCE)))
         post.inbox.connection = post.connection  # from now on they can read, if they are woken up
         with suppress(Interrupt), interrupting:
             post.want(8)
-        post.want(9)
-        for tag, running in enumerate(sleeping, 1):
+        with suppress(AssertionError):
+            eventually(lambda: post.inbox.is_read, 0.05)
+        if not post.inbox.is_read:  # it came before the wake-up
+            post.want(9)
+        post.send(5, b"to be called back, which the reader does without the role")
+        assert called.wait(SOON)
+        for tag in (1, 2, 3):
             post.send(tag, b"x")
-            assert running.result(SOON) == b"x"
+        eventually(lambda: sum(running.done for running in sleeping) == 2, SOON)
+        go_on.set()
+        assert [running.result(SOON) for running in sleeping] == [b"x"] * 3
 
     assert every_interrupt(run) >= 5
 

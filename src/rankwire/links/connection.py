@@ -416,34 +416,41 @@ class Connection:
         counts: list[int] = []
         self._writing = (before, pieces, is_new, is_owned, counts)
         try:
-            while pieces:
-                try:
-                    if len(pieces) == 1:
-                        counts.extend(map(self._sock.send, pieces))
-                    else:
-                        counts.extend(map(self._sock.sendmsg, (pieces[:_MAX_VECTORS],)))
-                except BlockingIOError:
-                    self._wait_writable(deadline, meanwhile)
-                    continue
-                if len(pieces) == 1 and counts[-1] == len(pieces[0]):
-                    break  # the usual case: a small frame, taken at once
-                pieces = _after(pieces, counts[-1])
-            self._outgoing = (sequence + is_new, ())
-            self._writing = None
-        except RankwireError as error:  # the deadline, or what was read or checked meanwhile
-            has_begun = self._put_in_order(is_sender_there=True)
-            if has_begun and isinstance(error, DeadlineExceededError):
-                if is_owned:
-                    return  # a small frame counts as sent
-                error.may_have_arrived = True
-                error.explain("it has taken a part, and the rest follows")
-            raise
-        except OSError as error:
-            cause = self.fail(self._why_not_sent(error))
-            self._writing = None  # not before: what has begun must not be followed by another frame
-            raise cause from error
+            try:
+                while pieces:
+                    try:
+                        if len(pieces) == 1:
+                            counts.extend(map(self._sock.send, pieces))
+                        else:
+                            counts.extend(map(self._sock.sendmsg, (pieces[:_MAX_VECTORS],)))
+                    except BlockingIOError:
+                        self._wait_writable(deadline, meanwhile)
+                        continue
+                    if len(pieces) == 1 and counts[-1] == len(pieces[0]):
+                        break  # the usual case: a small frame, taken at once
+                    pieces = _after(pieces, counts[-1])
+                self._outgoing = (sequence + is_new, ())
+                self._writing = None
+            except RankwireError as error:  # the deadline, or what was read or checked meanwhile
+                has_begun = self._put_in_order(is_sender_there=True)
+                if has_begun and isinstance(error, DeadlineExceededError):
+                    if is_owned:
+                        return  # a small frame counts as sent
+                    error.may_have_arrived = True
+                    error.explain("it has taken a part, and the rest follows")
+                raise
+            except OSError as error:
+                cause = self.fail(self._why_not_sent(error))
+                # Not before: what has begun must not be followed by another frame.
+                self._writing = None
+                raise cause from error
         except BaseException:
-            self._put_in_order(is_sender_there=True)
+            try:
+                if self._writing is not None:
+                    self._put_in_order(is_sender_there=True)
+            finally:  # a second interrupt may have fallen into the first time
+                if self._writing is not None:
+                    self._put_in_order(is_sender_there=True)
             raise
 
     def _put_in_order(self, *, is_sender_there: bool) -> bool:
@@ -453,7 +460,7 @@ class Connection:
 
         Args:
             is_sender_there: Whether the frame's memory is as the sender left it. If not, it was
-                interrupted twice.
+                interrupted again and again.
         """
         assert self._writing is not None
         (sequence, held), pieces, is_new, is_owned, counts = self._writing
@@ -464,7 +471,9 @@ class Connection:
             rest = _until(rest, held_nbytes - count) if is_new else rest
         elif not is_owned and rest:
             if not is_sender_there:
-                self.fail(PeerLostError(self.peer, "sending a message to it was interrupted twice"))
+                self.fail(
+                    PeerLostError(self.peer, "sending a message to it was interrupted too often")
+                )
             rest = [bytes(piece) for piece in rest]
         self._outgoing = (sequence + has_begun, tuple(rest))
         self._writing = None
