@@ -192,6 +192,34 @@ def test_an_interrupt_anywhere_in_waiting_for_a_future(agents):
     assert every_interrupt(run) >= 20
 
 
+@pytest.mark.fault(37, "after a caught interrupt in cancelling nothing is kept of the call")
+def test_an_interrupt_anywhere_in_cancelling_a_future_keeps_nothing_of_it(agents):
+    near, _ = agents
+
+    def run(interrupting):
+        future = near.rpc_async(1, "echo", 1, timeout=PATIENCE)
+        with suppress(Interrupt), interrupting:
+            future.cancel()
+        assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
+        eventually(lambda: not near._futures and not near._port.in_flight(), SOON)
+
+    assert every_interrupt(run) >= 20
+
+
+@pytest.mark.fault(37, "after two caught interrupts in making a call nothing is kept of it")
+@pytest.mark.parametrize("gap", [1, 2, 3, 5, 8])
+def test_two_interrupts_in_making_a_call_keep_nothing_of_it(agents, gap):
+    near, _ = agents
+
+    def run(interrupting):
+        with suppress(Interrupt), interrupting:
+            near.rpc_sync(1, "echo", 1, timeout=PATIENCE)
+        assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
+        eventually(lambda: not near._port.in_flight(), SOON)
+
+    every_interrupt(run, second_after=gap)
+
+
 @pytest.mark.fault(37, "after a caught interrupt in making a future nothing is kept of it")
 def test_an_interrupt_anywhere_in_making_a_future_keeps_nothing_of_it(agents):
     near, _ = agents

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from itertools import starmap
+from operator import methodcaller
 from time import sleep
 
 from rankwire.deadline import Deadline
@@ -45,6 +46,7 @@ __all__ = ["Inbox"]
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 _ONCE = ((),)
+_release = methodcaller("release")
 
 
 class Inbox:
@@ -160,8 +162,12 @@ class Inbox:
     def withdraw(self, receive: Receive) -> bool:
         """Take back a receive; False if it is done already. Whoever waits for it stops waiting."""
         with self._mutex:
-            withdrawn = self._mailbox.withdraw(receive)
-            self._wake(receive)
+            try:
+                withdrawn = self._mailbox.withdraw(receive)
+                self._wake(receive)
+            except BaseException:
+                self._mailbox.tidy()  # interrupted: nobody else would come to it
+                raise
         return withdrawn
 
     def abort(self, receive: Receive, error: RankwireError) -> bool:
@@ -537,12 +543,15 @@ class Inbox:
                 self._wake_a_parked()
 
     def _wake(self, receive: Receive) -> bool:
-        """Wake all who wait for a receive; return whether there was anyone."""
-        woken = False
-        for lock in self._parked.get(receive, ()):
-            if lock.locked():  # not yet woken by a thread that was interrupted then
-                lock.release()
-                woken = True
+        """Wake all who wait for a receive; return whether there was anyone.
+
+        Taking one from the list and waking it are one call of a C function. Nobody is there if a
+        thread was interrupted behind that.
+        """
+        locks = self._parked.get(receive, [])
+        woken = bool(locks)
+        while locks:
+            deque(map(_release, starmap(locks.pop, _ONCE)), 0)
         self._parked.pop(receive, None)
         return woken
 
