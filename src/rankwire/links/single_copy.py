@@ -161,6 +161,7 @@ class _Arena:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.fence = threading.Lock()
+        self._pages: list[mmap.mmap] = []  # all that there ever were
         self._free: list[tuple[memoryview, int]] = []
         self.numbers = itertools.count(1)
         guard(self)
@@ -172,9 +173,12 @@ class _Arena:
                 page = mmap.mmap(-1, _ARENA_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 words = memoryview(page).cast("Q")
                 base = _address_of(page)
-                for index in range(0, _ARENA_NBYTES // _WORD_NBYTES, 2):
-                    pair = words[index : index + 2]
-                    self._free.append((pair, base + index * _WORD_NBYTES))
+                # In one call of a C function: thousands of steps in which no interrupt falls.
+                pieces = map(slice, range(0, len(words), 2), range(2, len(words) + 2, 2))
+                pairs = map(words.__getitem__, pieces)
+                addresses = range(base, base + _ARENA_NBYTES, _PAIR_NBYTES)
+                self._pages.append(page)  # before: it must not end with the last of its pairs
+                self._free.extend(zip(pairs, addresses, strict=True))
             return self._free.pop()
 
     def forsake(self) -> None:

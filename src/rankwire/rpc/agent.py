@@ -271,6 +271,10 @@ class RpcAgent:
             except (CircularCallError, CallCancelledError):
                 raise  # given up by another thread or another look, which has told the callee
             except BaseException:  # an interrupt: the callee need not go on
+                try:
+                    lane.forget(dst, receive)
+                finally:
+                    lane.forget(dst, receive)  # another one may have fallen into the first
                 lane.cancel(dst, request_id)
                 raise
             finally:
@@ -416,6 +420,11 @@ class RpcAgent:
                 f"it had no room for another {nbytes} bytes of calls that wait for a worker "
                 "(max_queued_nbytes)"
             )
+            raise
+        except RankwireError:
+            raise
+        except BaseException:  # an interrupt, perhaps before anyone waited: no answer will come
+            lane.forget(dst, receive)
             raise
         return True
 

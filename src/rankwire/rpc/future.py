@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rankwire.deadline import Deadline
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["RpcFuture"]
 
 _log = logging.getLogger("rankwire")
+
+
+class _Condition(threading.Condition):
+    """One that is entered and left as its lock is, by one call of a C function.
+
+    The methods of ``Condition`` are in Python: an interrupt (Ctrl-C) that falls behind the lock's
+    own ``__enter__`` leaves it taken, and whoever looks at the future then waits for ever.
+    """
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
 
 
 class RpcFuture(Future[Any]):
@@ -40,6 +53,7 @@ class RpcFuture(Future[Any]):
         call: Call | None,
     ) -> None:
         super().__init__()
+        self._condition.__class__ = _Condition
         self._agent = agent
         self._receive: Receive | None = None
         self.call = call  # what was served when it was made
