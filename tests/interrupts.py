@@ -8,6 +8,7 @@ first, the second, and so on, until one run ends without.
 
 import ctypes
 import dis
+import gc
 import signal
 import sys
 from collections import defaultdict
@@ -57,6 +58,7 @@ class Interrupting:
         self.where: list[str] = []
 
     def __enter__(self) -> "Interrupting":
+        gc.disable()  # an interrupt in a callback of the collector would be swallowed
         self._before = signal.signal(_SIGNAL, self._on_signal)
         sys.settrace(self._on_call)
         return self
@@ -64,6 +66,7 @@ class Interrupting:
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
         signal.signal(_SIGNAL, self._before)
+        gc.enable()
 
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
         at = frame
