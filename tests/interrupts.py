@@ -6,29 +6,35 @@ within the package while an operation runs, and runs it again and again with an 
 first, the second, and so on, until one run ends without.
 """
 
+import ctypes
 import dis
+import gc
+import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, ClassVar
 
-import pytest
-
 import rankwire
-from rankwire.links import connection, inbox
-from rankwire.links.insisting import insist
 
 LIBRARY = str(Path(rankwire.__file__).parent)
-_LOOKS_AFTER = ("CALL", "JUMP_BACKWARD")
+_LOOKS = ("CALL", "JUMP_BACKWARD")
+_SIGNAL = signal.SIGUSR2
 
 
-class Interrupt(BaseException):
-    """What a signal raises, as ``KeyboardInterrupt`` does."""
+class Interrupt(KeyboardInterrupt):
+    """What a signal raises."""
 
 
 class Interrupting:
-    """A ``with`` block whose thread is interrupted at one place of the package, if it gets there.
+    """A ``with`` block whose thread, the main one, is interrupted at some places of the package.
+
+    A tracer that raised would be the last one that is called. So it only says that a signal has
+    come, as a handler in C does, and the interpreter raises where it looks next. That must be in
+    the traced code: between the signal and the tracer's return there is no call.
 
     Args:
         numbers: Which places, counted from 0.
@@ -39,51 +45,56 @@ class Interrupting:
     """
 
     _operations: ClassVar[dict[CodeType, dict[int, str]]] = {}
-    _handlers: ClassVar[dict[CodeType, list[Any]]] = {}
 
     def __init__(self, *numbers: int) -> None:
         self._numbers = set(numbers)
         self._count = 0
-        self._last: dict[FrameType, tuple[int, str]] = {}  # the last instruction of each
+        # Looking up a number that is not there sends the signal.
+        self._signal: defaultdict[int, int] = defaultdict(
+            partial(ctypes.pythonapi.PyErr_SetInterruptEx, int(_SIGNAL))
+        )
+        self._before: Any = None
         self.happened = 0
         self.where: list[str] = []
 
     def __enter__(self) -> "Interrupting":
-        self._patch = pytest.MonkeyPatch()
-        for module in (connection, inbox):
-            self._patch.setattr(module, "insist", self._insist)
+        gc.disable()  # an interrupt in a callback of the collector would be swallowed
+        self._before = signal.signal(_SIGNAL, self._on_signal)
         sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
-        self._patch.undo()
+        signal.signal(_SIGNAL, self._before)
+        gc.enable()
 
-    def _insist(self, step: Callable[[Any], None], argument: Any) -> None:
-        """Go on with the tracing, which an interrupt has ended, where one is dealt with."""
-        sys.settrace(self._on_call)
-        insist(step, argument)
+    def _on_signal(self, _: int, frame: FrameType | None) -> None:
+        at = frame
+        while at is not None and not at.f_code.co_filename.startswith(LIBRARY):
+            if at.f_code.co_filename == __file__:
+                return  # the operation ended before the interpreter looked
+            at = at.f_back
+        assert frame is not None
+        self.happened += 1
+        name = Path(frame.f_code.co_filename).name
+        self.where.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
+        raise Interrupt
 
     def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_back in self._last and frame.f_code.co_name != "__init__":
-            self._last[frame.f_back] = (0, "")  # this is what it calls: a function in Python
         if not frame.f_code.co_filename.startswith(LIBRARY):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        self._place(frame)
+        number, self._count = self._count, self._count + 1
+        if number in self._numbers:
+            self._signal[number]
         return self._on_event
 
     def _on_event(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode":
-            offset, operation = self._last.get(frame, (0, ""))
-            # A signal after a call is raised by the call. Here it is raised by what follows, which
-            # is the same only if it is within the same ``try`` and ``with``.
-            if operation.startswith(_LOOKS_AFTER) and self._is_alike(frame, offset):
-                self._place(frame)
-            self._last[frame] = (frame.f_lasti, self._operation(frame))
-        elif event == "return":
-            self._last.pop(frame, None)
+        if event == "opcode" and self._operation(frame).startswith(_LOOKS):
+            number, self._count = self._count, self._count + 1
+            if number in self._numbers:
+                self._signal[number]
         return self._on_event
 
     def _operation(self, frame: FrameType) -> str:
@@ -93,29 +104,6 @@ class Interrupting:
                 instruction.offset: instruction.opname for instruction in dis.get_instructions(code)
             }
         return self._operations[code].get(frame.f_lasti, "")
-
-    def _is_alike(self, frame: FrameType, offset: int) -> bool:
-        """Whether an error is handled by the same code as one of an earlier instruction."""
-        if frame.f_code not in self._handlers:
-            self._handlers[frame.f_code] = dis._parse_exception_table(frame.f_code)  # type: ignore[attr-defined]
-        handlers = [
-            [
-                entry.target
-                for entry in self._handlers[frame.f_code]
-                if entry.start <= at < entry.end
-            ]
-            for at in (offset, frame.f_lasti)
-        ]
-        return handlers[0] == handlers[1]
-
-    def _place(self, frame: FrameType) -> None:
-        number, self._count = self._count, self._count + 1
-        if number in self._numbers:
-            self.happened += 1
-            name = Path(frame.f_code.co_filename).name
-            self.where.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
-            self._last.pop(frame, None)
-            raise Interrupt
 
 
 def every_interrupt(

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from interrupts import Interrupt, every_interrupt
-from rankwire import RpcAgent
-from worlds import PATIENCE, Running, tcp_world
+from rankwire import DeadlineExceededError, RpcAgent, SubBackend
+from rankwire.links import single_copy
+from rankwire.links.connection import Connection
+from worlds import LEND_FROM, PATIENCE, Running, eventually, tcp_world
 
 SOON = 3.0
 
@@ -54,6 +56,58 @@ def test_an_interrupt_anywhere_in_a_send(pair, nbytes):
         got = receiving.result(SOON)
         assert got in ([], [sent.tobytes()])
         assert interrupting.happened or got
+
+    assert every_interrupt(run) >= 20
+
+
+@pytest.mark.fault(37, "memory of an interrupted send is not read any more once it is changed")
+@pytest.mark.parametrize("operation", ["send", "sendrecv", "sendrecv of a group"])
+def test_an_interrupt_anywhere_in_lending_takes_the_loan_back(operation, monkeypatch):
+    # Few steps while waiting, so that there are not too many places.
+    monkeypatch.setattr(single_copy, "_LOOK_FOR", 0.0)
+    monkeypatch.setattr(single_copy, "_SHORTEST_NAP", 1e-3)
+    monkeypatch.setattr(Connection, "lend_from", LEND_FROM)
+    numbers = iter(range(1 << 30))
+    with tcp_world(2) as (near, far):
+        making = Running(SubBackend, far, [0, 1])
+        group = SubBackend(near, [0, 1])
+        far_group = making.result()
+        near.send(b"first", 1, tag=1 << 40)
+        assert far.recv(0, tag=1 << 40) == b"first"
+
+        def run(interrupting):
+            tag = next(numbers)
+            sender, receiver = (group, far_group) if "group" in operation else (near, far)
+            sent = np.full(LEND_FROM // 8, 1)
+            with suppress(Interrupt, DeadlineExceededError), interrupting:
+                if operation == "send":
+                    sender.send(sent, 1, tag=tag, timeout=0.002)
+                else:
+                    sender.sendrecv(sent, 1, tag=tag, timeout=0.002)
+            sent[:] = 2
+            sender.send(b"end", 1, tag=tag, timeout=SOON)
+            assert take_until_the_end(receiver, tag) == []
+
+        assert every_interrupt(run) >= 30
+
+
+@pytest.mark.fault(37, "after a caught interrupt in a barrier the next one is entered")
+@pytest.mark.parametrize("what", ["barrier", "group"])
+def test_an_interrupt_anywhere_where_one_thread_at_a_time_is_let_in(pair, what):
+    near, _ = pair
+
+    def enter():
+        if what == "barrier":
+            near.barrier(timeout=0.0)
+        else:
+            SubBackend(near, [0, 1], timeout=0.0)
+
+    def run(interrupting):
+        with suppress(Interrupt, DeadlineExceededError), interrupting:
+            enter()
+        with pytest.raises(DeadlineExceededError) as caught:
+            enter()
+        assert "another thread" not in str(caught.value)
 
     assert every_interrupt(run) >= 20
 
@@ -136,3 +190,44 @@ def test_an_interrupt_anywhere_in_waiting_for_a_future(agents):
         assert [future.result(SOON) for future in futures] == [0, 1, 2]
 
     assert every_interrupt(run) >= 20
+
+
+@pytest.mark.fault(37, "after a caught interrupt in cancelling nothing is kept of the call")
+def test_an_interrupt_anywhere_in_cancelling_a_future_keeps_nothing_of_it(agents):
+    near, _ = agents
+
+    def run(interrupting):
+        future = near.rpc_async(1, "echo", 1, timeout=PATIENCE)
+        with suppress(Interrupt), interrupting:
+            future.cancel()
+        assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
+        eventually(lambda: not near._futures and not near._port.in_flight(), SOON)
+
+    assert every_interrupt(run) >= 20
+
+
+@pytest.mark.fault(37, "after two caught interrupts in making a call nothing is kept of it")
+@pytest.mark.parametrize("gap", [1, 2, 3, 5, 8])
+def test_two_interrupts_in_making_a_call_keep_nothing_of_it(agents, gap):
+    near, _ = agents
+
+    def run(interrupting):
+        with suppress(Interrupt), interrupting:
+            near.rpc_sync(1, "echo", 1, timeout=PATIENCE)
+        assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
+        eventually(lambda: not near._port.in_flight(), SOON)
+
+    every_interrupt(run, second_after=gap)
+
+
+@pytest.mark.fault(37, "after a caught interrupt in making a future nothing is kept of it")
+def test_an_interrupt_anywhere_in_making_a_future_keeps_nothing_of_it(agents):
+    near, _ = agents
+
+    def run(interrupting):
+        with suppress(Interrupt), interrupting:
+            near.rpc_async(1, "echo", 1, timeout=PATIENCE).result()
+        assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
+        eventually(lambda: not near._futures and not near._port.in_flight(), SOON)
+
+    assert every_interrupt(run) >= 50

@@ -388,6 +388,118 @@ def test_an_interrupt_anywhere_in_receiving_what_is_lent_loses_nothing(make_pair
     assert every_interrupt(run) >= 30
 
 
+@pytest.mark.fault(37, "a lent message fetched by an interrupted thread can be read in parts")
+def test_an_interrupt_anywhere_in_fetching_what_is_lent_leaves_it_readable(make_pair):
+    def run(interrupting):
+        post = Lending(make_pair())
+        sending = post.lend(1)
+        eventually(lambda: post.sender.frames_sent == 2)
+        with suppress(Interrupt), interrupting:
+            post.inbox.read_available()
+        got = post.recv(1, SOON)
+        if isinstance(got, Borrowed):
+            part = bytearray(3)
+            got.read_into(5, memoryview(part))
+            assert part == large(1)[5:8]
+            got.give_back()
+        else:
+            assert got == large(1)
+        sending.result(SOON)
+
+    assert every_interrupt(run) >= 30
+
+
+@pytest.mark.fault(37, "an interrupted thread does not give away the role of another")
+def test_an_interrupted_thread_leaves_the_reading_to_another_that_waits_for_the_same(post):
+    receive_frames, inside, most = post.connection.receive, 0, 0
+
+    def receive_counted(deadline):
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        try:
+            return receive_frames(deadline)
+        finally:
+            inside -= 1
+
+    post.connection.receive = receive_counted
+    receive = post.want(1)
+    reading = Running(post.inbox.drive, receive, Deadline(PATIENCE))
+
+    def run(interrupting):
+        eventually(lambda: inside)
+        with suppress(Interrupt), interrupting:
+            post.inbox.drive(receive, Deadline(0.001))
+        with suppress(DeadlineExceededError):
+            post.recv(2, 0.001)
+        assert most == 1
+
+    assert every_interrupt(run) >= 10
+    post.send(1, b"x")
+    assert reading.result(SOON)
+
+
+@pytest.mark.fault(37, "an interrupt while a connection ends leaves nobody waiting for its reader")
+@pytest.mark.parametrize("way", ["read_available", "wait_until"])
+def test_an_interrupt_anywhere_in_seeing_the_end_leaves_the_role(make_pair, way):
+    def run(interrupting):
+        post = Post(make_pair("unix", introduced=False))
+        post.sender.close()
+        with suppress(Interrupt, PeerLostError), interrupting:
+            if way == "read_available":
+                post.inbox.read_available()
+            else:
+                post.inbox.wait_until(lambda: False, Deadline(PATIENCE))
+        assert not post.inbox.is_read
+        with pytest.raises(PeerLostError):
+            post.recv(1, SOON)
+
+    assert every_interrupt(run) >= 10
+
+
+@pytest.mark.fault(37, "an interrupt between two steps of a wake-up loses none of the next ones")
+def test_an_interrupt_anywhere_in_waking_a_thread_keeps_none_asleep(make_pair):
+    def run(interrupting):
+        post = Post(make_pair("unix", introduced=False), attached=False)
+        sleeping = [post.start(tag) for tag in (1, 2, 3)]
+        called, go_on = threading.Event(), threading.Event()
+        post.want(5, lambda _: (called.set(), go_on.wait(PATIENCE)))
+        post.inbox.connection = post.connection  # from now on they can read, if they are woken up
+        with suppress(Interrupt), interrupting:
+            post.want(8)
+        with suppress(AssertionError):
+            eventually(lambda: post.inbox.is_read, 0.05)
+        if not post.inbox.is_read:  # it came before the wake-up
+            post.want(9)
+        post.send(5, b"to be called back, which the reader does without the role")
+        assert called.wait(SOON)
+        for tag in (1, 2, 3):
+            post.send(tag, b"x")
+        eventually(lambda: sum(running.done for running in sleeping) == 2, SOON)
+        go_on.set()
+        assert [running.result(SOON) for running in sleeping] == [b"x"] * 3
+
+    assert every_interrupt(run) >= 5
+
+
+@pytest.mark.fault(37, "a connection that was given up stays so for an interrupted reader")
+def test_an_interrupt_anywhere_in_seeing_that_a_connection_was_given_up(make_pair):
+    def run(interrupting):
+        pair = make_pair("unix", options=({"incoming": True}, {}), introduced=False)
+        post = Post(pair)
+        post.sender.close()
+        with suppress(Interrupt), interrupting:
+            post.inbox.read_available()
+        post.inbox.read_available()
+        assert post.inbox.connection is None
+        post.connection, post.sender = make_pair("unix", introduced=False)
+        assert post.inbox.attach(post.connection)
+        post.send(1, b"x")
+        assert post.recv(1, SOON) == b"x"
+
+    assert every_interrupt(run) >= 10
+
+
 def test_no_wake_up_is_lost_with_a_thread_whose_deadline_passes_as_it_wakes(post):
     reader = post.start(1)
     late = post.start(2, LateDeadline())

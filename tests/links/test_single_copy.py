@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interrupts import Interrupt, every_interrupt
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from rankwire.links import single_copy
@@ -724,3 +725,15 @@ def test_a_lender_gives_up_nothing_when_the_borrower_is_slow():
         assert not waiting.done
     loaned.parcel.give_back()
     waiting.result(SOON)
+
+
+def test_an_interrupt_anywhere_in_making_words_leaves_them_where_they_are():
+    def run(interrupting):
+        arena = single_copy._Arena()
+        with contextlib.suppress(Interrupt), interrupting:
+            arena.take()
+        _, address = arena.take()
+        pages = [single_copy._address_of(page) for page in arena._pages]
+        assert any(page <= address < page + single_copy._ARENA_NBYTES for page in pages)
+
+    assert every_interrupt(run) >= 5

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 import time
 
@@ -125,3 +126,11 @@ def test_repr_tells(agents):
     assert "'nap' on rank 1" in repr(future)
     future.result(10)
     assert "done" in repr(future)
+
+
+def test_no_interrupt_falls_between_taking_the_lock_of_a_future_and_knowing_it(agents):
+    future = agents[0].rpc_async(1, "add", 1, 1)
+    # By a function in C, in which no signal handler runs; those of ``Condition`` are in Python.
+    assert inspect.isbuiltin(future._condition.__enter__)
+    assert inspect.isbuiltin(future._condition.__exit__)
+    assert future.result() == 2

@@ -266,7 +266,10 @@ class Backend(Transport):
             raise self._explained(error, "sendrecv", src, tag, deadline) from error.__cause__
         finally:
             if offer is not None:
-                offer.revoke()
+                try:
+                    offer.revoke()
+                finally:
+                    offer.revoke()  # an interrupt may have fallen into the first
 
     def _received_meanwhile(
         self, src: int, tag: int, deadline: Deadline, out: Any, offer: Offer | None
@@ -328,17 +331,18 @@ class Backend(Transport):
             PeerLostError: A rank is gone.
         """
         deadline = Deadline.of(timeout, self.timeout)
+        grip: list[bool] = []
         try:
-            if not self._barrier_lock.acquire(timeout=deadline.sleep_limit()):
+            if not deadline.take(self._barrier_lock, grip):
                 raise DeadlineExceededError(deadline.limit, detail="another thread is in a barrier")
-            try:
-                if self.closed:
-                    raise ChannelClosedError("this backend is closed")
-                meet(self, next(self._barriers), deadline)
-            finally:
-                self._barrier_lock.release()
+            if self.closed:
+                raise ChannelClosedError("this backend is closed")
+            meet(self, next(self._barriers), deadline)
         except RankwireError as error:
             raise self._explained(error, "barrier", None, None, deadline) from error.__cause__
+        finally:
+            if grip[-1:] == [True]:
+                self._barrier_lock.release()
 
     # -- the other ranks ---------------------------------------------------------------------------
 

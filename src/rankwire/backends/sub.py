@@ -161,11 +161,17 @@ class SubBackend(Backend):
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
         """See ``Backend.offer``."""
-        with self.translating(dst) as parent_rank:
-            offer = self._parent.offer(
-                parent_rank, channel, group, tag, buffers, nbytes, deadline, check=check
-            )
-        return None if offer is None else _SubOffer(self, dst, offer)
+        offer: Offer | None = None
+        try:
+            with self.translating(dst) as parent_rank:
+                offer = self._parent.offer(
+                    parent_rank, channel, group, tag, buffers, nbytes, deadline, check=check
+                )
+            return None if offer is None else _SubOffer(self, dst, offer)
+        except BaseException:
+            if offer is not None:
+                offer.revoke()  # interrupted: nobody else knows of it
+            raise
 
     @property
     def hosts(self) -> Sequence[object]:

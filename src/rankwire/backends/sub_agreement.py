@@ -64,9 +64,11 @@ class Agreement:
 
     def reach(self, parent: Backend, members: list[int], deadline: Deadline) -> int:
         """Return the ordinal of a new group, the same on all members. Safe from any thread."""
-        if not self._lock.acquire(timeout=deadline.sleep_limit()):
-            raise DeadlineExceededError(deadline.limit, detail="another thread is making a group")
+        grip: list[bool] = []
         try:
+            if not deadline.take(self._lock, grip):
+                detail = "another thread is making a group"
+                raise DeadlineExceededError(deadline.limit, detail=detail)
             ours = _Announcement(members, self._made[tuple(members)])
             others = [rank for rank in members if rank != parent.rank]
             self._announce(parent, ours, others, deadline)
@@ -75,7 +77,8 @@ class Agreement:
             self._made[tuple(members)] = ordinal + 1
             return ordinal
         finally:
-            self._lock.release()
+            if grip[-1:] == [True]:
+                self._lock.release()
 
     def _announce(
         self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline

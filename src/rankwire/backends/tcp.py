@@ -301,7 +301,11 @@ class TcpBackend(Backend):
                 channel, group, tag, buffers, nbytes, limit, lend=False, meanwhile=self._meanwhile
             )
 
-        return TcpOffer(connection, lent, self._meanwhile, send_by_stream)
+        try:
+            return TcpOffer(connection, lent, self._meanwhile, send_by_stream)
+        except BaseException:
+            lent.revoke()  # interrupted: nobody else knows of it
+            raise
 
     def receive(
         self,

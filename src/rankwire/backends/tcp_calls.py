@@ -152,7 +152,10 @@ class TcpCallPort(CallPort):
             error.may_have_run = error.may_have_arrived
             raise
         except BaseException:
-            inbox.withdraw(receive)
+            try:
+                inbox.withdraw(receive)
+            finally:
+                inbox.withdraw(receive)  # an interrupt may have fallen into the first
             raise
         finally:
             if inbox.due:

@@ -105,7 +105,10 @@ class Operation:
             return result
         except BaseException as error:
             if exchange is not None:
-                exchange.revoke()
+                try:
+                    exchange.revoke()
+                finally:
+                    exchange.revoke()  # an interrupt may have fallen into the first
             raise self.failed(error) from error.__cause__
 
     @property

@@ -41,7 +41,6 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.forking import guard
-from rankwire.links.insisting import insist
 from rankwire.links.kernel_view import Unanswered, unsent_nbytes
 from rankwire.links.single_copy import Borrowed, Lent, Meanwhile, lend, probe
 from rankwire.links.sockets import wait_for, wait_patiently
@@ -243,6 +242,8 @@ class Connection:
                 return
             except LoanRefusedError:
                 hold = False  # memory of a kind that only this process can read
+            finally:
+                lent.revoke()  # also if an interrupt fell before it was waited for
         self._send(channel, group, tag, buffers, nbytes, deadline, hold, meanwhile)
 
     def offer(
@@ -278,7 +279,10 @@ class Connection:
                         meanwhile,
                     )
                 except BaseException:
-                    lent.revoke()
+                    try:
+                        lent.revoke()
+                    finally:
+                        lent.revoke()  # a second interrupt may have fallen into the first
                     raise
                 return lent
         self._send(channel, group, tag, buffers, nbytes, deadline, False, meanwhile)
@@ -412,39 +416,40 @@ class Connection:
         counts: list[int] = []
         self._writing = (before, pieces, is_new, is_owned, counts)
         try:
-            while pieces:
-                try:
-                    if len(pieces) == 1:
-                        counts.extend(map(self._sock.send, pieces))
-                    else:
-                        counts.extend(map(self._sock.sendmsg, (pieces[:_MAX_VECTORS],)))
-                except BlockingIOError:
-                    self._wait_writable(deadline, meanwhile)
-                    continue
-                if len(pieces) == 1 and counts[-1] == len(pieces[0]):
-                    break  # the usual case: a small frame, taken at once
-                pieces = _after(pieces, counts[-1])
-            self._outgoing = (sequence + is_new, ())
-            self._writing = None
-        except RankwireError as error:  # the deadline, or what was read or checked meanwhile
-            insist(self._put_in_order, True)
-            has_begun = self.frames_sent > sequence
-            if has_begun and isinstance(error, DeadlineExceededError):
-                if is_owned:
-                    return  # a small frame counts as sent
-                error.may_have_arrived = True
-                error.explain("it has taken a part, and the rest follows")
-            raise
-        except OSError as error:
-            cause = self.fail(self._why_not_sent(error))
-            self._writing = None  # not before: what has begun must not be followed by another frame
-            raise cause from error
+            try:
+                while pieces:
+                    try:
+                        if len(pieces) == 1:
+                            counts.extend(map(self._sock.send, pieces))
+                        else:
+                            counts.extend(map(self._sock.sendmsg, (pieces[:_MAX_VECTORS],)))
+                    except BlockingIOError:
+                        self._wait_writable(deadline, meanwhile)
+                        continue
+                    if len(pieces) == 1 and counts[-1] == len(pieces[0]):
+                        break  # the usual case: a small frame, taken at once
+                    pieces = _after(pieces, counts[-1])
+                self._outgoing = (sequence + is_new, ())
+                self._writing = None
+            except RankwireError as error:  # the deadline, or what was read or checked meanwhile
+                self._put_in_order(True)
+                has_begun = self.frames_sent > sequence
+                if has_begun and isinstance(error, DeadlineExceededError):
+                    if is_owned:
+                        return  # a small frame counts as sent
+                    error.may_have_arrived = True
+                    error.explain("it has taken a part, and the rest follows")
+                raise
+            except OSError as error:
+                cause = self.fail(self._why_not_sent(error))
+                # Not before: what has begun must not be followed by another frame.
+                self._writing = None
+                raise cause from error
         except BaseException:
             try:
-                insist(self._put_in_order, True)
-            except BaseException:  # interrupted before it began
-                insist(self._put_in_order, True)
-                raise
+                self._put_in_order(True)
+            finally:  # a second interrupt may have fallen into the first time
+                self._put_in_order(True)
             raise
 
     def _put_in_order(self, is_sender_there: bool) -> None:
@@ -469,7 +474,11 @@ class Connection:
         self._outgoing = (sequence + has_begun, tuple(rest))
         self._writing = None
         if rest and self._on_rest is not None:
-            self._on_rest(self)
+            try:
+                self._on_rest(self)
+            except BaseException:
+                self._on_rest(self)  # interrupted: nobody else would see to the rest
+                raise
 
     def _why_not_sent(self, error: OSError) -> RankwireError:
         if not self._used:
@@ -532,7 +541,7 @@ class Connection:
             if parser.violation is not None:
                 raise parser.violation
             if parser.read(self._sock.recv_into) == 0:
-                self._given_up = not self._used and self.failure is None
+                self._note_if_given_up()
                 raise self.fail(self._end_of_stream())
             self._used = True
             self._parse()
@@ -546,10 +555,14 @@ class Connection:
             raise  # some of ours are also OSErrors
         except OSError as error:
             if not self._used:
-                self._given_up = self.failure is None
+                self._note_if_given_up()
                 raise self.fail(self._end_of_stream()) from error
             raise self.fail(_lost(self.peer, error)) from error
         return parser.frames
+
+    def _note_if_given_up(self) -> None:
+        """Once said, it stays: a reader may be interrupted then, and come here again."""
+        self._given_up = self._given_up or (not self._used and self.failure is None)
 
     def _parse(self) -> None:
         state, has_special = self._parser.parse()

@@ -17,7 +17,7 @@ peer dials when it first sends).
 A signal (Ctrl-C) may end a thread in here between any two bytecodes. Messages are safe by
 themselves: they are in the connection, in the mailbox or with their receive, and move in one step
 (``wire.mailbox``). Roles, lists and sleepers are put in order by the thread on its way out
-(``_recover``).
+(``_recover``), twice: a second interrupt may fall into the first time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from itertools import starmap
+from operator import methodcaller
 from time import sleep
 
 from rankwire.deadline import Deadline
@@ -37,7 +38,6 @@ from rankwire.errors import (
 )
 from rankwire.forking import guard
 from rankwire.links.connection import Connection
-from rankwire.links.insisting import insist
 from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Frame, Payload
 from rankwire.wire.mailbox import Key, Mailbox, Receive, pop_first
@@ -46,6 +46,7 @@ __all__ = ["Inbox"]
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 _ONCE = ((),)
+_release = methodcaller("release")
 
 
 class Inbox:
@@ -71,7 +72,9 @@ class Inbox:
         self.connection = connection
         self._mailbox = mailbox
         self._mutex = threading.Lock()
-        self._reader: object | None = None  # who has the reading role: a receive, or a token
+        # Who has the reading role: a token of one visit. Not the receive, for which several threads
+        # may wait.
+        self._reader: object | None = None
         self.due: deque[Receive] = deque()  # done, and to be called back
         mailbox.due = self.due
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
@@ -104,7 +107,10 @@ class Inbox:
         except RankwireError:
             raise
         except BaseException:
-            insist(self._abandon, receive)
+            try:
+                self._abandon(receive)
+            finally:
+                self._abandon(receive)
             raise
 
     def wait(self, receive: Receive, deadline: Deadline) -> Payload:
@@ -122,7 +128,10 @@ class Inbox:
         except RankwireError:
             raise
         except BaseException:
-            insist(self._abandon, receive)
+            try:
+                self._abandon(receive)
+            finally:
+                self._abandon(receive)
             raise
 
     def drive(self, receive: Receive, deadline: Deadline) -> bool:
@@ -130,11 +139,12 @@ class Inbox:
 
         After the deadline it stays posted.
         """
+        token = object()
         try:
             while not receive.done and receive.posted:
-                lock = self._take_role_or_park(receive)
+                lock = self._take_role_or_park(receive, token)
                 if lock is None:
-                    self._read_until(receive, deadline)
+                    self._read_until(receive, deadline, token)
                 else:
                     self._sleep(receive, lock, deadline)
                 if not receive.done and deadline.expired:
@@ -143,18 +153,21 @@ class Inbox:
             return receive.done
         except BaseException:
             try:
-                insist(self._recover, receive)
-            except BaseException:  # interrupted before it began
-                insist(self._recover, receive)
-                raise
+                self._recover(token)
+            finally:
+                self._recover(token)
             self.call_back_due()
             raise
 
     def withdraw(self, receive: Receive) -> bool:
         """Take back a receive; False if it is done already. Whoever waits for it stops waiting."""
         with self._mutex:
-            withdrawn = self._mailbox.withdraw(receive)
-            self._wake(receive)
+            try:
+                withdrawn = self._mailbox.withdraw(receive)
+                self._wake(receive)
+            except BaseException:
+                self._mailbox.tidy()  # interrupted: nobody else would come to it
+                raise
         return withdrawn
 
     def abort(self, receive: Receive, error: RankwireError) -> bool:
@@ -207,18 +220,21 @@ class Inbox:
             if not self._take_role(token):
                 return
             assert self.connection is not None
-            self._deliver(self.connection.undelivered)
-            while not self._mailbox.full:
-                frames = self.connection.receive_ready()
-                if frames is None:
-                    break
-                self._deliver(frames)
-            self._leave_role(token)
-        except RankwireError as error:
-            self._ended(error)
+            try:
+                self._deliver(self.connection.undelivered)
+                while not self._mailbox.full:
+                    frames = self.connection.receive_ready()
+                    if frames is None:
+                        break
+                    self._deliver(frames)
+            except RankwireError as error:
+                self._ended(error)
             self._leave_role(token)
         except BaseException:
-            insist(self._recover, token)
+            try:
+                self._recover(token)
+            finally:
+                self._recover(token)
             raise
 
     def call_back_due(self) -> None:
@@ -355,14 +371,14 @@ class Inbox:
             self.turns += 1
             return True
 
-    def _take_role_or_park(self, receive: Receive) -> threading.Lock | None:
+    def _take_role_or_park(self, receive: Receive, token: object) -> threading.Lock | None:
         """Take the role, or return what to sleep on.
 
         Both in one step, so that no wake-up falls between the look at the role and the sleep.
         """
         with self._mutex:
             if self._reader is None and self.connection is not None and not self._mailbox.full:
-                self._reader = receive
+                self._reader = token
                 self.turns += 1
                 return None
             lock = threading.Lock()
@@ -378,7 +394,7 @@ class Inbox:
             if self._parked:
                 self._wake_a_parked()
 
-    def _read_until(self, receive: Receive, deadline: Deadline) -> None:
+    def _read_until(self, receive: Receive, deadline: Deadline, token: object) -> None:
         """Read, with the role, until one's own is done or somebody has to be called back."""
         assert self.connection is not None
         try:
@@ -389,7 +405,7 @@ class Inbox:
                 self._deliver(frames)
         except RankwireError as error:
             self._ended(error)
-        self._leave_role(receive)
+        self._leave_role(token)
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if self.due:
             self.call_back_due()
@@ -401,19 +417,22 @@ class Inbox:
             if not self._take_role(token):
                 return False
             assert self.connection is not None
-            self._deliver(self.connection.receive(deadline))
-            self._leave_role(token)
-        except RankwireError as error:
-            self._ended(error)
+            try:
+                self._deliver(self.connection.receive(deadline))
+            except RankwireError as error:
+                self._ended(error)
             self._leave_role(token)
         except BaseException:
-            insist(self._recover, token)
+            try:
+                self._recover(token)
+            finally:
+                self._recover(token)
             self.call_back_due()
             raise
         self.call_back_due()
         return True
 
-    def _recover(self, token: object) -> None:
+    def _recover(self, token: object | None) -> None:
         """Put in order what a thread that was interrupted in here has left. Safe to repeat.
 
         Whoever sleeps wakes up: its message may have been delivered without a word.
@@ -444,6 +463,10 @@ class Inbox:
         receive = self._mailbox.deliver((group, channel, tag), payload, pop_first(frames))
         if receive is not None and self._parked:
             self._wake(receive)
+        self._wake_misfits()
+
+    def _wake_misfits(self) -> None:
+        """Wake those whom a message of another size has ended. Mutex held."""
         while self._mailbox.misfits:
             self._wake(self._mailbox.misfits.pop())
 
@@ -519,17 +542,24 @@ class Inbox:
             if self._parked and self._reader is None:
                 self._wake_a_parked()
 
-    def _wake(self, receive: Receive) -> None:
-        for lock in self._parked.get(receive, ()):
-            if lock.locked():  # not yet woken by a thread that was interrupted then
-                lock.release()
+    def _wake(self, receive: Receive) -> bool:
+        """Wake all who wait for a receive; return whether there was anyone.
+
+        Taking one from the list and waking it are one call of a C function. Nobody is there if a
+        thread was interrupted behind that.
+        """
+        locks = self._parked.get(receive, [])
+        woken = bool(locks)
+        while locks:
+            deque(map(_release, starmap(locks.pop, _ONCE)), 0)
         self._parked.pop(receive, None)
+        return woken
 
     def _wake_a_parked(self) -> None:
         """Whoever wakes up finds its receive not done and takes the role."""
-        for receive in self._parked:
-            self._wake(receive)
-            return
+        while self._parked:
+            if self._wake(next(iter(self._parked))):
+                return
 
     def _abandon(self, receive: Receive) -> None:
         """Let a waiting thread leave by an exception. Safe to repeat.
@@ -537,7 +567,7 @@ class Inbox:
         Nothing may wait for it, no wake-up may be lost with it, and its message is for others.
         """
         receive.posted = False
-        self._recover(receive)
+        self._recover(None)
         receive.fetch()
         with self._mutex:
             self._mailbox.withdraw(receive)
@@ -546,6 +576,7 @@ class Inbox:
                 next_receive = self._mailbox.put_back(receive)
                 if next_receive is not None:
                     self._wake(next_receive)
+                self._wake_misfits()
             if self._reader is None:
                 self._wake_a_parked()
         self.call_back_due()

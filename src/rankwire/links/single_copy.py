@@ -171,12 +171,14 @@ class _Arena:
         with self._lock:
             if not self._free:
                 page = mmap.mmap(-1, _ARENA_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self._pages.append(page)
                 words = memoryview(page).cast("Q")
                 base = _address_of(page)
-                for index in range(0, _ARENA_NBYTES // _WORD_NBYTES, 2):
-                    pair = words[index : index + 2]
-                    self._free.append((pair, base + index * _WORD_NBYTES))
+                # In one call of a C function: thousands of steps in which no interrupt falls.
+                pieces = map(slice, range(0, len(words), 2), range(2, len(words) + 2, 2))
+                pairs = map(words.__getitem__, pieces)
+                addresses = range(base, base + _ARENA_NBYTES, _PAIR_NBYTES)
+                self._pages.append(page)  # before: it must not end with the last of its pairs
+                self._free.extend(zip(pairs, addresses, strict=True))
             return self._free.pop()
 
     def forsake(self) -> None:
@@ -382,7 +384,10 @@ class Borrowed(Parcel):
         """See ``Parcel``."""
         if len(view):
             with self._lock:
-                self._pull(start, view)
+                if self._memory is not None:  # read as a whole by a thread that was interrupted
+                    view[:] = memoryview(self._memory)[start : start + len(view)]
+                else:
+                    self._pull(start, view)
 
     def whole(self) -> bytearray:
         """See ``Parcel``."""

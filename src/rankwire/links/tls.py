@@ -262,8 +262,6 @@ class TlsStream:
             OSError: The connection has ended.
         """
         with self._lock:
-            if self._is_decrypting:
-                raise ConnectionError("reading from it was interrupted")
             self._by_record = False
             try:
                 count = self._read(buffer)
@@ -298,6 +296,7 @@ class TlsStream:
                 self._has_ended = True
 
     def _take_peeked(self, buffer: memoryview) -> int:
+        self._begin_decrypting()
         count = min(len(buffer), len(self._peeked))
         buffer[:count] = self._peeked[:count]
         del self._peeked[:count]
@@ -306,7 +305,7 @@ class TlsStream:
     def _decrypt(self, buffer: memoryview) -> int:
         """Fill the buffer as far as records have come; sets ``_has_ended`` or ``_failure``."""
         filled = 0
-        self._is_decrypting = True
+        self._begin_decrypting()
         try:
             while filled < len(buffer) and not self._has_ended and self._failure is None:
                 rest = buffer[filled:]
@@ -326,6 +325,11 @@ class TlsStream:
                 self._flush()  # an answer of TLS itself, or an alert
         self._is_decrypting = filled > 0
         return filled
+
+    def _begin_decrypting(self) -> None:
+        if self._is_decrypting:
+            raise ConnectionError("reading from it was interrupted")
+        self._is_decrypting = True
 
     def _fill(self) -> bool:
         """Take bytes from the socket; False at its end, BlockingIOError if there are none now."""

@@ -271,6 +271,10 @@ class RpcAgent:
             except (CircularCallError, CallCancelledError):
                 raise  # given up by another thread or another look, which has told the callee
             except BaseException:  # an interrupt: the callee need not go on
+                try:
+                    lane.forget(dst, receive)
+                finally:
+                    lane.forget(dst, receive)  # another one may have fallen into the first
                 lane.cancel(dst, request_id)
                 raise
             finally:
@@ -336,7 +340,9 @@ class RpcAgent:
         except BaseException as error:
             if nbytes > SMALL_NBYTES:
                 self._leave_room(lane, dst, future.request_id)
-            if not isinstance(error, RankwireError):
+            if not isinstance(error, RankwireError):  # an interrupt: nobody will have the future
+                self.settled(future)
+                lane.cancel(dst, future.request_id)
                 raise
             future.fail(self._explained(error, "rpc_async", name, dst, deadline, call))
         return future
@@ -414,6 +420,11 @@ class RpcAgent:
                 f"it had no room for another {nbytes} bytes of calls that wait for a worker "
                 "(max_queued_nbytes)"
             )
+            raise
+        except RankwireError:
+            raise
+        except BaseException:  # an interrupt, perhaps before anyone waited: no answer will come
+            lane.forget(dst, receive)
             raise
         return True
 

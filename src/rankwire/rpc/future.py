@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rankwire.deadline import Deadline
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["RpcFuture"]
 
 _log = logging.getLogger("rankwire")
+
+
+class _Condition(threading.Condition):
+    """One that is entered and left as its lock is, by one call of a C function.
+
+    The methods of ``Condition`` are in Python: an interrupt (Ctrl-C) that falls behind the lock's
+    own ``__enter__`` leaves it taken, and whoever looks at the future then waits for ever.
+    """
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
 
 
 class RpcFuture(Future[Any]):
@@ -40,6 +53,7 @@ class RpcFuture(Future[Any]):
         call: Call | None,
     ) -> None:
         super().__init__()
+        self._condition.__class__ = _Condition
         self._agent = agent
         self._receive: Receive | None = None
         self.call = call  # what was served when it was made
@@ -64,10 +78,10 @@ class RpcFuture(Future[Any]):
         """Give up the call and tell the callee; False if it is done."""
         if not super().cancel():
             return False
+        self._agent.settled(self)
         if self._receive is not None:
             self.lane.forget(self.dst, self._receive)
             self.lane.cancel(self.dst, self.request_id)
-        self._agent.settled(self)
         return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
@@ -110,7 +124,9 @@ class RpcFuture(Future[Any]):
 
     def expire(self, *, explain: bool = True) -> None:
         """The call's own deadline has passed; ``explain`` takes a moment to ask the callee why."""
-        if self._receive is None or self.lane.forget(self.dst, self._receive):
+        if self.done():
+            self._agent.settled(self)  # by a thread that was interrupted before it came to that
+        elif self._receive is None or self.lane.forget(self.dst, self._receive):
             error = self._agent.too_late(self, explain=explain)
             self.lane.cancel(self.dst, self.request_id)
             self.fail(error)

@@ -174,8 +174,10 @@ class Mailbox:
 
     def would_take(self, key: Key, nbytes: int) -> bool:
         """Whether somebody waits for a message of this key and size."""
-        wanted = self._wanted.get(key)
-        return wanted is not None and wanted[0].nbytes in (None, nbytes)
+        for receive in self._wanted.get(key, ()):
+            if receive.posted and not receive.done:
+                return receive.nbytes in (None, nbytes)
+        return False
 
     def has_arrived(self, key: Key) -> bool:
         """Whether a message of this key is kept for later."""
