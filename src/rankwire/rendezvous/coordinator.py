@@ -138,6 +138,7 @@ class Coordinator:
         self._joining: set[int] = set()  # these have said where they listen
         self._silence = Silence(patience, (), monotonic())
         self._given_up: set[int] = set()
+        self._fallen: set[int] = set()  # these have said so
         self._host_id = host_id()
         self._unreached: dict[int, str] = {}
         self._state = _State.FORMING
@@ -227,7 +228,11 @@ class Coordinator:
                     self._joining.add(rank)
                     self._reach(member, patience)
                 case Fallen():
-                    self._lose(gone_by(rank, message))
+                    self._fallen.add(rank)
+                    gone = gone_by(rank, message)
+                    if gone.cause not in range(self._world_size):
+                        gone = msgspec.structs.replace(gone, cause=None)
+                    self._lose(gone)
                     return
                 case Gone():
                     self._give_in(message)
@@ -240,6 +245,7 @@ class Coordinator:
             is_formed=self._state is _State.FORMED,
             coordinator=self._rank,
             was_absent=self._silence.was_absent(monotonic()),
+            has_fallen=rank in self._fallen,
         )
 
     def _reach(self, member: Member, patience: Patience) -> None:

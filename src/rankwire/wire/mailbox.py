@@ -177,9 +177,7 @@ class Mailbox:
     @property
     def full(self) -> bool:
         """Whether so much is kept for later that nothing more should be read."""
-        return (
-            self.unmatched_nbytes >= self._unmatched_limit or self.unmatched >= _MOST_UNMATCHED
-        )
+        return self.unmatched_nbytes >= self._unmatched_limit or self.unmatched >= _MOST_UNMATCHED
 
     def would_take(self, key: Key, nbytes: int) -> bool:
         """Whether somebody waits for a message of this key and size."""
