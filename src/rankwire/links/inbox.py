@@ -47,7 +47,7 @@ __all__ = ["Inbox"]
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 # After the deadline: what has come by then may lie behind other messages. But a peer that goes on
 # sending those must not hold the reader for ever.
-_LATE_READS = 64
+_LATE_READS = 16
 _ONCE = ((),)
 T = TypeVar("T")
 
