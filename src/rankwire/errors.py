@@ -276,10 +276,13 @@ class PeerLostError(RankwireError, ConnectionError):
         reason: How that was noticed, or the error that the peer fell by.
         root: The rank whose failure began it: the peer, or the one because of which the peer fell.
         remote_traceback: The traceback of the error that the root fell by, as text; else empty.
+        told_by: The rank whose traceback it is, if that is not the root: the root has not fallen,
+            as far as is known.
         may_have_run: For a call: whether the function may have run.
     """
 
     peer: int
+    told_by: int | None = None
     may_have_run: bool = False
 
     def __init__(
@@ -296,6 +299,7 @@ class PeerLostError(RankwireError, ConnectionError):
         if self.remote_traceback:
             quoted = "\n".join(f"  | {line}" for line in self.remote_traceback.splitlines())
             where = self.peer if self.root is None else self.root
+            where = where if self.told_by is None else self.told_by
             text += f"\n\ntraceback on rank {where}:\n{quoted}"
         return text
 

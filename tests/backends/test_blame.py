@@ -137,6 +137,14 @@ def test_who_fell_because_another_had_left_says_so_itself():
     assert (error.root, error.reason) == (1, "it raised ChannelClosedError: ...")
 
 
+def test_what_a_rank_tells_of_its_own_fall_is_not_called_the_traceback_of_the_one_it_blames():
+    """That one may live: whom a rank blames is its claim."""
+    error = Losses().explain(PeerLostError(0, "it says", remote_traceback="of rank 0"), cause=1)
+    assert (error.root, error.told_by) == (1, 0)
+    assert "traceback on rank 0:\n  | of rank 0" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
 # -- worlds ----------------------------------------------------------------------------------------
 
 

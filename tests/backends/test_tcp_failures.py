@@ -5,9 +5,11 @@ which have passed the handshake and then send any bytes they like.
 """
 
 import contextlib
+import itertools
 import resource
 import signal
 import socket
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -415,6 +417,26 @@ def test_a_deadline_in_the_middle_of_a_message_loses_nothing(victim, split):
     assert backend.recv(1) == message
     assert backend.recv(1) == b"next"
     rest.result()
+
+
+def test_a_flood_of_other_messages_does_not_stretch_a_deadline(victim):
+    backend, sock, _ = victim
+    is_over = threading.Event()
+
+    def flood():
+        numbers = itertools.count()
+        with contextlib.suppress(OSError):
+            while not is_over.is_set():
+                sock.sendall(b"".join(frame(b"", tag=9, sequence=next(numbers)) for _ in range(50)))
+
+    flooding = Running(flood)
+    receiving = Running(backend.recv, 1, timeout=0.1)
+    try:
+        assert isinstance(receiving.error(5.0), DeadlineExceededError)
+    finally:
+        is_over.set()
+        sock.shutdown(socket.SHUT_RDWR)
+        flooding.result()
 
 
 @pytest.mark.fault(38, "bytes that trickle in do not stretch a deadline")

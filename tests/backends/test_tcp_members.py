@@ -30,7 +30,7 @@ from rankwire.links.protection import choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous.hosting import CoordinatorHost
 from rankwire.rendezvous.launchers import LAUNCH_JOB
-from rankwire.rendezvous.messages import Beat, Failed, Gone, Suspected, Waiting, World, pack
+from rankwire.rendezvous.messages import Beat, Failed, Fallen, Gone, Suspected, Waiting, World, pack
 from rankwire.wire.frames import Channel, pack_header
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
@@ -50,6 +50,7 @@ from worlds import (
     Running,
     address_of,
     bound_socket,
+    deaf,
     eventually,
     tcp_world,
 )
@@ -111,6 +112,21 @@ def test_the_hostile_rank_itself_learns_that_it_is_out():
         waiting = Running(world[HOSTILE].recv, 1)
         say_on_control(world[HOSTILE], LIES["another rank is gone"])
         assert isinstance(waiting.error(), PeerLostError)
+
+
+def test_a_rank_that_falls_again_and_again_is_told_of_once_and_costs_no_other_its_place(caplog):
+    """All are told of a fall at once: who is busy for a moment would not take thousands of them."""
+    with tcp_world(4, secret=SECRET) as world:
+        with deaf(world[3]), contextlib.suppress(OSError):
+            for _ in range(1000):
+                say_on_control(world[HOSTILE], Fallen("I fall", "x" * 32_000, 77))
+        eventually(lambda: "twice that it falls" in caplog.text)
+        for rank in (0, 1, 3):
+            with pytest.raises(PeerLostError, match="I fall") as caught:
+                world[rank].recv(HOSTILE)
+            assert caught.value.root == HOSTILE, "rank 77 does not exist"
+        say_hello(world[0], world[1], world[3])
+        assert world[3]._is_watched
 
 
 # -- connections between two others

@@ -62,6 +62,8 @@ def test_foreign_bytes_are_refused_or_a_notice(payload):
         [1, "barrier()", "sleeping"],
         [1, "barrier()", "failed", "", 0, 0, [], [], False, -1, "more"],
         [1, "barrier()", "roll", "", 0, 0, ["one"]],
+        [1, "barrier()", "roll", "", 0, 0, [1] * 65_537],
+        [1, "barrier()", "roll", "", 0, 0, [], [[1, 1, ""]] * 65_537],
         {"sequence": 1, "description": "barrier()"},
     ],
 )

@@ -235,6 +235,33 @@ def test_random_notices_never_hang_a_rank_nor_raise_anything_unknown():
             assert run.seconds < SOON
 
 
+def test_what_a_rank_says_of_operations_to_come_is_bounded(pair):
+    """And the nearest ones are those that are remembered."""
+    team = Team.of(pair[0])
+    far = [Notice(number, "words", "failed", "text", 1) for number in range(5000, 1000, -1)]
+    long = tuple(range(1000))
+    others = [Notice(-number, "words", "failed") for number in range(1, 5000)]
+    others += [Notice(number, "words", "asking", here=long) for number in range(5000)]
+    others += [Notice(7, "words", "roll", here=long, ahead=((1, 8, "more"),) * 1000)]
+    for notice in far + others:
+        tell(pair[1], 0, pack(notice))
+    for _ in range(20):  # a part at a time, or who tells without end would hold this rank for ever
+        team.hear()
+    assert sorted(team._failures) == list(range(1001, 2025))
+    assert team.take_asking() == [1]
+    assert not team._waiting[1].here
+    assert not team._waiting[1].ahead
+
+
+def test_a_rank_that_tells_without_end_does_not_hold_the_one_that_hears(pair, monkeypatch):
+    team = Team.of(pair[0])
+    tell(pair[1], 0, pack(Notice(0, "words")))
+    eventually(lambda: team.backend.sources(Channel.COLLECTIVE, team.backend.group, NOTICE_TAG))
+    payload = bytearray(pack(Notice(0, "words")))
+    monkeypatch.setattr(team.backend, "receive", lambda *_: payload)
+    Running(team.hear).result(SOON)
+
+
 def test_what_was_told_of_an_operation_that_failed_fails_no_later_one(make_world):
     with make_world(3) as world:
         errors = [

@@ -1295,6 +1295,13 @@ def test_a_peer_that_cannot_borrow_gets_the_bytes(make_pair):
     sending.result(SOON)
 
 
+def test_the_reason_of_a_peer_that_cannot_borrow_may_be_printed(make_pair, monkeypatch):
+    monkeypatch.setattr(connection_module, "probe", lambda sock: (0, "\x1b[2J\n" * 10_000))
+    near, _ = make_pair()
+    assert near.why_not_lend.isprintable()
+    assert len(near.why_not_lend) <= 500
+
+
 def test_a_peer_that_its_kernel_does_not_let_read_says_why_and_gets_the_bytes(
     make_pair, monkeypatch
 ):

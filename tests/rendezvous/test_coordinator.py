@@ -290,6 +290,29 @@ def test_a_rank_that_hangs_up_frees_its_place_and_can_come_back(meet):
     assert meeting.gone == []
 
 
+def test_a_rank_that_joins_again_and_again_is_called_back_once_at_a_time(meet, monkeypatch):
+    """Each try has a thread and a socket for seconds, if nobody answers."""
+    tries = []
+    monkeypatch.setattr(
+        coordinator_module, "call_back", lambda member, tell: tries.append((member.pid, tell))
+    )
+    meeting = meet(2)
+    for pid in range(5):
+        connection = meeting.enter(1)
+        far = msgspec.structs.replace(member(1, pid), host_id="elsewhere")
+        say(connection, Join(far))
+        eventually(lambda: 1 in meeting.coordinator._joining)
+        if pid < 4:
+            connection.close()
+            eventually(lambda: 1 not in meeting.coordinator._controls)
+    assert [pid for pid, _ in tries] == [0]
+    tries[0][1]("nobody answers")  # of the first, which is gone
+    eventually(lambda: len(tries) == 2)
+    assert tries[1][0] == 4
+    tries[1][1]("")
+    assert meeting.hear_until(connection, World).members[1].pid == 4
+
+
 def test_the_others_are_told_when_a_rank_hangs_up_while_forming(meet):
     """Otherwise their own timeout names the wrong ranks."""
     meeting = meet(4)

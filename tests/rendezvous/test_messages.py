@@ -165,11 +165,19 @@ def test_what_4096_ranks_need_fits():
 
 
 @pytest.mark.parametrize("field", ["host", "unix_path", "host_id"])
-@pytest.mark.parametrize("text", ["x" * 256, "escape\x1b[2J", "\x9b"])
+@pytest.mark.parametrize("text", ["x" * 256, "escape\x1b[2J", "\x9b", "line\n", "\u202eback"])
 def test_a_member_whose_names_are_too_long_or_unprintable_is_refused(field, text):
     """It is told to all, and one member must not make that longer than they read."""
     member = msgspec.structs.replace(MEMBERS[1], **{field: text})
     with pytest.raises(InvalidMessageError, match=field):
+        unpack(bytearray(RAW(Join(member))))
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 2**40])
+def test_a_member_at_a_port_that_cannot_be_is_refused(port):
+    """Where it is used it would be another one: 70000 is 4464 to the system."""
+    member = msgspec.structs.replace(MEMBERS[1], port=port)
+    with pytest.raises(InvalidMessageError, match="port"):
         unpack(bytearray(RAW(Join(member))))
 
 

@@ -21,12 +21,20 @@ from rankwire.rendezvous.messages import (
 )
 from rankwire.rendezvous.rights import Standing, objection
 
-FORMING = Standing(1, has_joined=False, is_formed=False, coordinator=0, was_absent=False)
+FORMING = Standing(
+    1,
+    has_joined=False,
+    is_formed=False,
+    coordinator=0,
+    was_absent=False,
+    has_fallen=False,
+)
 JOINED = FORMING._replace(has_joined=True)
 FORMED = JOINED._replace(is_formed=True)
 ABSENT = FORMED._replace(was_absent=True)
 LAUNCHED = ABSENT._replace(coordinator=-1)
-EVERYONE = [FORMING, JOINED, FORMED, ABSENT, LAUNCHED]
+FALLEN = FORMED._replace(has_fallen=True)
+EVERYONE = [FORMING, JOINED, FORMED, ABSENT, LAUNCHED, FALLEN]
 
 
 def member(rank):

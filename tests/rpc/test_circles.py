@@ -86,7 +86,7 @@ pictures = st.dictionaries(
     numbers.map(key),
     st.builds(
         ActiveCall,
-        name=st.text(max_size=3),
+        name=st.sampled_from(["", "f", "module.name"]),
         depth=st.integers(0, 3),
         seconds=st.floats(0, 100),
         doing=st.just("x"),
@@ -130,7 +130,9 @@ def test_asking_step_by_step_finds_the_same_as_knowing_everything(calls, start):
 
 @given(pictures)
 def test_an_account_round_trips(calls):
-    assert unpack(pack(calls)) == calls
+    for rank in range(3):
+        own = {key: call for key, call in calls.items() if key.rank == rank}
+        assert unpack(pack(own), rank, 3) == own
 
 
 @pytest.mark.parametrize(
@@ -142,11 +144,46 @@ def test_an_account_round_trips(calls):
         [[[0, 1, 2], "f", 0, 1.0, "x", [[0]], 0]],
         [[[0, 1, "2"], "f", 0, 1.0, "x", [], 0]],
         [[[0, 1, 2], "f", 0, "1.0", "x", [], 0]],
+        [[[1, 0, 2], "f", 0, 1.0, "x", [], 0]],
+        [[[0, 1, 2], "f", 0, 1.0, "x", [[3, 0, 1]], 0]],
+        [[[0, 1, 2], "f", 0, 1.0, "x", [[-1, 0, 1]], 0]],
+        [[[0, 1, 2**64], "f", 0, 1.0, "x", [], 0]],
+        [[[0, 1, number], "f", 0, 1.0, "x", [], 0] for number in range(8193)],
     ],
 )
 def test_an_account_of_another_form_is_refused(value):
     with pytest.raises(InvalidMessageError):
-        unpack(value)
+        unpack(value, 0, 3)
+
+
+def test_what_a_rank_says_of_its_calls_may_be_printed():
+    told = unpack([[[0, 1, 2], "f\x1b[2J", 0, 1.0, "x\n" * 10_000, [], 0]], 0, 3)
+    call = told[Key(0, 1, 2)]
+    assert call.name == "f\\x1b[2J"
+    assert call.doing.isprintable()
+    assert len(call.doing) <= 500
+
+
+@pytest.mark.parametrize("is_ring", [True, False])
+def test_a_long_account_takes_time_in_proportion_to_its_length(is_ring):
+    """By steps, not by time: each call is looked at a few times, and not once for each other."""
+    looks = []
+
+    class Counted(ActiveCall):
+        @property
+        def needs(self):
+            looks.append(1)
+            return super().needs
+
+    count = 2000
+    calls = {
+        Key(0, 1, n): Counted("f", 0, 1.0, "x", (Key(0, 1, (n + 1) % count),), 1)
+        for n in range(count)
+    }
+    if not is_ring:
+        calls[Key(0, 1, count - 1)] = Counted("f", 0, 1.0, "x")
+    assert (find_circle(calls, Key(0, 1, 0)) is not None) is is_ring
+    assert len(looks) < 20 * count
 
 
 def test_a_question_of_another_form_is_refused():

@@ -192,6 +192,29 @@ def test_replies_that_two_threads_fail_to_send_at_once_are_both_sent_later(agent
     assert not server._unsent
 
 
+def test_replies_that_a_caller_does_not_take_are_bounded(agents, monkeypatch):
+    """It may have asked for anything, in a few bytes, and never read."""
+    server, link, sent = agents[1]._server, object(), []
+    may_send = threading.Event()
+    encoded = ([bytes(1 << 20)], 1 << 20)
+
+    def refuse(*_, **__):
+        raise DeadlineExceededError(0.0)
+
+    monkeypatch.setattr(server._port, "reply", refuse)
+    monkeypatch.setattr(server, "answer", lambda call, _: (may_send.wait(5), sent.append(call)))
+    for number in range(1000):
+        server.answer_at_once(IncomingCall(0, number, bytearray(), object(), link), encoded)
+    kept = sum(nbytes for queue in server._unsent.values() for _, (_, nbytes) in queue)
+    assert kept <= 128 << 20
+    may_send.set()
+    eventually(lambda: not server._unsent)
+    assert 100 <= len(sent) <= 130
+    assert server._unsent_nbytes.total() == 0
+    server.answer_at_once(IncomingCall(0, 1001, bytearray(), object(), link), encoded)
+    eventually(lambda: sent[-1].request_id == 1001)
+
+
 # -- who cut a call short --------------------------------------------------------------------------
 
 

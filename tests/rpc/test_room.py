@@ -144,12 +144,19 @@ def test_a_caller_that_does_not_ask_is_refused_before_long(asks):
     assert not asks.room.admit(3, 0, 100 * UNASKED_NBYTES)
 
 
-@pytest.mark.parametrize("args", [[], [1], [1, 0], [-1, 5], ["1", 5], [1, 2, 3], [1.0, 2.0]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        *([], [1], [1, 0], [-1, MIB], ["1", MIB], [1, MIB, 3], [1.0, 2.0]),
+        *([1, SMALL_NBYTES], [1, 10 * MIB + 1], [1, 10**400], [2**64, MIB]),
+    ],
+)
 def test_an_ask_of_another_form_is_invalid(args):
     from rankwire.errors import InvalidMessageError
 
     with pytest.raises(InvalidMessageError):
-        unpack_ask(args)
+        unpack_ask(args, 10 * MIB)
+    assert unpack_ask([1, 10 * MIB], 10 * MIB) == (1, 10 * MIB)
 
 
 def test_the_allowance_is_by_rank_and_given_back_once():

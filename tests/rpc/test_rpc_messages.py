@@ -130,6 +130,17 @@ def test_a_chain_of_numbers_that_are_no_ranks_is_refused():
             decode_request(CODEC, payload)
 
 
+def test_a_chain_of_names_longer_than_names_are_is_refused():
+    """They are printed in errors, and travel on with every nested call."""
+    for name, is_one in (("g" * 60_000, True), ("g" * 70_000, False)):
+        payload = joined(CODEC.encode(["f", 1.0, [1, name], [], {}]))
+        if is_one:
+            assert decode_request(CODEC, payload).chain == [1, name]
+        else:
+            with pytest.raises(InvalidMessageError):
+                decode_request(CODEC, payload)
+
+
 def test_a_reason_that_repeats_what_the_caller_said_is_bounded():
     _, nbytes = encode_reply(CODEC, Outcome.BAD_REQUEST, "x" * 10**7)
     assert nbytes < 70_000

@@ -268,6 +268,21 @@ def test_messages_that_came_before_the_failure_are_still_received_and_then_the_f
         posted(mailbox).result()
 
 
+def test_full_turns_with_the_number_of_messages_too_as_empty_ones_cost_memory(monkeypatch):
+    monkeypatch.setattr("rankwire.wire.mailbox._MOST_UNMATCHED", 3)
+    mailbox = Mailbox()
+    for tag in range(3):
+        assert not mailbox.full
+        mailbox.deliver((tag, Channel.MESSAGE, tag << 16), bytearray())
+    assert mailbox.full
+    assert taken(mailbox, (0, Channel.MESSAGE, 0)) == b""
+    assert (mailbox.unmatched, mailbox.full) == (2, False)
+    mailbox.refuse(1, Channel.MESSAGE, 1 << 16)
+    assert mailbox.unmatched == 1
+    mailbox.fail_group(2, ChannelClosedError("left"))
+    assert mailbox.unmatched == 0
+
+
 def test_full_turns_with_the_bytes_that_nobody_has_asked_for():
     mailbox = Mailbox(unmatched_limit=10)
     posted(mailbox)

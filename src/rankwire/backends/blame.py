@@ -117,8 +117,11 @@ class Losses:
             return _blaming(error, peer, error.reason + _after(first, peer))
         self._known.setdefault(peer, _Loss(peer, root, error.reason, ""))
         begin = self._known.get(root)
-        if begin is None:  # it has left in good order, as it said
-            return _blaming(error, root, error.reason)
+        if begin is None:  # it has left in good order, or lives: the peer says that it is to blame
+            blaming = _blaming(error, root, error.reason)
+            if isinstance(blaming, PeerLostError):
+                blaming.told_by = peer
+            return blaming
         reason = f"it fell because rank {root} is lost: {begin.reason}"
         if not is_told:
             reason = error.reason + _after(begin, peer)

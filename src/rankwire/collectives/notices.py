@@ -7,7 +7,7 @@ mirrors. Pure.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from rankwire.wire.texts import printable
 __all__ = ["Notice", "failure_notice", "pack", "unpack"]
 
 _MAX_TEXT = 4000
+_RANKS = msgspec.Meta(max_length=65536)  # more than there are; looked at before they are decoded
 
 
 _FAILURES = ("mismatch", "lost", "failed", "refused")
@@ -65,8 +66,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     text: str = ""
     culprit: int = -1
     epoch: int = 0
-    here: tuple[int, ...] = ()
-    ahead: tuple[tuple[int, int, str], ...] = ()
+    here: Annotated[tuple[int, ...], _RANKS] = ()
+    ahead: Annotated[tuple[tuple[int, int, str], ...], _RANKS] = ()
     to_relay: bool = False
     said_by: int = -1
 

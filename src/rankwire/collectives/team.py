@@ -55,6 +55,8 @@ Roll = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
 
 _NOW = Deadline(0.0)
 _TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
+_MOST_HEARD = 1024  # notices of one rank at once; who says more must not hold the reader
+_MOST_FAILURES = 1024  # operations to come of which it is remembered that others failed in them
 _MOST_REFUSED = 64  # operations refused here of which it is remembered what others sent for them
 
 
@@ -207,7 +209,7 @@ class Team:
         backend = self.backend
         for src in backend.sources(Channel.COLLECTIVE, backend.group, NOTICE_TAG):
             try:
-                while True:
+                for _ in range(_MOST_HEARD):
                     self._heard(src)
             except (DeadlineExceededError, ChannelClosedError):
                 continue  # no more; who has left may have done its part
@@ -228,28 +230,33 @@ class Team:
             if notice.sequence not in self._refused:
                 return
             tag = tag_of(notice.description, notice.sequence, notice.epoch)
-            if tag in self._refused[notice.sequence]:
+            tags = self._refused[notice.sequence]
+            if tag in tags or len(tags) >= backend.world_size:  # each rank has sent for one
                 return
-            self._refused[notice.sequence].add(tag)
+            tags.add(tag)
         backend.refuse(backend.group, Channel.COLLECTIVE, tag)
 
     def _take_in(self, src: int, notice: Notice) -> None:
+        here, ahead = notice.here, notice.ahead
+        notice = replace(notice, here=(), ahead=())  # they are long, and it may be kept
         if notice.is_failure:
             self._conveners.pop(src, None)
             if not self._is_settled(notice.sequence):
                 self._failures.setdefault(notice.sequence, {})[src] = notice
+                if len(self._failures) > _MOST_FAILURES:
+                    del self._failures[max(self._failures)]  # what is furthest away
         elif notice.state == "done":
             self._conveners.pop(src, None)
         elif notice.state == "roll":
-            for rank in notice.here:
+            for rank in here:
                 self._note(rank, notice)
-            for rank, sequence, description in notice.ahead:
+            for rank, sequence, description in ahead:
                 self._note(rank, Notice(sequence, description))
         else:
             self._waiting[src] = notice
             if notice.state == "convening":
                 self._conveners[src] = notice
-            elif notice.state == "asking":
+            elif notice.state == "asking" and src not in self._asking:
                 self._asking.append(src)
 
     def _note(self, rank: int, notice: Notice) -> None:
@@ -336,7 +343,7 @@ class Team:
 
     def _is_settled(self, sequence: int) -> bool:
         """Whether an operation has ended here, and it or a later one with a failure."""
-        return sequence < self.epoch and sequence < self.turn
+        return sequence < 0 or (sequence < self.epoch and sequence < self.turn)
 
     def _forget(self) -> None:
         """Drop what was said of operations of which no news is wanted any more."""

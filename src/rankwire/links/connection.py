@@ -57,6 +57,7 @@ from rankwire.wire.frames import (
 )
 from rankwire.wire.loans import LoanRefusedError, unpack_loan, whole_of
 from rankwire.wire.seals import Seals
+from rankwire.wire.texts import MAX_REASON, one_line
 
 if TYPE_CHECKING:
     from rankwire.links.tls import Stream
@@ -632,7 +633,8 @@ class Connection:
             self.can_lend = True
         elif frame.tag == _CANNOT_BORROW:
             self.can_lend = False
-            self.why_not_lend = whole_of(frame.payload).decode(errors="replace")
+            reason = whole_of(frame.payload)[: 4 * MAX_REASON]
+            self.why_not_lend = one_line(reason.decode(errors="replace"))
 
     @property
     def was_given_up(self) -> bool:

@@ -45,6 +45,9 @@ from rankwire.wire.mailbox import Key, Mailbox, Receive, pop_first
 __all__ = ["Inbox"]
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
+# After the deadline: what has come by then may lie behind other messages. But a peer that goes on
+# sending those must not hold the reader for ever.
+_LATE_READS = 16
 _ONCE = ((),)
 _release = methodcaller("release")
 
@@ -397,12 +400,17 @@ class Inbox:
     def _read_until(self, receive: Receive, deadline: Deadline, token: object) -> None:
         """Read, with the role, until one's own is done or somebody has to be called back."""
         assert self.connection is not None
+        late_reads = 0
         try:
             while not (receive.done or self.due or self._mailbox.full):
                 frames = self.connection.receive(deadline)
                 if not frames:
                     break
                 self._deliver(frames)
+                if not receive.done and deadline.expired:
+                    late_reads += 1
+                    if late_reads >= _LATE_READS:
+                        break
         except RankwireError as error:
             self._ended(error)
         self._leave_role(token)
@@ -582,10 +590,13 @@ class Inbox:
         self.call_back_due()
 
     def _too_late(self, deadline: Deadline) -> DeadlineExceededError:
-        kept = self._mailbox.unmatched_nbytes
+        kept, count = self._mailbox.unmatched_nbytes, self._mailbox.unmatched
         detail = ""
         if self._mailbox.full:
-            detail = f"{kept} bytes of other messages from it wait to be received, no more are read"
+            detail = (
+                f"{kept} bytes of other messages from it ({count}) wait to be received, no more are"
+                " read"
+            )
         elif self.connection is None:
             detail = "it has not sent anything yet"
         return DeadlineExceededError(deadline.limit, waiting_for=[self.peer], detail=detail)

@@ -138,8 +138,11 @@ class Coordinator:
         self._joining: set[int] = set()  # these have said where they listen
         self._silence = Silence(patience, (), monotonic())
         self._given_up: set[int] = set()
+        self._fallen: set[int] = set()  # these have said so
         self._host_id = host_id()
         self._unreached: dict[int, str] = {}
+        self._called_back: set[int] = set()
+        self._to_reach: dict[int, tuple[Connection, Member, Patience]] = {}  # to be called back
         self._state = _State.FORMING
         self._deadline: Deadline | None = None
         self._gave_up: set[int] = set()
@@ -227,7 +230,11 @@ class Coordinator:
                     self._joining.add(rank)
                     self._reach(member, patience)
                 case Fallen():
-                    self._lose(gone_by(rank, message))
+                    self._fallen.add(rank)
+                    gone = gone_by(rank, message)
+                    if gone.cause not in range(self._world_size):
+                        gone = msgspec.structs.replace(gone, cause=None)
+                    self._lose(gone)
                     return
                 case Gone():
                     self._give_in(message)
@@ -240,28 +247,40 @@ class Coordinator:
             is_formed=self._state is _State.FORMED,
             coordinator=self._rank,
             was_absent=self._silence.was_absent(monotonic()),
+            has_fallen=rank in self._fallen,
         )
 
     def _reach(self, member: Member, patience: Patience) -> None:
         """Let a rank in if others can connect to it; within this host they can."""
-        connection = self._controls[member.rank]
         if member.host_id == self._host_id:
             self._join(member, patience)
             return
+        self._to_reach[member.rank] = self._controls[member.rank], member, patience
+        if member.rank not in self._called_back:
+            self._call_back(member.rank)
+
+    def _call_back(self, rank: int) -> None:
+        """Try to reach a rank, one try at a time: it may hang up, and join again and again."""
+        connection, member, patience = self._to_reach.pop(rank)
 
         def answered(trouble: str) -> None:
-            if self._controls.get(member.rank) is not connection:
+            self._called_back.discard(rank)
+            if rank in self._to_reach:
+                self._call_back(rank)
+                return
+            if self._controls.get(rank) is not connection:
                 return  # it has gone meanwhile
             if not trouble:
                 self._join(member, patience)
                 return
             where = TcpAddress(member.host, member.port)
-            reason = f"rank {member.rank} cannot be reached at {where}, where it listens: {trouble}"
-            self._unreached[member.rank] = reason
+            reason = f"rank {rank} cannot be reached at {where}, where it listens: {trouble}"
+            self._unreached[rank] = reason
             advice = "choose the address by listen= or advertise= (RANKWIRE_LISTEN, _ADVERTISE)"
             tell(connection, Failed(f"{reason}; {advice}", []))
 
         call_back(member, lambda trouble: self._doorkeeper.call_soon(lambda: answered(trouble)))
+        self._called_back.add(rank)
 
     def _join(self, member: Member, patience: Patience) -> None:
         with self._changed:
@@ -329,6 +348,7 @@ class Coordinator:
         connection = self._controls.pop(rank)
         connection.close()
         self._joining.discard(rank)
+        self._to_reach.pop(rank, None)
         with self._changed:
             formed = self._state is _State.FORMED
             if not formed:

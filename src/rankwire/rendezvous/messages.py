@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankwire.errors import InvalidMessageError
-from rankwire.wire.texts import MAX_REASON, one_line, printable
+from rankwire.wire.texts import MAX_REASON, NAME, one_line, printable
 
 __all__ = [
     "DEFAULT_PATIENCE",
@@ -55,7 +55,7 @@ def max_coordinator_nbytes(world_size: int) -> int:
 
 def _meta(longest: int) -> msgspec.Meta:
     """Return what must hold of a text that is told to all and printed: short, printable."""
-    return msgspec.Meta(max_length=longest, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")
+    return msgspec.Meta(max_length=longest, pattern=NAME)
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class Member(msgspec.Struct, frozen=True):
     rank: int
     pid: int
     host: Annotated[str, _meta(255)]
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     unix_path: Annotated[str, _meta(107)]
     host_id: Annotated[str, _meta(255)]
 

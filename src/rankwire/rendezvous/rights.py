@@ -40,6 +40,7 @@ class Standing(NamedTuple):
         coordinator: The coordinator's rank, or -1.
         was_absent: Whether the coordinator did not run lately, for so long that ranks may have
             given it up.
+        has_fallen: Whether it has said already that it falls.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Standing(NamedTuple):
     is_formed: bool
     coordinator: int
     was_absent: bool
+    has_fallen: bool
 
 
 def objection(message: Message, by: Standing) -> str:
@@ -68,7 +70,9 @@ def _beat(message: Beat, by: Standing) -> str:
 
 
 def _fallen(message: Fallen, by: Standing) -> str:
-    return "" if by.is_formed else "that it falls, before there is a world"
+    if not by.is_formed:
+        return "that it falls, before there is a world"
+    return "twice that it falls" if by.has_fallen else ""  # all are told each time
 
 
 def _gone(message: Gone, by: Standing) -> str:

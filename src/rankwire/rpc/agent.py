@@ -464,7 +464,8 @@ class RpcAgent:
             encoded = encode_request(self.codec, QUESTION, left, [], arguments, {})
             receive = self._port.call(rank, next(self._ids), *encoded, deadline)
             payload = self._port.wait(rank, receive, deadline)
-            return unpack(decode_reply(self.codec, payload, rank, deadline.limit))
+            told = decode_reply(self.codec, payload, rank, deadline.limit)
+            return unpack(told, rank, self.backend.world_size)
         except RankwireError as error:
             _log.debug("rank %d did not say what it is doing: %s", rank, error)
             return None

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rankwire.errors import InvalidMessageError
+from rankwire.wire.texts import one_line
 
 __all__ = [
     "ActiveCall",
@@ -31,6 +32,10 @@ __all__ = [
     "unpack",
     "unpack_keys",
 ]
+
+
+_MOST_TOLD = 8192  # calls that one rank tells of; 4096 may wait for its workers
+_MAX_NUMBER = 1 << 64  # of wider numbers, as many as one likes have one hash
 
 
 class Key(NamedTuple):
@@ -92,10 +97,12 @@ def find_circle(picture: Picture, start: Key) -> Circle | None:
     known = {key: call for key in reachable if (call := picture.get(key)) is not None}
     if len(known) < len(reachable) or not _may_be_stuck(picture, start):
         return None
-    path = [start]
-    while (following := min(known[path[-1]].needs)) not in path:
-        path.append(following)
-    members = path[path.index(following) :]
+    following = start
+    path: dict[Key, int] = {}  # each with its place
+    while following not in path:
+        path[following] = len(path)
+        following = min(known[following].needs)
+    members = list(path)[path[following] :]
     waiting = [key for key in members if known[key].wait]
     if not waiting:
         return None
@@ -107,16 +114,18 @@ def find_circle(picture: Picture, start: Key) -> Circle | None:
 
 def _may_be_stuck(picture: Picture, start: Key) -> bool:
     """Whether ``start`` is stuck if all that is not known is."""
-    going_on = {key for key, call in picture.items() if call is None or not call.needs}
-    while True:
-        freed = {
-            key
-            for key, call in picture.items()
-            if key not in going_on and call is not None and not going_on.isdisjoint(call.needs)
-        }
-        if not freed:
-            return start not in going_on
-        going_on |= freed
+    needed_by: dict[Key, list[Key]] = {}
+    for key, call in picture.items():
+        for need in call.needs if call is not None else ():
+            needed_by.setdefault(need, []).append(key)
+    going_on = [key for key, call in picture.items() if call is None or not call.needs]
+    found = set(going_on)
+    while going_on:
+        for key in needed_by.pop(going_on.pop(), ()):
+            if key not in found:
+                found.add(key)
+                going_on.append(key)
+    return start not in found
 
 
 def _reachable(picture: Picture, start: Key) -> set[Key]:
@@ -142,21 +151,31 @@ def pack(calls: Mapping[Key, ActiveCall]) -> list[Any]:
     ]
 
 
-def unpack(value: Any) -> dict[Key, ActiveCall]:
-    """Return what a rank told.
+def unpack(value: Any, rank: int, world_size: int) -> dict[Key, ActiveCall]:
+    """Return what a rank told of its own calls, which is all that it is asked for.
+
+    Args:
+        value: What it told.
+        rank: Which rank that is.
+        world_size: How many there are; no call needs one of another rank.
 
     Raises:
         InvalidMessageError: It is not of that form.
     """
-    if type(value) is not list:
-        raise InvalidMessageError("a rank's account of its calls is not a list")
-    return dict(map(_unpack_one, value))
+    if type(value) is not list or len(value) > _MOST_TOLD:
+        raise InvalidMessageError(f"a rank's account is not a list of up to {_MOST_TOLD} calls")
+    told = dict(map(_unpack_one, value))
+    ranks = range(world_size)
+    if any(key.rank != rank or any(n.rank not in ranks for n in told[key].needs) for key in told):
+        raise InvalidMessageError("a rank's account is of calls of others, or of no rank")
+    return told
 
 
 def _unpack_one(item: Any) -> tuple[Key, ActiveCall]:
     match item:
         case [list(key), str(name), int(depth), float(seconds), str(doing), list(needs), int(wait)]:
             own = unpack_keys([key])[0]
+            name, doing = one_line(name), one_line(doing)
             return own, ActiveCall(name, depth, seconds, doing, tuple(unpack_keys(needs)), wait)
     raise InvalidMessageError("a rank's account of a call is not of the form agreed on")
 
@@ -167,5 +186,7 @@ def unpack_keys(values: Iterable[Any]) -> list[Key]:
     for value in values:
         if type(value) is not list or [type(part) for part in value] != [int, int, int]:
             raise InvalidMessageError("a call is not named by [rank, src, request id]")
+        if not 0 <= min(value) <= max(value) < _MAX_NUMBER:
+            raise InvalidMessageError("a call is named by numbers that none has")
         keys.append(Key(*value))
     return keys

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,6 +73,10 @@ _REPLY_PATIENCE = 1.0
 _STOP_PATIENCE = 0.5
 _SMALL_REPLY = 65536
 _SHORT_TEXT = 200
+# Kept for one rank that does not take them: twice what its calls in flight can have, a refusal or
+# small result each. More are dropped, and who made those calls waits in vain.
+_MOST_UNSENT_NBYTES = 128 << 20
+_UNSENT_OVERHEAD = 1024
 _LATE_CALLS = 64  # of which is remembered why they failed
 
 
@@ -113,6 +117,7 @@ class Server:
         self.room = Room(limits.max_queued_nbytes, limits.max_queued)
         self._late: dict[Key, ActiveCall] = {}
         self._unsent: dict[Any, deque[tuple[IncomingCall, Encoded]]] = {}
+        self._unsent_nbytes: Counter[int] = Counter()  # by rank
         self._unsent_lock = threading.Lock()
         self._event_loop: EventLoop | None = None
         self._event_loop_lock = threading.Lock()
@@ -206,7 +211,7 @@ class Server:
     def _make_room(self, call: IncomingCall, request: Request) -> Encoded | None:
         """Have a caller told when a large call of its may come; return why not, if not."""
         try:
-            request_id, nbytes = unpack_ask(request.args)
+            request_id, nbytes = unpack_ask(request.args, self._backend.max_message_nbytes)
         except InvalidMessageError as error:
             return self.encode_refusal(Outcome.BAD_REQUEST, error.message)
 
@@ -269,9 +274,8 @@ class Server:
             self.answer(call, encoded)
             return
         with self._unsent_lock:
-            unsent = self._unsent.get(call.link)
-            if unsent is not None:
-                unsent.append((call, encoded))
+            if call.link in self._unsent:
+                self._keep_unsent(call, encoded)
                 return
         try:
             buffers, nbytes = encoded
@@ -279,11 +283,21 @@ class Server:
         except DeadlineExceededError:
             with self._unsent_lock:  # another thread may have failed at the same moment
                 is_first = call.link not in self._unsent
-                self._unsent.setdefault(call.link, deque()).append((call, encoded))
+                self._keep_unsent(call, encoded)
             if is_first:
                 self.run_soon(lambda: self._send_unsent(call.link))
         except RankwireError as error:
             _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+
+    def _keep_unsent(self, call: IncomingCall, encoded: Encoded) -> None:
+        """Keep a reply for later, unless its caller leaves too many of them; with the lock."""
+        unsent = self._unsent.setdefault(call.link, deque())
+        nbytes = encoded[1] + _UNSENT_OVERHEAD
+        if self._unsent_nbytes[call.src] + nbytes <= _MOST_UNSENT_NBYTES:
+            self._unsent_nbytes[call.src] += nbytes
+            unsent.append((call, encoded))
+        else:
+            _log.debug("a reply to rank %d was dropped: it does not take them", call.src)
 
     def _send_unsent(self, link: Any) -> None:
         while True:
@@ -292,6 +306,7 @@ class Server:
                     del self._unsent[link]
                     return
                 call, encoded = self._unsent[link].popleft()
+                self._unsent_nbytes[call.src] -= encoded[1] + _UNSENT_OVERHEAD
             self.answer(call, encoded)
 
     def run_soon(self, errand: Callable[[], None]) -> None:

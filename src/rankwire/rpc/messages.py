@@ -48,6 +48,7 @@ Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us lon
 _MAX_TRACEBACK = 65536
 _MAX_NAMES = 1000  # told of what is registered
 _MAX_NUMBER = 2**64  # a size or a rank; wider ones cannot even be printed
+_MAX_CHAIN_TEXT = 65536  # characters of all names; they travel on with every nested call
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
 _REPLY_PATHS = ("outcome", "result")
 _TEXT = frozenset((str,))
@@ -122,7 +123,12 @@ def decode_request(codec: Codec, payload: bytearray) -> Request:
 
 def _is_chain(items: list[Any]) -> bool:
     is_one = [type(item) for item in items] == [int, str] * (len(items) // 2)
-    return is_one and max(items[::2]) < _MAX_NUMBER and min(items[::2]) >= 0
+    return (
+        is_one
+        and max(items[::2]) < _MAX_NUMBER
+        and min(items[::2]) >= 0
+        and sum(map(len, items[1::2])) <= _MAX_CHAIN_TEXT
+    )
 
 
 def encode_result(codec: Codec, value: Any) -> Encoded:

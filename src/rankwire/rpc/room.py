@@ -56,6 +56,8 @@ UNASKED_NBYTES = 8 << 20
 # A caller may believe a call ended that still waits here, because its cancel is on the way.
 _MOST_UNASKED_NBYTES = 4 * UNASKED_NBYTES
 
+_MAX_ID = 1 << 64
+
 _Key = tuple[int, int]  # the caller's rank, and its number for the call
 
 
@@ -182,16 +184,22 @@ class Room:
                 self._untold.remove(answered)
 
 
-def unpack_ask(args: list[Any]) -> tuple[int, int]:
+def unpack_ask(args: list[Any], max_nbytes: float) -> tuple[int, int]:
     """Return the id and the size of the call for which room is asked.
+
+    Args:
+        args: Of the request.
+        max_nbytes: The largest call that may come.
 
     Raises:
         InvalidMessageError: That is not what the arguments are.
     """
     match args:
-        case [int(request_id), int(nbytes)] if request_id >= 0 and nbytes > 0:
+        case [int(request_id), int(nbytes)] if (
+            0 <= request_id < _MAX_ID and SMALL_NBYTES < nbytes <= max_nbytes
+        ):
             return request_id, nbytes
-    raise InvalidMessageError("room is asked for by [request id, bytes]")
+    raise InvalidMessageError("room is asked for by [request id, bytes], for a call that may come")
 
 
 class Allowance:

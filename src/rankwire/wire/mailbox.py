@@ -30,6 +30,8 @@ __all__ = ["FAMILY_BITS", "Key", "Mailbox", "Receive", "pop_first"]
 # Tags that differ only in so many lower bits are of one family: the steps of a collective.
 FAMILY_BITS = 16
 _MOST_REFUSED = 256
+# Kept for later, however short: an empty one takes 1 KB of memory.
+_MOST_UNMATCHED = 1 << 20
 
 Key = tuple[int, int, int]  # group, channel, tag
 
@@ -114,11 +116,14 @@ class Mailbox:
     Args:
         keep_unmatched: Whether a message that nobody wants yet is kept (messages) or counted and
             dropped (replies whose caller has given up).
-        unmatched_limit: Bytes kept for later at which ``full`` turns true.
+        unmatched_limit: Bytes kept for later at which ``full`` turns true; a million messages do
+            the same.
 
     Attributes:
         misfits: Receives that a message of another size has ended, for the owner to wake.
         due: Receives that are done, for the owner to call ``on_done``; None if it does not ask.
+        unmatched: How many messages are kept for later.
+        unmatched_nbytes: Their bytes.
     """
 
     __slots__ = (
@@ -131,6 +136,7 @@ class Mailbox:
         "due",
         "failure",
         "misfits",
+        "unmatched",
         "unmatched_nbytes",
     )
 
@@ -144,6 +150,7 @@ class Mailbox:
         self.dropped = 0
         self.misfits: list[Receive] = []
         self.due: deque[Receive] | None = None
+        self.unmatched = 0
         self.unmatched_nbytes = 0
 
     @property
@@ -170,7 +177,7 @@ class Mailbox:
     @property
     def full(self) -> bool:
         """Whether so much is kept for later that nothing more should be read."""
-        return self.unmatched_nbytes >= self._unmatched_limit
+        return self.unmatched_nbytes >= self._unmatched_limit or self.unmatched >= _MOST_UNMATCHED
 
     def would_take(self, key: Key, nbytes: int) -> bool:
         """Whether somebody waits for a message of this key and size."""
@@ -198,6 +205,7 @@ class Mailbox:
             receive.complete(starmap(arrived.popleft, _ONCE))
             if not arrived:
                 del self._arrived[receive.key]
+            self.unmatched -= 1
             self.unmatched_nbytes -= nbytes
         elif self.failure is not None:
             receive.fail(self.failure)
@@ -257,6 +265,7 @@ class Mailbox:
             self.dropped += 1
         else:
             self._arrived.setdefault(key, deque()).extend(source)
+            self.unmatched += 1
             self.unmatched_nbytes += len(payload)
         return None
 
@@ -270,7 +279,7 @@ class Mailbox:
         for key in [key for key in self._arrived if _family(key) == family]:
             dropped = self._arrived.pop(key)
             self.dropped += len(dropped)
-            self.unmatched_nbytes -= sum(map(len, dropped))
+            self._forget(dropped)
 
     def put_back(self, receive: Receive) -> Receive | None:
         """Take a delivered message back, as if it had not been taken; return who gets it instead.
@@ -284,6 +293,7 @@ class Mailbox:
         if not self._keep_unmatched or receive.key in self._wanted:
             return self.deliver(receive.key, payload, source)
         self._arrived.setdefault(receive.key, deque()).extendleft(source)
+        self.unmatched += 1
         self.unmatched_nbytes += len(payload)
         return None
 
@@ -303,6 +313,7 @@ class Mailbox:
         for key, arrived in list(self._arrived.items()):
             if not arrived:
                 del self._arrived[key]
+        self.unmatched = sum(map(len, self._arrived.values()))
         self.unmatched_nbytes = sum(sum(map(len, queue)) for queue in self._arrived.values())
         if self.failure is not None:
             self.fail(self.failure)
@@ -330,8 +341,13 @@ class Mailbox:
         for key in [key for key in self._wanted if key[0] == group]:
             del self._wanted[key]
         for key in [key for key in self._arrived if key[0] == group]:
-            self.unmatched_nbytes -= sum(map(len, self._arrived.pop(key)))
+            self._forget(self._arrived.pop(key))
         return ended
+
+    def _forget(self, messages: deque[Payload]) -> None:
+        """Count messages no more that were dropped."""
+        self.unmatched -= len(messages)
+        self.unmatched_nbytes -= sum(map(len, messages))
 
     def _note_due(self, ended: list[Receive]) -> None:
         if self.due is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MAX_REASON", "MAX_TRACEBACK", "one_line", "printable", "shortened"]
+__all__ = ["MAX_REASON", "MAX_TRACEBACK", "NAME", "one_line", "printable", "shortened"]
 
 # Characters. A person reads less; a traceback of a thousand frames at the recursion limit has more.
 MAX_REASON = 500
@@ -20,9 +20,10 @@ MAX_TRACEBACK = 32_768
 
 # All control characters but tab and newline; what turns the direction of text or breaks a line
 # unseen; and halves of characters, which cannot be encoded.
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+_TURNING = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_UNPRINTABLE = re.compile(f"[\x00-\x08\x0b-\x1f{_TURNING}]")
+# What matches this whole is printed as it is, in one line. ("$" would let a last newline pass.)
+NAME = rf"^[^\x00-\x1f{_TURNING}]*\Z"
 _NOTE_LENGTH = 60
 
 
