@@ -242,6 +242,39 @@ time.sleep(60)
     assert [out.count("interrupted") for _, out, _ in results] == [2, 2]
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_second_ctrl_c_on_one_host_kills_on_all(hosts, node):
+    launched = hosts.start(
+        """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+ready()
+time.sleep(60)
+""",
+        "--grace",
+        "40",
+    )
+    launched[node].send(signal.SIGINT)
+    assert launched[0].process.stderr is not None
+    first = launched[0].process.stderr.readline()
+    where = " on node 1" if node else ""
+    assert first == (
+        f"rankwire: SIGINT{where}: stopping ranks 0, 1, 2, 3; Ctrl-C again kills them\n"
+    )
+    time.sleep(0.6)  # sooner it would be an echo of the first
+    launched[node].send(signal.SIGINT)
+    results = wait_all(launched)
+    assert [code for code, _, _ in results] == [130, 130], results
+    assert results[0][2].endswith("rankwire: killed: ranks 0, 1, 2, 3\n")
+
+
+def test_a_host_is_told_which_signal_at_another_one_stopped_its_ranks(hosts):
+    launched = hosts.start("ready(); time.sleep(60)")
+    launched[0].send(signal.SIGTERM)
+    results = wait_all(launched)
+    assert [code for code, _, _ in results] == [143, 143], results
+    assert results[1][2] == "rankwire: SIGTERM: the job was stopped\n"
+
+
 def test_a_scheduler_that_signals_all_hosts_at_once_asks_once(hosts):
     launched = hosts.start(
         """

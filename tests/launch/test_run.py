@@ -315,6 +315,36 @@ finally:
     assert "killed: rank 1\n" in done.stderr
 
 
+def test_a_rank_that_was_given_up_and_is_the_only_one_left_is_named(start):
+    launched = start(
+        """
+import rankwire
+backend = rankwire.connect(suspect_after=0.2, fail_after=0.8)
+backend.barrier()
+ready()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    backend.recv(1)
+except rankwire.PeerLostError:
+    pass
+""",
+        "--grace",
+        "0.3",
+    )
+    assert launched.process.stderr is not None
+    for line in launched.process.stderr:
+        if "only rank 1 is left" in line:
+            break
+    assert line == (
+        "rankwire: only rank 1 is left, which was given up: waiting for its end; Ctrl-C stops it\n"
+    )
+    launched.send(signal.SIGINT)
+    code, _, stderr = launched.wait()
+    assert code == 130
+    assert "only rank 1 is left" not in stderr
+
+
 def test_a_rank_that_ends_well_before_it_joins_fails_the_others_at_once(run):
     done = run(
         """

@@ -317,13 +317,14 @@ class _Follower:
             self._ranks.stop(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
+        self._link.tell(Asked(number))  # a second time too: node 0 then kills everywhere
         if self._asked is not None:
             self._ranks.kill()
             return
         self._asked = number
         self.was_asked = True
-        self._loop.output.say(f"{signal_name(number)}: stopping the job on all nodes")
-        self._link.tell(Asked(number))
+        hint = "; Ctrl-C again kills it" if number == signal.SIGINT else ""
+        self._loop.output.say(f"{signal_name(number)}: stopping the job on all nodes{hint}")
         self._ranks.stop(number)
 
     def _check_stdout(self) -> None:
