@@ -312,6 +312,8 @@ with backend:
     assert [out.count("done in attempt 2 [2, 2, 2, 2]") for _, out, _ in results] == [2, 2]
     assert "restart 1 of 2" in results[0][2]
     assert "restart 2 of 2" in results[0][2]
+    said = [line for line in results[1][2].splitlines() if line.startswith("rankwire: ")]
+    assert said == [f"rankwire: starting the ranks here again, restart {n}" for n in (1, 2)]
 
 
 def test_a_launcher_that_waits_for_others_says_so_without_a_terminal(hosts):

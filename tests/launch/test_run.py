@@ -696,6 +696,25 @@ with rankwire.connect() as backend:
         assert (tmp_path / f"rank_{rank}.log").read_text() == "attempt 0\nattempt 1\nattempt 2\n"
 
 
+def test_a_restart_blames_nobody_who_fell_because_a_rank_never_joined(run):
+    done = run(
+        """
+import rankwire
+if rank == 1 and os.environ["RANKWIRE_RESTART_COUNT"] == "0":
+    sys.exit(0)
+rankwire.connect().close()
+""",
+        "--restarts",
+        "1",
+    )
+    assert done.returncode == 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("rankwire: ")]
+    assert said == [
+        "rankwire: the world cannot form: rank 1 ended (exit code 0) before it joined",
+        "rankwire: starting all ranks again because of that, restart 1 of 1",
+    ]
+
+
 def test_restarts_are_counted_and_the_last_failure_is_reported(run):
     done = run("sys.exit(3 + int(os.environ['RANKWIRE_RESTART_COUNT']))", "--restarts", "2")
     assert done.returncode == 5

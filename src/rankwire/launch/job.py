@@ -165,13 +165,7 @@ class Job:
             if not self._failures() or self._received is not None or self._trouble:
                 break
             if attempt < self._restarts:
-                first = first_failure(self._failures())
-                self._output.say(
-                    f"rank {first.rank} failed ({first.ending}): starting all ranks again,"
-                    f" restart {attempt + 1} of {self._restarts}",
-                    "bold yellow",
-                )
-                self._quote(first)
+                self._announce_restart(attempt + 1)
         text = self._report()
         if not text and self._received is not None:
             text = f"{signal_name(self._received)}: the job was stopped"
@@ -396,7 +390,7 @@ class Job:
         self._output.show_status("")
         gist = self._trouble
         failures = self._failures()
-        if failures and self._began and first_failure(failures).is_consequence:
+        if self._is_because_of_began(failures):
             gist = self._began
             fell = ", ".join(f"rank {failure.rank} ({failure.ending})" for failure in failures)
             self._output.say(f"failed because of that: {fell}", "bold red")
@@ -418,6 +412,21 @@ class Job:
             if ranks:
                 self._output.say(f"{word}: {list_ranks(ranks)}")
         return gist
+
+    def _announce_restart(self, number: int) -> None:
+        failures = self._failures()
+        first = first_failure(failures)
+        count = f"restart {number} of {self._restarts}"
+        if self._is_because_of_began(failures):
+            self._output.say(f"starting all ranks again because of that, {count}", "bold yellow")
+        else:
+            cause = f"rank {first.rank} failed ({first.ending})"
+            self._output.say(f"{cause}: starting all ranks again, {count}", "bold yellow")
+            self._quote(first)
+
+    def _is_because_of_began(self, failures: list[Failure]) -> bool:
+        """Whether ranks fell by what was said already, and not by the failure of one."""
+        return bool(self._began and failures and first_failure(failures).is_consequence)
 
     def _quote(self, failure: Failure) -> None:
         """Show what a failed rank said, unless it is still to be seen."""

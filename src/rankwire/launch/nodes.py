@@ -290,6 +290,8 @@ class _Follower:
         match message:
             case Start(world_size, first_rank, job, attempt):
                 self._failed, self._has_reported = [], False
+                if attempt:
+                    self._loop.output.say(f"starting the ranks here again, restart {attempt}")
                 world = World(world_size, self._address, job, self._secret, attempt)
                 try:
                     self._ranks.start(world, first_rank)
