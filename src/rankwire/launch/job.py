@@ -297,12 +297,14 @@ class Job:
         self._received = number if self._received is None else self._received
         alive = [rank for part in self._parts for rank in part.alive]
         self._is_impatient = self._is_impatient or not alive
+        where = f" on node {node}" if node else ""
+        if not self._local.ranks:
+            self._output.say(f"{signal_name(number)}{where}: the job ends before it began")
         if self._is_stopping or not alive:
             for part in self._parts:
                 part.kill()
         else:
             hint = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
-            where = f" on node {node}" if node else ""
             self._output.say(f"{signal_name(number)}{where}: stopping {list_ranks(alive)}{hint}")
             self._stop(number)
 
