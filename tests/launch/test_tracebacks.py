@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import traceback
 
 import pytest
@@ -53,6 +54,12 @@ def test_one_line_of_who_is_interrupted():
 
     where = f"{__file__}:{interrupt.__code__.co_firstlineno + 1} in interrupt"
     assert brief(caught(interrupt)) == f"KeyboardInterrupt ({where})\n"
+
+
+def test_the_place_is_in_the_program_and_not_in_pythons_own_library():
+    library = {}
+    exec(compile("def wait():\n  raise KeyboardInterrupt", threading.__file__, "exec"), library)
+    assert f"({__file__}:" in brief(caught(library["wait"]))
 
 
 def test_what_the_user_raises_upon_a_loss_is_shown_without_the_other_ranks_traceback(loss):

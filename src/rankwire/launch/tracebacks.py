@@ -35,6 +35,7 @@ LOG_FILE = "RANKWIRE_LOG_FILE"
 
 _OUR_ERRORS = "rankwire.errors."
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _NOT_THE_USERS = (_PACKAGE, "<frozen ")
 # Also one that is quoted, behind bars.
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<path>[^"]+)", line \d+, in ')
@@ -118,10 +119,15 @@ def _quoting_nobody(error: BaseException) -> Iterator[None]:
 def _where(error: BaseException) -> str:
     """Return the last line of the user's own that the error passed."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)] or frames
+    own = [frame for frame in frames if _is_users(frame.filename)] or frames
     if not own:
         return ""
     return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})"
+
+
+def _is_users(path: str) -> bool:
+    is_library = path.startswith(_LIBRARY) and f"{os.sep}site-packages{os.sep}" not in path
+    return not is_library and not path.startswith(_NOT_THE_USERS)
 
 
 def folded(lines: Sequence[str]) -> list[str]:
