@@ -242,6 +242,39 @@ time.sleep(60)
     assert [out.count("interrupted") for _, out, _ in results] == [2, 2]
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_second_ctrl_c_on_one_host_kills_on_all(hosts, node):
+    launched = hosts.start(
+        """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+ready()
+time.sleep(60)
+""",
+        "--grace",
+        "40",
+    )
+    launched[node].send(signal.SIGINT)
+    assert launched[0].process.stderr is not None
+    first = launched[0].process.stderr.readline()
+    where = " on node 1" if node else ""
+    assert first == (
+        f"rankwire: SIGINT{where}: stopping ranks 0, 1, 2, 3; Ctrl-C again kills them\n"
+    )
+    time.sleep(0.6)  # sooner it would be an echo of the first
+    launched[node].send(signal.SIGINT)
+    results = wait_all(launched)
+    assert [code for code, _, _ in results] == [130, 130], results
+    assert results[0][2].endswith("rankwire: killed: ranks 0, 1, 2, 3\n")
+
+
+def test_a_host_is_told_which_signal_at_another_one_stopped_its_ranks(hosts):
+    launched = hosts.start("ready(); time.sleep(60)")
+    launched[0].send(signal.SIGTERM)
+    results = wait_all(launched)
+    assert [code for code, _, _ in results] == [143, 143], results
+    assert results[1][2] == "rankwire: SIGTERM: the job was stopped\n"
+
+
 def test_a_scheduler_that_signals_all_hosts_at_once_asks_once(hosts):
     launched = hosts.start(
         """
@@ -279,36 +312,50 @@ with backend:
     assert [out.count("done in attempt 2 [2, 2, 2, 2]") for _, out, _ in results] == [2, 2]
     assert "restart 1 of 2" in results[0][2]
     assert "restart 2 of 2" in results[0][2]
+    said = [line for line in results[1][2].splitlines() if line.startswith("rankwire: ")]
+    assert said == [f"rankwire: starting the ranks here again, restart {n}" for n in (1, 2)]
 
 
-def test_a_launcher_that_waits_for_others_says_so_without_a_terminal(hosts):
-    """Each waits for the one before it: node 0 for node 2, node 1 for node 0 to start."""
+def launch_impatient(hosts, node):
+    """Start the launcher of one of three nodes, which says at once what it waits for."""
     hosts.write("pass")
     program = (
         "import rankwire.launch.output as output, rankwire.cli\n"
         "output.REMIND_AFTER = output.REMIND_EVERY = 0.1\n"
         "rankwire.cli.main()"
     )
-    soon = [sys.executable, "-c", program]
+    command = hosts.command(node, ranks=1, nodes=3)
+    assert command[: len(COMMAND)] == COMMAND
+    launched = Launched([sys.executable, "-c", program, *command[len(COMMAND) - 1 :]])
+    hosts.launchers.append(launched)
+    return launched
 
-    def launch(node):
-        command = hosts.command(node, ranks=1, nodes=3)
-        assert command[: len(COMMAND)] == COMMAND
-        hosts.launchers.append(Launched([*soon, *command[len(COMMAND) - 1 :]]))
-        return hosts.launchers[-1].process.stderr
 
-    def first_with(stderr, words):
-        return next(line for line in stderr if words in line)
+def first_with(launched, words):
+    assert launched.process.stderr is not None
+    return next(line for line in launched.process.stderr if words in line)
 
-    follower = launch(1)
+
+def test_a_launcher_that_waits_for_others_says_so_without_a_terminal(hosts):
+    """Each waits for the one before it: node 0 for node 2, node 1 for node 0 to start."""
+    follower = launch_impatient(hosts, 1)
     assert f"node 0 at {hosts.master}" in first_with(follower, "looking for the launcher of")
-    conductor = launch(0)
+    conductor = launch_impatient(hosts, 0)
     assert first_with(follower, "waiting for node 0 to start the ranks")
     assert f"node 2 at {hosts.master}" in first_with(
         conductor, "waiting for the launcher of node 2"
     )
-    launch(2)
+    launch_impatient(hosts, 2)
     assert [launched.wait()[0] for launched in hosts.launchers] == [0, 0, 0]
+
+
+def test_a_launcher_that_waits_for_others_says_where_the_job_was_stopped(hosts):
+    conductor, follower = launch_impatient(hosts, 0), launch_impatient(hosts, 1)
+    assert first_with(follower, "waiting for node 0 to start the ranks")
+    follower.send(signal.SIGINT)
+    results = wait_all([conductor, follower])
+    assert [code for code, _, _ in results] == [130, 130], results
+    assert "rankwire: SIGINT on node 1: the job ends before it began\n" in results[0][2]
 
 
 def test_another_secret_is_refused(hosts, tmp_path):

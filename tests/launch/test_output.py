@@ -169,14 +169,17 @@ def test_what_stderr_did_not_take_is_said_on_stdout(harness):
 def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path):
     harness = Harness(log_dir=tmp_path)
     harness.output._logs._files[0] = open("/dev/full", "wb", buffering=0)
-    out, _ = harness.attach(0)
+    out, err = harness.attach(0)
     os.write(out, b"a\n")
     harness.turn()
     os.write(out, b"b\n")
+    os.write(err, b"c\n")
     harness.turn()
-    assert "No space left" in (text := harness.read())
-    assert f"the log of rank 0, {tmp_path}/rank_0.log, ends here" in text
-    assert text.splitlines()[1:] == ["[rank 0] a", "[rank 0] b"]
+    assert harness.read(0).splitlines() == ["[rank 0] a", "[rank 0] b"]
+    assert harness.read(1).splitlines() == [
+        f"rankwire: the log of rank 0, {tmp_path}/rank_0.log, ends here: No space left on device",
+        "[rank 0] c",
+    ]
     harness.close()
 
 

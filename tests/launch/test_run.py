@@ -315,6 +315,36 @@ finally:
     assert "killed: rank 1\n" in done.stderr
 
 
+def test_a_rank_that_was_given_up_and_is_the_only_one_left_is_named(start):
+    launched = start(
+        """
+import rankwire
+backend = rankwire.connect(suspect_after=0.2, fail_after=0.8)
+backend.barrier()
+ready()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    backend.recv(1)
+except rankwire.PeerLostError:
+    pass
+""",
+        "--grace",
+        "0.3",
+    )
+    assert launched.process.stderr is not None
+    for line in launched.process.stderr:
+        if "only rank 1 is left" in line:
+            break
+    assert line == (
+        "rankwire: only rank 1 is left, which was given up: waiting for its end; Ctrl-C stops it\n"
+    )
+    launched.send(signal.SIGINT)
+    code, _, stderr = launched.wait()
+    assert code == 130
+    assert "only rank 1 is left" not in stderr
+
+
 def test_a_rank_that_ends_well_before_it_joins_fails_the_others_at_once(run):
     done = run(
         """
@@ -664,6 +694,25 @@ with rankwire.connect() as backend:
     assert "restart 3" not in done.stderr
     for rank in range(2):
         assert (tmp_path / f"rank_{rank}.log").read_text() == "attempt 0\nattempt 1\nattempt 2\n"
+
+
+def test_a_restart_blames_nobody_who_fell_because_a_rank_never_joined(run):
+    done = run(
+        """
+import rankwire
+if rank == 1 and os.environ["RANKWIRE_RESTART_COUNT"] == "0":
+    sys.exit(0)
+rankwire.connect().close()
+""",
+        "--restarts",
+        "1",
+    )
+    assert done.returncode == 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("rankwire: ")]
+    assert said == [
+        "rankwire: the world cannot form: rank 1 ended (exit code 0) before it joined",
+        "rankwire: starting all ranks again because of that, restart 1 of 1",
+    ]
 
 
 def test_restarts_are_counted_and_the_last_failure_is_reported(run):

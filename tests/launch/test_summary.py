@@ -45,6 +45,13 @@ def test_the_one_line_of_a_rank_that_fell_because_of_another_counts():
     assert not Failure(0, Ending(code=1), ["fell because of rank 2: y", "x"]).is_consequence
 
 
+def test_a_traceback_of_several_errors_is_one():
+    printed = ["  + Exception Group Traceback (most recent call last):", "  | ExceptionGroup: two"]
+    failure = Failure(1, Ending(code=1), ["before", *printed], fallen(1, traceback="told"))
+    assert failure.is_in_its_stderr, "it would be printed twice"
+    assert failure.excerpt == printed
+
+
 def test_who_was_killed_lost_nobody():
     killed = Failure(2, Ending(signal=signal.SIGKILL), LOST.errors)
     assert first_failure([LOST, killed]) is killed

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import traceback
 
 import pytest
@@ -55,6 +56,12 @@ def test_one_line_of_who_is_interrupted():
     assert brief(caught(interrupt)) == f"KeyboardInterrupt ({where})\n"
 
 
+def test_the_place_is_in_the_program_and_not_in_pythons_own_library():
+    library = {}
+    exec(compile("def wait():\n  raise KeyboardInterrupt", threading.__file__, "exec"), library)
+    assert f"({__file__}:" in brief(caught(library["wait"]))
+
+
 def test_what_the_user_raises_upon_a_loss_is_shown_without_the_other_ranks_traceback(loss):
     error = caught(raise_again, loss)
     assert whole(error).count("Traceback") == 3
@@ -63,6 +70,24 @@ def test_what_the_user_raises_upon_a_loss_is_shown_without_the_other_ranks_trace
     assert "in raise_again" in text
     assert "rank 1 is lost: it raised ValueError: invalid" in text
     assert "  | " not in text
+
+
+def raise_group(*errors):
+    raise ExceptionGroup("unhandled errors in a TaskGroup", errors)
+
+
+def test_one_line_of_who_falls_by_a_group_of_nothing_but_losses(loss):
+    assert brief(caught(raise_group, loss)) == brief(loss)
+    two = brief(caught(raise_group, loss, loss))
+    assert two == brief(loss).removesuffix("\n") + ", and 1 error like it\n"
+
+
+def test_a_group_with_an_error_of_its_own_is_shown_without_the_other_ranks_traceback(loss):
+    text = brief(caught(raise_group, loss, caught(int, "mine")))
+    assert "PeerLostError: rank 1 is lost" in text
+    assert "ValueError: invalid literal for int() with base 10: 'mine'" in text
+    assert "traceback on rank 1" not in text
+    assert "traceback on rank 1" in str(loss), "the error itself keeps it"
 
 
 def test_a_rank_that_was_given_up_itself_fell_because_of_nobody():

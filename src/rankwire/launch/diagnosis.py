@@ -266,7 +266,7 @@ def _hosts(facts: Sequence[Facts]) -> list[Advice]:
             advice.append(
                 Advice(
                     False,
-                    f"{len(here)} ranks share {first.cores} cores on {name}:"
+                    f"{len(here)} ranks share {first.cores} core{'s'[: first.cores > 1]} on {name}:"
                     " waiting ranks sleep at once, and waking up costs 30-60 us",
                     "start at most one rank a core where latency counts",
                 )

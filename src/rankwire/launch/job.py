@@ -7,7 +7,8 @@ The ranks of each host are a *part*: this host's own, or another's by way of its
   to end by itself before that, so that its exit code is the job's. If restarts are left, the whole
   world is started anew.
 - A launcher that is gone ends the job.
-- A signal to any launcher goes to every rank once; a second one kills.
+- A signal to any launcher goes to every rank once; a second one to the same launcher, or a later
+  one to another, kills on all hosts.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ __all__ = ["Job"]
 # After the first failure, others that fail by themselves are waited for: the one to blame may be
 # among them (see summary.py). Above the time between a raise and the end of an interpreter.
 _SETTLE = 0.3
-# Schedulers signal the launchers of all hosts at once: that is one request, not two.
+# Schedulers signal the launchers of all hosts at once: that is one request, not two. But two to one
+# launcher are two (``Loop`` knows echoes of its own).
 _ECHO_OF_NODES = 2.0
 _STATUS_EVERY = 0.25
 # Nothing is said about a job that is over at once.
@@ -123,8 +125,9 @@ class Job:
         self._trouble_code = 1
         self._began = ""  # what ranks may fall by besides the failure of one
         self._received: int | None = None  # the signal that ended the job
-        self._received_at = -math.inf
+        self._received_at, self._received_by = -math.inf, 0
         self._is_stopping = False
+        self._has_said_left = False
         self._is_impatient = False
         self._stop_at = math.inf
         self._status = ""
@@ -162,14 +165,10 @@ class Job:
             if not self._failures() or self._received is not None or self._trouble:
                 break
             if attempt < self._restarts:
-                first = first_failure(self._failures())
-                self._output.say(
-                    f"rank {first.rank} failed ({first.ending}): starting all ranks again,"
-                    f" restart {attempt + 1} of {self._restarts}",
-                    "bold yellow",
-                )
-                self._quote(first)
+                self._announce_restart(attempt + 1)
         text = self._report()
+        if not text and self._received is not None:
+            text = f"{signal_name(self._received)}: the job was stopped"
         code, was_asked = self.exit_code, self._received is not None
         for part in self._remote.values():
             part.finish(code, text, was_asked=was_asked)
@@ -226,7 +225,7 @@ class Job:
             return
         part = RemoteRanks(node, self._loop, link)
         part.on_ended = self._rank_ended
-        part.on_asked = self._obey
+        part.on_asked = lambda number: self._obey(number, node)
         part.on_trouble = self._give_up
         part.on_lost = lambda error: self._launcher_lost(part, error)
         self._remote[node] = part
@@ -253,6 +252,7 @@ class Job:
         self._ended, self._lost, self._present, self._suspected = {}, {}, set(), set()
         self._fell, self._began = set(), ""
         self._is_stopping, self._stop_at = False, math.inf
+        self._has_said_left = False
         self._host.expect(world_size=size, job=job)
         world = World(size, self._address, job, self._secret, attempt)
         first_rank = 0
@@ -270,6 +270,7 @@ class Job:
                 part.look()
             if monotonic() >= self._stop_due():
                 self._stop(signal.SIGTERM)
+            self._name_who_is_left()
             if not self._is_stopping and (trouble := self._loop.new_stdout_trouble()) is not None:
                 where = " of node 0" if self._nodes > 1 else ""
                 self._give_up(describe_stdout(trouble, where), stdout_exit_code(trouble))
@@ -287,20 +288,24 @@ class Job:
         for part in self._parts:
             part.stop(number)
 
-    def _obey(self, number: int) -> None:
-        """Act on a signal that asks the launcher to end."""
-        if self._nodes > 1 and monotonic() - self._received_at < _ECHO_OF_NODES:
+    def _obey(self, number: int, node: int = 0) -> None:
+        """Act on a signal that asks the launcher of a node to end."""
+        is_recent = monotonic() - self._received_at < _ECHO_OF_NODES
+        if is_recent and node != self._received_by:
             return
-        self._received_at = monotonic()
+        self._received_at, self._received_by = monotonic(), node
         self._received = number if self._received is None else self._received
         alive = [rank for part in self._parts for rank in part.alive]
         self._is_impatient = self._is_impatient or not alive
+        where = f" on node {node}" if node else ""
+        if not self._local.ranks:
+            self._output.say(f"{signal_name(number)}{where}: the job ends before it began")
         if self._is_stopping or not alive:
             for part in self._parts:
                 part.kill()
         else:
             hint = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
-            self._output.say(f"{signal_name(number)}: stopping {list_ranks(alive)}{hint}")
+            self._output.say(f"{signal_name(number)}{where}: stopping {list_ranks(alive)}{hint}")
             self._stop(number)
 
     # -- what is heard -----------------------------------------------------------------------------
@@ -369,12 +374,25 @@ class Job:
         )
         return describe(counts, self._age.waited)
 
+    def _name_who_is_left(self) -> None:
+        """Say once that all who still run were given up: they may never end by themselves."""
+        silent = {gone.rank for gone in self._lost.values() if gone.silent}
+        if not silent or self._is_stopping or self._has_said_left:
+            return
+        left = self._all(part.alive for part in self._parts)
+        if left and silent.issuperset(left):
+            self._has_said_left = True
+            one = "is left, which was given up: waiting for its end; Ctrl-C stops it"
+            more = "are left, which were given up: waiting for their end; Ctrl-C stops them"
+            text = f"only {list_ranks(left)} {one if len(left) == 1 else more}"
+            self._output.say(text, "bold yellow")
+
     def _report(self) -> str:
         """Say what became of the job; return the gist of it."""
         self._output.show_status("")
         gist = self._trouble
         failures = self._failures()
-        if failures and self._began and first_failure(failures).is_consequence:
+        if self._is_because_of_began(failures):
             gist = self._began
             fell = ", ".join(f"rank {failure.rank} ({failure.ending})" for failure in failures)
             self._output.say(f"failed because of that: {fell}", "bold red")
@@ -396,6 +414,21 @@ class Job:
             if ranks:
                 self._output.say(f"{word}: {list_ranks(ranks)}")
         return gist
+
+    def _announce_restart(self, number: int) -> None:
+        failures = self._failures()
+        first = first_failure(failures)
+        count = f"restart {number} of {self._restarts}"
+        if self._is_because_of_began(failures):
+            self._output.say(f"starting all ranks again because of that, {count}", "bold yellow")
+        else:
+            cause = f"rank {first.rank} failed ({first.ending})"
+            self._output.say(f"{cause}: starting all ranks again, {count}", "bold yellow")
+            self._quote(first)
+
+    def _is_because_of_began(self, failures: list[Failure]) -> bool:
+        """Whether ranks fell by what was said already, and not by the failure of one."""
+        return bool(self._began and failures and first_failure(failures).is_consequence)
 
     def _quote(self, failure: Failure) -> None:
         """Show what a failed rank said, unless it is still to be seen."""

@@ -12,14 +12,41 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["LogFolder"]
+__all__ = ["Log", "LogFolder"]
 
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_ADVICE = "remove it, or choose another --log-dir"
+
+
+class Log:
+    """What both streams of a rank are logged by; a full disk ends the log, not the job.
+
+    Args:
+        file: Unbuffered.
+        named: How to name it.
+        on_end: Is told once, in one line, why nothing is written any more.
+    """
+
+    def __init__(self, file: BinaryIO, named: str, on_end: Callable[[str], None]) -> None:
+        self._file: BinaryIO | None = file
+        self._named = named
+        self._on_end = on_end
+
+    def write(self, data: bytes) -> None:
+        """Write all of it, or note that this is the end."""
+        rest = memoryview(data)
+        try:
+            while rest and self._file is not None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file = None
+            self._on_end(f"{self._named} ends here: {error.strerror}")
 
 
 class LogFolder:
@@ -75,7 +102,8 @@ class LogFolder:
             pass
         status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode):
-            raise OSError(0, "it is a symbolic link; remove it, or choose another --log-dir")
+            raise OSError(0, f"it is a symbolic link; {_ADVICE}")
+        _check_regular(status)  # the kernel's word for a FIFO without a reader helps nobody
         descriptor = os.open(name, _FLAGS, dir_fd=self._descriptor)
         try:
             _check_own(os.fstat(descriptor))
@@ -87,13 +115,16 @@ class LogFolder:
 
 
 def _check_own(status: os.stat_result) -> None:
-    advice = "remove it, or choose another --log-dir"
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(0, f"it is not a regular file; {advice}")
+    _check_regular(status)
     if status.st_uid != os.geteuid():
-        raise OSError(0, f"it belongs to another user; {advice}")
+        raise OSError(0, f"it belongs to another user; {_ADVICE}")
     if status.st_nlink != 1:
-        raise OSError(0, f"it has another name elsewhere (a hard link); {advice}")
+        raise OSError(0, f"it has another name elsewhere (a hard link); {_ADVICE}")
+
+
+def _check_regular(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, f"it is not a regular file; {_ADVICE}")
 
 
 def _refuse_planted_links(path: Path) -> None:

@@ -290,6 +290,8 @@ class _Follower:
         match message:
             case Start(world_size, first_rank, job, attempt):
                 self._failed, self._has_reported = [], False
+                if attempt:
+                    self._loop.output.say(f"starting the ranks here again, restart {attempt}")
                 world = World(world_size, self._address, job, self._secret, attempt)
                 try:
                     self._ranks.start(world, first_rank)
@@ -317,13 +319,14 @@ class _Follower:
             self._ranks.stop(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
+        self._link.tell(Asked(number))  # a second time too: node 0 then kills everywhere
         if self._asked is not None:
             self._ranks.kill()
             return
         self._asked = number
         self.was_asked = True
-        self._loop.output.say(f"{signal_name(number)}: stopping the job on all nodes")
-        self._link.tell(Asked(number))
+        hint = "; Ctrl-C again kills it" if number == signal.SIGINT else ""
+        self._loop.output.say(f"{signal_name(number)}: stopping the job on all nodes{hint}")
         self._ranks.stop(number)
 
     def _check_stdout(self) -> None:

@@ -20,14 +20,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import IO, BinaryIO, TextIO, cast
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
 from rankwire.deadline import Deadline
 from rankwire.launch.lines import LineSplitter
-from rankwire.launch.logfiles import LogFolder
+from rankwire.launch.logfiles import Log, LogFolder
 
 __all__ = ["Output", "Sink", "Stream"]
 
@@ -179,8 +179,7 @@ class Stream:
         pipe: IO[bytes],
         sink: Sink,
         prefix: bytes,
-        log: BinaryIO | None,
-        log_path: Path | None = None,
+        log: Log | None,
     ) -> None:
         os.set_blocking(pipe.fileno(), False)
         self.rank = rank
@@ -190,7 +189,6 @@ class Stream:
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._prefix = prefix
         self._log = log
-        self._log_path = log_path
         self._last_line = 0
         self._splitter = LineSplitter()
 
@@ -201,14 +199,7 @@ class Stream:
         except BlockingIOError:
             return None
         if self._log is not None:
-            try:
-                self._log.write(data)
-            except OSError as error:  # a full disk stops the log, not the job
-                self._log = None
-                text = (
-                    f"rankwire: the log of rank {self.rank}, {self._log_path}, ends here: {error}\n"
-                )
-                self.sink.put(text.encode())
+            self._log.write(data)
         self._put(self._splitter.feed(data) if data else self._splitter.finish())
         return len(data)
 
@@ -261,12 +252,15 @@ class Output:
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Read both pipes of a rank from now on; they are closed here."""
-        log = self._logs.open(rank) if self._logs is not None else None
+        log = None
+        if self._logs is not None:
+            named = f"the log of rank {rank}, {self.log_of(rank)},"
+            log = Log(self._logs.open(rank), named, self.say)
         for pipe, sink in ((stdout, self._stdout), (stderr, self._stderr)):
             prefix = b""
             if self._has_prefix:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            stream = Stream(rank, pipe, sink, prefix, log, self.log_of(rank))
+            stream = Stream(rank, pipe, sink, prefix, log)
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
         self._errors[rank] = stream

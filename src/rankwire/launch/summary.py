@@ -26,7 +26,7 @@ _LOSS_OF_ANOTHER = re.compile(
 # As ``tracebacks`` prints it.
 _FELL_BECAUSE = re.compile(r"fell because of rank \d+: ")
 # At the beginning of the line: a quoted one, of another rank, is indented or behind a bar.
-_TRACEBACK = "Traceback (most recent call last)"
+_TRACEBACK = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)")
 # Without a traceback, the end of what it said.
 _PLAIN_LINES = 10
 
@@ -109,7 +109,7 @@ def excerpt(errors: Sequence[str]) -> list[str]:
     """Return the lines worth showing: from the first traceback on, else the last few."""
     lines = list(errors)
     for index, line in enumerate(lines):
-        if line.startswith(_TRACEBACK):
+        if _TRACEBACK.match(line):
             return lines[index:]
     return lines[-_PLAIN_LINES:]
 
@@ -126,6 +126,6 @@ def _has_fallen(gone: Gone) -> bool:
 
 def _last_traceback(errors: Sequence[str]) -> Sequence[str]:
     for index in range(len(errors) - 1, -1, -1):
-        if errors[index].startswith(_TRACEBACK):
+        if _TRACEBACK.match(errors[index]):
             return errors[index:]
     return ()

@@ -18,6 +18,7 @@ import stat
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +35,7 @@ LOG_FILE = "RANKWIRE_LOG_FILE"
 
 _OUR_ERRORS = "rankwire.errors."
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _NOT_THE_USERS = (_PACKAGE, "<frozen ")
 # Also one that is quoted, behind bars.
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<path>[^"]+)", line \d+, in ')
@@ -74,34 +76,58 @@ def brief(error: BaseException, rank: int = -1) -> str:
     """Return what to print of an uncaught error of a rank."""
     if isinstance(error, KeyboardInterrupt):
         return f"{describe(error)}{_where(error)}\n"
-    if isinstance(error, RankwireError) and _is_consequence(error, rank):
-        because = "" if error.root is None else f" because of rank {error.root}"
-        return f"fell{because}: {describe(error)}{_where(error)}\n"
-    text = "".join(traceback.format_exception(error))
-    for quoted in _quoted_tracebacks(error):
-        text = text.replace(quoted, "")
+    first, *others = _members(error)
+    if all(_is_consequence(member, rank) for member in (first, *others)):
+        root = getattr(first, "root", None)
+        because = "" if root is None else f" because of rank {root}"
+        more = f", and {len(others)} error{'s'[: len(others) > 1]} like it" if others else ""
+        return f"fell{because}: {describe(first)}{_where(first)}{more}\n"
+    with _quoting_nobody(error):
+        text = "".join(traceback.format_exception(error))
     return "\n".join(folded(text.splitlines())) + "\n"
 
 
-def _is_consequence(error: RankwireError, rank: int) -> bool:
+def _members(error: BaseException) -> list[BaseException]:
+    """Return the errors that a group is made of, such as a ``TaskGroup`` raises; else the one."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [member for each in error.exceptions for member in _members(each)]
+
+
+def _is_consequence(error: BaseException, rank: int) -> bool:
     """Whether this very error, and not only one before it, tells of another rank's failure."""
-    return error.root != rank and (error.root is not None or isinstance(error, CONSEQUENCES))
+    if not isinstance(error, RankwireError) or error.root == rank:
+        return False
+    return error.root is not None or isinstance(error, CONSEQUENCES)
 
 
-def _quoted_tracebacks(error: BaseException) -> Iterator[str]:
-    """Return the tracebacks of other ranks in the texts of an error and those before it."""
-    for link in chain(error):
-        if isinstance(link, PeerLostError) and link.remote_traceback:
-            yield str(link).removeprefix(RankwireError.__str__(link))
+@contextmanager
+def _quoting_nobody(error: BaseException) -> Iterator[None]:
+    """Leave the tracebacks of other ranks out of the texts of an error and those before it."""
+    links = [link for member in (error, *_members(error)) for link in chain(member)]
+    quoting = [link for link in links if isinstance(link, PeerLostError)]
+    quoted = [link.remote_traceback for link in quoting]
+    for link in quoting:
+        link.remote_traceback = ""
+    try:
+        yield
+    finally:
+        for link, text in zip(quoting, quoted, strict=True):
+            link.remote_traceback = text
 
 
 def _where(error: BaseException) -> str:
     """Return the last line of the user's own that the error passed."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)] or frames
+    own = [frame for frame in frames if _is_users(frame.filename)] or frames
     if not own:
         return ""
     return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})"
+
+
+def _is_users(path: str) -> bool:
+    is_library = path.startswith(_LIBRARY) and f"{os.sep}site-packages{os.sep}" not in path
+    return not is_library and not path.startswith(_NOT_THE_USERS)
 
 
 def folded(lines: Sequence[str]) -> list[str]:

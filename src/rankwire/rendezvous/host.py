@@ -154,8 +154,9 @@ def _check_base(candidate: _Candidate) -> None:
         status = candidate.base.stat()
     except OSError as error:
         raise ConfigurationError(_because(candidate, error)) from error
-    is_open = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
-    if status.st_uid not in (os.geteuid(), *_system_users()) or is_open:
+    if status.st_uid not in (os.geteuid(), *_system_users()):
+        raise ConfigurationError(_because(candidate, "it belongs to another user"))
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         raise ConfigurationError(_because(candidate, "others can write there"))
 
 
