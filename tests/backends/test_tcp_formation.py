@@ -930,12 +930,16 @@ def test_the_socket_file_of_a_killed_rank_is_removed_by_the_survivors(folder):
         assert files[2][0].exists()
 
 
-def test_a_runtime_folder_with_a_path_too_long_for_sockets_is_no_riddle(folder, monkeypatch):
+def test_a_runtime_folder_with_a_path_too_long_for_sockets_is_no_riddle(folder):
     """Either TCP is used instead, or the error says what is wrong."""
     long = folder.with_name("x" * 100)
     long.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    with Forming(2, secret=SECRET, join_timeout=1.0) as forming:
+    # Undone before ``folder`` is, which sets the same variable back.
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Forming(2, secret=SECRET, join_timeout=1.0) as forming,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", str(long))
         zero, one = (forming.start(rank) for rank in (0, 1))
         with contextlib.suppress(RankwireError):
             say_hello([zero.result(), one.result()])
