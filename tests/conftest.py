@@ -121,8 +121,19 @@ def own_runtime_folder() -> Iterator[str]:
     shutil.rmtree(base)
 
 
+@pytest.fixture
+def same_runtime_folder(own_runtime_folder: str) -> Iterator[None]:
+    """Have the next test begin with the same folder.
+
+    What ``monkeypatch`` sets back last may be a folder that another fixture has removed by then.
+    """
+    before = os.environ["XDG_RUNTIME_DIR"]
+    yield
+    os.environ["XDG_RUNTIME_DIR"] = before
+
+
 @pytest.fixture(autouse=True)
-def less_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+def less_is_lent(same_runtime_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lend messages that are an eighth as large as those of users, so that tests are quick."""
     monkeypatch.setattr(Connection, "lend_from", LEND_FROM)
 

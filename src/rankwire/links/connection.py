@@ -419,17 +419,22 @@ class Connection:
         try:
             try:
                 while pieces:
+                    is_taken = True
                     try:
                         if len(pieces) == 1:
                             counts.extend(map(self._sock.send, pieces))
                         else:
                             counts.extend(map(self._sock.sendmsg, (pieces[:_MAX_VECTORS],)))
                     except BlockingIOError:
+                        # No ``continue`` here: CPython looks for signals at that jump, and has no
+                        # handler for it.
+                        is_taken = False
+                    if not is_taken:
                         self._wait_writable(deadline, meanwhile)
-                        continue
-                    if len(pieces) == 1 and counts[-1] == len(pieces[0]):
+                    elif len(pieces) == 1 and counts[-1] == len(pieces[0]):
                         break  # the usual case: a small frame, taken at once
-                    pieces = _after(pieces, counts[-1])
+                    else:
+                        pieces = _after(pieces, counts[-1])
                 self._outgoing = (sequence + is_new, ())
                 self._writing = None
             except RankwireError as error:  # the deadline, or what was read or checked meanwhile
