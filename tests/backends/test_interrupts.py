@@ -12,6 +12,8 @@ from rankwire.links.connection import Connection
 from worlds import LEND_FROM, PATIENCE, Running, eventually, tcp_world
 
 SOON = 3.0
+# A socket that was just opened is closed by the interpreter, which says so.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(params=["auto", "tcp"])
@@ -120,8 +122,6 @@ def take_until_the_end(backend, tag):
 
 
 @pytest.mark.fault(37, "an interrupt in the first send to a rank does not lose that rank")
-# A socket that was just opened is closed by the interpreter, which says so.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_an_interrupt_anywhere_while_connecting(transport):
     def run(interrupting):
