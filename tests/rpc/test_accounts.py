@@ -45,6 +45,22 @@ def test_calls_in_flight_are_mentioned():
     assert account({1: job}, 1)[1].needs == ()
 
 
+def test_a_call_that_waited_until_its_deadline_says_for_whom():
+    job = Job(worker=object())
+    job.call.began(Outgoing(None, 2, 77, "g", Receive((0, 0, 77))))
+    job.call.deadline = Deadline(0.0)
+    job.call.ended(77)
+    doing = "is running after it waited for rank 2 'g' until its deadline"
+    assert account({1: job}, 1)[1].doing == doing
+
+
+def test_a_call_that_was_answered_in_time_is_not_mentioned():
+    job = Job(worker=object())
+    job.call.began(Outgoing(None, 2, 77, "g", Receive((0, 0, 77))))
+    job.call.ended(77)
+    assert account({1: job}, 1)[1].doing == "is running"
+
+
 def test_a_call_that_waits_needs_the_call_it_made():
     told = account({1: Job(worker=object(), waiting=Wait(5, 2, "g", [77]))}, 1)
     assert needs(told[1]) == [(2, RANK, 77)]

@@ -83,6 +83,9 @@ def _describe(
         if job.call.outgoing:
             calls = [f"rank {made.dst} {made.name!r}" for made in list(job.call.outgoing.values())]
             doing += f" and has calls in flight: {', '.join(calls[:3])}"
+        elif job.call.unanswered is not None:
+            late = job.call.unanswered
+            doing += f" after it waited for rank {late.dst} {late.name!r} until its deadline"
     call = job.call
     return ActiveCall(call.name, job.depth, call.deadline.waited, doing, tuple(needs), wait)
 

@@ -30,6 +30,8 @@ class Call:
         worker: The serving thread's record, None on the event loop.
         outgoing: The calls that the function has in flight, by request id.
         waiting: What the function's own thread waits for, if that is a call.
+        unanswered: A call that the function made and that ended only after this one's deadline;
+            whoever asks why this one is late learns of it.
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class Call:
         "name",
         "outgoing",
         "src",
+        "unanswered",
         "waiting",
         "worker",
     )
@@ -52,6 +55,7 @@ class Call:
         self.worker: Any = None
         self.outgoing: dict[int, Outgoing] = {}
         self.waiting: Wait | None = None
+        self.unanswered: Outgoing | None = None
 
     @property
     def depth(self) -> int:
@@ -74,6 +78,8 @@ class Call:
 
     def ended(self, request_id: int) -> None:
         """Forget a call that the function has made."""
+        if self.deadline.expired and request_id in self.outgoing:
+            self.unanswered = self.outgoing[request_id]
         self.outgoing.pop(request_id, None)
 
     def give_up_nested(self) -> None:
