@@ -24,8 +24,6 @@ import itertools
 import mmap
 import os
 import select
-import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -38,7 +36,8 @@ import numpy as np
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError, RankwireError
 from rankwire.forking import guard
-from rankwire.wire.frames import Buffer, allocate
+from rankwire.links.allocation import allocate
+from rankwire.wire.frames import Buffer
 from rankwire.wire.loans import (
     DECIDING,
     MAX_PIECES,
@@ -52,7 +51,7 @@ from rankwire.wire.loans import (
 )
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    from rankwire.links.stream import Stream, Watched
 
 __all__ = ["Borrowed", "Lent", "Meanwhile", "lend", "probe"]
 
@@ -84,8 +83,8 @@ class Meanwhile(Protocol):
     It reads, so that ranks which all send first do not wait for each other.
     """
 
-    def watch(self) -> list[int]:
-        """Return the descriptors on which something to read may come."""
+    def watch(self) -> Sequence[Watched]:
+        """Return the streams on which something to read may come."""
 
     def read(self) -> None:
         """Read what is there, without waiting. Must not send, nor call anything that may."""
@@ -112,7 +111,7 @@ def _system_calls() -> tuple[Callable[..., int], Callable[..., int]] | None:
 _CALLS = _system_calls()
 
 
-def probe(sock: Stream) -> tuple[int, str]:
+def probe(stream: Stream) -> tuple[int, str]:
     """Ask whether this process may read the memory of the one at the other end of a Unix socket.
 
     The process id is the kernel's word, not the peer's.
@@ -122,11 +121,10 @@ def probe(sock: Stream) -> tuple[int, str]:
     """
     if _CALLS is None:
         return 0, f"{sys.platform} has no process_vm_readv"
-    if sock.family != socket.AF_UNIX:
+    if stream.transport != "unix":
         return 0, "it is not connected by a Unix socket"
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid = int(struct.unpack("3i", credentials)[0])
-    if pid <= 0:
+    pid = stream.peer_pid()
+    if not pid:
         return 0, "its process is not visible here: it is in another pid namespace"
     # Permission is checked before the address: a bad address is the good answer.
     for call in _CALLS:
@@ -325,10 +323,11 @@ class Lent:
         return True
 
 
-def _wait_readable(descriptors: list[int], seconds: float) -> None:
+def _wait_readable(streams: Sequence[Watched], seconds: float) -> None:
     poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
+    for stream in streams:
+        if (number := stream.fileno()) >= 0:
+            poller.register(number, select.POLLIN)
     poller.poll(int(seconds * 1000))
 
 

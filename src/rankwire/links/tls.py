@@ -42,15 +42,17 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
+from rankwire.links.kernel_view import tcp_info
 from rankwire.links.private_files import name_of_open, open_private
 from rankwire.links.sockets import wait_patiently
+from rankwire.links.stream import DescriptorStream
 from rankwire.wire.handshake import LAUNCHER
 
 if TYPE_CHECKING:
     from rankwire.links.protection import Tls
     from rankwire.wire.frames import Buffer
 
-__all__ = ["Stream", "TlsContexts", "TlsStream"]
+__all__ = ["AnySocket", "TlsContexts", "TlsStream"]
 
 # Encrypted or read in one go: long enough to be efficient, short enough for the lock.
 _CHUNK_NBYTES = 256 << 10
@@ -143,7 +145,7 @@ class TlsContexts:
         )
 
 
-class TlsStream:
+class TlsStream(DescriptorStream):
     """A TCP connection inside TLS.
 
     One reader and one writer at a time, in any threads; the handshakes come before both.
@@ -151,6 +153,8 @@ class TlsStream:
     Attributes:
         binding: The SHA-256 of the listener's certificate.
     """
+
+    transport = "tcp"
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         self.binding = b""
@@ -319,7 +323,7 @@ class TlsStream:
             self._has_ended = True
         except ssl.SSLError as error:
             self._failure = _reason(error)
-            self.shutdown(socket.SHUT_RDWR)  # whoever sleeps until there is more wakes up
+            self.shut_down()  # whoever sleeps until there is more wakes up
         if self._encrypted.pending:
             with suppress(OSError):  # the next send says so
                 self._flush()  # an answer of TLS itself, or an alert
@@ -434,17 +438,29 @@ class TlsStream:
         """Set an option of the socket."""
         self._sock.setsockopt(level, option, value)
 
-    def shutdown(self, how: int) -> None:
+    def peek(self, nbytes: int) -> bytes:
+        """See ``Stream``."""
+        return self.recv(nbytes, socket.MSG_PEEK)
+
+    def tcp_info(self) -> bytes | None:
+        """See ``Stream``."""
+        return tcp_info(self._sock)
+
+    def peer_pid(self) -> int:
+        """See ``Stream``. It is on another host, or could be."""
+        return 0
+
+    def shut_down(self) -> None:
         """End the connection, without a farewell of TLS: frames have their own."""
         with suppress(OSError):
-            self._sock.shutdown(how)
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
 
 
-Stream = socket.socket | TlsStream
+AnySocket = socket.socket | TlsStream  # what handshakes are done on
 
 
 class _TlsError(Exception):

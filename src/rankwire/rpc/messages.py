@@ -24,7 +24,7 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.wire.codec import Codec
-from rankwire.wire.frames import Buffer, allocate
+from rankwire.wire.frames import Buffer
 from rankwire.wire.texts import one_line, printable
 
 __all__ = [
@@ -139,13 +139,7 @@ def encode_result(codec: Codec, value: Any) -> Encoded:
 def copied(encoded: Encoded) -> Encoded:
     """Return the same message in memory of its own."""
     buffers, nbytes = encoded
-    return [piece if type(piece) is bytes else _copy(piece) for piece in buffers], nbytes
-
-
-def _copy(piece: Buffer) -> bytearray:
-    memory = allocate(len(piece))
-    memoryview(memory)[:] = piece
-    return memory
+    return [piece if type(piece) is bytes else bytearray(piece) for piece in buffers], nbytes
 
 
 def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded:
