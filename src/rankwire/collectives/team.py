@@ -71,6 +71,7 @@ class Team:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self._notices = (backend.group, Channel.COLLECTIVE, NOTICE_TAG)
         self.epoch = 0
         self.turn = 0
         self._lock = threading.Lock()
@@ -184,15 +185,8 @@ class Team:
         untold = []
         for dst in self.others if ranks is None else ranks:
             try:
-                backend.transmit(
-                    dst,
-                    Channel.COLLECTIVE,
-                    backend.group,
-                    NOTICE_TAG,
-                    (payload,),
-                    len(payload),
-                    Deadline(_TELLING_PATIENCE),
-                )
+                patience = Deadline(_TELLING_PATIENCE)
+                backend.transmit(dst, self._notices, ((payload,), len(payload)), patience)
             except DeadlineExceededError:
                 untold.append(dst)
             except RankwireError:
@@ -207,7 +201,7 @@ class Team:
         """
         lost: PeerLostError | None = None
         backend = self.backend
-        for src in backend.sources(Channel.COLLECTIVE, backend.group, NOTICE_TAG):
+        for src in backend.sources(self._notices):
             try:
                 for _ in range(_MOST_HEARD):
                     self._heard(src)
@@ -220,7 +214,7 @@ class Team:
 
     def _heard(self, src: int) -> None:
         backend = self.backend
-        payload = backend.receive(src, Channel.COLLECTIVE, backend.group, NOTICE_TAG, _NOW)
+        payload = backend.receive(src, self._notices, _NOW)
         try:
             notice = unpack(whole_of(payload))
         except InvalidMessageError as error:
@@ -234,7 +228,7 @@ class Team:
             if tag in tags or len(tags) >= backend.world_size:  # each rank has sent for one
                 return
             tags.add(tag)
-        backend.refuse(backend.group, Channel.COLLECTIVE, tag)
+        backend.refuse((backend.group, Channel.COLLECTIVE, tag))
 
     def _take_in(self, src: int, notice: Notice) -> None:
         here, ahead = notice.here, notice.ahead

@@ -15,9 +15,9 @@ from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.rendezvous.coordinator import silent_reason, tell
-from rankwire.rendezvous.messages import Beat, Fallen, Gone, Suspected, World, pack, unpack
+from rankwire.rendezvous.messages import CONTROL, Beat, Fallen, Gone, Suspected, World, pack, unpack
 from rankwire.rendezvous.silence import Change, Silence
-from rankwire.wire.frames import Channel, Frame
+from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
 
 __all__ = ["Attendance", "Audience"]
@@ -101,7 +101,7 @@ class Attendance:
         else:
             payload = pack(fallen)
             try:
-                self._control.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.2))
+                self._control.send(CONTROL, ([payload], len(payload)), Deadline(0.2))
             except RankwireError as error:
                 self._control.fail(error)
         self._control.close()

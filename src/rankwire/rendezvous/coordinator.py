@@ -43,6 +43,7 @@ from rankwire.links.sockets import TcpAddress
 from rankwire.rendezvous.callback import call_back
 from rankwire.rendezvous.host import host_id
 from rankwire.rendezvous.messages import (
+    CONTROL,
     DEFAULT_PATIENCE,
     Beat,
     Failed,
@@ -61,7 +62,7 @@ from rankwire.rendezvous.messages import (
 )
 from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.silence import Change, Silence
-from rankwire.wire.frames import Channel, Frame
+from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
@@ -440,7 +441,7 @@ def tell(connection: Connection, message: Message, deadline: Deadline | None = N
     """
     payload = pack(message)
     try:
-        connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline or Deadline(0.0))
+        connection.send(CONTROL, ([payload], len(payload)), deadline or Deadline(0.0))
     except DeadlineExceededError as error:
         if not isinstance(message, Beat):
             connection.fail(error)

@@ -31,6 +31,7 @@ from rankwire.links.protection import UNPROTECTED, Policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.coordinator import is_last_moment
 from rankwire.rendezvous.messages import (
+    CONTROL,
     DEFAULT_PATIENCE,
     Failed,
     Join,
@@ -42,7 +43,7 @@ from rankwire.rendezvous.messages import (
     pack,
     unpack,
 )
-from rankwire.wire.frames import Channel, Frame
+from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
@@ -174,7 +175,7 @@ class _Attempt:
             longest = max_coordinator_nbytes(self._hello.world_size)
             control = Connection(stream, peer=0, max_nbytes=longest, seals=seals)
             payload = pack(Join(member, self._patience))
-            control.send(Channel.CONTROL, 0, 0, [payload], len(payload), self._deadline)
+            control.send(CONTROL, ([payload], len(payload)), self._deadline)
             world, rest = self._await_world(control)
             return world, control, rest
         except BaseException:
