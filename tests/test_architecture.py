@@ -10,34 +10,37 @@ import rankwire
 
 SOURCE = Path(rankwire.__file__).parent
 
+LEAVES = {"errors", "texts", "deadline", "fork", "shutdown"}
 # What each layer may import of ours (its own modules apart).
 MAY_IMPORT = {
     "errors": set(),
     "version": set(),
-    "forking": {"errors"},
+    "texts": set(),
+    "fork": {"errors"},
+    "shutdown": {"errors"},
     "deadline": {"errors"},
-    "wire": {"errors"},
-    "links": {"errors", "deadline", "forking", "wire"},
-    "rendezvous": {"errors", "deadline", "forking", "wire", "links"},
-    "backends": {"errors", "deadline", "forking", "wire", "links", "rendezvous"},
-    "rpc": {"errors", "deadline", "forking", "wire", "backends"},
-    "collectives": {"errors", "deadline", "forking", "wire", "backends"},
+    "codec": {"errors", "texts"},
+    "wire": {"errors", "codec"},
+    "links": {*LEAVES, "wire"},
+    "rendezvous": {*LEAVES, "wire", "links"},
+    "backends": {*LEAVES, "codec", "wire", "links", "rendezvous"},
+    "rpc": {*LEAVES, "codec", "wire", "backends"},
+    "collectives": {*LEAVES, "codec", "wire", "backends"},
     "mesh": {"errors", "backends"},
-    "testing": {"errors", "deadline", "wire", "rendezvous", "backends", "rpc", "collectives"},
-    "launch": {"errors", "version", "deadline", "forking", "links", "backends", "rendezvous"},
+    "testing": {*LEAVES, "codec", "wire", "rendezvous", "backends", "rpc", "collectives"},
+    "launch": {*LEAVES, "version", "links", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "__main__": {"cli"},
-    "__init__": {"errors", "version", "wire", "backends", "rpc", "collectives", "mesh", "launch"},
+    "__init__": {"errors", "version", "codec", "backends", "rpc", "collectives", "mesh", "launch"},
 }
 BACKENDS = {"tcp", "simulated", "sub"}  # these do not know each other
 BACKEND_INTERFACE = {
     "base",
     "calls",
-    "ending",
     "payloads",
     "transport",
 }  # all that the layers above know of backends
-PURE = {"wire"}
+PURE = {"texts", "codec", "wire"}
 IMPURE_MODULES = {
     "socket", "ssl", "select", "selectors", "threading", "asyncio", "time", "os", "subprocess",
     "logging", "multiprocessing", "signal", "pathlib", "tempfile", "io",
@@ -119,7 +122,7 @@ def test_calls_and_collectives_know_no_concrete_backend():
                     assert parts[2] in BACKEND_INTERFACE, f"{path} imports {module}"
 
 
-def test_the_wire_is_pure():
+def test_codec_and_wire_are_pure():
     for path in modules():
         if layer_of(path) in PURE:
             for module, _ in imports(path):
@@ -130,8 +133,8 @@ def test_pickle_is_only_behind_its_option():
     for path in modules():
         for module, _ in imports(path):
             if module.split(".")[0] in PICKLE_LIKE:
-                assert path == SOURCE / "wire" / "pickling.py", f"{path} imports {module}"
-            if module == "rankwire.wire.pickling" and path.name != "pickling.py":
+                assert path == SOURCE / "codec" / "pickling.py", f"{path} imports {module}"
+            if module == "rankwire.codec.pickling" and path.name != "pickling.py":
                 assert not _, f"{path} loads pickling for everyone"
 
 

@@ -26,8 +26,8 @@ from rankwire.errors import (
     RendezvousError,
 )
 from rankwire.launch.certificates import files_of, make_certificates
-from rankwire.links.dialing import authenticate
-from rankwire.links.protection import choose_policy
+from rankwire.links.dialer import authenticate
+from rankwire.links.security import choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, listen_tcp
 from rankwire.wire.frames import HEADER_NBYTES, SEAL_NBYTES, Channel, pack_header
 from rankwire.wire.handshake import (

@@ -20,7 +20,7 @@ from rankwire.backends.faults import FaultPlan
 from rankwire.collectives import algorithms
 from rankwire.collectives.algorithms import split
 from rankwire.collectives.reductions import reduction
-from rankwire.collectives.team import Team
+from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import (
     CollectiveAbortedError,
     DeadlineExceededError,
@@ -47,7 +47,7 @@ def total(size: int, count: int = COUNT) -> np.ndarray:
 
 
 def steps(backend, name: str, run) -> None:
-    Team.of(backend).call(name, lambda: (name, run, False, TIMEOUT))
+    OperationSequence.of(backend).call(name, lambda: (name, run, False, TIMEOUT))
 
 
 def reducing(algorithm):
@@ -470,7 +470,9 @@ def test_a_rank_that_fails_in_the_middle_ends_those_that_send_to_it():
                 r = reduction("sum", array.dtype)
                 algorithms.reduce_scatter_directly(x, split(array, 3), out, r)
 
-            Team.of(backend).call("printing", lambda: ("reduce_scatter", steps, False, None))
+            OperationSequence.of(backend).call(
+                "printing", lambda: ("reduce_scatter", steps, False, None)
+            )
 
         runs = {backend.rank: Running(run, backend) for backend in world}
         failing = runs.pop(1)

@@ -12,7 +12,7 @@ from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.launch import environment
 from rankwire.launch.environment import connect
 from rankwire.launch.handover import Handover
-from rankwire.links.protection import Tls
+from rankwire.links.security import Tls
 from worlds import free_port
 
 VARIABLES = {
@@ -352,7 +352,7 @@ def test_one_world_of_processes_after_another(run):
     done = run(
         """
 from rankwire.launch.environment import connect
-from rankwire.links.protection import Tls
+from rankwire.links.security import Tls
 for _ in range(3):
     with connect() as backend:
         backend.barrier()

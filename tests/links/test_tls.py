@@ -20,7 +20,7 @@ from rankwire.errors import (
 )
 from rankwire.launch.certificates import make_certificates
 from rankwire.links.connection import Connection
-from rankwire.links.protection import Tls
+from rankwire.links.security import Tls
 from rankwire.links.sockets import tune
 from rankwire.links.tls import TlsContexts, TlsStream, _make_context
 from rankwire.wire.frames import Channel

@@ -1,10 +1,10 @@
 """The collectives on arrays, as users call them.
 
 Each function checks its arguments, says in words what it is going to do (``fingerprints``), and
-returns the steps as a plan, which the group's team runs here or in the background (``calling``).
-All ranks of the backend must call the same functions in the same order with fitting arguments; if
-they do not, all of them get a ``CollectiveMismatchError``. If one cannot use its arguments at all,
-the others get a ``CollectiveAbortedError``.
+returns the steps as a plan, which the group's sequence runs here or in the background
+(``calling``). All ranks of the backend must call the same functions in the same order with fitting
+arguments; if they do not, all of them get a ``CollectiveMismatchError``. If one cannot use its
+arguments at all, the others get a ``CollectiveAbortedError``.
 
 Arrays are numpy arrays or dense torch tensors on the CPU; results are of the kind that was passed.
 The array of an operation in the background must not be changed, nor read if it is the result,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
-from rankwire.forking import disown, guard
+from rankwire.fork import disown, guard
 
 __all__ = ["Work", "Worker"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rankwire.errors import ConfigurationError
-from rankwire.links.protection import Tls
+from rankwire.links.security import Tls
 
 __all__ = ["DEFAULT_DAYS", "files_of", "make_certificates"]
 

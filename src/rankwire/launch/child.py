@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rankwire.launch import environment, places, tracebacks
+from rankwire.launch import environment, schedulers, tracebacks
 from rankwire.launch.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
@@ -93,7 +93,7 @@ class Child:
         world: What it shares with the others.
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         tls_dir: Where its certificate is, if it has one.
-        leash: A descriptor to inherit, see ``keeper``.
+        leash: A descriptor to inherit, see ``reaper``.
         log_file: Where its output is written besides, if anywhere.
     """
 
@@ -113,12 +113,12 @@ class Child:
         secret_fd = self._handover.theirs.fileno()
         try:
             variables = {
-                places.RANK: str(rank),
-                places.WORLD_SIZE: str(world.size),
-                places.ADDRESS: world.address,
-                places.JOB: world.job,
-                places.COORDINATOR: "launcher",
-                places.RESTART_COUNT: str(world.attempt),
+                schedulers.RANK: str(rank),
+                schedulers.WORLD_SIZE: str(world.size),
+                schedulers.ADDRESS: world.address,
+                schedulers.JOB: world.job,
+                schedulers.COORDINATOR: "launcher",
+                schedulers.RESTART_COUNT: str(world.attempt),
                 environment.SECRET_FD: str(secret_fd),
             }
             if tls_dir is not None:

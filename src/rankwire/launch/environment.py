@@ -1,9 +1,9 @@
 """connect(): the place in the world that a launcher gave to this process.
 
-``places`` reads the variables that launchers leave; here is what goes beyond reading: descriptors
-that are taken once, what this process remembers, and the joining itself. Nothing here knows how
-processes are started, and nothing in ``run`` knows how a world is joined: the two share only the
-names of the variables.
+``schedulers`` reads the variables that launchers leave; here is what goes beyond reading:
+descriptors that are taken once, what this process remembers, and the joining itself. Nothing here
+knows how processes are started, and nothing in ``run`` knows how a world is joined: the two share
+only the names of the variables.
 
 The secret of ``rankwire run`` stays with the launcher; a rank gets a key of its own, by which it
 can join as this rank alone. It is never in the environment. ``RANKWIRE_SECRET_FD`` names an
@@ -26,14 +26,14 @@ from typing import Any
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
-from rankwire.forking import renew_in_child
+from rankwire.fork import renew_in_child
 from rankwire.launch.certificates import files_of
 from rankwire.launch.handover import ask_for_secret
-from rankwire.launch.places import HYDRA_JOB, OURS, Place, find_place, read_integer
+from rankwire.launch.schedulers import HYDRA_JOB, OURS, Place, find_place, read_integer
 from rankwire.launch.tracebacks import install
 from rankwire.launch.whereabouts import find_rank_0, own_address
-from rankwire.links.places import ListeningPlace
-from rankwire.links.protection import Tls
+from rankwire.links.listening import ListeningPlace
+from rankwire.links.security import Tls
 from rankwire.rendezvous.secret import RankKey
 
 __all__ = ["Place", "connect"]

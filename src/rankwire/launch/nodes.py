@@ -25,7 +25,7 @@ from rankwire.errors import (
 from rankwire.launch.child import Ending, World, signal_name
 from rankwire.launch.loop import Loop, describe_stdout, stdout_exit_code
 from rankwire.launch.ranks import LocalRanks
-from rankwire.links.protection import Policy
+from rankwire.links.security import Policy
 from rankwire.rendezvous.launchers import (
     Asked,
     Ended,

@@ -27,12 +27,12 @@ from time import monotonic
 from rankwire.errors import ConfigurationError
 from rankwire.launch.certificates import files_of
 from rankwire.launch.child import Child, Ending, World
-from rankwire.launch.keeper import Keeper
 from rankwire.launch.memory import OomCounter
 from rankwire.launch.output import Output
+from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
 from rankwire.launch.summary import list_ranks
-from rankwire.rendezvous.host import sweep_socket_files
+from rankwire.rendezvous.runtime_dir import sweep_socket_files
 
 __all__ = ["LocalRanks"]
 
@@ -58,7 +58,7 @@ class LocalRanks:
         grace: Seconds between the request to stop and SIGKILL.
         selector: Where to register; whoever owns it calls ``key.data()`` for each event.
         output: Where their output goes.
-        keeper: Ends them if this process dies.
+        reaper: Ends them if this process dies.
         strays: Finds what they started and what left their process groups.
         tls_dir: Where their certificates are, if they have any.
     """
@@ -71,7 +71,7 @@ class LocalRanks:
         grace: float,
         selector: selectors.BaseSelector,
         output: Output,
-        keeper: Keeper,
+        reaper: Reaper,
         strays: Strays,
         tls_dir: Path | None = None,
     ) -> None:
@@ -84,9 +84,9 @@ class LocalRanks:
         self._grace = grace
         self._selector = selector
         self._output = output
-        self._keeper = keeper
+        self._reaper = reaper
         self._strays = strays
-        strays.exempt(keeper.pid)
+        strays.exempt(reaper.pid)
         self._tls_dir = tls_dir
         self._memory = OomCounter()
         self._children: list[Child] = []
@@ -111,7 +111,7 @@ class LocalRanks:
         self._state = _State.RUNNING
         for rank in self.ranks:
             try:
-                with self._keeper.new_leash() as leash:
+                with self._reaper.new_leash() as leash:
                     child = Child(
                         rank,
                         world,
@@ -121,7 +121,7 @@ class LocalRanks:
                         leash=leash,
                     )
                     self._children.append(child)
-                    self._keeper.watch(child.pid, leash)
+                    self._reaper.watch(child.pid, leash)
             except OSError as error:
                 hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
                 raise ConfigurationError(
@@ -156,7 +156,7 @@ class LocalRanks:
         if self.is_over:
             return
         self._check_children()
-        self._strays.collect(self._groups, self._keeper)
+        self._strays.collect(self._groups, self._reaper)
         if monotonic() >= self._kill_at:
             self.kill()
         if self._state is not _State.CLEARING and not self.alive:
@@ -231,7 +231,7 @@ class LocalRanks:
             if not self._strays.send(signal.SIGKILL, self._groups):
                 break
         for child in self._children:
-            self._keeper.forget(child.pid)
+            self._reaper.forget(child.pid)
         self._output.take_rest()
         sweep_socket_files()  # a rank that was killed could not remove its own
         self._state = _State.OVER

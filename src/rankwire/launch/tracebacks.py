@@ -23,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 
 from rankwire.backends.blame import CONSEQUENCES, chain
-from rankwire.backends.falling import describe
+from rankwire.backends.exit_report import describe
 from rankwire.errors import PeerLostError, RankwireError
-from rankwire.launch.places import RANK
+from rankwire.launch.schedulers import RANK
 
 __all__ = ["FULL_TRACEBACK", "LOG_FILE", "brief", "folded", "install"]
 

@@ -36,7 +36,7 @@ from rankwire.errors import (
     ForkedProcessError,
     RankwireError,
 )
-from rankwire.forking import guard
+from rankwire.fork import guard
 from rankwire.links.connection import Connection
 from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Frame, Payload

@@ -37,7 +37,7 @@ import numpy as np
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError, RankwireError
-from rankwire.forking import guard
+from rankwire.fork import guard
 from rankwire.wire.frames import Buffer, allocate
 from rankwire.wire.loans import (
     DECIDING,

@@ -47,7 +47,7 @@ from rankwire.links.sockets import wait_patiently
 from rankwire.wire.handshake import LAUNCHER
 
 if TYPE_CHECKING:
-    from rankwire.links.protection import Tls
+    from rankwire.links.security import Tls
     from rankwire.wire.frames import Buffer
 
 __all__ = ["Stream", "TlsContexts", "TlsStream"]

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankwire.errors import InvalidMessageError
-from rankwire.wire.texts import MAX_REASON, NAME, one_line, printable
+from rankwire.texts import MAX_REASON, NAME, one_line, printable
 
 __all__ = [
     "DEFAULT_PATIENCE",
