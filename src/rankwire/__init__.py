@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy  # noqa: F401  (first: in the middle of our own modules its import takes 23 ms longer)
 
 from rankwire.backends.base import Backend
+from rankwire.backends.connect import connect
 from rankwire.backends.tcp import TcpBackend
 from rankwire.codec.codec import Codec
 from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
-from rankwire.launch.environment import connect
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.context import Call, current_call
 from rankwire.rpc.future import RpcFuture

@@ -24,9 +24,9 @@ from rankwire.errors import (
     OverloadedError,
     PeerLostError,
 )
-from rankwire.launch.certificates import files_of, make_certificates
+from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialer import authenticate
-from rankwire.links.security import choose_policy
+from rankwire.links.security import choose_policy, files_of
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous.launchers import LAUNCH_JOB
 from rankwire.rendezvous.messages import Beat, Failed, Fallen, Gone, Suspected, Waiting, World, pack

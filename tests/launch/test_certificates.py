@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.certificates import files_of, make_certificates
+from rankwire.launch.certificates import make_certificates
+from rankwire.links.security import files_of
 from rankwire.links.tls import TlsContexts
 
 x509 = pytest.importorskip("cryptography.x509")

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rankwire.launch import environment, schedulers, tracebacks
-from rankwire.launch.handover import Handover
+from rankwire.backends import connect, schedulers, tracebacks
+from rankwire.rendezvous.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
 __all__ = ["Child", "Ending", "World"]
@@ -119,10 +119,10 @@ class Child:
                 schedulers.JOB: world.job,
                 schedulers.COORDINATOR: "launcher",
                 schedulers.RESTART_COUNT: str(world.attempt),
-                environment.SECRET_FD: str(secret_fd),
+                connect.SECRET_FD: str(secret_fd),
             }
             if tls_dir is not None:
-                variables[environment.TLS_DIR] = str(tls_dir)
+                variables[connect.TLS_DIR] = str(tls_dir)
             if log_file is not None:
                 variables[tracebacks.LOG_FILE] = str(log_file)
             self._process = subprocess.Popen(
@@ -229,9 +229,9 @@ def _is_any_running(group: int) -> bool:
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
     """Return the environment without what concerns a world that this launcher is itself in."""
     environ = dict(os.environ)
-    unwanted = [*_OTHER_SECRETS, environment.SECRET_FD, environment.TLS_DIR, tracebacks.LOG_FILE]
+    unwanted = [*_OTHER_SECRETS, connect.SECRET_FD, connect.TLS_DIR, tracebacks.LOG_FILE]
     if has_tls:  # else they stay, so that whoever wants TLS is not left without it unawares
-        unwanted += environment.TLS_FILES
+        unwanted += connect.TLS_FILES
     for name in unwanted:
         environ.pop(name, None)
     return environ

@@ -25,13 +25,13 @@ from pathlib import Path
 from time import monotonic
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.certificates import files_of
 from rankwire.launch.child import Child, Ending, World
 from rankwire.launch.memory import OomCounter
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
 from rankwire.launch.summary import list_ranks
+from rankwire.links.security import files_of
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 
 __all__ = ["LocalRanks"]

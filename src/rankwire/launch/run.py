@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
-from rankwire.launch.certificates import files_of
 from rankwire.launch.job import Job
 from rankwire.launch.loop import STOPPING, Loop
 from rankwire.launch.nodes import follow
@@ -30,7 +29,7 @@ from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.signals import collected_signals
 from rankwire.launch.strays import Strays
-from rankwire.links.security import Policy, choose_policy
+from rankwire.links.security import Policy, choose_policy, files_of
 from rankwire.links.sockets import TcpAddress
 from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file

@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rankwire.deadline import Deadline
@@ -24,10 +25,22 @@ from rankwire.wire.seals import Protection
 if TYPE_CHECKING:
     from rankwire.links.tls import Stream, TlsContexts
 
-__all__ = ["UNPROTECTED", "Integrity", "Policy", "Security", "Tls", "choose_policy"]
+__all__ = [
+    "UNPROTECTED",
+    "CertificateHolder",
+    "Integrity",
+    "Policy",
+    "Security",
+    "Tls",
+    "certificate_files",
+    "certificate_name",
+    "choose_policy",
+    "files_of",
+]
 
 Security = Literal["auto", "local", "auth", "tls", "insecure"]
 Integrity = Literal["crc", "mac"]
+CertificateHolder = Literal["launcher"] | int
 _Sealing = Literal["never", "off loopback", "always"]
 
 
@@ -51,6 +64,41 @@ class Tls:
     key: str | os.PathLike[str]
     ca: str | os.PathLike[str]
     names: str = "rank-{rank}"
+
+
+def certificate_name(who: CertificateHolder) -> str:
+    """Return the name in the certificate of a launcher or a rank, which is that of its files."""
+    return who if who == "launcher" else f"rank-{who}"
+
+
+def certificate_files(home: Path, who: CertificateHolder) -> Tls:
+    """Return where a folder of certificates has those of a launcher or a rank."""
+    name = certificate_name(who)
+    return Tls(cert=home / f"{name}.pem", key=home / f"{name}.key", ca=home / "ca.pem")
+
+
+def files_of(folder: str | os.PathLike[str], who: CertificateHolder) -> Tls:
+    """Return the files of a launcher or a rank in a folder that ``rankwire certificates`` made.
+
+    Args:
+        folder: That folder, or a copy of what is needed of it.
+        who: ``"launcher"``, or a rank.
+
+    Raises:
+        ConfigurationError: Some are missing, or cannot be read; the text names them.
+    """
+    files = certificate_files(Path(folder), who)
+    missing = [
+        Path(file).name
+        for file in (files.ca, files.cert, files.key)
+        if not (os.path.isfile(file) and os.access(file, os.R_OK))
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"{os.fspath(folder)} has no {' and no '.join(missing)} that can be read; copy what is"
+            " missing there from where `rankwire certificates` made it"
+        )
+    return files
 
 
 @dataclass(frozen=True, slots=True)

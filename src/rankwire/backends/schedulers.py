@@ -3,7 +3,7 @@
 Pure: a mapping in, a ``Place`` out. One small function per launcher, and ``LAUNCHERS`` lists them
 with the innermost first: whoever is started by one launcher inside another belongs to the inner
 one. A launcher counts as found when all variables in its ``needs`` are set. Nothing here reads the
-secret or opens anything; that is ``environment``'s part.
+secret or opens anything; that is ``connect``'s part.
 
 Foreign launchers name no port for us. Each reader derives one from the job's own identity, below
 the range from which the kernel takes ports for outgoing connections; ``RANKWIRE_PORT`` or
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+from rankwire.backends.nodelists import expand_nodes, expand_nodes_of_open_mpi
 from rankwire.errors import ConfigurationError
-from rankwire.launch.nodelists import expand_nodes, expand_nodes_of_open_mpi
 
 __all__ = ["HYDRA_JOB", "LAUNCHERS", "OURS", "Launcher", "Place", "find_place"]
 

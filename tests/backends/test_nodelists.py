@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from rankwire.backends.nodelists import expand_nodes, expand_nodes_of_open_mpi
 from rankwire.errors import ConfigurationError
-from rankwire.launch.nodelists import expand_nodes, expand_nodes_of_open_mpi
 
 
 @pytest.mark.parametrize(

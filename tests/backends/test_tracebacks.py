@@ -8,9 +8,9 @@ import traceback
 
 import pytest
 
+from rankwire.backends import tracebacks
+from rankwire.backends.tracebacks import FULL_TRACEBACK, brief, folded, install
 from rankwire.errors import PeerLostError, RankwireError
-from rankwire.launch import tracebacks
-from rankwire.launch.tracebacks import FULL_TRACEBACK, brief, folded, install
 from worlds import tcp_world
 
 
@@ -169,61 +169,6 @@ def test_if_the_log_cannot_be_written_everything_is_printed(
     tracebacks._report(type(loss), loss, loss.__traceback__)
     assert capsys.readouterr().err == whole(loss)
     assert other.read_text() == ""
-
-
-# -- under the launcher ----------------------------------------------------------------------------
-
-CASCADE = """
-import rankwire
-backend = rankwire.connect()
-backend.barrier()
-if rank == 1:
-    raise ValueError("the reason")
-backend.recv(1 if rank == 0 else 0)
-"""
-
-
-def test_the_first_failure_is_printed_once_and_one_line_for_each_other(run, tmp_path):
-    done = run(CASCADE, "--log-dir", str(tmp_path), ranks=4)
-    assert done.returncode == 1
-    lines = done.stderr.splitlines()
-    assert done.stderr.count("Traceback") == 1
-    assert [line for line in lines if line.endswith("ValueError: the reason")] == [
-        "[rank 1] ValueError: the reason"
-    ]
-    for rank in (0, 2, 3):
-        mine = [line for line in lines if line.startswith(f"[rank {rank}]")]
-        assert len(mine) == 1
-        assert mine[0].startswith(f"[rank {rank}] fell because of rank 1: PeerLostError: rank ")
-        assert "it raised ValueError: the reason" in mine[0]
-        log = (tmp_path / f"rank_{rank}.log").read_text()
-        assert log.count("Traceback") == 2  # its own, and that of rank 1
-        assert log.endswith(mine[0].removeprefix(f"[rank {rank}] ") + "\n")
-    assert (tmp_path / "rank_1.log").read_text().count("Traceback") == 1
-    assert lines[-2:] == [
-        "rankwire: rank 1 failed first: exit code 1 (it raised ValueError: the reason)",
-        lines[-1],
-    ]
-    assert lines[-1].startswith("rankwire: failed too: ")
-
-
-def test_everything_if_that_is_wanted(run):
-    done = run(CASCADE, ranks=2, env=os.environ | {FULL_TRACEBACK: "1"})
-    assert done.stderr.count("Traceback") == 3
-    assert "/rankwire/backends/base.py" in done.stderr
-
-
-def test_an_interrupt_prints_a_line_for_each_rank(start):
-    launched = start(
-        "\nimport rankwire\nwith rankwire.connect() as backend:\n"
-        "    ready()\n    backend.recv((rank + 1) % 3)\n",
-        ranks=3,
-    )
-    launched.send(2)
-    code, _, stderr = launched.wait()
-    assert code == 130
-    assert len(stderr.splitlines()) == 5
-    assert stderr.count("KeyboardInterrupt") + stderr.count("because of rank") >= 3
 
 
 def test_outside_the_launcher_nothing_is_shortened(tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from faults.netns import Hosts, why_not
+from rankwire.backends.schedulers import HYDRA_JOB, LAUNCHERS, find_place
 from rankwire.errors import ConfigurationError
-from rankwire.launch.schedulers import HYDRA_JOB, LAUNCHERS, find_place
 
 OURS = {"RANKWIRE_RANK": "1", "RANKWIRE_WORLD_SIZE": "4", "RANKWIRE_ADDRESS": "h:5"}
 PLAIN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "master", "MASTER_PORT": "29500"}

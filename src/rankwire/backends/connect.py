@@ -23,17 +23,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rankwire.backends.schedulers import HYDRA_JOB, OURS, Place, find_place, read_integer
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
+from rankwire.backends.tracebacks import install
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.fork import renew_in_child
-from rankwire.launch.certificates import files_of
-from rankwire.launch.handover import ask_for_secret
-from rankwire.launch.schedulers import HYDRA_JOB, OURS, Place, find_place, read_integer
-from rankwire.launch.tracebacks import install
-from rankwire.launch.whereabouts import find_rank_0, own_address
 from rankwire.links.listening import ListeningPlace
-from rankwire.links.security import Tls
+from rankwire.links.security import Tls, files_of
+from rankwire.rendezvous.handover import ask_for_secret
+from rankwire.rendezvous.rank_zero import find_rank_0, own_address
 from rankwire.rendezvous.secret import RankKey
 
 __all__ = ["Place", "connect"]

@@ -8,12 +8,11 @@ import threading
 
 import pytest
 
+from rankwire.backends import connect as connect_module
+from rankwire.backends.connect import connect
 from rankwire.errors import ConfigurationError, RendezvousError
-from rankwire.launch import environment
-from rankwire.launch.environment import connect
-from rankwire.launch.handover import Handover
 from rankwire.links.security import Tls
-from worlds import free_port
+from rankwire.rendezvous.handover import Handover
 
 VARIABLES = {
     "RANKWIRE_RANK": "0",
@@ -31,9 +30,9 @@ def told(monkeypatch):
             monkeypatch.delenv(name)
     for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment, "_memory", environment._Memory())
+    monkeypatch.setattr(connect_module, "_memory", connect_module._Memory())
     calls = []
-    monkeypatch.setattr(environment, "TcpBackend", lambda **arguments: calls.append(arguments))
+    monkeypatch.setattr(connect_module, "TcpBackend", lambda **arguments: calls.append(arguments))
     return calls
 
 
@@ -114,7 +113,7 @@ def test_options_win(launched):
 
 
 def test_the_secret_is_not_shown():
-    place = environment.Place(0, 1, "x:1", secret=b"hidden")
+    place = connect_module.Place(0, 1, "x:1", secret=b"hidden")
     assert "hidden" not in repr(place)
 
 
@@ -126,7 +125,7 @@ def test_a_first_refusal_is_final_and_so_are_missing_ranks(launched, monkeypatch
         if error is not None:
             raise error
 
-    monkeypatch.setattr(environment, "TcpBackend", join)
+    monkeypatch.setattr(connect_module, "TcpBackend", join)
     with pytest.raises(RendezvousError, match="refused"):
         connect()
     connect()
@@ -155,7 +154,7 @@ def test_it_is_said_which_launcher_was_found_and_what_to_try(told, monkeypatch, 
     def fail(**arguments):
         raise RendezvousError("late", missing=[1])
 
-    monkeypatch.setattr(environment, "TcpBackend", fail)
+    monkeypatch.setattr(connect_module, "TcpBackend", fail)
     with caplog.at_level("INFO", logger="rankwire"), pytest.raises(RendezvousError) as caught:
         connect()
     assert "rank 0 of 2, started by RANK, WORLD_SIZE" in caplog.text
@@ -329,39 +328,3 @@ def test_a_rank_0_that_coordinates_listens_at_the_port_where_it_is_looked_for(
     connect()
     connect(has_coordinator=True)
     assert [arguments.get("listen") for arguments in told] == [host, listen]
-
-
-def test_ranks_listen_where_the_environment_says(run):
-    low = free_port()
-    done = run(
-        """
-import rankwire
-with rankwire.connect(transport="tcp") as backend:
-    ports = rankwire.all_gather_object(backend, backend._me.port)
-    assert len(set(ports)) == 2, ports
-    print(*ports)
-""",
-        "--no-prefix",
-        env=os.environ | {"RANKWIRE_LISTEN": f"127.0.0.1:{low}-{low + 50}"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(low <= int(port) <= low + 50 for port in done.stdout.split())
-
-
-def test_one_world_of_processes_after_another(run):
-    done = run(
-        """
-from rankwire.launch.environment import connect
-from rankwire.links.security import Tls
-for _ in range(3):
-    with connect() as backend:
-        backend.barrier()
-        assert backend.rank == rank
-        if rank == 0:
-            time.sleep(0.1)  # the others are back before this world is closed
-print(backend.world_size)
-""",
-        "--no-prefix",
-        ranks=3,
-    )
-    assert (done.returncode, done.stdout) == (0, "3\n" * 3), done.stderr

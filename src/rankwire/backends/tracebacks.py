@@ -24,8 +24,8 @@ from types import TracebackType
 
 from rankwire.backends.blame import CONSEQUENCES, chain
 from rankwire.backends.exit_report import describe
+from rankwire.backends.schedulers import RANK
 from rankwire.errors import PeerLostError, RankwireError
-from rankwire.launch.schedulers import RANK
 
 __all__ = ["FULL_TRACEBACK", "LOG_FILE", "brief", "folded", "install"]
 
