@@ -28,7 +28,6 @@ SHOWN_IN = {
     "launch/child": "launch/test_run.py",
     "launch/job": "launch/test_run.py",
     "launch/loop": "launch/test_run.py",
-    "launch/ranks": "launch/test_run.py",
     "launch/signals": "launch/test_run.py",
     "backends/simulated_lanes": "backends/test_simulated.py",
     "backends/sub_agreement": "backends/test_sub.py",

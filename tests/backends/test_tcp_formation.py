@@ -28,7 +28,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous import secret as secret_module
-from rankwire.rendezvous.messages import Join, Member, pack
+from rankwire.rendezvous.control_messages import Join, Member, pack
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.rendezvous.secret import AgreedSecret
 from rankwire.wire.frames import Channel

@@ -28,8 +28,17 @@ from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialer import authenticate
 from rankwire.links.security import choose_policy, files_of
 from rankwire.links.sockets import TcpAddress, connect_tcp
+from rankwire.rendezvous.control_messages import (
+    Beat,
+    Failed,
+    Fallen,
+    Gone,
+    Suspected,
+    Waiting,
+    World,
+    pack,
+)
 from rankwire.rendezvous.launchers import LAUNCH_JOB
-from rankwire.rendezvous.messages import Beat, Failed, Fallen, Gone, Suspected, Waiting, World, pack
 from rankwire.rendezvous.standalone import CoordinatorHost
 from rankwire.wire.frames import Channel, pack_header
 from rankwire.wire.handshake import (

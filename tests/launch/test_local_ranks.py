@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rankwire.launch.child import Child, World
+from rankwire.launch.child import Child, JobSettings
+from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.output import Output
-from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
 
-WORLD = World(2, "127.0.0.1:1", "job", b"x" * 32)
+WORLD = JobSettings(2, "127.0.0.1:1", "job", b"x" * 32)
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import wait_for
 from rankwire.rendezvous import coordinator as coordinator_module
-from rankwire.rendezvous.coordinator import Coordinator
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     Failed,
     Fallen,
@@ -30,6 +29,7 @@ from rankwire.rendezvous.messages import (
     pack,
     unpack,
 )
+from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id

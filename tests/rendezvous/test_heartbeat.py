@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankwire.rendezvous.control_messages import Patience
 from rankwire.rendezvous.heartbeat import Change, Judgement, Silence
-from rankwire.rendezvous.messages import Patience
 
 PATIENCE = Patience(5.0, 30.0)
 BEAT = PATIENCE.beat

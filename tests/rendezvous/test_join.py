@@ -22,8 +22,17 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import TcpAddress
+from rankwire.rendezvous.control_messages import (
+    Failed,
+    Gone,
+    Join,
+    Member,
+    Waiting,
+    World,
+    pack,
+    unpack,
+)
 from rankwire.rendezvous.join import join
-from rankwire.rendezvous.messages import Failed, Gone, Join, Member, Waiting, World, pack, unpack
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel, pack_header
 from rankwire.wire.handshake import (

@@ -49,7 +49,7 @@ from rankwire.links.dialer import authenticate
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spin import Spin, default_spin
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     SHORTEST_FAIL_AFTER,
     Fallen,

@@ -33,10 +33,10 @@ from rankwire.links.sockets import (
     listen_unix,
     start_listening,
 )
+from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.join import join
 from rankwire.rendezvous.membership import Audience, Membership
-from rankwire.rendezvous.messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
 from rankwire.wire.handshake import (

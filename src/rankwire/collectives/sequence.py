@@ -30,7 +30,7 @@ from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import NOTICE_TAG, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
 from rankwire.collectives.operation import Operation
-from rankwire.collectives.work import Work, Worker
+from rankwire.collectives.work import OperationThread, Work
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -82,7 +82,7 @@ class OperationSequence:
         self._asking: list[int] = []  # who wants the roll
         self._failures: dict[int, dict[int, Notice]] = {}  # by number, then by rank
         self._refused: dict[int, set[int]] = {}  # tags that others used for what was refused here
-        self._worker = Worker(f"rankwire-collectives-{backend.rank}")
+        self._worker = OperationThread(f"rankwire-collectives-{backend.rank}")
 
     @classmethod
     def of(cls, backend: Backend) -> OperationSequence:

@@ -22,7 +22,7 @@ from rankwire.backends import connect, schedulers, tracebacks
 from rankwire.rendezvous.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
-__all__ = ["Child", "Ending", "World"]
+__all__ = ["Child", "Ending", "JobSettings"]
 
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
 # Other ways to give a secret; the launcher's own must not have to compete with them.
@@ -30,7 +30,7 @@ _OTHER_SECRETS = ("RANKWIRE_SECRET", "RANKWIRE_SECRET_FILE")
 
 
 @dataclass(frozen=True)
-class World:
+class JobSettings:
     """What all ranks of a job have in common.
 
     Attributes:
@@ -100,7 +100,7 @@ class Child:
     def __init__(
         self,
         rank: int,
-        world: World,
+        world: JobSettings,
         command: Sequence[str],
         *,
         tls_dir: Path | None = None,

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
 from rankwire.launch.job import Job
+from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import STOPPING, Loop
 from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
-from rankwire.launch.ranks import LocalRanks
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.signals import collected_signals
 from rankwire.launch.strays import Strays

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rankwire.backends.tracebacks import folded
 from rankwire.launch.child import Ending
-from rankwire.rendezvous.messages import Gone
+from rankwire.rendezvous.control_messages import Gone
 
 __all__ = ["Failure", "blamed", "excerpt", "first_failure", "in_order_of_loss", "list_ranks"]
 

@@ -40,8 +40,7 @@ from rankwire.errors import (
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import TcpAddress
-from rankwire.rendezvous.heartbeat import Change, Silence
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     Beat,
     Failed,
@@ -58,6 +57,7 @@ from rankwire.rendezvous.messages import (
     pack,
     unpack,
 )
+from rankwire.rendezvous.heartbeat import Change, Silence
 from rankwire.rendezvous.reachability import call_back
 from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.runtime_dir import host_id

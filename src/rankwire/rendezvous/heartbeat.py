@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import NamedTuple
 
-from rankwire.rendezvous.messages import Patience
+from rankwire.rendezvous.control_messages import Patience
 
 __all__ = ["Change", "Judgement", "Silence"]
 

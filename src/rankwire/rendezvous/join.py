@@ -29,8 +29,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import UNPROTECTED, Policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
-from rankwire.rendezvous.coordinator import is_last_moment
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     Failed,
     Join,
@@ -42,6 +41,7 @@ from rankwire.rendezvous.messages import (
     pack,
     unpack,
 )
+from rankwire.rendezvous.coordinator import is_last_moment
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.sockets import TcpAddress, connect_tcp
-from rankwire.rendezvous.messages import Member
+from rankwire.rendezvous.control_messages import Member
 
 __all__ = ["call_back"]
 

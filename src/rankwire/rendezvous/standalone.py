@@ -22,9 +22,9 @@ from rankwire.links.sockets import (
     listen_tcp,
     start_listening,
 )
+from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Gone, Suspected, World
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.launchers import LAUNCH_JOB, MAX_LAUNCHER_NBYTES, LauncherLink
-from rankwire.rendezvous.messages import MAX_MEMBER_NBYTES, Gone, Suspected, World
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Seals

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwire.errors import InvalidMessageError
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
     MAX_MEMBER_NBYTES,
     Beat,
     Failed,

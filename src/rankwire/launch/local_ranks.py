@@ -25,7 +25,7 @@ from pathlib import Path
 from time import monotonic
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.child import Child, Ending, World
+from rankwire.launch.child import Child, Ending, JobSettings
 from rankwire.launch.memory import OomCounter
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
@@ -41,7 +41,7 @@ _POLL = 0.02
 _KILLING_ROUNDS = 10
 
 
-class _State(Enum):
+class _Phase(Enum):
     IDLE = auto()
     RUNNING = auto()
     STOPPING = auto()
@@ -90,11 +90,11 @@ class LocalRanks:
         self._tls_dir = tls_dir
         self._memory = OomCounter()
         self._children: list[Child] = []
-        self._state = _State.IDLE
+        self._phase = _Phase.IDLE
         self._kill_at = math.inf
         self._clear_until = math.inf
 
-    def start(self, world: World, first_rank: int) -> None:
+    def start(self, world: JobSettings, first_rank: int) -> None:
         """Start all ranks, numbered from ``first_rank``.
 
         Raises:
@@ -108,7 +108,7 @@ class LocalRanks:
         self.stopped, self.killed = [], []
         self.ranks = range(first_rank, first_rank + self.count)
         self._kill_at = math.inf
-        self._state = _State.RUNNING
+        self._phase = _Phase.RUNNING
         for rank in self.ranks:
             try:
                 with self._reaper.new_leash() as leash:
@@ -138,12 +138,12 @@ class LocalRanks:
     @property
     def is_over(self) -> bool:
         """Whether nothing runs any more."""
-        return self._state in (_State.IDLE, _State.OVER)
+        return self._phase in (_Phase.IDLE, _Phase.OVER)
 
     @property
     def wake_in(self) -> float:
         """Seconds after which ``look`` has something to do, whatever happens until then."""
-        if self._state is _State.CLEARING:
+        if self._phase is _Phase.CLEARING:
             return _POLL
         return self._kill_at - monotonic()
 
@@ -159,17 +159,17 @@ class LocalRanks:
         self._strays.collect(self._groups, self._reaper)
         if monotonic() >= self._kill_at:
             self.kill()
-        if self._state is not _State.CLEARING and not self.alive:
+        if self._phase is not _Phase.CLEARING and not self.alive:
             self._begin_clearing()
-        if self._state is _State.CLEARING:
+        if self._phase is _Phase.CLEARING:
             self._clear()
 
     def stop(self, number: int) -> None:
         """Ask all ranks to end, once."""
-        if self._state is not _State.RUNNING:
+        if self._phase is not _Phase.RUNNING:
             return
         self._check_children()  # who ended before this ended by itself
-        self._state = _State.STOPPING
+        self._phase = _Phase.STOPPING
         self._kill_at = monotonic() + self._grace
         for child in self._children:
             if child.ending is None:
@@ -178,7 +178,7 @@ class LocalRanks:
 
     def kill(self) -> None:
         """End all that is left, now."""
-        if self._state is _State.RUNNING:
+        if self._phase is _Phase.RUNNING:
             self.stop(signal.SIGTERM)
         self._kill_at = math.inf
         self._clear_until = -math.inf
@@ -207,13 +207,13 @@ class LocalRanks:
             ending = child.check()
             if ending is None:
                 continue
-            by_itself = self._state is _State.RUNNING
+            by_itself = self._phase is _Phase.RUNNING
             if by_itself and ending.signal == signal.SIGKILL and self._memory.has_grown():
                 ending = child.ending = replace(ending, is_oom=True)
             self.on_ended(child.rank, ending, by_itself)
 
     def _begin_clearing(self) -> None:
-        self._state = _State.CLEARING
+        self._phase = _Phase.CLEARING
         self._clear_until = monotonic() + self._grace if not self.killed else -math.inf
         number = signal.SIGKILL if self.killed else signal.SIGTERM
         for child in self._children:
@@ -234,4 +234,4 @@ class LocalRanks:
             self._reaper.forget(child.pid)
         self._output.take_rest()
         sweep_socket_files()  # a rank that was killed could not remove its own
-        self._state = _State.OVER
+        self._phase = _Phase.OVER
