@@ -10,21 +10,26 @@ TESTS = Path(__file__).parent
 # Vocabulary without behaviour of its own; shown by the tests of those who use it.
 WITHOUT_OWN_TEST = {
     "version", "__main__", "rpc/outgoing", "backends/calls", "backends/transport",
-    "testing/expecting",
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "testing/conformance/basic_checks": "conformance/test_conformance.py",
+    "testing/conformance/call_checks": "conformance/test_conformance.py",
+    "testing/conformance/collective_checks": "conformance/test_conformance.py",
+    "testing/conformance/concurrency_checks": "conformance/test_conformance.py",
+    "testing/conformance/group_checks": "conformance/test_conformance.py",
+    "testing/conformance/nested_call_checks": "conformance/test_conformance.py",
+    "testing/conformance/peer_checks": "conformance/test_conformance.py",
+    "testing/conformance/tools": "conformance/test_conformance.py",
     "fork": "faults/test_f_ending.py",
     "shutdown": "faults/test_f_ending.py",
     "backends/status": "conformance/test_conformance.py",
     "rendezvous/membership": "backends/test_control_plane.py",
     "rendezvous/reachability": "backends/test_tcp_formation.py",
-    "testing/conformance_peers": "conformance/test_conformance.py",
     "collectives/operation": "collectives/test_sequence.py",
     "backends/barrier": "conformance/test_conformance.py",
     "backends/tcp": "backends/test_tcp_backend.py",
     "backends/tcp_calls": "conformance/test_conformance.py",
-    "testing/conformance": "conformance/test_conformance.py",
     "launch/child": "launch/test_run.py",
     "launch/job": "launch/test_run.py",
     "launch/loop": "launch/test_run.py",
@@ -33,9 +38,6 @@ SHOWN_IN = {
     "backends/sub_agreement": "backends/test_sub.py",
     "backends/sub_calls": "backends/test_sub.py",
     "backends/simulated_network": "backends/test_simulated.py",
-    "testing/conformance_collectives": "conformance/test_conformance.py",
-    "testing/conformance_groups": "conformance/test_conformance.py",
-    "testing/conformance_rpc": "conformance/test_conformance.py",
     "rpc/messages": "rpc/test_rpc_messages.py",
     "rpc/nested": "conformance/test_conformance.py",
 }

@@ -1,8 +1,4 @@
-"""The conformance suite: what every backend must do, as plain functions.
-
-Each check takes a world maker, raises ``AssertionError``, and is named after the behaviour it
-shows. ``check_backend`` runs all of them; a test runner can run ``CHECKS`` one by one.
-"""
+"""The conformance checks about messages, time limits, barriers and ends."""
 
 from __future__ import annotations
 
@@ -21,58 +17,31 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
-from rankwire.testing.conformance_collectives import COLLECTIVE_CHECKS
-from rankwire.testing.conformance_groups import GROUP_CHECKS
-from rankwire.testing.conformance_peers import PEER_CHECKS
-from rankwire.testing.conformance_rpc import RPC_CHECKS
-from rankwire.testing.expecting import expect
+from rankwire.testing.conformance.tools import expect
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
-
-__all__ = ["CHECKS", "check_backend"]
-
-Check = Callable[[MakeWorld], None]
-
-
-def check_backend(make_world: MakeWorld) -> None:
-    """Run the whole suite.
-
-    Args:
-        make_world: Called as ``make_world(world_size, **options)``; gives the ranks' backends, all
-            in this process. It must accept the options ``timeout`` and ``max_message_nbytes``.
-
-    Raises:
-        AssertionError: A check failed; a note names it.
-    """
-    for name, check in CHECKS.items():
-        try:
-            check(make_world)
-        except BaseException as error:
-            error.add_note(f"in the conformance check {name!r}")
-            raise
-
 
 # -- who and where ---------------------------------------------------------------------------------
 
 
-def _ranks_count_from_zero(make_world: MakeWorld) -> None:
+def ranks_count_from_zero(make_world: MakeWorld) -> None:
     with make_world(3) as world:
         assert [backend.rank for backend in world] == [0, 1, 2]
         assert {backend.world_size for backend in world} == {3}
 
 
-def _a_world_of_one_works(make_world: MakeWorld) -> None:
+def a_world_of_one_works(make_world: MakeWorld) -> None:
     with make_world(1) as (alone,):
         assert (alone.rank, alone.world_size) == (0, 1)
         alone.barrier()
 
 
-def _a_world_of_none_is_refused(make_world: MakeWorld) -> None:
+def a_world_of_none_is_refused(make_world: MakeWorld) -> None:
     error = expect(InvalidWorldSizeError, lambda: make_world(0).__enter__())
     assert error.world_size == 0
 
 
-def _wrong_ranks_are_refused(make_world: MakeWorld) -> None:
+def wrong_ranks_are_refused(make_world: MakeWorld) -> None:
     with make_world(2) as (first, _):
         for wrong in (2, 5, -1):
             error = expect(InvalidRankError, partial(first.send, b"x", wrong))
@@ -80,7 +49,7 @@ def _wrong_ranks_are_refused(make_world: MakeWorld) -> None:
             expect(InvalidRankError, partial(first.recv, wrong))
 
 
-def _sending_to_oneself_is_refused(make_world: MakeWorld) -> None:
+def sending_to_oneself_is_refused(make_world: MakeWorld) -> None:
     with make_world(2) as (first, _):
         expect(SelfSendError, lambda: first.send(b"x", 0))
         expect(SelfSendError, lambda: first.recv(0))
@@ -89,7 +58,7 @@ def _sending_to_oneself_is_refused(make_world: MakeWorld) -> None:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _a_message_arrives_whole(make_world: MakeWorld) -> None:
+def a_message_arrives_whole(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         sender = threading.Thread(target=first.send, args=(bytes([1, 2, 3, 4]), 1))
         sender.start()
@@ -97,7 +66,7 @@ def _a_message_arrives_whole(make_world: MakeWorld) -> None:
         sender.join()
 
 
-def _messages_have_any_length(make_world: MakeWorld) -> None:
+def messages_have_any_length(make_world: MakeWorld) -> None:
     lengths = [0, 1, 7, 65503, 65504, 65505, 65536, 1_000_003]
     with make_world(2) as (first, second):
 
@@ -112,13 +81,13 @@ def _messages_have_any_length(make_world: MakeWorld) -> None:
         in_parallel([send, receive])
 
 
-def _pieces_arrive_as_one(make_world: MakeWorld) -> None:
+def pieces_arrive_as_one(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         first.send([b"one ", bytearray(b"message "), memoryview(b"in pieces")], 1)
         assert second.recv(0) == b"one message in pieces"
 
 
-def _messages_of_a_tag_keep_their_order(make_world: MakeWorld) -> None:
+def messages_of_a_tag_keep_their_order(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         for number in range(200):
             first.send(number.to_bytes(2), 1, tag=number % 2)
@@ -127,7 +96,7 @@ def _messages_of_a_tag_keep_their_order(make_world: MakeWorld) -> None:
             assert got == list(range(tag, 200, 2))
 
 
-def _the_sender_may_reuse_its_buffer(make_world: MakeWorld) -> None:
+def the_sender_may_reuse_its_buffer(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         for nbytes in (8, 50_000):
             buffer = bytearray(b"a" * nbytes)
@@ -136,7 +105,7 @@ def _the_sender_may_reuse_its_buffer(make_world: MakeWorld) -> None:
             assert second.recv(0) == b"a" * nbytes
 
 
-def _a_receiver_owns_its_message(make_world: MakeWorld) -> None:
+def a_receiver_owns_its_message(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         first.send(b"abc", 1)
         message = second.recv(0)
@@ -144,7 +113,7 @@ def _a_receiver_owns_its_message(make_world: MakeWorld) -> None:
         assert message == b"xbc"
 
 
-def _every_pair_talks_directly(make_world: MakeWorld) -> None:
+def every_pair_talks_directly(make_world: MakeWorld) -> None:
     with make_world(4) as world:
 
         def talk(rank: int) -> None:
@@ -157,7 +126,7 @@ def _every_pair_talks_directly(make_world: MakeWorld) -> None:
         in_parallel([partial(talk, rank) for rank in range(4)])
 
 
-def _a_waiting_receive_does_not_delay_a_send(make_world: MakeWorld) -> None:
+def a_waiting_receive_does_not_delay_a_send(make_world: MakeWorld) -> None:
     with make_world(2) as world:
 
         def serve(rank: int) -> None:
@@ -171,7 +140,7 @@ def _a_waiting_receive_does_not_delay_a_send(make_world: MakeWorld) -> None:
         in_parallel([partial(serve, rank) for rank in range(2)])
 
 
-def _too_large_a_message_is_refused_at_once(make_world: MakeWorld) -> None:
+def too_large_a_message_is_refused_at_once(make_world: MakeWorld) -> None:
     with make_world(2, max_message_nbytes=1000) as (first, second):
         error = expect(MessageTooLargeError, lambda: first.send(bytes(1001), 1))
         assert (error.nbytes, error.limit) == (1001, 1000)
@@ -182,7 +151,7 @@ def _too_large_a_message_is_refused_at_once(make_world: MakeWorld) -> None:
 # -- receiving into a buffer -----------------------------------------------------------------------
 
 
-def _a_message_is_received_into_a_buffer(make_world: MakeWorld) -> None:
+def a_message_is_received_into_a_buffer(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         first.send(b"abcd", 1)
         buffer = bytearray(b"\xff" * 4)
@@ -190,7 +159,7 @@ def _a_message_is_received_into_a_buffer(make_world: MakeWorld) -> None:
         assert buffer == b"abcd"
 
 
-def _a_mismatch_loses_nothing(make_world: MakeWorld) -> None:
+def a_mismatch_loses_nothing(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         first.send(bytes(16), 1)
         first.send(b"next", 1)
@@ -205,14 +174,14 @@ def _a_mismatch_loses_nothing(make_world: MakeWorld) -> None:
 # -- time limits -----------------------------------------------------------------------------------
 
 
-def _zero_polls(make_world: MakeWorld) -> None:
+def zero_polls(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         expect(DeadlineExceededError, lambda: second.recv(0, timeout=0))
         first.send(b"now", 1)
         assert _eventually(lambda: second.recv(0, timeout=0)) == b"now"
 
 
-def _a_time_limit_is_exact_and_harmless(make_world: MakeWorld) -> None:
+def a_time_limit_is_exact_and_harmless(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         begin = monotonic()
         error = expect(DeadlineExceededError, lambda: second.recv(0, tag=3, timeout=0.15))
@@ -223,7 +192,7 @@ def _a_time_limit_is_exact_and_harmless(make_world: MakeWorld) -> None:
         assert second.recv(0, tag=3) == b"late"
 
 
-def _a_second_receiver_has_its_own_limit(make_world: MakeWorld) -> None:
+def a_second_receiver_has_its_own_limit(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         other = threading.Thread(target=lambda: second.recv(0, tag=1))
         other.start()
@@ -236,7 +205,7 @@ def _a_second_receiver_has_its_own_limit(make_world: MakeWorld) -> None:
         assert not other.is_alive()
 
 
-def _a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
+def a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
     with make_world(2) as (first, _):
 
         def send_for_ever() -> None:
@@ -249,7 +218,7 @@ def _a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
 # -- barriers --------------------------------------------------------------------------------------
 
 
-def _nobody_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> None:
+def nobody_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> None:
     with make_world(4) as world:
         entered: list[int] = []
 
@@ -263,7 +232,7 @@ def _nobody_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> N
         in_parallel([partial(meet, rank) for rank in range(4)])
 
 
-def _a_barrier_names_the_missing(make_world: MakeWorld) -> None:
+def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
     with make_world(4) as world:
 
         def wait(rank: int) -> list[int]:
@@ -275,7 +244,7 @@ def _a_barrier_names_the_missing(make_world: MakeWorld) -> None:
         in_parallel([backend.barrier for backend in world])
 
 
-def _barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
+def barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
     with make_world(3) as world:
 
         def run(rank: int) -> None:
@@ -292,7 +261,7 @@ def _barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
 # -- threads and ends ------------------------------------------------------------------------------
 
 
-def _many_threads_each_get_their_own(make_world: MakeWorld) -> None:
+def many_threads_each_get_their_own(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
 
         def send(tag: int) -> None:
@@ -306,7 +275,7 @@ def _many_threads_each_get_their_own(make_world: MakeWorld) -> None:
         in_parallel([partial(do, tag) for tag in range(12) for do in (receive, send)])
 
 
-def _close_wakes_whoever_waits(make_world: MakeWorld) -> None:
+def close_wakes_whoever_waits(make_world: MakeWorld) -> None:
     with make_world(2) as (first, _):
         woken: list[RankwireError] = []
 
@@ -327,42 +296,6 @@ def _close_wakes_whoever_waits(make_world: MakeWorld) -> None:
         assert len(woken) == 3
         expect(ChannelClosedError, lambda: first.send(b"x", 1))
         expect(ChannelClosedError, lambda: first.recv(1))
-
-
-CHECKS: dict[str, Check] = {
-    check.__name__.lstrip("_"): check
-    for check in (
-        _ranks_count_from_zero,
-        _a_world_of_one_works,
-        _a_world_of_none_is_refused,
-        _wrong_ranks_are_refused,
-        _sending_to_oneself_is_refused,
-        _a_message_arrives_whole,
-        _messages_have_any_length,
-        _pieces_arrive_as_one,
-        _messages_of_a_tag_keep_their_order,
-        _the_sender_may_reuse_its_buffer,
-        _a_receiver_owns_its_message,
-        _every_pair_talks_directly,
-        _a_waiting_receive_does_not_delay_a_send,
-        _too_large_a_message_is_refused_at_once,
-        _a_message_is_received_into_a_buffer,
-        _a_mismatch_loses_nothing,
-        _zero_polls,
-        _a_time_limit_is_exact_and_harmless,
-        _a_second_receiver_has_its_own_limit,
-        _a_send_that_nobody_receives_ends_in_time,
-        _nobody_leaves_a_barrier_before_all_have_entered,
-        _a_barrier_names_the_missing,
-        _barriers_and_messages_never_mix,
-        _many_threads_each_get_their_own,
-        _close_wakes_whoever_waits,
-        *PEER_CHECKS,
-        *GROUP_CHECKS,
-        *COLLECTIVE_CHECKS,
-        *RPC_CHECKS,
-    )
-}
 
 
 def _eventually(receive: Callable[[], bytearray]) -> bytearray:

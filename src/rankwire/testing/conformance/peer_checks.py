@@ -9,10 +9,8 @@ from time import monotonic, sleep
 
 from rankwire.backends.base import Backend
 from rankwire.errors import ChannelClosedError, PeerLostError
-from rankwire.testing.expecting import expect
+from rankwire.testing.conformance.tools import expect
 from rankwire.testing.worlds import MakeWorld
-
-__all__ = ["PEER_CHECKS"]
 
 _PATIENCE = 10.0
 
@@ -31,7 +29,7 @@ def _until(condition: Callable[[], bool]) -> None:
         sleep(0.001)
 
 
-def _at_first_all_are_alive(make_world: MakeWorld) -> None:
+def at_first_all_are_alive(make_world: MakeWorld) -> None:
     with make_world(3) as world:
         for backend in world:
             assert backend.alive == (0, 1, 2)
@@ -41,7 +39,7 @@ def _at_first_all_are_alive(make_world: MakeWorld) -> None:
             assert sorted([*status.peers, backend.rank]) == [0, 1, 2]
 
 
-def _the_status_tells_what_is_waited_for(make_world: MakeWorld) -> None:
+def the_status_tells_what_is_waited_for(make_world: MakeWorld) -> None:
     with make_world(2, timeout=_PATIENCE) as (first, second):
         waiting = threading.Thread(target=partial(first.recv, 1, 5))
         waiting.start()
@@ -54,7 +52,7 @@ def _the_status_tells_what_is_waited_for(make_world: MakeWorld) -> None:
         assert first.status().waiting_on == []
 
 
-def _the_error_that_a_rank_falls_by_reaches_the_others(make_world: MakeWorld) -> None:
+def the_error_that_a_rank_falls_by_reaches_the_others(make_world: MakeWorld) -> None:
     with make_world(3, timeout=_PATIENCE) as world:
         told: list[PeerLostError] = []
         world[0].on_peer_lost(told.append)
@@ -66,7 +64,7 @@ def _the_error_that_a_rank_falls_by_reaches_the_others(make_world: MakeWorld) ->
             lost = expect(PeerLostError, partial(other.recv, 1))
             assert lost.peer == 1
             assert lost.reason == "it raised ValueError: bad batch"
-            assert "_the_error_that_a_rank_falls_by" in lost.remote_traceback
+            assert "the_error_that_a_rank_falls_by" in lost.remote_traceback
             _until(lambda other=other: other.alive == (0, 2))  # type: ignore[misc]
             assert other.status().peers[1].state == "lost"
         _until(lambda: [error.peer for error in told] == [1])
@@ -75,7 +73,7 @@ def _the_error_that_a_rank_falls_by_reaches_the_others(make_world: MakeWorld) ->
         _until(lambda: [error.peer for error in late] == [1])
 
 
-def _a_rank_that_leaves_is_not_lost(make_world: MakeWorld) -> None:
+def a_rank_that_leaves_is_not_lost(make_world: MakeWorld) -> None:
     with make_world(3, timeout=_PATIENCE) as world:
         told: list[PeerLostError] = []
         world[0].on_peer_lost(told.append)
@@ -84,11 +82,3 @@ def _a_rank_that_leaves_is_not_lost(make_world: MakeWorld) -> None:
         _until(lambda: world[0].alive == (0, 1))
         assert world[0].status().peers[2].state == "left"
         assert told == []
-
-
-PEER_CHECKS: tuple[Callable[[MakeWorld], None], ...] = (
-    _at_first_all_are_alive,
-    _the_status_tells_what_is_waited_for,
-    _the_error_that_a_rank_falls_by_reaches_the_others,
-    _a_rank_that_leaves_is_not_lost,
-)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from rankwire.backends.base import Backend
@@ -14,11 +14,9 @@ from rankwire.errors import (
     InvalidWorldSizeError,
     MembershipError,
 )
-from rankwire.testing.expecting import expect
+from rankwire.testing.conformance.tools import expect
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
-
-__all__ = ["GROUP_CHECKS"]
 
 
 def _groups(world: Sequence[Backend], members: Sequence[int]) -> list[SubBackend]:
@@ -26,7 +24,7 @@ def _groups(world: Sequence[Backend], members: Sequence[int]) -> list[SubBackend
     return in_parallel([partial(SubBackend, world[rank], members) for rank in sorted(set(members))])
 
 
-def _a_group_has_ranks_of_its_own(make_world: MakeWorld) -> None:
+def a_group_has_ranks_of_its_own(make_world: MakeWorld) -> None:
     with make_world(4) as world:
         first, second = _groups(world, [1, 3])
         assert (first.rank, first.world_size) == (0, 2)
@@ -34,13 +32,13 @@ def _a_group_has_ranks_of_its_own(make_world: MakeWorld) -> None:
         assert first.parent is world[1]
 
 
-def _members_are_sorted_and_counted_once(make_world: MakeWorld) -> None:
+def members_are_sorted_and_counted_once(make_world: MakeWorld) -> None:
     with make_world(4) as world:
         group = _groups(world, [3, 2, 0, 2, 3])[1]
         assert (list(group.members), group.rank, group.world_size) == ([0, 2, 3], 1, 3)
 
 
-def _wrong_members_are_refused(make_world: MakeWorld) -> None:
+def wrong_members_are_refused(make_world: MakeWorld) -> None:
     with make_world(4) as world:
         empty = expect(InvalidWorldSizeError, partial(SubBackend, world[0], []))
         assert empty.world_size == 0
@@ -50,7 +48,7 @@ def _wrong_members_are_refused(make_world: MakeWorld) -> None:
         assert stranger.invalid_rank == 0
 
 
-def _ranks_are_translated_both_ways(make_world: MakeWorld) -> None:
+def ranks_are_translated_both_ways(make_world: MakeWorld) -> None:
     with make_world(4) as world:
         group, _ = _groups(world, [0, 2])
         assert [group.to_global(rank) for rank in (0, 1)] == [0, 2]
@@ -59,7 +57,7 @@ def _ranks_are_translated_both_ways(make_world: MakeWorld) -> None:
             expect(InvalidRankError, partial(group.to_global, wrong))
 
 
-def _messages_go_through_the_parent(make_world: MakeWorld) -> None:
+def messages_go_through_the_parent(make_world: MakeWorld) -> None:
     with make_world(4) as world:
         first, second = _groups(world, [0, 2])
         first.send(bytes([9, 8, 7]), 1)
@@ -67,7 +65,7 @@ def _messages_go_through_the_parent(make_world: MakeWorld) -> None:
         expect(InvalidRankError, partial(first.send, b"x", 2))
 
 
-def _a_groups_barrier_is_its_own(make_world: MakeWorld) -> None:
+def a_groups_barrier_is_its_own(make_world: MakeWorld) -> None:
     with make_world(6) as world:
         groups = _groups(world, [0, 2, 4])
         in_parallel([group.barrier for group in groups])
@@ -75,7 +73,7 @@ def _a_groups_barrier_is_its_own(make_world: MakeWorld) -> None:
         assert late.waiting_for == [1, 2]
 
 
-def _overlapping_groups_and_their_parent_never_mix(make_world: MakeWorld) -> None:
+def overlapping_groups_and_their_parent_never_mix(make_world: MakeWorld) -> None:
     with make_world(3) as world:
         low, high = _groups(world, [0, 1]), _groups(world, [1, 2])
         everyone = _groups(world, [0, 1, 2])
@@ -102,7 +100,7 @@ def _overlapping_groups_and_their_parent_never_mix(make_world: MakeWorld) -> Non
         )
 
 
-def _members_that_disagree_are_told(make_world: MakeWorld) -> None:
+def members_that_disagree_are_told(make_world: MakeWorld) -> None:
     with make_world(3) as world:
 
         def disagree(rank: int, members: list[int]) -> MembershipError:
@@ -112,30 +110,16 @@ def _members_that_disagree_are_told(make_world: MakeWorld) -> None:
         assert all("[0, 1]" in error.message for error in errors)
 
 
-def _a_member_that_does_not_come_is_named(make_world: MakeWorld) -> None:
+def a_member_that_does_not_come_is_named(make_world: MakeWorld) -> None:
     with make_world(3) as world:
         late = expect(DeadlineExceededError, partial(SubBackend, world[0], [0, 1, 2], timeout=0.2))
         assert late.waiting_for == [1, 2]
 
 
-def _leaving_a_group_leaves_the_parent_alone(make_world: MakeWorld) -> None:
+def leaving_a_group_leaves_the_parent_alone(make_world: MakeWorld) -> None:
     with make_world(2) as world:
         groups = _groups(world, [0, 1])
         groups[0].close()
         expect(ChannelClosedError, partial(groups[0].send, b"x", 1))
         world[0].send(b"still here", 1)
         assert world[1].recv(0) == b"still here"
-
-
-GROUP_CHECKS: tuple[Callable[[MakeWorld], None], ...] = (
-    _a_group_has_ranks_of_its_own,
-    _members_are_sorted_and_counted_once,
-    _wrong_members_are_refused,
-    _ranks_are_translated_both_ways,
-    _messages_go_through_the_parent,
-    _a_groups_barrier_is_its_own,
-    _overlapping_groups_and_their_parent_never_mix,
-    _members_that_disagree_are_told,
-    _a_member_that_does_not_come_is_named,
-    _leaving_a_group_leaves_the_parent_alone,
-)
