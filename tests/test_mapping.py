@@ -13,6 +13,11 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "links/borrower": "links/test_single_copy.py",
+    "links/lender": "links/test_single_copy.py",
+    "links/process_memory": "links/test_single_copy.py",
+    "codec/values": "codec/test_writer.py",
+    "codec/reader": "codec/test_codec.py",
     "testing/conformance/basic_checks": "conformance/test_conformance.py",
     "testing/conformance/call_checks": "conformance/test_conformance.py",
     "testing/conformance/collective_checks": "conformance/test_conformance.py",

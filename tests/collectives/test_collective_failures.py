@@ -599,15 +599,15 @@ def test_a_process_is_killed_while_large_arrays_travel(transport, operation):
 
 SLOW_READER = """
 import time
-from rankwire.links import single_copy
-pull = single_copy.Borrowed._pull
+from rankwire.links import borrower
+pull = borrower.Borrowed._pull
 reading = []
 def slowly(self, start, view):
     reading.append(start)
     if len(reading) == 2:
         time.sleep(0.3)
     pull(self, start, view)
-single_copy.Borrowed._pull = slowly
+borrower.Borrowed._pull = slowly
 """
 
 

@@ -40,7 +40,7 @@ from rankwire.errors import (
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.single_copy import Lent
+from rankwire.links.lender import Lent
 from rankwire.links.spin import Spin
 from rankwire.wire.frames import Buffer, Channel
 from rankwire.wire.handshake import Purpose

@@ -66,20 +66,22 @@ _NO_KEY: list[None] = []
 _unpack = msgspec.msgpack.decode
 
 _MAP16, _MAP32 = 0xDE, 0xDF
-# Tokens of a fixed length, frequent ones first; fixmap is among them.
-_SHORT_TOKENS = re.compile(
-    rb"(?:(?:\xcb.{8})++|[\x00-\xa0\xc0\xc2\xc3\xe0-\xff]|[\xca\xce\xd2\xdd].{4}"
-    rb"|[\xcd\xd1\xd4\xdc]..|[\xcc\xd0].|[\xcf\xd3].{8}|\xd5.{3}|\xd6.{5}|\xd7.{9}|\xd8.{17}|"
-    + b"|".join(b"%c.{%d}" % (0xA0 + nbytes, nbytes) for nbytes in range(1, 32))
-    + rb")*+",
-    re.DOTALL,
-)
-# One token of a fixed length, frequent ones first.
-_SHORT_TOKEN = (
-    rb"(?:[\x00-\xa0\xc0\xc2\xc3\xe0-\xff]|\xcb.{8}|[\xca\xce\xd2\xdd\xdf].{4}"
-    rb"|[\xcd\xd1\xd4\xdc\xde]..|[\xcc\xd0].|[\xcf\xd3].{8}|\xd5.{3}|\xd6.{5}|\xd7.{9}|\xd8.{17}|"
+# Tokens of a fixed length, frequent ones first; fixmap is among them. First without
+# longer maps.
+_RARE_TOKENS = (
+    rb"|[\xcc\xd0].|[\xcf\xd3].{8}|\xd5.{3}|\xd6.{5}|\xd7.{9}|\xd8.{17}|"
     + b"|".join(b"%c.{%d}" % (0xA0 + nbytes, nbytes) for nbytes in range(1, 32))
     + rb")"
+)
+_SHORT_TOKENS = re.compile(
+    rb"(?:(?:\xcb.{8})++|[\x00-\xa0\xc0\xc2\xc3\xe0-\xff]|[\xca\xce\xd2\xdd].{4}|[\xcd\xd1\xd4\xdc].."
+    + _RARE_TOKENS
+    + b"*+",
+    re.DOTALL,
+)
+_SHORT_TOKEN = (
+    rb"(?:[\x00-\xa0\xc0\xc2\xc3\xe0-\xff]|\xcb.{8}|[\xca\xce\xd2\xdd\xdf].{4}|[\xcd\xd1\xd4\xdc\xde].."
+    + _RARE_TOKENS
 )
 # So many at once cost 30 ns each, as decoding does; the rest of a run is counted one by one.
 _BLOCK = 4096
@@ -118,9 +120,7 @@ class ItemCount:
                 self._count += len(_each_token.findall(body, position, match.end()))
                 position = match.end()
             elif body[position] in _LONG_TOKENS:
-                width, besides = _LONG_TOKENS[body[position]]
-                nbytes = int.from_bytes(body[position + 1 : position + 1 + width], "big")
-                position += 1 + width + besides + nbytes
+                position = _skip_long_token(body, position)
                 self._count += 1
             else:
                 return  # cut off, or no token of msgpack: the decoder says so
@@ -245,12 +245,9 @@ def refuse_wide_maps(body: memoryview) -> None:
         return
     position = 0
     while (position := _skip_short_tokens(body, position)) < len(body):
-        token = body[position]
-        if token not in _LONG_TOKENS:
+        if body[position] not in _LONG_TOKENS:
             raise InvalidMessageError(f"a native map of more than {MAX_NATIVE_MAP}, or no msgpack")
-        width, besides = _LONG_TOKENS[token]
-        nbytes = int.from_bytes(body[position + 1 : position + 1 + width], "big")
-        position += 1 + width + besides + nbytes
+        position = _skip_long_token(body, position)
 
 
 def refuse_extensions_as_keys(body: memoryview) -> None:
@@ -266,6 +263,12 @@ def refuse_extensions_as_keys(body: memoryview) -> None:
 
 def _unhashable(code: int, body: memoryview) -> list[None]:
     return _NO_KEY
+
+
+def _skip_long_token(body: memoryview, position: int) -> int:
+    width, besides = _LONG_TOKENS[body[position]]
+    nbytes = int.from_bytes(body[position + 1 : position + 1 + width], "big")
+    return position + 1 + width + besides + nbytes
 
 
 def _skip_short_tokens(body: memoryview, position: int) -> int:

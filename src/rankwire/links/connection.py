@@ -41,7 +41,9 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import guard
-from rankwire.links.single_copy import Borrowed, Lent, Meanwhile, lend, probe
+from rankwire.links.borrower import Borrowed
+from rankwire.links.lender import Lent, Meanwhile, lend
+from rankwire.links.process_memory import probe
 from rankwire.links.sockets import wait_for, wait_patiently
 from rankwire.links.spin import Spin
 from rankwire.links.tcp_info import Unanswered, unsent_nbytes

@@ -37,8 +37,8 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import guard
+from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
-from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Frame, Payload
 from rankwire.wire.mailbox import Key, Mailbox, Receive, pop_first
 

@@ -17,7 +17,8 @@ import pytest
 from msgspec.msgpack import Ext
 
 from rankwire.codec.classes import ClassTable
-from rankwire.codec.values import ALWAYS_PLAIN, PLAIN, Refusal, Writer, is_flat
+from rankwire.codec.values import ALWAYS_PLAIN, PLAIN, is_flat
+from rankwire.codec.writer import Refusal, Writer
 
 
 @dataclasses.dataclass
