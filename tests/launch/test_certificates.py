@@ -10,7 +10,7 @@ import pytest
 from rankwire.errors import ConfigurationError
 from rankwire.launch.certificates import make_certificates
 from rankwire.links.security import files_of
-from rankwire.links.tls import TlsContexts
+from rankwire.links.tls_contexts import TlsContexts
 
 x509 = pytest.importorskip("cryptography.x509")
 

@@ -789,7 +789,7 @@ def test_a_rank_gets_in_through_tls_while_strangers_hold_on(tls_door):
     for sock in halfway:
         sock.sendall(b"\x16\x03\x01\x02\x00\x01")  # a record that never ends
     stream = knock_inside_tls(door, policy, AT_ONCE)
-    assert stream._tls.version() == "TLSv1.3"
+    assert stream.session.version() == "TLSv1.3"
     assert eventually(lambda: len(door.house.entered)) == 1
     assert door.strangers == len(silent) + len(halfway), "each costs a slot, and no more"
 

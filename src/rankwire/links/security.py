@@ -23,7 +23,8 @@ from rankwire.links.sockets import TcpAddress, is_loopback_connection
 from rankwire.wire.seals import Protection
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream, TlsContexts
+    from rankwire.links.tls import Stream
+    from rankwire.links.tls_contexts import TlsContexts
 
 __all__ = [
     "UNPROTECTED",
@@ -130,7 +131,7 @@ class Policy:
     ) -> socket.socket | Stream:
         """Put TLS around a socket that this end has connected, where the policy wants it.
 
-        Raises as ``tls.TlsContexts.dial`` does.
+        Raises as ``TlsContexts.dial`` does.
         """
         if self.tls is None or sock.family == socket.AF_UNIX:
             return sock
@@ -178,7 +179,9 @@ def choose_policy(
         raise ConfigurationError(f'tls= is given, but security="{security}" does not use it')
     full_mac = integrity == "mac"
     if tls is not None:
-        from rankwire.links.tls import TlsContexts  # most jobs do without, and it loads ssl
+        from rankwire.links.tls_contexts import (
+            TlsContexts,  # most jobs do without, and it loads ssl
+        )
 
         return Policy("tls", tls=TlsContexts(tls))
     if security == "tls":
