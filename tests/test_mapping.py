@@ -13,6 +13,7 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "collectives/targets": "collectives/test_operations.py",
     "links/tls_contexts": "links/test_tls.py",
     "links/borrower": "links/test_single_copy.py",
     "links/lender": "links/test_single_copy.py",
