@@ -29,7 +29,7 @@ from sums import (
 
 import rankwire
 from rankwire.backends.sub import SubBackend
-from rankwire.collectives import operations, selection
+from rankwire.collectives import selection
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveMismatchError,

@@ -247,10 +247,11 @@ class Operation:
             raise CollectiveAbortedError(
                 rank, f"collective number {theirs.epoch - 1} of this group, which went well here"
             )
-        if operations.is_ahead(src, self._number):
+        later = operations.later_words_of(src, self._number)
+        if later is not None:
             # What it sent for this one came before it said so, and has been looked for since.
             if self._ahead == src:
-                now = f"it is done with that number and in {operations.words_of(src)}"
+                now = f"it is done with that number and in {later}"
                 raise self._mismatch(src, f"something else on rank {src}: {now}")
             self._ahead = src
         self._convening.look()

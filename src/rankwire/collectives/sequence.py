@@ -65,12 +65,14 @@ class OperationSequence:
 
     Attributes:
         backend: The group.
+        others: All its ranks but this one.
         epoch: The number after the last operation that has failed here.
         turn: The number of the one that may run.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
         self._lock = threading.Lock()
@@ -171,12 +173,6 @@ class OperationSequence:
             )
 
     # -- notices -----------------------------------------------------------------------------------
-
-    @property
-    def others(self) -> list[int]:
-        """All ranks but this one."""
-        rank = self.backend.rank
-        return [other for other in range(self.backend.world_size) if other != rank]
 
     def tell(self, notice: Notice, ranks: Sequence[int] | None = None) -> list[int]:
         """Tell all others, or some of them, if they take it at once; return those that do not."""
@@ -308,18 +304,8 @@ class OperationSequence:
         """
         error = self._failure_of(sequence)
         if isinstance(error, PeerLostError | CollectiveAbortedError):
-            error.root = self._root_of(error.peer)
+            error.root = _root_of(self.backend, error.peer)
         return error
-
-    def _root_of(self, peer: int | None) -> int | None:
-        """Return whose failure it is that a peer has failed; asks the backend, without the lock."""
-        backend = self.backend
-        if peer is None or peer == backend.rank or not 0 <= peer < backend.world_size:
-            return None
-        known = backend.failure_of(peer)
-        if known is not None and known.root is not None:
-            return known.root
-        return backend.world_rank_of(peer)
 
     def _failure_of(self, sequence: int) -> RankwireError | None:
         with self._lock:
@@ -376,15 +362,14 @@ class OperationSequence:
                         return src, notice
         return None
 
-    def is_ahead(self, rank: int, sequence: int) -> bool:
-        """Whether a rank has said that it is in a later operation, and so is done with this one."""
-        with self._lock:
-            return rank in self._waiting and self._waiting[rank].sequence > sequence
+    def later_words_of(self, rank: int, sequence: int) -> str | None:
+        """Return what a rank says it is in, if that is a later operation and it is done with this.
 
-    def words_of(self, rank: int) -> str:
-        """Return what a rank has last said it is in."""
+        None if it has not said so.
+        """
         with self._lock:
-            return self._waiting[rank].description
+            notice = self._waiting.get(rank)
+            return notice.description if notice is not None and notice.sequence > sequence else None
 
     def absent(self, sequence: int) -> list[int]:
         """Return the ranks that have not said that they came to this operation or a later one."""
@@ -394,6 +379,16 @@ class OperationSequence:
                 for rank in self.others
                 if rank not in self._waiting or self._waiting[rank].sequence < sequence
             ]
+
+
+def _root_of(backend: Backend, peer: int | None) -> int | None:
+    """Return whose failure it is that a peer has failed. Not under the lock of a sequence."""
+    if peer is None or peer == backend.rank or not 0 <= peer < backend.world_size:
+        return None
+    known = backend.failure_of(peer)
+    if known is not None and known.root is not None:
+        return known.root
+    return backend.world_rank_of(peer)
 
 
 _making = threading.Lock()
