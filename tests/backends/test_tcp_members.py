@@ -24,13 +24,22 @@ from rankwire.errors import (
     OverloadedError,
     PeerLostError,
 )
-from rankwire.launch.certificates import files_of, make_certificates
-from rankwire.links.dialing import authenticate
-from rankwire.links.protection import choose_policy
+from rankwire.launch.certificates import make_certificates
+from rankwire.links.dialer import authenticate
+from rankwire.links.security import choose_policy, files_of
 from rankwire.links.sockets import TcpAddress, connect_tcp
-from rankwire.rendezvous.hosting import CoordinatorHost
+from rankwire.rendezvous.control_messages import (
+    Beat,
+    Failed,
+    Fallen,
+    Gone,
+    Suspected,
+    Waiting,
+    World,
+    pack,
+)
 from rankwire.rendezvous.launchers import LAUNCH_JOB
-from rankwire.rendezvous.messages import Beat, Failed, Fallen, Gone, Suspected, Waiting, World, pack
+from rankwire.rendezvous.standalone import CoordinatorHost
 from rankwire.wire.frames import Channel, pack_header
 from rankwire.wire.handshake import (
     HELLO_NBYTES,

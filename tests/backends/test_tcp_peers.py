@@ -16,7 +16,7 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import wait_for
-from rankwire.rendezvous.messages import Member
+from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Receive
 from worlds import PATIENCE, Running, eventually

@@ -25,9 +25,9 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
-from rankwire.launch.certificates import files_of, make_certificates
-from rankwire.links.dialing import authenticate
-from rankwire.links.protection import choose_policy
+from rankwire.launch.certificates import make_certificates
+from rankwire.links.dialer import authenticate
+from rankwire.links.security import choose_policy, files_of
 from rankwire.links.sockets import TcpAddress, connect_tcp, listen_tcp
 from rankwire.wire.frames import HEADER_NBYTES, SEAL_NBYTES, Channel, pack_header
 from rankwire.wire.handshake import (

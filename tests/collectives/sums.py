@@ -10,7 +10,7 @@ import numpy as np
 import rankwire
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.collectives.fingerprints import NOTICE_TAG
-from rankwire.collectives.team import Team
+from rankwire.collectives.sequence import OperationSequence
 from rankwire.testing import in_parallel, run_ranks
 
 UFUNCS = {
@@ -194,7 +194,9 @@ def run_algorithm(
     """Run ``algorithm(x)`` on all ranks; return the results, and what each rank sent."""
 
     def each(backend: CountingBackend) -> Any:
-        return Team.of(backend).call("test", lambda: ("test()", algorithm, False, None))
+        return OperationSequence.of(backend).call(
+            "test", lambda: ("test()", algorithm, False, None)
+        )
 
     with counting_world(world_size, **options) as world:
         results = on_all(world, each)

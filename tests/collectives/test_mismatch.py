@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rankwire
-from rankwire.collectives.team import Team
+from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, RankwireError
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import Channel
@@ -771,5 +771,5 @@ def test_the_mutations_do_and_do_not_change_lists():
 def test_one_team_a_backend():
     """Whoever asks first; otherwise operations of one rank would have two numberings."""
     with simulated_world(1) as (alone,):
-        teams = in_parallel([partial(Team.of, alone)] * 16)
-        assert len(set(map(id, teams))) == 1
+        sequences = in_parallel([partial(OperationSequence.of, alone)] * 16)
+        assert len(set(map(id, sequences))) == 1

@@ -21,7 +21,7 @@ from rankwire.wire.frames import Channel, pack_header
 PRIME = sys.hash_info.modulus  # ints that differ by a multiple of it have the same hash
 _pack = msgspec.msgpack.Encoder().encode
 
-# The codes of extensions, as in wire/scalars.py and wire/extensions.py.
+# The codes of extensions, as in codec/scalars.py and codec/values.py.
 _INT, _COMPLEX, _TIMEDELTA = 1, 2, 6
 _TUPLE, _SET, _FROZENSET, _DICT = 10, 11, 12, 13
 _ENUM, _RECORD, _ARRAY, _NUMPY_SCALAR = 30, 31, 40, 41

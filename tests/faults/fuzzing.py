@@ -31,11 +31,11 @@ import numpy as np
 from faults.adversary import Adversary
 from faults.mutator import Mutator
 from rankwire import errors
+from rankwire.codec.codec import Codec
 from rankwire.collectives import notices
-from rankwire.rendezvous import messages as control
+from rankwire.rendezvous import control_messages as control
 from rankwire.rpc import messages as rpc
 from rankwire.wire.array_messages import pack_array, unpack_head
-from rankwire.wire.codec import Codec
 from rankwire.wire.frames import LOAN, Channel, FrameParser, pack_header
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,

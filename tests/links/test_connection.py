@@ -24,8 +24,9 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links import connection as connection_module
+from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
-from rankwire.links.single_copy import Borrowed, lend
+from rankwire.links.lender import lend
 from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel, pack_header
 from rankwire.wire.loans import LoanRefusedError, LoanRevokedError, pack_loan, whole_of
 from rankwire.wire.seals import Protection, make_seals

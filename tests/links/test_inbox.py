@@ -18,9 +18,9 @@ from rankwire.errors import (
     ProtocolError,
     SizeMismatchError,
 )
+from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox, Receive

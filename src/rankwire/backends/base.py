@@ -15,11 +15,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rankwire.backends.barrier import meet
 from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
-from rankwire.backends.meeting import meet
 from rankwire.backends.payloads import check_out, copy_into, share_memory, to_array
 from rankwire.backends.status import WorldStatus
 from rankwire.backends.transport import Offer, Transport
+from rankwire.codec.references import holds_references
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -31,7 +32,7 @@ from rankwire.errors import (
     RankwireError,
     SelfSendError,
 )
-from rankwire.forking import disown, guard
+from rankwire.fork import disown, guard
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import (
     DEFAULT_MAX_MESSAGE_NBYTES,
@@ -41,7 +42,6 @@ from rankwire.wire.frames import (
     Payload,
 )
 from rankwire.wire.loans import LoanRevokedError, whole_of
-from rankwire.wire.references import holds_references
 
 __all__ = ["DEFAULT_TIMEOUT", "Backend", "Sendable"]
 
@@ -87,7 +87,7 @@ class Backend(Transport):
         self.world_size = operator.index(world_size)
         self.timeout = Deadline(timeout).limit
         self.max_message_nbytes = max_message_nbytes
-        self.team: Any = None  # what the collectives keep about this group; theirs alone
+        self.operations: Any = None  # what the collectives keep about this group; theirs alone
         self._events = PeerEvents()
         self._barriers = itertools.count()
         self._barrier_lock = threading.Lock()

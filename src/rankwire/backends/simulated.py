@@ -19,7 +19,7 @@ from functools import partial
 from typing import Self
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend, check_world
-from rankwire.backends.falling import fall_by
+from rankwire.backends.exit_report import fall_by
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.simulated_calls import SimulatedCallPort, Switchboard
 from rankwire.backends.simulated_lanes import Inbox, Wanted

@@ -21,7 +21,7 @@ import msgspec
 from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
-from rankwire.forking import renew_in_child
+from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 

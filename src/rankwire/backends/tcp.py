@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
 from rankwire.backends.blame import Losses
-from rankwire.backends.ending import close_at_exit
-from rankwire.backends.falling import fall_by
+from rankwire.backends.exit_report import fall_by
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
 from rankwire.backends.tcp_calls import TcpCallPort
@@ -46,12 +45,11 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.dialing import authenticate
-from rankwire.links.protection import Integrity, Security, Tls, choose_policy
+from rankwire.links.dialer import authenticate
+from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
-from rankwire.links.spinning import Spin, default_spin
-from rankwire.rendezvous.host import has_removed, remove_socket_file
-from rankwire.rendezvous.messages import (
+from rankwire.links.spin import Spin, default_spin
+from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     SHORTEST_FAIL_AFTER,
     Fallen,
@@ -60,6 +58,8 @@ from rankwire.rendezvous.messages import (
     Suspected,
     World,
 )
+from rankwire.rendezvous.runtime_dir import has_removed, remove_socket_file
+from rankwire.shutdown import close_at_exit
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive

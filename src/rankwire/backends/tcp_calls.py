@@ -37,11 +37,11 @@ from rankwire.errors import (
     ForkedProcessError,
     RankwireError,
 )
-from rankwire.forking import guard
+from rankwire.fork import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.single_copy import Lent
-from rankwire.links.spinning import Spin
+from rankwire.links.lender import Lent
+from rankwire.links.spin import Spin
 from rankwire.wire.frames import Buffer, Channel
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.loans import LoanRefusedError, whole_of

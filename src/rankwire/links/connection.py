@@ -40,11 +40,14 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
-from rankwire.forking import guard
-from rankwire.links.kernel_view import Unanswered, unsent_nbytes
-from rankwire.links.single_copy import Borrowed, Lent, Meanwhile, lend, probe
+from rankwire.fork import guard
+from rankwire.links.borrower import Borrowed
+from rankwire.links.lender import Lent, Meanwhile, lend
+from rankwire.links.process_memory import probe
 from rankwire.links.sockets import wait_for, wait_patiently
-from rankwire.links.spinning import Spin
+from rankwire.links.spin import Spin
+from rankwire.links.tcp_info import Unanswered, unsent_nbytes
+from rankwire.texts import MAX_REASON, one_line
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     LOAN,
@@ -59,7 +62,6 @@ from rankwire.wire.frames import (
 )
 from rankwire.wire.loans import LoanRefusedError, unpack_loan, whole_of
 from rankwire.wire.seals import Seals
-from rankwire.wire.texts import MAX_REASON, one_line
 
 if TYPE_CHECKING:
     from rankwire.links.tls import Stream

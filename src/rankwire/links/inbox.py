@@ -36,9 +36,9 @@ from rankwire.errors import (
     ForkedProcessError,
     RankwireError,
 )
-from rankwire.forking import guard
+from rankwire.fork import guard
+from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
-from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.mailbox import Mailbox, Receive, pop_first
 

@@ -23,13 +23,13 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
-from rankwire.links.protection import Policy
+from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
+from rankwire.links.security import Policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
-from rankwire.rendezvous.messages import CONTROL
+from rankwire.rendezvous.control_messages import CONTROL
+from rankwire.texts import one_line, printable
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.loans import whole_of
-from rankwire.wire.texts import one_line, printable
 
 __all__ = [
     "LAUNCH_JOB",
