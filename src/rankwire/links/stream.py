@@ -19,8 +19,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rankwire.links.kernel_view import tcp_info, unsent_nbytes
 from rankwire.links.sockets import wait_for
+from rankwire.links.tcp_info import tcp_info, unsent_nbytes
 from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer
 
 __all__ = ["DescriptorStream", "SocketStream", "Stream", "stream_of"]
