@@ -44,7 +44,8 @@ BACKEND_INTERFACE = {
 }  # all that the layers above know of backends
 PURE = {"texts", "codec", "wire"}
 ABOVE_LINKS = {"rendezvous", "backends", "rpc", "collectives", "mesh"}
-BESIDE_LINKS = {"handover.py"}  # a pipe to a child process, not between ranks
+# A pipe to a child process; names of hosts.
+BESIDE_LINKS = {"handover.py", "rank_zero.py"}
 IMPURE_MODULES = {
     "socket", "ssl", "select", "selectors", "threading", "asyncio", "time", "os", "subprocess",
     "logging", "multiprocessing", "signal", "pathlib", "tempfile", "io", "ctypes", "mmap", "fcntl",
