@@ -35,6 +35,7 @@ SHOWN_IN = {
     "rendezvous/reachability": "backends/test_tcp_formation.py",
     "collectives/operation": "collectives/test_sequence.py",
     "backends/barrier": "conformance/test_conformance.py",
+    "backends/mesh": "backends/test_tcp_backend.py",
     "backends/tcp": "backends/test_tcp_backend.py",
     "backends/tcp_calls": "conformance/test_conformance.py",
     "launch/child": "launch/test_run.py",

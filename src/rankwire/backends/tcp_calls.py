@@ -46,7 +46,7 @@ from rankwire.wire.loans import LoanRefusedError, whole_of
 from rankwire.wire.mailbox import Mailbox, Receive
 
 if TYPE_CHECKING:
-    from rankwire.backends.tcp import TcpBackend
+    from rankwire.backends.mesh import Mesh
 
 __all__ = ["TcpCallPort"]
 
@@ -70,7 +70,7 @@ class TcpCallPort(CallPort):
         service: Which agent this is for.
     """
 
-    def __init__(self, backend: TcpBackend, service: int) -> None:
+    def __init__(self, backend: Mesh, service: int) -> None:
         self.service = service
         self._backend = backend
         self._lock = threading.Lock()
