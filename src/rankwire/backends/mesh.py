@@ -118,6 +118,9 @@ class Mesh(Backend):
         The connection's send lock is held.
         """
 
+    def tell_leaving(self) -> None:
+        """Note that this rank leaves in good order; its farewells follow. Here: they will do."""
+
     @abstractmethod
     def tell_fall(self, fall: Fall) -> None:
         """Tell the others by which error this rank leaves, before they see a connection end."""
@@ -424,7 +427,9 @@ class Mesh(Backend):
                 port.shut_down(cause)
             patience = Deadline(_FAREWELL_PATIENCE)
             fall = fall_by(error, first_lost=self._losses.first)
-            if fall is not None:  # first of all, before anyone sees a connection end
+            if fall is None:
+                self.tell_leaving()
+            else:  # first of all, before anyone sees a connection end
                 for peer in list(self._peers.values()):
                     peer.turn_away(cause)
                 self.tell_fall(fall)

@@ -500,7 +500,7 @@ class TcpCallPort(CallPort):
             if self._closed is None:
                 self._poller.wake()
 
-    def shut_down(self, cause: ChannelClosedError) -> None:
+    def shut_down(self, cause: RankwireError) -> None:
         """End every wait and ``poll`` with ``cause``, because the backend closes.
 
         Nobody is told: that is the backend's business. It calls ``close`` afterwards.

@@ -55,6 +55,7 @@ __all__ = [
     "Payload",
     "is_farewell",
     "pack_header",
+    "unpack_size",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -123,6 +124,12 @@ def pack_header(envelope: Envelope, nbytes: int, sequence: int) -> bytes:
     """Return the header of a payload of ``nbytes``; the mirror of what ``FrameParser`` reads."""
     group, channel, tag = envelope
     return _HEADER.pack(channel, sequence & _SEQUENCE_MASK, group, tag, nbytes)
+
+
+def unpack_size(header: bytes) -> tuple[int, int]:
+    """Return the channel of a header, without its flags, and the length of the payload."""
+    word, _, _, _, nbytes = _HEADER.unpack(header)
+    return word & 0xFF, nbytes
 
 
 def is_farewell(tail: bytes) -> bool:
