@@ -177,6 +177,8 @@ class Network:
     # -- what befalls messages ---------------------------------------------------------------------
 
     def _course(self, src: int, dst: int, kind: str) -> Course | None:
+        if not self._faults.touches_messages:
+            return None
         with self._lock:  # a stream that is opened again goes on where the last one stopped
             if (src, dst, kind) not in self._delays:
                 self._delays[src, dst, kind] = self._faults.delays(src, dst, kind)
