@@ -529,14 +529,14 @@ def test_cancels_and_ends_are_translated(make_world):
     ports[1].cancel(2, 1)
     ports[1].close()
     world[0].network.kill(3)
-    events = poll(ports[2])
-    assert [(type(event), event.src) for event in events] == [
-        (IncomingCall, 1),
-        (IncomingCall, 0),
-        (CallCancelled, 1),
-        (CallerGone, 1),
-        (CallerGone, 0),
-    ]
+    events = []
+    while len(events) < 5:
+        events += poll(ports[2])
+    kinds = {src: [type(event) for event in events if event.src == src] for src in (0, 1)}
+    assert kinds == {
+        0: [IncomingCall, CallerGone],
+        1: [IncomingCall, CallCancelled, CallerGone],
+    }
 
 
 def test_errors_of_calls_name_ranks_of_the_group(make_world):
@@ -561,17 +561,23 @@ def test_errors_of_calls_name_ranks_of_the_group(make_world):
         call(caller, 2, 4)
 
 
+def poll_for_ever(port):
+    while True:
+        port.poll(Deadline(LATER))
+
+
 def test_closing_a_group_closes_its_ports(make_world, pool):
     group = make_group(make_world(3), [0, 2])
     caller, callee = (view.open_calls(1) for view in group)
     receive = call(caller, 1, 1)
     waiting = [
         pool.submit(caller.wait, 1, receive, Deadline(LATER)),
-        pool.submit(caller.poll, Deadline(LATER)),
+        pool.submit(poll_for_ever, caller),
     ]
     sleep(0.02)
     group[0].close()
     assert [type(future.exception(SOON)) for future in waiting] == [ChannelClosedError] * 2
-    assert [type(event) for event in poll(callee)] == [IncomingCall, CallerGone]
+    events = [*poll(callee), *poll(callee)]
+    assert [type(event) for event in events] == [IncomingCall, CallerGone]
     callee.wake()
     assert poll(callee) == []

@@ -89,13 +89,17 @@ def until_waiting(backend, src: int) -> None:
 
 def frames_of(backend) -> list[Envelope]:
     """Return a list to which the envelope of everything that a rank sends is added."""
-    frames, transmit = [], backend.transmit
+    frames, transmit, offer = [], backend.transmit, backend.offer
 
     def recording(dst, envelope, *rest):
         frames.append(envelope)
         transmit(dst, envelope, *rest)
 
-    backend.transmit = recording
+    def recording_offer(dst, envelope, *rest, **options):
+        frames.append(envelope)
+        return offer(dst, envelope, *rest, **options)
+
+    backend.transmit, backend.offer = recording, recording_offer
     return frames
 
 

@@ -226,6 +226,7 @@ class SimulatedBackend(Mesh):
                 self.flush_when_possible(connection)
 
     def _meet(self, rank: int) -> Peer:
+        self._check_peer(rank)
         with self._lock:
             peer = self._peers.get(rank)
             if peer is None:
