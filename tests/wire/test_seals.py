@@ -268,7 +268,7 @@ def test_swapped_frames_are_refused():
 
 def after_four_billion_frames():
     receiver = parser()
-    frames, counts, start, end, sequence, _, *rest = receiver._state
+    frames, counts, start, end, sequence, _, *rest = receiver.state
     receiver.commit((frames, counts, start, end, sequence, 1 << 32, *rest))
     return receiver
 

@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter, sleep
+from time import sleep
 from typing import TYPE_CHECKING
 
 from rankwire.backends.calls import (
@@ -56,7 +56,6 @@ _FAREWELL_PATIENCE = 0.2
 _POLLER_PATIENCE = 1.0
 _CANCEL_AGAIN = 0.005
 _NOW = Deadline(0.0)
-_LOOKS_AT_ALL = 4  # one look in so many is at all connections
 # With more calls in flight than this, one more that nobody waits for yet is sent together with the
 # next ones: about a sixth more calls a second with 64 in flight (docs/decisions.md).
 _HOLD_FROM = 8
@@ -79,7 +78,6 @@ class TcpCallPort(CallPort):
         self._outgoing: dict[int, Inbox] = {}
         self._incoming: set[Connection] = set()
         self._dial_locks: dict[int, threading.Lock] = {}
-        self._last_caller: Connection | None = None
         self._holding: set[Connection] = set()  # these have something to be flushed
         self._unsent_cancels: deque[tuple[Connection, int]] = deque()
         self._lent: dict[tuple[Connection, int], Lent] = {}  # replies that are being read
@@ -322,51 +320,20 @@ class TcpCallPort(CallPort):
         try:
             if self._ended is not None:
                 raise self._ended.copy()
-            events = self._spin_for_events()
-            if events is None:
-                patience = _CANCEL_AGAIN if self._unsent_cancels else deadline.sleep_limit()
-                ready = self._poller.poll(patience)
-                events = [] if ready is None else self._handle(ready)
+            patience = _CANCEL_AGAIN if self._unsent_cancels else deadline.sleep_limit()
+            ready = self._poller.poll(patience, self._spin)
+            if ready.__class__ is Connection:
+                return self._read(ready)
+            return [] if ready is None else self._read_replies(ready)
         except ValueError as error:
             if self._closed is None:
                 raise
             raise self._closed.copy() from error  # so slow that the poller was closed meanwhile
         finally:
             self._is_polled = False
-        return events
 
-    def _spin_for_events(self) -> list[PortEvent] | None:
-        """Look for events without sleeping, as long as that pays; None if there were none.
-
-        Whoever called last calls next, most of the time: its connection is read without being asked
-        whether there is anything, which is 1 us sooner.
-        """
-        spin = self._spin
-        if spin.budget <= 0.0:
-            spin.skipped()
-            return None
-        limit = perf_counter() + spin.budget
-        look = 0
-        while True:
-            caller = self._last_caller
-            if caller is not None and look % _LOOKS_AT_ALL:
-                events = self._read(caller)
-                if events:
-                    spin.paid()
-                    return events
-            elif (ready := self._poller.poll(0)) is not None:
-                spin.paid()
-                return self._handle(ready)
-            look += 1
-            if perf_counter() >= limit:
-                spin.wasted()
-                return None
-
-    def _handle(self, ready: object) -> list[PortEvent]:
-        """Read a caller's connection, or replies that no thread waits for."""
-        if isinstance(ready, Connection):
-            self._last_caller = ready
-            return self._read(ready)
+    def _read_replies(self, ready: object) -> list[PortEvent]:
+        """Read replies that no thread waits for."""
         assert isinstance(ready, Inbox)
         ready.read_quietly()
         if ready.in_flight and not ready.is_read:
@@ -377,7 +344,6 @@ class TcpCallPort(CallPort):
         try:
             frames = connection.receive_ready()
         except RankwireError:
-            self._last_caller = None
             self._drop(connection)
             return [CallerGone(connection.peer, connection)]
         events: list[PortEvent] = []

@@ -181,7 +181,7 @@ class FrameParser:
         "_max_nbytes",
         "_seal",
         "_seal_nbytes",
-        "_state",
+        "state",
         "violation",
     )
 
@@ -199,24 +199,51 @@ class FrameParser:
         self._seal = seal
         self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
         buffer = bytearray()
-        self._state: _State = (deque(), [], 0, 0, 0, 0, buffer, memoryview(buffer), None)
+        self.state: _State = (deque(), [], 0, 0, 0, 0, buffer, memoryview(buffer), None)
         # Sticky. Frames before it are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
 
     @property
     def frames(self) -> deque[Frame]:
         """The complete frames; whoever takes one removes it."""
-        return self._state[0]
+        return self.state[0]
+
+    def take_in(self, receive_into: Callable[[memoryview], int]) -> bool | None:
+        """Receive; if that is one whole small frame, as it mostly is, it is in ``frames`` then.
+
+        Returns:
+            Whether it is; False if what came is to be parsed, None at the end of the stream. Those
+            bytes come first that an interrupted reader has left.
+        """
+        frames, counts, _, end, sequence, sealed, buffer, view, large = self.state
+        is_usual = not (end or large or frames or self._seal) and buffer
+        if not counts:
+            counts.extend(map(receive_into, (view if is_usual else self.receive_buffer(),)))
+        count = counts[0]
+        if not is_usual or count < HEADER_NBYTES:
+            return False if count else None
+        channel, number, group, tag, nbytes = _HEADER.unpack_from(buffer)
+        if (
+            nbytes + HEADER_NBYTES != count
+            or number != sequence
+            or not 0 < channel < _FIRST_SPECIAL
+            or nbytes > self._max_nbytes
+        ):
+            return False
+        frame = _new_frame(Frame, ((group, channel, tag), buffer[HEADER_NBYTES:count]))
+        sequence = (sequence + 1) & _SEQUENCE_MASK
+        self.state = (deque((frame,)), [], 0, 0, sequence, sealed, buffer, view, None)
+        return True
 
     @property
     def in_frame(self) -> bool:
         """Whether a frame has begun and is not complete."""
-        _, counts, start, end, _, _, _, _, large = self._state
+        _, counts, start, end, _, _, _, _, large = self.state
         return large is not None or end > start or any(counts)
 
     def receive_buffer(self) -> memoryview:
         """Return where the next bytes of the stream belong; never empty."""
-        _, _, _, end, _, _, _, view, large = self._state
+        _, _, _, end, _, _, _, view, large = self.state
         if large is not None and large.filled < len(large.body):
             return memoryview(large.body)[large.filled :]
         return view[end:] if end else view or self._first_buffer()
@@ -224,7 +251,7 @@ class FrameParser:
     def _first_buffer(self) -> memoryview:
         buffer = bytearray(self._buffer_nbytes)
         view = memoryview(buffer)
-        self._state = (*self._state[:6], buffer, view, self._state[8])
+        self.state = (*self.state[:6], buffer, view, self.state[8])
         return view
 
     def read(self, receive_into: Callable[[memoryview], int]) -> int:
@@ -234,7 +261,7 @@ class FrameParser:
             receive_into: Receives into a buffer. If it is not a C function, an interrupt may fall
                 between the receive and the note of it.
         """
-        counts = self._state[1]
+        counts = self.state[1]
         if not counts:
             counts.extend(map(receive_into, (self.receive_buffer(),)))
         return counts[0]
@@ -245,18 +272,18 @@ class FrameParser:
         Args:
             read: Receives into a buffer, and notes how much in the list, as one step.
         """
-        counts = self._state[1]
+        counts = self.state[1]
         if not counts:
             read(self.receive_buffer(), counts)
         return counts[0]
 
     def received(self, count: int) -> None:
         """Note that ``count`` bytes were written to ``receive_buffer()``, after the last commit."""
-        self._state[1].append(count)
+        self.state[1].append(count)
 
     def commit(self, state: _State) -> None:
         """Make what ``parse`` has returned the state from now on."""
-        self._state = state
+        self.state = state
 
     def bytes_received(self, count: int) -> list[Frame]:
         """Take ``count`` bytes written to ``receive_buffer()``; return the frames they complete.
@@ -284,7 +311,7 @@ class FrameParser:
         """
         if self.violation is not None:
             raise self.violation
-        old, counts, start, end, sequence, sealed, buffer, view, large = self._state
+        old, counts, start, end, sequence, sealed, buffer, view, large = self.state
         frames = deque(old) if old else deque()
         if large is None:
             return self._parse(
@@ -381,7 +408,7 @@ class FrameParser:
         if not is_farewell(header):
             return False
         # Some frames may stand before it; how many its sequence number says.
-        _, _, _, _, sequence, sealed, _, _, large = self._state
+        _, _, _, _, sequence, sealed, _, _, large = self.state
         ahead = (_HEADER.unpack(header)[1] - sequence) & _SEQUENCE_MASK
         number = sealed + (large is not None) + ahead
         return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)

@@ -22,10 +22,10 @@ from operator import attrgetter
 from typing import Any
 
 from rankwire.errors import RankwireError, SizeMismatchError
-from rankwire.wire.frames import Envelope, Frame, Payload
+from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.loans import whole_of
 
-__all__ = ["FAMILY_BITS", "Mailbox", "Receive", "pop_first"]
+__all__ = ["FAMILY_BITS", "ONCE", "Mailbox", "Receive", "payload_of"]
 
 # Tags that differ only in so many lower bits are of one family: the steps of a collective.
 FAMILY_BITS = 16
@@ -33,13 +33,10 @@ _MOST_REFUSED = 256
 # Kept for later, however short: an empty one takes 1 KB of memory.
 _MOST_UNMATCHED = 1 << 20
 
-_ONCE = ((),)
-_payload_of = attrgetter("payload")
-
-
-def pop_first(frames: deque[Frame]) -> Iterable[Payload]:
-    """Return the payload of the first frame as something that takes it when it is consumed."""
-    return map(_payload_of, starmap(frames.popleft, _ONCE))
+# ``map(payload_of, starmap(frames.popleft, ONCE))`` takes the first frame when it is consumed, and
+# not before: the payload leaves one place and enters the next in one step.
+ONCE = ((),)
+payload_of = attrgetter("payload")
 
 
 class Receive:
@@ -122,6 +119,7 @@ class Mailbox:
         due: Receives that are done, for the owner to call ``on_done``; None if it does not ask.
         unmatched: How many messages are kept for later.
         unmatched_nbytes: Their bytes.
+        full: Whether so much is kept for later that nothing more should be read.
     """
 
     __slots__ = (
@@ -133,6 +131,7 @@ class Mailbox:
         "dropped",
         "due",
         "failure",
+        "full",
         "misfits",
         "unmatched",
         "unmatched_nbytes",
@@ -150,6 +149,7 @@ class Mailbox:
         self.due: deque[Receive] | None = None
         self.unmatched = 0
         self.unmatched_nbytes = 0
+        self.full = False
 
     @property
     def wanted(self) -> int:
@@ -172,10 +172,12 @@ class Mailbox:
         """Return the tags that are wanted: for replies, the ids of the calls in flight."""
         return [tag for _, _, tag in self._wanted]
 
-    @property
-    def full(self) -> bool:
-        """Whether so much is kept for later that nothing more should be read."""
-        return self.unmatched_nbytes >= self._unmatched_limit or self.unmatched >= _MOST_UNMATCHED
+    def _count(self, messages: int, nbytes: int) -> None:
+        """Count what is kept for later."""
+        self.unmatched += messages
+        self.unmatched_nbytes += nbytes
+        is_full = self.unmatched_nbytes >= self._unmatched_limit
+        self.full = is_full or self.unmatched >= _MOST_UNMATCHED
 
     def would_take(self, key: Envelope, nbytes: int) -> bool:
         """Whether somebody waits for a message of this key and size."""
@@ -200,11 +202,10 @@ class Mailbox:
             if receive.nbytes is not None and receive.nbytes != nbytes:
                 receive.fail(SizeMismatchError(receive.nbytes, nbytes))
                 return
-            receive.complete(starmap(arrived.popleft, _ONCE))
+            receive.complete(starmap(arrived.popleft, ONCE))
             if not arrived:
                 del self._arrived[receive.envelope]
-            self.unmatched -= 1
-            self.unmatched_nbytes -= nbytes
+            self._count(-1, -nbytes)
         elif self.failure is not None:
             receive.fail(self.failure)
         else:
@@ -245,7 +246,8 @@ class Mailbox:
             if not receive.posted or receive.done:
                 pass  # given up or ended by a thread that was interrupted then
             elif receive.nbytes is None or receive.nbytes == len(payload):
-                receive.complete(source)
+                receive._cell.extend(source)  # as ``complete`` does
+                receive.done = True
                 if receive.on_done is not None and self.due is not None:
                     self.due.append(receive)
                 wanted.popleft()
@@ -263,8 +265,7 @@ class Mailbox:
             self.dropped += 1
         else:
             self._arrived.setdefault(key, deque()).extend(source)
-            self.unmatched += 1
-            self.unmatched_nbytes += len(payload)
+            self._count(1, len(payload))
         return None
 
     def refuse(self, envelope: Envelope) -> None:
@@ -287,12 +288,11 @@ class Mailbox:
         """
         payload = receive.payload
         assert payload is not None
-        source = starmap(receive._cell.pop, _ONCE)
+        source = starmap(receive._cell.pop, ONCE)
         if not self._keep_unmatched or receive.envelope in self._wanted:
             return self.deliver(receive.envelope, payload, source)
         self._arrived.setdefault(receive.envelope, deque()).extendleft(source)
-        self.unmatched += 1
-        self.unmatched_nbytes += len(payload)
+        self._count(1, len(payload))
         return None
 
     def tidy(self) -> None:
@@ -311,8 +311,10 @@ class Mailbox:
         for key, arrived in list(self._arrived.items()):
             if not arrived:
                 del self._arrived[key]
-        self.unmatched = sum(map(len, self._arrived.values()))
-        self.unmatched_nbytes = sum(sum(map(len, queue)) for queue in self._arrived.values())
+        self.unmatched = self.unmatched_nbytes = 0
+        for queue in self._arrived.values():
+            self._count(len(queue), sum(map(len, queue)))
+        self._count(0, 0)
         if self.failure is not None:
             self.fail(self.failure)
 
@@ -344,8 +346,7 @@ class Mailbox:
 
     def _forget(self, messages: deque[Payload]) -> None:
         """Count messages no more that were dropped."""
-        self.unmatched -= len(messages)
-        self.unmatched_nbytes -= sum(map(len, messages))
+        self._count(-len(messages), -sum(map(len, messages)))
 
     def _note_due(self, ended: list[Receive]) -> None:
         if self.due is not None:
