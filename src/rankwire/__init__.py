@@ -16,7 +16,7 @@ from rankwire.codec.codec import Codec
 from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.context import Call, current_call
+from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
 from rankwire.version import __version__
 

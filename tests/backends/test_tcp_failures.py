@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from headers import pack_header
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -23,7 +24,7 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
-from rankwire.wire.frames import HEADER_NBYTES, Channel, pack_header
+from rankwire.wire.frames import HEADER_NBYTES, Channel
 from worlds import (
     Running,
     eventually,

@@ -13,6 +13,7 @@ from itertools import chain, islice, repeat
 
 import pytest
 
+from headers import pack_header
 from interrupts import LIBRARY, Interrupt, Interrupting, every_interrupt
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -27,7 +28,7 @@ from rankwire.links import connection as connection_module
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.lender import lend
-from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel, pack_header
+from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel
 from rankwire.wire.loans import LoanRefusedError, LoanRevokedError, pack_loan, whole_of
 from rankwire.wire.seals import Protection, make_seals
 from worlds import LEND_FROM, PATIENCE, Running, eventually, noting
@@ -245,7 +246,9 @@ def hold(connection, payload, **options):
 def test_held_frames_leave_in_order_with_the_next_one(link):
     calls = []
     sock = link.connection.stream
-    link.connection._writer._stream = Proxied(sock, send=lambda data: calls.append(1) or sock.send(data))
+    link.connection._writer._stream = Proxied(
+        sock, send=lambda data: calls.append(1) or sock.send(data)
+    )
     for number in range(3):
         hold(link.connection, bytes([number]), tag=number)
     assert not calls

@@ -1,10 +1,11 @@
 """What a rank tells of the calls that it serves."""
 
+from rankwire.rpc.outgoing import Outgoing, Wait
+
 from rankwire.deadline import Deadline
 from rankwire.rpc.accounts import give_account
+from rankwire.rpc.call import Call
 from rankwire.rpc.circles import Key
-from rankwire.rpc.context import Call
-from rankwire.rpc.outgoing import Outgoing, Wait
 from rankwire.wire.mailbox import Receive
 
 RANK = 1

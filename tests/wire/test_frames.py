@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headers import pack_header
 from rankwire.errors import MessageTooLargeError, ProtocolError
 from rankwire.links.allocation import allocate
 from rankwire.wire.frames import (
@@ -20,7 +21,6 @@ from rankwire.wire.frames import (
     Channel,
     Frame,
     FrameParser,
-    pack_header,
 )
 
 BUFFER = 65536  # what one read takes at most; a frame that is larger gets memory of its own

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headers import pack_header
 from rankwire.errors import ProtocolError
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     SEAL_NBYTES,
     Channel,
     FrameParser,
-    pack_header,
 )
 from rankwire.wire.seals import BULK_NBYTES, Protection, Seal, make_seals
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
 from rankwire.backends.blame import Losses
+from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import fall_by
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
-from rankwire.backends.tcp_calls import TcpCallPort
 from rankwire.backends.tcp_formation import Formation
 from rankwire.backends.tcp_peers import Peer
 from rankwire.backends.transport import Offer
@@ -188,7 +188,7 @@ class TcpBackend(Backend):
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._lock = threading.Lock()
-        self._ports: dict[int, TcpCallPort] = {}
+        self._ports: dict[int, MeshCallPort] = {}
         self._services_closed: set[int] = set()
         self._callers_waiting: dict[int, dict[int, Connection]] = {}  # by service and rank
         self._peers: dict[int, Peer] = {}
@@ -345,9 +345,9 @@ class TcpBackend(Backend):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def open_calls(self, service: int) -> TcpCallPort:
+    def open_calls(self, service: int) -> MeshCallPort:
         """See ``Backend.open_calls``."""
-        port = TcpCallPort(self, service)
+        port = MeshCallPort(self, service)
         refusal: RankwireError | None = None
         waiting: list[Connection] = []
         with self._lock:
@@ -372,7 +372,7 @@ class TcpBackend(Backend):
         """Return what a port waits with for calls."""
         return EpollPoller()
 
-    def forget_port(self, port: TcpCallPort) -> None:
+    def forget_port(self, port: MeshCallPort) -> None:
         """Called by a port that is closed."""
         with self._lock:
             if self._ports.get(port.service) is port:

@@ -22,6 +22,7 @@ themselves: they are in the connection, in the mailbox or with their receive, an
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -44,6 +45,8 @@ from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.mailbox import ONCE, Mailbox, Receive, payload_of
 
 __all__ = ["Inbox"]
+
+_log = logging.getLogger("rankwire")
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 # After the deadline: what has come by then may lie behind other messages. But a peer that goes on
@@ -80,6 +83,7 @@ class Inbox:
         self._reader: object | None = None
         self.due: deque[Receive] = deque()  # done, and to be called back
         mailbox.due = self.due
+        self.wanted_by = mailbox.wanted_by
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
         self._parked: dict[Receive, list[threading.Lock]] = {}
         guard(self)
@@ -95,7 +99,6 @@ class Inbox:
 
     def post(self, receive: Receive) -> None:
         """Ask for a message; it may be done on return."""
-        receive.home = self
         with self._mutex:
             self._mailbox.post(receive)
             # Taking a message may have made room for reading on, for which parked threads wait.
@@ -168,6 +171,25 @@ class Inbox:
                 self._recover(token)
             self.call_back_due()
             raise
+
+    def send_held(self, deadline: Deadline) -> None:
+        """Send what was held back; if that fails, so does the connection, and with it receives."""
+        try:
+            if self.connection is not None and self.connection.is_holding:
+                self.connection.flush(deadline, meanwhile=self)
+        except RankwireError as error:
+            _log.debug("requests to rank %d were not sent: %s", self.peer, error)
+        finally:
+            if self.due:
+                self.call_back_due()
+
+    def put(self, envelope: Envelope, payload: Payload) -> None:
+        """Deliver a message that came over no connection: this rank's own."""
+        with self._mutex:
+            receive = self._mailbox.deliver(envelope, payload)
+            if receive is not None:
+                self._wake(receive)
+        self.call_back_due()
 
     def withdraw(self, receive: Receive) -> bool:
         """Take back a receive; False if it is done already. Whoever waits for it stops waiting."""
@@ -345,7 +367,7 @@ class Inbox:
     @property
     def in_flight(self) -> int:
         """How many receives wait for a message."""
-        return self._mailbox.keys_wanted
+        return len(self.wanted_by)
 
     def wanted(self) -> list[Envelope]:
         """Return what is waited for."""

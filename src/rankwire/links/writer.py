@@ -22,7 +22,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
 from rankwire.links.lender import Meanwhile
 from rankwire.links.stream import Stream
-from rankwire.wire.frames import Buffer, Envelope, Message, pack_header
+from rankwire.wire.frames import HEADER, SEQUENCE_MASK, Buffer, Envelope, Message
 from rankwire.wire.seals import Seal
 
 __all__ = ["FrameWriter"]
@@ -137,9 +137,10 @@ class FrameWriter:
                 self._begin(grip, deadline)
             before = sequence, held = self._outgoing
             buffers, nbytes = message
-            header = pack_header(envelope, nbytes, sequence)
+            group, channel, tag = envelope
+            header = HEADER.pack(channel, sequence & SEQUENCE_MASK, group, tag, nbytes)
             if self._seal is not None:
-                buffers = self._seal.around(sequence, header, envelope[1], buffers, nbytes)
+                buffers = self._seal.around(sequence, header, channel, buffers, nbytes)
             if nbytes > _JOIN_NBYTES:
                 self._write((header, *buffers), deadline, meanwhile, is_owned=False)
             elif hold and len(held) < _HOLD_FRAMES:

@@ -17,7 +17,7 @@ A frame is a 32-byte header followed by the payload. All integers are little-end
 On a connection whose frames are sealed (``wire.seals``), 16 bytes follow the payload; the parser
 checks them before it returns the frame. The length does not count them.
 
-``pack_header`` and ``FrameParser`` are mirrors. The parser is strict: a value that this version
+``HEADER`` packs what ``FrameParser`` unpacks. The parser is strict: a value that this version
 does not write is a ``ProtocolError``, and a length above the limit is refused from the header
 alone, before anything is allocated. It is fed any split of the stream and gives the same frames;
 its state is the connection's, so a reader may stop in the middle of a frame and another one goes
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BUFFER_NBYTES",
     "DEFAULT_MAX_MESSAGE_NBYTES",
+    "HEADER",
     "HEADER_NBYTES",
     "LARGE_SEALED_NBYTES",
     "LOAN",
     "SEAL_NBYTES",
+    "SEQUENCE_MASK",
     "WORLD_GROUP",
     "Buffer",
     "Channel",
@@ -54,7 +56,6 @@ __all__ = [
     "Message",
     "Payload",
     "is_farewell",
-    "pack_header",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -70,10 +71,10 @@ WORLD_GROUP = 0
 
 # Channel, flags and reserved bits as one number: a valid one is small, so one look checks all
 # three.
-_HEADER = struct.Struct("<IIQQQ")
-HEADER_NBYTES = _HEADER.size
+HEADER = struct.Struct("<IIQQQ")
+HEADER_NBYTES = HEADER.size
 SEAL_NBYTES = 16
-_SEQUENCE_MASK = 0xFFFF_FFFF
+SEQUENCE_MASK = 0xFFFF_FFFF
 
 # One recv() takes what fits here. A payload that does not fit is received straight into memory of
 # its own, so this bounds the bytes that are copied once more, not the speed of large messages.
@@ -119,12 +120,6 @@ class Frame(NamedTuple):
 _new_frame = tuple.__new__  # 0.15 us instead of 0.24 for Frame(...), once for every message
 
 
-def pack_header(envelope: Envelope, nbytes: int, sequence: int) -> bytes:
-    """Return the header of a payload of ``nbytes``; the mirror of what ``FrameParser`` reads."""
-    group, channel, tag = envelope
-    return _HEADER.pack(channel, sequence & _SEQUENCE_MASK, group, tag, nbytes)
-
-
 def is_farewell(tail: bytes) -> bool:
     """Whether a stream that ends with these bytes ends with a farewell, which is a bare header.
 
@@ -132,7 +127,7 @@ def is_farewell(tail: bytes) -> bool:
     """
     if len(tail) < HEADER_NBYTES:
         return False
-    channel, _, group, tag, nbytes = _HEADER.unpack_from(tail, len(tail) - HEADER_NBYTES)
+    channel, _, group, tag, nbytes = HEADER.unpack_from(tail, len(tail) - HEADER_NBYTES)
     return bool(channel == Channel.FAREWELL and group == tag == nbytes == 0)
 
 
@@ -222,7 +217,7 @@ class FrameParser:
         count = counts[0]
         if not is_usual or count < HEADER_NBYTES:
             return False if count else None
-        channel, number, group, tag, nbytes = _HEADER.unpack_from(buffer)
+        channel, number, group, tag, nbytes = HEADER.unpack_from(buffer)
         if (
             nbytes + HEADER_NBYTES != count
             or number != sequence
@@ -231,7 +226,7 @@ class FrameParser:
         ):
             return False
         frame = _new_frame(Frame, ((group, channel, tag), buffer[HEADER_NBYTES:count]))
-        sequence = (sequence + 1) & _SEQUENCE_MASK
+        sequence = (sequence + 1) & SEQUENCE_MASK
         self.state = (deque((frame,)), [], 0, 0, sequence, sealed, buffer, view, None)
         return True
 
@@ -351,7 +346,7 @@ class FrameParser:
         large: _Large | None = None
         seal_nbytes = self._seal_nbytes
         while end - start >= HEADER_NBYTES:
-            channel, number, group, tag, nbytes = _HEADER.unpack_from(buffer, start)
+            channel, number, group, tag, nbytes = HEADER.unpack_from(buffer, start)
             if channel not in _CHANNELS or number != sequence or nbytes > self._max_nbytes:
                 self.violation = self._describe_violation(channel, number, sequence, nbytes)
                 break
@@ -368,14 +363,14 @@ class FrameParser:
                 start = stop + seal_nbytes
                 if channel >= _FIRST_SPECIAL:
                     is_special = True
-                sequence = (sequence + 1) & _SEQUENCE_MASK
+                sequence = (sequence + 1) & SEQUENCE_MASK
             elif stop + seal_nbytes - start > self._buffer_nbytes and end - body >= seal_nbytes:
                 envelope = (group, channel, tag)
                 large = self._begin_large(envelope, nbytes, view[start:end], sealed)
                 if large is None:
                     break
                 start = body + seal_nbytes + large.filled
-                sequence = (sequence + 1) & _SEQUENCE_MASK
+                sequence = (sequence + 1) & SEQUENCE_MASK
                 break
             else:
                 break  # the rest of it comes later; of a large sealed one, first its header's seal
@@ -409,7 +404,7 @@ class FrameParser:
             return False
         # Some frames may stand before it; how many its sequence number says.
         _, _, _, _, sequence, sealed, _, _, large = self.state
-        ahead = (_HEADER.unpack(header)[1] - sequence) & _SEQUENCE_MASK
+        ahead = (HEADER.unpack(header)[1] - sequence) & SEQUENCE_MASK
         number = sealed + (large is not None) + ahead
         return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
 

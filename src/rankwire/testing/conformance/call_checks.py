@@ -23,7 +23,7 @@ from rankwire.errors import (
     UnsupportedTypeError,
 )
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.context import current_call
+from rankwire.rpc.call import current_call
 from rankwire.testing.conformance.tools import agents_of, expect
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld

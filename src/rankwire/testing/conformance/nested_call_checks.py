@@ -14,7 +14,7 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.context import current_call
+from rankwire.rpc.call import current_call
 from rankwire.testing.conformance.tools import agents_of, expect
 from rankwire.testing.worlds import MakeWorld
 
