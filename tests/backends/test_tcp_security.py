@@ -112,7 +112,7 @@ def test_leaving_in_good_order_is_seen_as_such(mode, files):
 
 def connections_of(backend):
     for peer in backend._peers.values():
-        yield from peer._all()
+        yield from peer.connections()
 
 
 @pytest.mark.parametrize("security", ["auto", "local"])

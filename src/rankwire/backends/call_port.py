@@ -41,7 +41,7 @@ from rankwire.wire.loans import LoanRefusedError, whole_of
 from rankwire.wire.mailbox import Receive
 
 if TYPE_CHECKING:
-    from rankwire.backends.tcp import TcpBackend as Mesh
+    from rankwire.backends.mesh import Mesh
 
 __all__ = ["MeshCallPort"]
 

@@ -30,7 +30,7 @@ from rankwire.wire.handshake import Purpose
 from rankwire.wire.mailbox import Mailbox, Receive
 
 if TYPE_CHECKING:
-    from rankwire.backends.tcp import TcpBackend as Mesh
+    from rankwire.backends.mesh import Mesh
 
 __all__ = ["OutgoingCalls"]
 

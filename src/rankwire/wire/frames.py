@@ -56,6 +56,7 @@ __all__ = [
     "Message",
     "Payload",
     "is_farewell",
+    "unpack_size",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -118,6 +119,12 @@ class Frame(NamedTuple):
 
 
 _new_frame = tuple.__new__  # 0.15 us instead of 0.24 for Frame(...), once for every message
+
+
+def unpack_size(header: bytes) -> tuple[int, int]:
+    """Return the channel of a header, without its flags, and the length of the payload."""
+    word, _, _, _, nbytes = HEADER.unpack(header)
+    return word & 0xFF, nbytes
 
 
 def is_farewell(tail: bytes) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rankwire import RpcAgent
-from rankwire.backends.tcp_bulk import Link
+from rankwire.backends.bulk import Link
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
