@@ -43,7 +43,7 @@ class Source:
         self.looks = 0
         self.ended = threading.Event()
 
-    def poll(self, deadline):
+    def poll(self):
         self.pollers += 1
         self.most_pollers = max(self.most_pollers, self.pollers)
         try:

@@ -170,7 +170,7 @@ class Codec:
         """
         for item in record:
             kind = type(item)
-            if not (kind in PLAIN or (not item and kind in _CONTAINERS) or is_flat(item)):
+            if not (kind in PLAIN or (kind in _CONTAINERS and not item) or is_flat(item)):
                 break
         else:
             try:

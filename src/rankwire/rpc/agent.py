@@ -238,6 +238,8 @@ class RpcAgent:
             deadline = self._nested_deadline(timeout, call)
         name = function if type(function) is str else self._registry.name_of(function)
         try:
+            if type(dst) is not int or not 0 <= dst < self.backend.world_size:
+                dst = check_rank(dst, self.backend.world_size)
             reply = self._call(dst, next(self._ids), name, deadline, call, args, kwargs)
             try:
                 if call is not None:
@@ -282,6 +284,11 @@ class RpcAgent:
         else:
             deadline = self._nested_deadline(timeout, call)
         name = function if type(function) is str else self._registry.name_of(function)
+        try:
+            if type(dst) is not int or not 0 <= dst < self.backend.world_size:
+                dst = check_rank(dst, self.backend.world_size)
+        except RankwireError as error:
+            raise self._explained(error, "rpc_async", name, dst, deadline, call) from None
         future = RpcFuture(self, self._port, dst, next(self._ids), name, deadline, call)
         try:
             reply = self._call(dst, future.request_id, name, deadline, call, args, kwargs, future)
@@ -318,8 +325,6 @@ class RpcAgent:
         """Send a request; a future is known from the moment on when its reply may come."""
         if self._closed:
             raise ChannelClosedError("this agent is closed")
-        if type(dst) is not int or not 0 <= dst < self.backend.world_size:
-            dst = check_rank(dst, self.backend.world_size)
         chain = [] if call is None else self._chain(call)
         if call is not None:
             self._before_waiting(call)
