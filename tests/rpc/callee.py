@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rankwire import RpcAgent, SimulatedBackend, current_call
@@ -120,10 +121,12 @@ class Callee:
             with self._lock:
                 self._held -= 1
 
-    def _watch(self, name: Any, seconds: float = SOON) -> str:
-        """Look whether the call was cancelled."""
+    def _watch(self, name: Any, seconds: float = SOON, flag: str | None = None) -> str:
+        """Look whether the call was cancelled; first make a file that says that this has begun."""
         call = current_call()
         self._notes.append(name)
+        if flag is not None:
+            Path(flag).touch()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if call.cancelled:
