@@ -12,7 +12,7 @@ import gc
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -41,6 +41,7 @@ class Interrupting:
     Args:
         numbers: Which places, counted from 0.
         since: If given, places count from the first one on at which it returns True.
+        apart_from: Names of files whose places do not count.
 
     Attributes:
         happened: How many of the interrupts have been raised.
@@ -49,9 +50,15 @@ class Interrupting:
 
     _operations: ClassVar[dict[CodeType, dict[int, str]]] = {}
 
-    def __init__(self, *numbers: int, since: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        *numbers: int,
+        since: Callable[[], bool] | None = None,
+        apart_from: Sequence[str] = (),
+    ) -> None:
         self._numbers = set(numbers)
         self._since = since
+        self._apart_from = tuple(apart_from)
         self._count = 0
         # Looking up a number that is not there sends the signal.
         self._signal: defaultdict[int | None, int] = defaultdict(
@@ -91,7 +98,8 @@ class Interrupting:
         raise Interrupt
 
     def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(LIBRARY):
+        name = frame.f_code.co_filename
+        if not name.startswith(LIBRARY) or name.endswith(self._apart_from):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -130,7 +138,11 @@ class Interrupting:
 
 
 def every_interrupt(
-    run: Callable[[Interrupting], None], *, second_after: int | None = None, step: int = 1
+    run: Callable[[Interrupting], None],
+    *,
+    second_after: int | None = None,
+    step: int = 1,
+    apart_from: Sequence[str] = (),
 ) -> int:
     """Call ``run`` with an interrupt at each place in turn; return how many places there were.
 
@@ -138,10 +150,11 @@ def every_interrupt(
         run: Runs the operation within ``with interrupting:`` and checks what holds afterwards.
         second_after: So many places after each interrupt comes another one.
         step: 2 tries every other place, and so on.
+        apart_from: Names of files whose places are not tried.
     """
     for number in _numbers(step):
         numbers = (number,) if second_after is None else (number, number + second_after)
-        interrupting = Interrupting(*numbers)
+        interrupting = Interrupting(*numbers, apart_from=apart_from)
         try:
             run(interrupting)
         except BaseException as error:
