@@ -309,8 +309,7 @@ def test_a_rank_that_dies_in_a_stream_of_small_operations_is_named(ranks):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("make_world", [simulated_world, tcp_world])
-def test_an_interrupt_anywhere_in_a_small_operation_leaves_both_ranks_in_step(make_world):
+def test_an_interrupt_anywhere_in_a_small_operation_leaves_both_ranks_in_step():
     """A rank that had done its part is told in its next operation; then all are in step again."""
     numbers = count(1000)
 
@@ -342,5 +341,7 @@ def test_an_interrupt_anywhere_in_a_small_operation_leaves_both_ranks_in_step(ma
         told = (CollectiveAbortedError, CollectiveMismatchError)
         assert all(isinstance(error, told) for error in failed), failed
 
-    with make_world(2, timeout=PATIENCE) as (near, far):
-        every_interrupt(run, step=1, apart_from=["team.py"])
+    with tcp_world(2, timeout=PATIENCE) as (near, far):
+        # Every 9th place: it takes the other rank 50 ms to look up. Not in the team's own account
+        # of numbers, which is not made in one step.
+        every_interrupt(run, step=9, apart_from=["team.py"])
