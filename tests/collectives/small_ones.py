@@ -114,6 +114,17 @@ def overtake(backend: Any, numbers: int, *, in_background: bool) -> list[Any]:
     return [(float(one), float(other)) for one, other in got]
 
 
+def fail_and_go_on(backend: Any, *, after: float = 0.0, timeout: float = 10.0) -> list[Any]:
+    """Begin one in the background, and at once another one; return the error and the value."""
+    time.sleep(after)
+    work = rankwire.all_reduce(backend, np.ones(1), async_op=True, timeout=timeout)
+    value = rankwire.all_reduce(backend, np.full(1, 10.0), timeout=10).tolist()
+    try:
+        return [work.wait(), value]
+    except rankwire.RankwireError as error:
+        return [error, value]
+
+
 def for_ever(backend: Any) -> None:
     """Reduce 8 bytes until something goes wrong."""
     while True:

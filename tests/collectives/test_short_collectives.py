@@ -188,6 +188,20 @@ def test_a_small_operation_does_not_overtake_one_in_the_background(ranks):
     check_agreement(ranks)
 
 
+def test_a_small_operation_waits_until_one_in_the_background_has_failed(ranks):
+    """Else it would be sent as if that had gone well, and nobody else would take it."""
+    first, *others = ranks
+    running = [first.start("fail_and_go_on", timeout=0.12)]
+    running += [rank.start("fail_and_go_on", after=0.25) for rank in others]
+    outcomes = [each.result() for each in running]
+    assert isinstance(outcomes[0][0], DeadlineExceededError), outcomes
+    for error, _ in outcomes[1:]:
+        assert isinstance(error, CollectiveAbortedError), outcomes
+        assert error.peer == 0
+    assert [value for _, value in outcomes] == [[10.0 * len(ranks)]] * len(ranks)
+    check_agreement(ranks)
+
+
 # -- who is late, gives up or refuses --------------------------------------------------------------
 
 
