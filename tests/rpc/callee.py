@@ -25,7 +25,7 @@ class Callee:
     """Rank 1. Its functions are what ``_FUNCTIONS`` says; the other methods are for the test."""
 
     _FUNCTIONS = (
-        "echo", "note", "meet", "nap", "hold", "watch", "wait_for", "outer", "fail", "leave",
+        "echo", "note", "meet", "nap", "hold", "watch", "wait_for", "outer", "ask", "fail", "leave",
         "unsendable",
     )  # fmt: skip
 
@@ -145,6 +145,11 @@ class Callee:
     def _outer(self, name: str, *args: Any) -> Any:
         """Call a function of the caller's."""
         return self.agent.rpc_sync(0, name, *args)
+
+    def _ask(self, name: str) -> str:
+        """Begin a call of the caller's, and go on whatever becomes of it."""
+        self.agent.rpc_async(0, name)
+        return self._hold()
 
     def _fail(self, value: Any) -> None:
         try:

@@ -210,13 +210,14 @@ def test_a_late_call_says_what_its_callee_is_doing(world, how):
 
 def test_a_late_call_says_for_whom_its_callee_waits(world, how):
     go_on = threading.Event()
-    with pair(world) as (caller, _):
+    with pair(world) as (caller, callee):
         caller.register("stuck", lambda: go_on.wait(PATIENCE))
         with pytest.raises(DeadlineExceededError) as caught:
-            call(caller, how, "outer", "stuck", timeout=0.2)
-        assert "rank 1 has had 'outer' for" in caught.value.detail
+            call(caller, how, "ask", "stuck", timeout=0.2)
+        assert "rank 1 has had 'ask' for" in caught.value.detail
         assert "rank 0 'stuck'" in caught.value.detail
-        check_context(caught.value, how, "outer", 0.2)
+        check_context(caught.value, how, "ask", 0.2)
+        callee.release()
         go_on.set()
         assert call(caller, how, "echo", 1) == 1
 
