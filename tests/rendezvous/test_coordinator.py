@@ -294,7 +294,8 @@ def test_a_rank_that_joins_again_and_again_is_called_back_once_at_a_time(meet, m
     """Each try has a thread and a socket for seconds, if nobody answers."""
     tries = []
     monkeypatch.setattr(
-        coordinator_module, "call_back", lambda member, tell: tries.append((member.pid, tell))
+        "rankwire.rendezvous.reachability.call_back",
+        lambda member, tell: tries.append((member.pid, tell)),
     )
     meeting = meet(2)
     for pid in range(5):

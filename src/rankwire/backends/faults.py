@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Self
 
-from rankwire.backends.base import check_rank
+from rankwire.backends.arguments import check_rank
 from rankwire.errors import ConfigurationError
 
 __all__ = ["FaultPlan", "Link", "Timetable", "link_between"]

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
-from rankwire.backends.base import DEFAULT_TIMEOUT, Backend, check_world
+from rankwire.backends.arguments import check_world
+from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
 from rankwire.backends.exit_report import fall_by
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.simulated_calls import SimulatedCallPort, Switchboard

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rankwire.backends.base import check_rank
+from rankwire.backends.arguments import check_rank
 from rankwire.backends.calls import CallCancelled, CallerGone, CallPort, IncomingCall, PortEvent
 from rankwire.backends.simulated_lanes import Inbox, Lane, Wanted
 from rankwire.backends.simulated_network import Network

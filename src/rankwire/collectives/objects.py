@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rankwire.backends.base import Backend, check_pickle, check_rank
+from rankwire.backends.arguments import check_pickle, check_rank
+from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.collectives import algorithms
 from rankwire.collectives.calling import collective

@@ -14,9 +14,9 @@ from rankwire.deadline import Deadline
 from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
+from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import Beat, Fallen, Gone, Suspected, World, pack, unpack
-from rankwire.rendezvous.coordinator import silent_reason, tell
-from rankwire.rendezvous.heartbeat import Change, Silence
+from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
 from rankwire.wire.frames import Channel, Frame
 from rankwire.wire.loans import whole_of
 
