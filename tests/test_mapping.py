@@ -13,6 +13,7 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "links/event_thread": "links/test_acceptor.py",
     "backends/receiving": "backends/test_payloads.py",
     "backends/arguments": "backends/test_base.py",
     "rendezvous/control_channel": "rendezvous/test_coordinator.py",
