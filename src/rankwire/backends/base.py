@@ -352,7 +352,7 @@ class Backend(Transport):
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
 
     def forsake(self) -> None:
-        """See ``Forkable``."""
+        """Make every use of it in a forked child an error at once."""
         disown(self)
 
     # -- checks ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ _SETTLE = 0.3
 
 
 class Attempt:
-    """See the module. One thread.
+    """What is known of one start of the ranks. One thread.
 
     Attributes:
         ended: How ranks have ended, and whether by themselves.

@@ -56,7 +56,7 @@ class _Request(NamedTuple):
 
 
 class Job:
-    """See the module. One thread.
+    """Conducts the job from the first launcher that comes to the last report. One thread.
 
     Args:
         loop: The launcher's.

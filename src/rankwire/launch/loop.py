@@ -28,7 +28,7 @@ _MAX_SLEEP = 1.0
 
 
 class Loop:
-    """See the module. One thread.
+    """Waits for output, ends and signals, and passes them on. One thread.
 
     Attributes:
         selector: Handlers are the data of its keys.

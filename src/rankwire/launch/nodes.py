@@ -83,7 +83,7 @@ class RemoteRanks:
         self._hanging_up.callback(loop.selector.unregister, link)
 
     def start(self, world: JobSettings, first_rank: int) -> None:
-        """See ``LocalRanks``."""
+        """Have the launcher start all its ranks, numbered from ``first_rank``."""
         self.ranks = range(first_rank, first_rank + self.count)
         self.alive = list(self.ranks)
         self.stopped, self.killed, self._errors = [], [], {}
@@ -91,18 +91,18 @@ class RemoteRanks:
         self._link.tell(Start(world.size, first_rank, world.job, world.attempt))
 
     def stop(self, number: int) -> None:
-        """See ``LocalRanks``."""
+        """Have it ask all its ranks to end, once."""
         self._link.tell(Stop(number))
 
     def kill(self) -> None:
-        """See ``LocalRanks``."""
+        """Have it end all that is left, now."""
         self._link.tell(Kill())
 
     def look(self) -> None:
-        """See ``LocalRanks``; here the other launcher looks."""
+        """Do nothing: the other launcher looks at its ranks itself."""
 
     def errors_of(self, rank: int) -> list[str]:
-        """See ``LocalRanks``."""
+        """Return the last lines that a rank wrote to stderr, which came with its end."""
         return self._errors.get(rank, [])
 
     def finish(self, code: int, text: str, *, was_asked: bool) -> None:

@@ -23,7 +23,7 @@ _STATUS_AFTER = 1.0
 
 
 class Reporter:
-    """See the module. One thread.
+    """Says on the launcher's screen what becomes of a job. One thread.
 
     Args:
         output: Where it is said.

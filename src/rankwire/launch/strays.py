@@ -27,7 +27,7 @@ _COLLECT_EVERY = 0.5
 
 
 class Strays:
-    """See the module. Adopts from its construction until ``close``."""
+    """Finds and ends what ranks have started. Adopts from its construction until ``close``."""
 
     def __init__(self) -> None:
         # Whoever calls us, or was this process before, may have children of its own: without

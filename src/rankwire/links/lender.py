@@ -95,7 +95,7 @@ class _Arena:
             return self._free.pop()
 
     def forsake(self) -> None:
-        """See ``Forkable``. What the parent has lent is its own business."""
+        """Begin anew in a forked child: what the parent has lent stays the parent's."""
         self._lock = threading.Lock()
         self.fence = threading.Lock()
         self._free = []

@@ -138,7 +138,7 @@ class Policy:
         return self.tls.dial(sock, deadline, check)
 
     def accept(self, sock: socket.socket) -> socket.socket | Stream:
-        """Do the same for one that this end has accepted; its TLS handshake is still to come."""
+        """Put TLS around a socket that this end has accepted; its handshake is still to come."""
         if self.tls is None or sock.family == socket.AF_UNIX:
             return sock
         return self.tls.accept(sock)

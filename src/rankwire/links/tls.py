@@ -248,7 +248,7 @@ class TlsStream:
         return self.sendmsg((data,))
 
     def sendmsg(self, pieces: Sequence[Buffer]) -> int:
-        """Do the same with a message in pieces."""
+        """Send what can be sent now of a message in pieces; return how much of it has left."""
         with self._lock:
             count = self._encrypt(pieces)
         self._is_encrypting = False  # after the lock, with nothing between it and the return

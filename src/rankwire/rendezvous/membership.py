@@ -40,10 +40,12 @@ class Audience(Protocol):
 
 
 class Membership:
-    """See the module. ``begin`` before the acceptor starts, ``leave`` after it has stopped.
+    """Beats, and listens to the coordinator.
+
+    ``begin`` before the acceptor starts, ``leave`` after it has stopped.
 
     Attributes:
-        has_ended: Whether the coordinator is gone, so that nobody hears any more what is said.
+        has_ended: Whether the coordinator is gone, so that what is said is not heard any more.
     """
 
     def __init__(

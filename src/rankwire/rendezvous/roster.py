@@ -14,7 +14,7 @@ def is_last_moment(deadline: Deadline) -> bool:
 
 
 class Roster:
-    """See the module.
+    """Who is there, and who is not. Used under the coordinator's lock where threads share it.
 
     Args:
         world_size: How many ranks there will be.

@@ -134,7 +134,7 @@ class CoordinatorHost:
         return rank_key(self._secret, hello.rank)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
-        """See ``House``."""
+        """Judge who dials: a rank by the coordinator, a launcher by what is known of its node."""
         if hello.purpose is Purpose.LAUNCH:
             return self._admit_launcher(hello)
         if hello.job != self._job:
@@ -153,7 +153,7 @@ class CoordinatorHost:
         return Status.WELCOME, 0
 
     def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
-        """See ``House``."""
+        """Give a connection that was welcomed to the coordinator, or to the owner of launchers."""
         expect_prompt_reading(sock)
         is_launcher = hello.purpose is Purpose.LAUNCH
         longest = MAX_LAUNCHER_NBYTES if is_launcher else MAX_MEMBER_NBYTES
