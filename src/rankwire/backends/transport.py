@@ -133,7 +133,7 @@ class Transport(ABC):
     def refuse(self, group: int, channel: Channel, tag: int) -> None:
         """Drop the messages of a tag and of those that differ in the lower 16 bits only.
 
-        Now and when they come: nobody will ask for them any more.
+        Now and when they come: this rank will not ask for them any more.
         """
 
     @abstractmethod

@@ -53,7 +53,7 @@ def all_gather_object(
     buffers, nbytes = codec.encode(value)
 
     def run(x: Exchange) -> list[Any]:
-        algorithms.meet(x)  # nobody knows how much the others are about to send
+        algorithms.meet(x)  # no rank knows how much the others are about to send
         for dst in x.others:
             x.send_buffers(dst, _STEP, buffers, nbytes)
         return _received_from_all(x, codec, value)

@@ -5,8 +5,8 @@ them on the launcher's selector. Nothing here starts, stops or judges a rank.
 
 Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
 stdout does not read. When too much waits for an output, the ranks that write to it are no longer
-read, so that they wait, as they would with that output as their own. What in the end nobody took is
-counted by rank, and said.
+read, so that they wait, as they would with that output as their own. What in the end no reader took
+is counted by rank, and said.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Sink:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether someone watches who can see a line change."""
+        """Whether a person may watch, who can see a line change."""
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def write(self) -> None:
@@ -225,7 +225,7 @@ class Output:
     """All output of a job. One thread; handlers in the selector's data are called by its owner.
 
     Args:
-        selector: Where to register; whoever owns it calls ``key.data()`` for each event.
+        selector: Where to register; its owner calls ``key.data()`` for each event.
         has_prefix: Whether lines begin with ``[rank N]``.
         log_dir: Where to write each rank's bytes, unchanged, as ``rank_N.log``.
     """

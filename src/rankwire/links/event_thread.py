@@ -88,7 +88,7 @@ class EventThread:
         return threading.current_thread() is self._thread
 
     def _wake(self) -> None:
-        with self._wake_lock:  # or the descriptor might be closed, and somebody else's by now
+        with self._wake_lock:  # or the descriptor might be closed, and another file's by now
             if self._has_pipe:
                 with suppress(BlockingIOError):  # full of wake-ups: it will wake up
                     os.write(self._wake_write, b"\0")

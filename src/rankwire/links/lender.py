@@ -231,7 +231,7 @@ class Lent:
                 return False
             if meanwhile is not None and waited > patience:
                 _wait_readable(meanwhile.watch(), _LONGEST_NAP)
-                if pair[1] != number:  # else what has come is best left to whoever wants it
+                if pair[1] != number:  # else what has come is best left to the thread that wants it
                     meanwhile.read()
             else:
                 sleep(max(_SHORTEST_NAP, min(waited / 8, _LONGEST_NAP)))

@@ -15,7 +15,8 @@ Two things are not as with a socket:
   the owner takes what ``recv_pending`` has before it sleeps. During the handshakes, ``recv`` takes
   single records from the socket, so that nothing is ever left over.
 - Encrypted bytes may lie here although the socket takes no more. Then the last byte of what was
-  sent counts as not sent; whoever repeats it, as after any partial send, makes the rest leave.
+  sent counts as not sent; the sender repeats it, as after any partial send, and makes the rest
+  leave.
 
 An interrupt (Ctrl-C) that falls between two steps of encrypting or decrypting ends the connection:
 what OpenSSL had in hand at that moment is lost. While waiting, it harms nothing.
@@ -213,7 +214,7 @@ class TlsStream:
             self._has_ended = True
         except ssl.SSLError as error:
             self._failure = _reason(error)
-            self.shutdown(socket.SHUT_RDWR)  # whoever sleeps until there is more wakes up
+            self.shutdown(socket.SHUT_RDWR)  # a thread that sleeps until there is more wakes up
         if self._encrypted.pending:
             with suppress(OSError):  # the next send says so
                 self._flush()  # an answer of TLS itself, or an alert

@@ -313,7 +313,8 @@ class Coordinator:
     def _give_in(self, gone: Gone) -> None:
         """Members have given up this process; they live, though their connections end.
 
-        Those that have not are told the same, so that nobody is left who takes the others for dead.
+        Those that have not are told the same, so that no rank is left that takes the others for
+        dead.
         """
         self._state = _State.CLOSED
         self.report(gone)
@@ -385,7 +386,7 @@ class Coordinator:
         self._controls.clear()
 
     def _pass_on_last_words(self) -> None:
-        """Tell the others who left or fell at the same moment: after this nobody can."""
+        """Tell the others who left or fell at the same moment: after this none can."""
         for rank, connection in list(self._controls.items()):
             try:
                 while self._controls.get(rank) is connection:

@@ -149,7 +149,7 @@ class _Attempt:
     def trouble(self) -> RankwireError | None:
         """What to blame if there is no time left.
 
-        A handshake that failed says more than a connection that was refused later: whoever listened
+        A handshake that failed says more than a connection that was refused later: the coordinator
         has given up by then, perhaps for the same reason.
         """
         return self._troubles.get(True) or self._troubles.get(False)
@@ -187,7 +187,7 @@ class _Attempt:
         return authenticate(sock, self._hello, key=key, deadline=limit, policy=self._policy)
 
     def _no_secret(self) -> RankwireError:
-        """Nobody has laid out a secret: a launcher's socket may listen before rank 0 is there."""
+        """No secret is laid out: a launcher's socket may listen before rank 0 is there."""
         self._without_secret = self._without_secret or Deadline(HANDSHAKE_LIMIT)
         reason = f"something listens on {self._address}, but there is no secret of its rank 0"
         if not self._without_secret.expired:

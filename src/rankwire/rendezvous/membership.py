@@ -36,7 +36,7 @@ class Audience(Protocol):
         """A beat has come, with the ranks that missed theirs."""
 
     def on_coordinator_gone(self, error: RankwireError) -> None:
-        """The control connection has ended: nobody tells any more who is gone."""
+        """The control connection has ended: it is not told any more who is gone."""
 
 
 class Membership:

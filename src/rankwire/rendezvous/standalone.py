@@ -36,7 +36,7 @@ __all__ = ["CoordinatorHost", "bind"]
 
 
 def bind(address: str) -> socket.socket:
-    """Return a socket bound to ``host:port``, so that nobody else can take it.
+    """Return a socket bound to ``host:port``, so that no other process can take it.
 
     Raises:
         ConfigurationError: It cannot be had.
