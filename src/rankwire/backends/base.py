@@ -39,11 +39,7 @@ from rankwire.errors import (
 )
 from rankwire.fork import disown, guard
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.frames import (
-    DEFAULT_MAX_MESSAGE_NBYTES,
-    Buffer,
-    Channel,
-)
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel
 from rankwire.wire.loans import whole_of
 
 __all__ = ["DEFAULT_TIMEOUT", "Backend"]
@@ -367,12 +363,7 @@ class Backend(Transport):
         return peer
 
     def _explained(
-        self,
-        error: RankwireError,
-        op: str,
-        peer: int | None,
-        tag: int | None,
-        deadline: Deadline,
+        self, error: RankwireError, op: str, peer: int | None, tag: int | None, deadline: Deadline
     ) -> RankwireError:
         """Add what this operation knows to an error that passes."""
         return error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)

@@ -80,12 +80,7 @@ class FaultPlan:
     # -- what users call ---------------------------------------------------------------------------
 
     def delay(
-        self,
-        seconds: float,
-        *,
-        jitter: float = 0.0,
-        src: int | None = None,
-        dst: int | None = None,
+        self, seconds: float, *, jitter: float = 0.0, src: int | None = None, dst: int | None = None
     ) -> Self:
         """Let messages take their time; those of one link still arrive in order.
 

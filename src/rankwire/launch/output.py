@@ -174,12 +174,7 @@ class Stream:
     """One pipe of one rank, on its way to a sink."""
 
     def __init__(
-        self,
-        rank: int,
-        pipe: IO[bytes],
-        sink: Sink,
-        prefix: bytes,
-        log: Log | None,
+        self, rank: int, pipe: IO[bytes], sink: Sink, prefix: bytes, log: Log | None
     ) -> None:
         os.set_blocking(pipe.fileno(), False)
         self.rank = rank

@@ -31,10 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rankwire.errors import (
-    AuthenticationError,
-    ProtocolError,
-)
+from rankwire.errors import AuthenticationError, ProtocolError
 
 if TYPE_CHECKING:
     from rankwire.wire.frames import Buffer

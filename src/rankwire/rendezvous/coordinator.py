@@ -32,12 +32,7 @@ from typing import NamedTuple
 import msgspec
 
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    ProtocolError,
-    RankwireError,
-    RendezvousError,
-)
+from rankwire.errors import ChannelClosedError, ProtocolError, RankwireError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import TcpAddress

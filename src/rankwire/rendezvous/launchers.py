@@ -16,12 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    InvalidMessageError,
-    PeerLostError,
-    RankwireError,
-)
+from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import Policy
@@ -255,12 +250,7 @@ def dial_launcher(
     try:
         hello = Hello(Purpose.LAUNCH, job_id(LAUNCH_JOB), 0, nodes, node, 0)
         stream, seals = authenticate(
-            sock,
-            hello,
-            key=handshake_key(secret),
-            deadline=limit,
-            check=check,
-            policy=policy,
+            sock, hello, key=handshake_key(secret), deadline=limit, check=check, policy=policy
         )
         expect_prompt_reading(stream)
         return LauncherLink(Connection(stream, peer=0, max_nbytes=MAX_LAUNCHER_NBYTES, seals=seals))

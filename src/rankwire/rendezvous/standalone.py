@@ -16,12 +16,7 @@ from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.security import Policy, choose_policy
-from rankwire.links.sockets import (
-    TcpAddress,
-    expect_prompt_reading,
-    listen_tcp,
-    start_listening,
-)
+from rankwire.links.sockets import TcpAddress, expect_prompt_reading, listen_tcp, start_listening
 from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Gone, Suspected, World
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.launchers import LAUNCH_JOB, MAX_LAUNCHER_NBYTES, LauncherLink

@@ -76,11 +76,7 @@ CHALLENGE_NBYTES = _CHALLENGE.size
 PROOF_NBYTES = 32
 VERDICT_NBYTES = _VERDICT.size
 _RESERVED_NBYTES = 40
-_KNOWN_PROTECTION = (
-    Protection.NONE,
-    Protection.SEALED,
-    Protection.SEALED | Protection.FULL_MAC,
-)
+_KNOWN_PROTECTION = (Protection.NONE, Protection.SEALED, Protection.SEALED | Protection.FULL_MAC)
 
 
 class Purpose(IntEnum):
