@@ -653,7 +653,7 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
         authenticate(sock, hello, key=rank_key(SECRET, 1), deadline=deadline)
         with contextlib.closing(Connection(sock, peer=0, max_nbytes=1 << 20)) as liar:
             payload = pack(Join(Member(1, pid, "127.0.0.1", 9, "", host_id())))
-            liar.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline)
+            liar.send((0, Channel.CONTROL, 0), ([payload], len(payload)), deadline)
             liar.read(deadline)  # who is missing: it has joined
             with pytest.raises(RendezvousError, match="is taken"):
                 TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=1.0)

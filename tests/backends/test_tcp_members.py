@@ -71,7 +71,7 @@ def say_on_control(rank, message):
     """Send a control message on a rank's own connection to the coordinator."""
     payload = pack(message)
     control = rank._formation._attendance._control
-    control.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(PATIENCE))
+    control.send((0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(PATIENCE))
 
 
 def say_hello(*ranks):
@@ -112,7 +112,7 @@ def test_a_rank_that_speaks_for_others_is_given_up_by_name_and_nobody_else_is(li
         assert world[3]._is_watched
         # The control plane still tells of deaths.
         with contextlib.suppress(OSError):
-            world[3]._formation._attendance._control._sock.shutdown(2)
+            world[3]._formation._attendance._control.stream.shut_down()
         eventually(lambda: 3 not in world[1].alive)
 
 
@@ -409,7 +409,7 @@ class Between:
                 outer, _ = authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
                 inner.sendall(responder.verdict(Status.WELCOME))
                 for stream in (outer, inner):  # both ends introduce themselves
-                    stream.sendall(pack_header(Channel.GREETING, 0, 0, 0, 0))
+                    stream.sendall(pack_header((0, Channel.GREETING, 0), 0, 0))
                 while data := inner.recv(1 << 16):
                     outer.sendall(data.replace(b"pay 100", b"pay 999"))
 

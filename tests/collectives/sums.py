@@ -167,10 +167,10 @@ COLLECTIVES = {
 class CountingBackend(SimulatedBackend):
     """A rank that remembers what its collectives have sent: destination and size."""
 
-    def transmit(self, dst, channel, group, tag, buffers, nbytes, deadline):
-        if tag != NOTICE_TAG:
-            self.__dict__.setdefault("sent", []).append((dst, nbytes))
-        super().transmit(dst, channel, group, tag, buffers, nbytes, deadline)
+    def transmit(self, dst, envelope, message, deadline):
+        if envelope[2] != NOTICE_TAG:
+            self.__dict__.setdefault("sent", []).append((dst, message[1]))
+        super().transmit(dst, envelope, message, deadline)
 
 
 @contextlib.contextmanager

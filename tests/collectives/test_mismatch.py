@@ -550,11 +550,12 @@ def test_news_that_a_rank_did_not_take_are_told_again():
 def refuse_first_notice(backend) -> None:
     transmit, refused = backend.transmit, []
 
-    def fussy(dst, channel, group, tag, *rest):
+    def fussy(dst, envelope, *rest):
+        _, channel, tag = envelope
         if channel is Channel.COLLECTIVE and tag == (1 << 64) - 1 and dst not in refused:
             refused.append(dst)
             raise DeadlineExceededError(0.05, waiting_for=[dst])
-        transmit(dst, channel, group, tag, *rest)
+        transmit(dst, envelope, *rest)
 
     backend.transmit = fussy
 

@@ -32,7 +32,7 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
-from rankwire.wire.frames import Channel
+from rankwire.wire.frames import Channel, Envelope
 from worlds import Running, deaf, eventually
 
 SOON = 1.0
@@ -78,7 +78,7 @@ def tell(backend, dst: int, payload: bytes, timeout: float = TIMEOUT) -> None:
     """Send any bytes as a notice."""
     deadline = Deadline(timeout)
     backend.transmit(
-        dst, Channel.COLLECTIVE, backend.group, NOTICE_TAG, (payload,), len(payload), deadline
+        dst, (backend.group, Channel.COLLECTIVE, NOTICE_TAG), ((payload,), len(payload)), deadline
     )
 
 
@@ -87,13 +87,13 @@ def until_waiting(backend, src: int) -> None:
     eventually(lambda: src in backend._inboxes and backend._inboxes[src].in_flight)
 
 
-def frames_of(backend) -> list[tuple[Channel, int, int]]:
+def frames_of(backend) -> list[Envelope]:
     """Return a list to which the envelope of everything that a rank sends is added."""
     frames, transmit = [], backend.transmit
 
-    def recording(dst, channel, group, tag, *rest):
-        frames.append((channel, group, tag))
-        transmit(dst, channel, group, tag, *rest)
+    def recording(dst, envelope, *rest):
+        frames.append(envelope)
+        transmit(dst, envelope, *rest)
 
     backend.transmit = recording
     return frames
@@ -130,7 +130,7 @@ def test_every_frame_has_the_fingerprint_of_its_operation():
     prints = [tag_of(words, number) >> 16 for number, words in enumerate(descriptions)]
     assert len(set(prints)) == len(prints)
     for frames in sent:
-        assert {channel for channel, _, _ in frames} == {Channel.COLLECTIVE}
+        assert {channel for _, channel, _ in frames} == {Channel.COLLECTIVE}
         seen = [tag >> 16 for _, _, tag in frames]
         assert sorted(set(seen), key=seen.index) == prints
 
@@ -182,10 +182,10 @@ def test_a_rank_that_waits_tells_the_others_once(pair):
     assert isinstance(waiting.error(), DeadlineExceededError)
     heard = []
     for _ in range(2):
-        payload = pair[1].receive(0, Channel.COLLECTIVE, 0, NOTICE_TAG, Deadline(0.0))
+        payload = pair[1].receive(0, (0, Channel.COLLECTIVE, NOTICE_TAG), Deadline(0.0))
         heard.append(unpack(payload))
     with pytest.raises(DeadlineExceededError):
-        pair[1].receive(0, Channel.COLLECTIVE, 0, NOTICE_TAG, Deadline(0.1))
+        pair[1].receive(0, (0, Channel.COLLECTIVE, NOTICE_TAG), Deadline(0.1))
     assert [notice.state for notice in heard] == ["convening", "failed"]
     for notice in heard:
         assert notice.sequence == 0
@@ -259,7 +259,9 @@ def test_a_rank_that_tells_without_end_does_not_hold_the_one_that_hears(pair, mo
     operations = OperationSequence.of(pair[0])
     tell(pair[1], 0, pack(Notice(0, "words")))
     eventually(
-        lambda: operations.backend.sources(Channel.COLLECTIVE, operations.backend.group, NOTICE_TAG)
+        lambda: operations.backend.sources(
+            (operations.backend.group, Channel.COLLECTIVE, NOTICE_TAG)
+        )
     )
     payload = bytearray(pack(Notice(0, "words")))
     monkeypatch.setattr(operations.backend, "receive", lambda *_: payload)

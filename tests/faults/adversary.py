@@ -104,7 +104,7 @@ class Adversary:
         """Return a stream of many small frames."""
         sizes = self._chance.choices((0, 1, 60, 5000), (50, 30, 20, 1), k=3000)
         return bytearray().join(
-            pack_header(Channel.MESSAGE, 0, n, size, n) + bytes(size)
+            pack_header((0, Channel.MESSAGE, n), size, n) + bytes(size)
             for n, size in enumerate(sizes)
         )
 

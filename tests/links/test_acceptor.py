@@ -351,7 +351,7 @@ GARBAGE = [
     hello().pack(NONCE) + b"\xff" * 100_000,
     hello().pack(NONCE) * 2,
     hello().pack(NONCE)[:8] + b"\2\0" + hello().pack(NONCE)[10:] + bytes(PROOF_NBYTES),
-    pack_header(Channel.CONTROL, 0, 0, 100, 0) * 10,
+    pack_header((0, Channel.CONTROL, 0), 100, 0) * 10,
     *(random.Random(seed).randbytes(50 * 4**seed) for seed in range(6)),
 ]
 
@@ -553,7 +553,7 @@ class Control:
         self.ends.append(error)
 
     def say(self, payload, sequence):
-        self.far.sendall(pack_header(Channel.CONTROL, 0, 0, len(payload), sequence) + payload)
+        self.far.sendall(pack_header((0, Channel.CONTROL, 0), len(payload), sequence) + payload)
 
 
 @pytest.fixture
@@ -571,7 +571,7 @@ def test_the_frames_of_a_control_connection_are_reported_on_the_acceptors_thread
 
 
 def test_a_frame_that_comes_in_parts_is_reported_once_whole(control):
-    stream = pack_header(Channel.CONTROL, 0, 0, 5, 0) + b"hello"
+    stream = pack_header((0, Channel.CONTROL, 0), 5, 0) + b"hello"
     for index in range(len(stream)):
         control.far.sendall(stream[index : index + 1])
     [frame] = eventually(lambda: control.frames)
@@ -584,8 +584,8 @@ def test_a_frame_that_comes_in_parts_is_reported_once_whole(control):
         (b"", PeerLostError),
         (bytes(10), PeerLostError),
         (b"\xff" * 64, ProtocolError),
-        (pack_header(Channel.CONTROL, 0, 0, 1001, 1), ProtocolError),
-        (pack_header(Channel.FAREWELL, 0, 0, 0, 1), ChannelClosedError),
+        (pack_header((0, Channel.CONTROL, 0), 1001, 1), ProtocolError),
+        (pack_header((0, Channel.FAREWELL, 0), 0, 1), ChannelClosedError),
     ],
     ids=["end", "truncated", "garbage", "too large", "farewell"],
 )

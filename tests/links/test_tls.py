@@ -175,7 +175,7 @@ def peek_socket(stream, nbytes):
 def test_an_end_of_the_socket_is_an_end_of_the_stream(streams):
     near, far = streams
     near.send(b"last")
-    near.shutdown(socket.SHUT_RDWR)
+    near.shut_down()
     assert receive_all(far, 4) == b"last"
     assert far.recv_into(memoryview(bytearray(10))) == 0
     assert far.recv(1, socket.MSG_PEEK) == b""
@@ -209,7 +209,7 @@ def test_a_repeated_record_is_refused(streams):
 def test_frames_of_any_size_arrive(pair):
     for size in (0, 10, 16_384, 70_000, 1 << 20, 8 << 20):
         payload = random.Random(size).randbytes(size)
-        sending = Running(pair[0].send, 1, 0, 5, (payload,), size, Deadline(PATIENCE))
+        sending = Running(pair[0].send, (0, 1, 5), ((payload,), size), Deadline(PATIENCE))
         frames = pair[1].read(Deadline(PATIENCE))
         while not frames:
             frames = pair[1].read(Deadline(PATIENCE))
@@ -219,14 +219,14 @@ def test_frames_of_any_size_arrive(pair):
 
 def test_one_read_takes_all_that_a_poller_would_not_see(pair):
     for number in range(200):
-        pair[0].send(Channel.MESSAGE, 0, number, (bytes(1000),), 1000, Deadline(PATIENCE))
+        pair[0].send((0, Channel.MESSAGE, number), ((bytes(1000),), 1000), Deadline(PATIENCE))
     frames = []
     while len(frames) < 200:
         frames += pair[1].read(Deadline(PATIENCE))
         # Nothing whole is left inside when the reader may go to sleep.
         with pytest.raises(BlockingIOError):
-            pair[1]._sock.recv_pending(memoryview(bytearray(0x10000)))
-    assert [frame.tag for frame in frames] == list(range(200))
+            pair[1].stream.recv_pending(memoryview(bytearray(0x10000)))
+    assert [frame.envelope[2] for frame in frames] == list(range(200))
 
 
 def test_threads_read_and_write_at_once(pair):
@@ -235,13 +235,15 @@ def test_threads_read_and_write_at_once(pair):
 
     def write(connection):
         for number in range(count):
-            connection.send(1, 0, number, (bytes([number % 251]) * size,), size, Deadline(PATIENCE))
+            connection.send(
+                (0, 1, number), ((bytes([number % 251]) * size,), size), Deadline(PATIENCE)
+            )
 
     def read(connection):
         frames = []
         while len(frames) < count:
             frames += connection.read(Deadline(PATIENCE))
-        return [(frame.tag, frame.payload[0], len(frame.payload)) for frame in frames]
+        return [(frame.envelope[2], frame.payload[0], len(frame.payload)) for frame in frames]
 
     writing = [Running(write, connection) for connection in pair]
     reading = [Running(read, connection) for connection in pair]
@@ -255,24 +257,24 @@ def test_a_send_that_is_not_taken_in_time_still_arrives_whole(pair):
     size = 30 << 20
     payload = random.Random(0).randbytes(size)
     with pytest.raises(DeadlineExceededError):
-        pair[0].send(1, 0, 1, (payload,), size, Deadline(0.05))
+        pair[0].send((0, 1, 1), ((payload,), size), Deadline(0.05))
     assert pair[0].is_holding
-    flushing = Running(pair[0].send, 1, 0, 2, (b"next",), 4, Deadline(PATIENCE))
+    flushing = Running(pair[0].send, (0, 1, 2), ((b"next",), 4), Deadline(PATIENCE))
     frames = []
     while len(frames) < 2:
         frames += pair[1].read(Deadline(PATIENCE))
     flushing.result()
     assert bytes(frames[0].payload) == payload
-    assert (frames[1].tag, frames[1].payload) == (2, b"next")
+    assert (frames[1].envelope[2], frames[1].payload) == (2, b"next")
 
 
 def test_a_violation_behind_good_frames_ends_the_connection_after_them(pair):
-    pair[0].send(1, 0, 1, (b"good",), 4, Deadline(PATIENCE))
-    pair[0]._sock.send(b"\xff" * 32)
+    pair[0].send((0, 1, 1), ((b"good",), 4), Deadline(PATIENCE))
+    pair[0].stream.send(b"\xff" * 32)
     frames = []
     while not frames:
         frames = pair[1].read(Deadline(PATIENCE))
-    assert [frame.tag for frame in frames] == [1]
+    assert [frame.envelope[2] for frame in frames] == [1]
     with pytest.raises(ProtocolError):
         pair[1].read(Deadline(PATIENCE))
 
@@ -283,7 +285,7 @@ def test_a_farewell_is_seen_by_who_only_writes(pair):
 
     def send_on():
         while True:
-            pair[0].send(1, 0, 0, (bytes(1000),), 1000, Deadline(PATIENCE))
+            pair[0].send((0, 1, 0), ((bytes(1000),), 1000), Deadline(PATIENCE))
 
     with pytest.raises(ConnectionError, match="has left"):
         send_on()

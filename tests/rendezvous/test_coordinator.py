@@ -140,7 +140,7 @@ class Meeting:
 
 def say(connection: Connection, message: Any) -> None:
     payload = message if isinstance(message, bytes) else pack(message)
-    connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(PATIENCE))
+    connection.send((0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(PATIENCE))
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ def framed(*messages) -> bytes:
     """Return control messages as they travel."""
     payloads = [pack(message) for message in messages]
     return b"".join(
-        pack_header(Channel.CONTROL, 0, 0, len(payload), number) + payload
+        pack_header((0, Channel.CONTROL, 0), len(payload), number) + payload
         for number, payload in enumerate(payloads)
     )
 

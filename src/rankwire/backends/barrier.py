@@ -46,7 +46,7 @@ def _tell_entered(ranks: Transport, untold: list[int], epoch: int, deadline: Dea
     for dst in untold:  # all of them, also when one is lost: no rank must wait for us in vain
         patience = deadline.sooner(_LOOK)
         try:
-            ranks.transmit(dst, Channel.BARRIER, ranks.group, epoch, (), 0, patience)
+            ranks.transmit(dst, (ranks.group, Channel.BARRIER, epoch), ((), 0), patience)
         except DeadlineExceededError:
             still_untold.append(dst)
         except RankwireError as error:
@@ -58,7 +58,7 @@ def _tell_entered(ranks: Transport, untold: list[int], epoch: int, deadline: Dea
 
 def _has_entered(ranks: Transport, src: int, epoch: int, deadline: Deadline) -> bool:
     try:
-        ranks.receive(src, Channel.BARRIER, ranks.group, epoch, deadline, nbytes=0)
+        ranks.receive(src, (ranks.group, Channel.BARRIER, epoch), deadline, nbytes=0)
     except DeadlineExceededError:
         return False
     return True

@@ -39,7 +39,7 @@ from rankwire.errors import (
 )
 from rankwire.fork import disown, guard
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Message
 from rankwire.wire.loans import whole_of
 
 __all__ = ["DEFAULT_TIMEOUT", "Backend"]
@@ -114,8 +114,8 @@ class Backend(Transport):
         deadline = Deadline.of(timeout, self.timeout)
         try:
             dst, tag = self._check(dst, tag)
-            buffers, nbytes = self._as_message(data)
-            self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
+            message = self._as_message(data)
+            self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
             raise self._explained(error, "send", dst, tag, deadline) from error.__cause__
 
@@ -178,8 +178,8 @@ class Backend(Transport):
         deadline = Deadline.of(timeout, self.timeout)
         try:
             dst, tag = self._check(dst, tag)
-            buffers, nbytes = self._as_message(pack_array(array)[0])
-            self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
+            message = self._as_message(pack_array(array)[0])
+            self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
             raise self._explained(error, "send_array", dst, tag, deadline) from error.__cause__
 
@@ -241,14 +241,11 @@ class Backend(Transport):
             packed = pack_array(array)[0]
             if out is not None and share_memory(array, out):
                 packed = [bytes(piece) for piece in packed]
-            buffers, nbytes = self._as_message(packed)
+            message = self._as_message(packed)
             offer = self.offer(
                 dst,
-                Channel.MESSAGE,
-                self.group,
-                tag,
-                buffers,
-                nbytes,
+                (self.group, Channel.MESSAGE, tag),
+                message,
                 deadline,
                 check=lambda: raise_if_lost(self, src, tag),
             )
@@ -265,7 +262,7 @@ class Backend(Transport):
                 finally:
                     offer.revoke()  # an interrupt may have fallen into the first
 
-    def _as_message(self, data: Sendable) -> tuple[list[Buffer], int]:
+    def _as_message(self, data: Sendable) -> Message:
         buffers, nbytes = as_buffers(data)
         if nbytes > self.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self.max_message_nbytes)

@@ -33,8 +33,9 @@ def take(
     use: Callable[[Payload], T],
 ) -> T:
     """Receive the next message that its sender has not taken back, and use it."""
+    envelope = (ranks.group, Channel.MESSAGE, tag)
     while True:
-        payload = ranks.receive(src, Channel.MESSAGE, ranks.group, tag, deadline, nbytes=nbytes)
+        payload = ranks.receive(src, envelope, deadline, nbytes=nbytes)
         try:
             return use(payload)
         except LoanRevokedError:
@@ -65,5 +66,5 @@ def take_array_meanwhile(
 def raise_if_lost(ranks: Transport, src: int, tag: int) -> None:
     """Raise if a rank is gone and left no message."""
     failure = ranks.failure_of(src)
-    if failure is not None and not ranks.has_arrived(src, Channel.MESSAGE, ranks.group, tag):
+    if failure is not None and not ranks.has_arrived(src, (ranks.group, Channel.MESSAGE, tag)):
         raise failure.copy()

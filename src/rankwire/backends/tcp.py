@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
+from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spin import Spin, default_spin
@@ -60,13 +60,15 @@ from rankwire.rendezvous.control_messages import (
 )
 from rankwire.rendezvous.runtime_dir import has_removed, remove_socket_file
 from rankwire.shutdown import close_at_exit
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    import socket
+
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["MAX_CONNECTIONS_OF_A_RANK", "TcpBackend", "Transport"]
 
@@ -259,11 +261,8 @@ class TcpBackend(Backend):
     def transmit(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
     ) -> None:
         """See ``Backend.transmit``."""
@@ -271,16 +270,13 @@ class TcpBackend(Backend):
         connection = peer.messages
         if connection is None:
             connection = self._dial_messages(peer, deadline)
-        connection.send(channel, group, tag, buffers, nbytes, deadline, meanwhile=self._meanwhile)
+        connection.send(envelope, message, deadline, meanwhile=self._meanwhile)
 
     def offer(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
         *,
         check: Callable[[], None] | None = None,
@@ -291,15 +287,13 @@ class TcpBackend(Backend):
         if connection is None:
             connection = self._dial_messages(peer, deadline)
         meanwhile = self._meanwhile if check is None else ReadingAndChecking(self._peers, check)
-        lent = connection.offer(channel, group, tag, buffers, nbytes, deadline, meanwhile=meanwhile)
+        lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
         if lent is None:
             return None
 
         def send_by_stream() -> None:
             limit = Deadline(self.timeout)  # once begun, it must be finished
-            connection.send(
-                channel, group, tag, buffers, nbytes, limit, lend=False, meanwhile=self._meanwhile
-            )
+            connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
 
         try:
             return TcpOffer(connection, lent, self._meanwhile, send_by_stream)
@@ -310,30 +304,28 @@ class TcpBackend(Backend):
     def receive(
         self,
         src: int,
-        channel: Channel,
-        group: int,
-        tag: int,
+        envelope: Envelope,
         deadline: Deadline,
         *,
         nbytes: int | None = None,
     ) -> Payload:
         """See ``Backend.receive``."""
         inbox = self._peers[src].inbox
-        return inbox.take(Receive((group, channel, tag), nbytes=nbytes), deadline)
+        return inbox.take(Receive(envelope, nbytes=nbytes), deadline)
 
-    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+    def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """See ``Backend.has_arrived``."""
-        return self._peers[src].inbox.has_arrived((group, channel, tag))
+        return self._peers[src].inbox.has_arrived(envelope)
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         for peer in self._peers.values():
             peer.inbox.abandon(group, cause)
 
-    def refuse(self, group: int, channel: Channel, tag: int) -> None:
+    def refuse(self, envelope: Envelope) -> None:
         """See ``Backend.refuse``."""
         for peer in self._peers.values():
-            peer.inbox.refuse(group, channel, tag)
+            peer.inbox.refuse(envelope)
 
     def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
         grip: list[bool] = []
@@ -375,6 +367,10 @@ class TcpBackend(Backend):
         for connection in waiting:
             port.adopt(connection)
         return port
+
+    def new_poller(self) -> EpollPoller:
+        """Return what a port waits with for calls."""
+        return EpollPoller()
 
     def forget_port(self, port: TcpCallPort) -> None:
         """Called by a port that is closed."""
@@ -502,7 +498,7 @@ class TcpBackend(Backend):
             raise NoConnectionError(f"{error.detail} for {limit.limit:g} s") from error
 
     def _wrap(
-        self, peer: Peer, sock: Stream, seals: Seals | None, *, incoming: bool = False
+        self, peer: Peer, sock: AnySocket, seals: Seals | None, *, incoming: bool = False
     ) -> Connection:
         return Connection(
             sock,
@@ -545,7 +541,7 @@ class TcpBackend(Backend):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
         connection = self._wrap(peer, sock, seals, incoming=True)

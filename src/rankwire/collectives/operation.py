@@ -159,7 +159,7 @@ class Operation:
         # A rank that knew of a failure that came as news here has sent under the epoch after it.
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *self._others_tags}:
-            backend.refuse(backend.group, Channel.COLLECTIVE, tag)
+            backend.refuse((backend.group, Channel.COLLECTIVE, tag))
         if isinstance(error, RankwireError):
             waited = None if self.deadline is None else self.deadline.waited
             error.during(op=self.description, rank=backend.rank, waited=waited)

@@ -73,6 +73,7 @@ class OperationSequence:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self._notices = (backend.group, Channel.COLLECTIVE, NOTICE_TAG)
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
@@ -181,15 +182,8 @@ class OperationSequence:
         untold = []
         for dst in self.others if ranks is None else ranks:
             try:
-                backend.transmit(
-                    dst,
-                    Channel.COLLECTIVE,
-                    backend.group,
-                    NOTICE_TAG,
-                    (payload,),
-                    len(payload),
-                    Deadline(_TELLING_PATIENCE),
-                )
+                patience = Deadline(_TELLING_PATIENCE)
+                backend.transmit(dst, self._notices, ((payload,), len(payload)), patience)
             except DeadlineExceededError:
                 untold.append(dst)
             except RankwireError:
@@ -204,7 +198,7 @@ class OperationSequence:
         """
         lost: PeerLostError | None = None
         backend = self.backend
-        for src in backend.sources(Channel.COLLECTIVE, backend.group, NOTICE_TAG):
+        for src in backend.sources(self._notices):
             try:
                 for _ in range(_MOST_HEARD):
                     self._heard(src)
@@ -217,7 +211,7 @@ class OperationSequence:
 
     def _heard(self, src: int) -> None:
         backend = self.backend
-        payload = backend.receive(src, Channel.COLLECTIVE, backend.group, NOTICE_TAG, _NOW)
+        payload = backend.receive(src, self._notices, _NOW)
         try:
             notice = unpack(whole_of(payload))
         except InvalidMessageError as error:
@@ -231,7 +225,7 @@ class OperationSequence:
             if tag in tags or len(tags) >= backend.world_size:  # each rank has sent for one
                 return
             tags.add(tag)
-        backend.refuse(backend.group, Channel.COLLECTIVE, tag)
+        backend.refuse((backend.group, Channel.COLLECTIVE, tag))
 
     def _take_in(self, src: int, notice: Notice) -> None:
         here, ahead = notice.here, notice.ahead

@@ -1,6 +1,6 @@
 """The ranks' output on the launcher's own: whole lines, each with the rank it came from.
 
-``Sink`` is one of the launcher's outputs, ``Stream`` one pipe of one rank, and ``Output`` joins
+``Sink`` is one of the launcher's outputs, ``RankOutput`` one pipe of one rank, and ``Output`` joins
 them on the launcher's selector. Nothing here starts, stops or judges a rank.
 
 Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
@@ -29,7 +29,7 @@ from rankwire.deadline import Deadline
 from rankwire.launch.lines import LineSplitter
 from rankwire.launch.logfiles import Log, LogFolder
 
-__all__ = ["Output", "Sink", "Stream"]
+__all__ = ["Output", "Sink", "RankOutput"]
 
 # The capacity of a Linux pipe, so one read empties it.
 _READ_NBYTES = 64 * 1024
@@ -170,7 +170,7 @@ class Sink:
             nbytes -= min(owned, nbytes)
 
 
-class Stream:
+class RankOutput:
     """One pipe of one rank, on its way to a sink."""
 
     def __init__(
@@ -242,8 +242,8 @@ class Output:
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
         self._remind_at = monotonic() + REMIND_AFTER
-        self._streams: list[Stream] = []
-        self._errors: dict[int, Stream] = {}
+        self._streams: list[RankOutput] = []
+        self._errors: dict[int, RankOutput] = {}
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Read both pipes of a rank from now on; they are closed here."""
@@ -255,7 +255,7 @@ class Output:
             prefix = b""
             if self._has_prefix:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            stream = Stream(rank, pipe, sink, prefix, log)
+            stream = RankOutput(rank, pipe, sink, prefix, log)
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
         self._errors[rank] = stream
@@ -341,7 +341,7 @@ class Output:
         if self._logs is not None:
             self._logs.close()
 
-    def _reader(self, stream: Stream) -> Handler:
+    def _reader(self, stream: RankOutput) -> Handler:
         def read() -> None:
             if stream.is_paused:
                 return  # by another stream, in the same turn of the selector
@@ -358,7 +358,7 @@ class Output:
 
         return write
 
-    def _end(self, stream: Stream) -> None:
+    def _end(self, stream: RankOutput) -> None:
         self._streams.remove(stream)
         if not stream.is_paused:
             self._selector.unregister(stream.pipe)

@@ -23,7 +23,7 @@ from rankwire.links.connection import Connection
 from rankwire.wire.frames import Frame
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["EventThread"]
 
@@ -130,7 +130,9 @@ class EventThread:
 
         self.call_soon(begin)
 
-    def _register(self, file: Stream | Connection, events: int, action: Callable[[], None]) -> None:
+    def _register(
+        self, file: AnySocket | Connection, events: int, action: Callable[[], None]
+    ) -> None:
         number = file.fileno()
         if number in self._selector.get_map():  # one that was closed elsewhere
             self._selector.unregister(number)

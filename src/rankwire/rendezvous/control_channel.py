@@ -5,8 +5,7 @@ from __future__ import annotations
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
-from rankwire.rendezvous.control_messages import Beat, Message, pack
-from rankwire.wire.frames import Channel
+from rankwire.rendezvous.control_messages import CONTROL, Beat, Message, pack
 
 __all__ = ["tell"]
 
@@ -18,7 +17,7 @@ def tell(connection: Connection, message: Message, deadline: Deadline | None = N
     """
     payload = pack(message)
     try:
-        connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline or Deadline(0.0))
+        connection.send(CONTROL, ([payload], len(payload)), deadline or Deadline(0.0))
     except DeadlineExceededError as error:
         if not isinstance(message, Beat):
             connection.fail(error)

@@ -16,8 +16,10 @@ from msgspec.structs import replace
 
 from rankwire.errors import InvalidMessageError
 from rankwire.texts import MAX_REASON, NAME, one_line, printable
+from rankwire.wire.frames import WORLD_GROUP, Channel
 
 __all__ = [
+    "CONTROL",
     "DEFAULT_PATIENCE",
     "MAX_MEMBER_NBYTES",
     "SHORTEST_FAIL_AFTER",
@@ -38,6 +40,8 @@ __all__ = [
     "unpack",
 ]
 
+# What all of them travel under.
+CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)
 # The longest that a member says is the traceback that it falls by: 32768 characters of at most four
 # bytes.
 MAX_MEMBER_NBYTES = 256 << 10

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import UNPROTECTED, Policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.control_messages import (
+    CONTROL,
     DEFAULT_PATIENCE,
     Failed,
     Join,
@@ -42,13 +42,15 @@ from rankwire.rendezvous.control_messages import (
     unpack,
 )
 from rankwire.rendezvous.roster import is_last_moment
-from rankwire.wire.frames import Channel, Frame
+from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    import socket
+
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["join"]
 
@@ -170,14 +172,14 @@ class _Attempt:
             longest = max_coordinator_nbytes(self._hello.world_size)
             control = Connection(stream, peer=0, max_nbytes=longest, seals=seals)
             payload = pack(Join(member, self._patience))
-            control.send(Channel.CONTROL, 0, 0, [payload], len(payload), self._deadline)
+            control.send(CONTROL, ([payload], len(payload)), self._deadline)
             world, rest = self._await_world(control)
             return world, control, rest
         except BaseException:
             sock.close()
             raise
 
-    def _authenticate(self, sock: socket.socket) -> tuple[Stream, Seals | None]:
+    def _authenticate(self, sock: socket.socket) -> tuple[AnySocket, Seals | None]:
         key = self._find_key()
         if key is None:
             raise self._no_secret()

@@ -9,7 +9,6 @@ A link is used by one thread, the launcher's own.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 import msgspec
@@ -21,8 +20,8 @@ from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import Policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.rendezvous.control_messages import CONTROL
 from rankwire.texts import one_line, printable
-from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.loans import whole_of
 
@@ -179,7 +178,7 @@ class LauncherLink:
         """Send a message without waiting; ``receive`` finds who does not take it to be gone."""
         payload = _encode(message)
         try:
-            self._connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.5))
+            self._connection.send(CONTROL, ([payload], len(payload)), Deadline(0.5))
         except RankwireError as error:
             self._connection.fail(error)
 
@@ -246,7 +245,7 @@ def dial_launcher(
     """
     limit = deadline.sooner(HANDSHAKE_LIMIT)
     where = TcpAddress.parse(address)
-    sock: socket.socket = connect_tcp(where, limit, check=check)
+    sock = connect_tcp(where, limit, check=check)
     try:
         hello = Hello(Purpose.LAUNCH, job_id(LAUNCH_JOB), 0, nodes, node, 0)
         stream, seals = authenticate(

@@ -15,9 +15,18 @@ from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_channel import tell
-from rankwire.rendezvous.control_messages import Beat, Fallen, Gone, Suspected, World, pack, unpack
+from rankwire.rendezvous.control_messages import (
+    CONTROL,
+    Beat,
+    Fallen,
+    Gone,
+    Suspected,
+    World,
+    pack,
+    unpack,
+)
 from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
-from rankwire.wire.frames import Channel, Frame
+from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
 
 __all__ = ["Membership", "Audience"]
@@ -103,7 +112,7 @@ class Membership:
         else:
             payload = pack(fallen)
             try:
-                self._control.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.2))
+                self._control.send(CONTROL, ([payload], len(payload)), Deadline(0.2))
             except RankwireError as error:
                 self._control.fail(error)
         self._control.close()
