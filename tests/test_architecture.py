@@ -37,6 +37,7 @@ MAY_IMPORT = {
 BACKENDS = {"tcp", "simulated", "sub"}  # these do not know each other, and only this one makes one
 MAKES_A_BACKEND = "connect"
 BACKEND_INTERFACE = {
+    "arguments",
     "base",
     "calls",
     "payloads",

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
-from rankwire.backends.base import DEFAULT_TIMEOUT, check_world
+from rankwire.backends.arguments import check_world
+from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan

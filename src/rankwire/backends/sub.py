@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from time import sleep
 
-from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.arguments import check_rank
+from rankwire.backends.base import Backend
 from rankwire.backends.calls import CallPort
 from rankwire.backends.events import OnLost, OnSuspected
 from rankwire.backends.status import PeerStatus

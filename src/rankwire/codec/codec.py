@@ -28,13 +28,7 @@ import msgspec
 from rankwire.codec.classes import ClassTable
 from rankwire.codec.limits import DEFAULT_MAX_ITEMS, MIN_SCANNED_NBYTES
 from rankwire.codec.reader import Reader
-from rankwire.codec.values import (
-    ALIGNMENT,
-    ALWAYS_PLAIN,
-    MIN_BUFFER_NBYTES,
-    PLAIN,
-    is_flat,
-)
+from rankwire.codec.values import ALIGNMENT, ALWAYS_PLAIN, MIN_BUFFER_NBYTES, PLAIN, is_flat
 from rankwire.codec.writer import Refusal, Writer
 from rankwire.errors import InvalidMessageError, MessageTooLargeError, UnsupportedTypeError
 from rankwire.texts import one_line

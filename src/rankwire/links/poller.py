@@ -25,7 +25,7 @@ _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 
 
 class Poller(Protocol):
-    """See the module. ``poll`` is for one thread at a time, the rest is safe from any.
+    """Waits for several streams. ``poll`` is for one thread at a time, the rest safe from any.
 
     Everything but ``poll`` needs a lock of the owner's, under which it is also closed.
     """
@@ -70,14 +70,14 @@ class EpollPoller:
         self._epoll.register(self._wakeup, select.EPOLLIN)
 
     def register(self, stream: Stream, key: object) -> None:
-        """See ``Poller``."""
+        """Watch a stream until it is unregistered."""
         number = stream.fileno()
         self._keys[number] = key
         self._watched.add(number)
         self._epoll.register(number, select.EPOLLIN)
 
     def arm(self, stream: Stream, key: object) -> None:
-        """See ``Poller``. One that was closed meanwhile is left alone."""
+        """Have ``poll`` return the key once. A stream that was closed meanwhile is left alone."""
         number = stream.fileno()
         if number in self._keys:
             self._epoll.modify(number, _ONE_SHOT)
@@ -86,7 +86,7 @@ class EpollPoller:
             self._epoll.register(number, _ONE_SHOT)
 
     def unregister(self, stream: Stream) -> None:
-        """See ``Poller``."""
+        """Watch a stream no more."""
         number = stream.fileno()
         self._watched.discard(number)
         if number == self._last:
@@ -140,10 +140,10 @@ class EpollPoller:
         return self._keys.get(number)
 
     def wake(self) -> None:
-        """See ``Poller``."""
+        """Make ``poll`` return, now or the next time."""
         os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """See ``Poller``. Nothing is unregistered: a parent may have the same epoll."""
+        """Close the epoll. Nothing is unregistered: a parent may have the same one."""
         self._epoll.close()
         os.close(self._wakeup)

@@ -18,7 +18,8 @@ from numbers import Real
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from rankwire.backends.base import Backend, check_pickle, check_rank
+from rankwire.backends.arguments import check_pickle, check_rank
+from rankwire.backends.base import Backend
 from rankwire.backends.calls import IncomingCall
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline

@@ -8,11 +8,7 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
-from rankwire.errors import (
-    CallCancelledError,
-    DeadlineExceededError,
-    RemoteError,
-)
+from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
 from rankwire.testing.conformance.tools import agents_of, expect
