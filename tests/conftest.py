@@ -27,7 +27,7 @@ settings.load_profile("rankwire")
 
 _PASSED = pytest.StashKey[bool]()
 
-pytest_plugins = ["faults.plugin"]
+pytest_plugins = ["faults.plugin", "overview"]
 
 
 class Belongings(NamedTuple):
