@@ -27,7 +27,7 @@ settings.load_profile("rankwire")
 
 _PASSED = pytest.StashKey[bool]()
 
-pytest_plugins = ["faults.plugin", "overview"]
+pytest_plugins = ["surroundings", "faults.plugin", "overview"]
 
 
 class Belongings(NamedTuple):
