@@ -30,7 +30,6 @@ from worlds import (
     bound_socket,
     deaf,
     eventually,
-    nursery,
     process_world,
     runtime_folder_of_its_own,
     tcp_world,
@@ -38,12 +37,6 @@ from worlds import (
 
 TIGHT = {"suspect_after": 0.3, "fail_after": 1.0}
 SOON = 1.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_nursery():
-    with nursery():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,6 @@ from worlds import (
     PATIENCE,
     Running,
     eventually,
-    nursery,
     process_world,
     runtime_folder_of_its_own,
     tcp_world,
@@ -51,12 +50,6 @@ KINDS = {
     "stream": {"transport": "auto", "single_copy": False},
     "tcp": {"transport": "tcp"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_nursery():
-    with nursery():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,6 @@ from rankwire.wire.frames import HEADER_NBYTES, Channel, pack_header
 from worlds import (
     Running,
     eventually,
-    nursery,
     process_world,
     raw_peer,
     runtime_folder_of_its_own,
@@ -36,12 +35,6 @@ from worlds import (
 )
 
 SOON = 1.0  # measured: 2 ms; the promise: 0.1 s
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_nursery():
-    with nursery():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -44,19 +44,12 @@ from worlds import (
     eventually,
     free_port,
     joined_ranks,
-    nursery,
     process_world,
     raw_peer,
     runtime_folder_of_its_own,
     spawn_ranks,
     tcp_world,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_nursery():
-    with nursery():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
-from worlds import Running, deaf, nursery, process_world, runtime_folder_of_its_own
+from worlds import Running, deaf, process_world, runtime_folder_of_its_own
 
 SOON = 1.0  # measured: up to 0.06 s, with 32 worlds at once
 TIMEOUT = 10.0
@@ -516,14 +516,8 @@ def test_a_value_that_one_rank_cannot_decode_ends_the_others(monkeypatch):
 # -- processes
 
 
-@pytest.fixture(scope="module")
-def shared_nursery():
-    with nursery():
-        yield
-
-
 @pytest.fixture
-def folder(shared_nursery):
+def folder():
     """Who is killed leaves the file of its socket here."""
     with runtime_folder_of_its_own():
         yield
