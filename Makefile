@@ -6,9 +6,9 @@ BENCH := .venv-bench
 N ?= 4
 WORKERS ?= 4
 SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
-TORCH_TESTS := tests/wire/test_torch_tensors.py tests/backends/test_torch_arrays.py \
+TORCH_TESTS := tests/codec/test_torch_tensors.py tests/backends/test_torch_arrays.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
-	tests/launch/test_places.py
+	tests/backends/test_schedulers.py
 
 .PHONY: help demo test test-all test-loaded check bench test-torch what-we-hold nightly format clean
 

@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from nursery import Nursery, nursery
 from rankwire.links.connection import Connection
-from rankwire.rendezvous.host import runtime_folder
+from rankwire.rendezvous.runtime_dir import runtime_folder
 from worlds import LEND_FROM
 
 _GRACE = 1.0  # seconds for a thread that was told to end, or a process that was killed, to be gone

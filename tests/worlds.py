@@ -24,7 +24,7 @@ from nursery import Nursery, nursery
 from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
-from rankwire.links.dialing import authenticate
+from rankwire.links.dialer import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.wire.handshake import Purpose

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy  # noqa: F401  (first: in the middle of our own modules its import takes 23 ms longer)
 
 from rankwire.backends.base import Backend
+from rankwire.backends.connect import connect
 from rankwire.backends.tcp import TcpBackend
+from rankwire.codec.codec import Codec
 from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
-from rankwire.launch.environment import connect
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.context import Call, current_call
 from rankwire.rpc.future import RpcFuture
 from rankwire.version import __version__
-from rankwire.wire.codec import Codec
 
 if TYPE_CHECKING:
     from rankwire.backends.faults import FaultPlan
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         scatter,
     )
     from rankwire.collectives.work import Work
-    from rankwire.links.protection import Tls
+    from rankwire.links.security import Tls
     from rankwire.mesh import DeviceMesh
 
 __all__ = [
@@ -88,7 +88,7 @@ _LOADED_LATER = {
     "SimulatedBackend": "rankwire.backends.simulated",
     "SubBackend": "rankwire.backends.sub",
     "DeviceMesh": "rankwire.mesh",
-    "Tls": "rankwire.links.protection",
+    "Tls": "rankwire.links.security",
     "Work": "rankwire.collectives.work",
     "all_gather": _ARRAYS,
     "all_reduce": _ARRAYS,

@@ -33,11 +33,12 @@ class Paper(Backend):
         self.limits: list[float] = []
         self._closed = False
 
-    def transmit(self, dst, channel, group, tag, buffers, nbytes, deadline):
+    def transmit(self, dst, envelope, message, deadline):
         self.limits.append(deadline.limit)
-        self.sent.append((dst, channel, group, tag, buffers, nbytes))
+        self.sent.append((dst, *envelope, *message))
 
-    def receive(self, src, channel, group, tag, deadline, *, nbytes=None):
+    def receive(self, src, envelope, deadline, *, nbytes=None):
+        _, channel, tag = envelope
         self.limits.append(deadline.limit)
         found = self.arrived.get((src, channel, tag))
         if found is None:
@@ -51,7 +52,7 @@ class Paper(Backend):
     def abandon(self, group, cause):
         raise NotImplementedError
 
-    def refuse(self, group, channel, tag):
+    def refuse(self, envelope):
         raise NotImplementedError
 
     def open_calls(self, service):
@@ -181,7 +182,7 @@ def test_a_tag_that_does_not_fit_is_refused(op, tag):
 def test_every_other_tag_is_part_of_the_envelope(tag):
     backend = Paper()
     backend.send(b"x", 1, tag)
-    assert backend.sent[0][:4] == (1, Channel.MESSAGE, WORLD_GROUP, tag)
+    assert backend.sent[0][:4] == (1, WORLD_GROUP, Channel.MESSAGE, tag)
     backend.give(1, b"x", tag=tag)
     assert backend.recv(1, tag) == b"x"
 
@@ -383,7 +384,7 @@ def test_a_barrier_tells_every_other_rank_on_a_channel_of_its_own():
     enter(backend, 0, 2, 3)
     backend.barrier()
     assert sorted(sent[:4] for sent in backend.sent) == [
-        (rank, Channel.BARRIER, WORLD_GROUP, 0) for rank in (0, 2, 3)
+        (rank, WORLD_GROUP, Channel.BARRIER, 0) for rank in (0, 2, 3)
     ]
 
 
@@ -434,7 +435,7 @@ def test_the_deadline_of_a_barrier_also_counts_while_another_thread_is_in_one():
     release = threading.Event()
 
     class Slow(Paper):
-        def receive(self, src, channel, group, tag, deadline, *, nbytes=None):
+        def receive(self, src, envelope, deadline, *, nbytes=None):
             if not release.wait(deadline.remaining()):
                 raise DeadlineExceededError(deadline.limit, waiting_for=[src])
             return bytearray()

@@ -18,7 +18,7 @@ from rankwire.errors import (
     PeerUnresponsiveError,
     RemoteError,
 )
-from rankwire.rendezvous.host import sweep_socket_files
+from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from worlds import Running, eventually, process_world, tcp_world
 
 

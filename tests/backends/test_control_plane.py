@@ -419,7 +419,7 @@ def test_a_control_message_that_is_too_long_ends_the_connection_of_its_sender():
         waiting = [Running(ranks[survivor].recv, 1) for survivor in (0, 2)]
         control = ranks[1]._formation._attendance._control
         with contextlib.suppress(RankwireError):  # it may be hung up on before it has sent all
-            control.send(Channel.CONTROL, 0, 0, [bytes(1 << 20)], 1 << 20, Deadline(PATIENCE))
+            control.send((0, Channel.CONTROL, 0), ([bytes(1 << 20)], 1 << 20), Deadline(PATIENCE))
         for command in waiting:
             error = command.error(PATIENCE)
             assert type(error) is PeerLostError

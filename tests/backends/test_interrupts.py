@@ -7,7 +7,7 @@ import pytest
 
 from interrupts import Interrupt, every_interrupt
 from rankwire import DeadlineExceededError, RpcAgent, SubBackend
-from rankwire.links import single_copy
+from rankwire.links import lender
 from rankwire.links.connection import Connection
 from worlds import LEND_FROM, PATIENCE, Running, eventually, tcp_world
 
@@ -66,8 +66,8 @@ def test_an_interrupt_anywhere_in_a_send(pair, nbytes):
 @pytest.mark.parametrize("operation", ["send", "sendrecv", "sendrecv of a group"])
 def test_an_interrupt_anywhere_in_lending_takes_the_loan_back(operation, monkeypatch):
     # Few steps while waiting, so that there are not too many places.
-    monkeypatch.setattr(single_copy, "_LOOK_FOR", 0.0)
-    monkeypatch.setattr(single_copy, "_SHORTEST_NAP", 1e-3)
+    monkeypatch.setattr(lender, "_LOOK_FOR", 0.0)
+    monkeypatch.setattr(lender, "_SHORTEST_NAP", 1e-3)
     monkeypatch.setattr(Connection, "lend_from", LEND_FROM)
     numbers = iter(range(1 << 30))
     with tcp_world(2) as (near, far):

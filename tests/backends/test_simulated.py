@@ -162,12 +162,12 @@ def test_messages_of_a_tag_keep_their_order(make_world):
 def test_tags_channels_and_groups_are_isolated(make_world):
     first, second = make_world(2)
     first.send(b"user", 1, tag=3)
-    first.transmit(1, Channel.COLLECTIVE, 0, 3, [b"step"], 4, Deadline(0))
-    first.transmit(1, Channel.MESSAGE, 9, 3, [b"group"], 5, Deadline(0))
+    first.transmit(1, (0, Channel.COLLECTIVE, 3), ([b"step"], 4), Deadline(0))
+    first.transmit(1, (9, Channel.MESSAGE, 3), ([b"group"], 5), Deadline(0))
     with pytest.raises(DeadlineExceededError):
         second.recv(0, tag=4, timeout=0)
-    assert second.receive(0, Channel.MESSAGE, 9, 3, Deadline(0)) == b"group"
-    assert second.receive(0, Channel.COLLECTIVE, 0, 3, Deadline(0)) == b"step"
+    assert second.receive(0, (9, Channel.MESSAGE, 3), Deadline(0)) == b"group"
+    assert second.receive(0, (0, Channel.COLLECTIVE, 3), Deadline(0)) == b"step"
     assert second.recv(0, tag=3, timeout=0) == b"user"
 
 
@@ -201,7 +201,7 @@ def test_too_large_a_message_is_refused_on_every_way(make_world):
     with pytest.raises(MessageTooLargeError):
         first.send(bytes(11), 1)
     with pytest.raises(MessageTooLargeError):
-        first.transmit(1, Channel.COLLECTIVE, 0, 0, [bytes(11)], 11, Deadline(0))
+        first.transmit(1, (0, Channel.COLLECTIVE, 0), ([bytes(11)], 11), Deadline(0))
     first.send(bytes(10), 1)
     assert second.recv(0) == bytes(10)
 
@@ -278,7 +278,7 @@ def test_a_message_that_came_with_an_interrupt_is_not_lost(make_world, pool, mon
             return drive(inbox, wanted, deadline)
         while inbox.in_flight < 1 + others:
             free_lock.wait(0.001)
-        inbox.land(wanted.key, bytearray(b"one"))
+        inbox.land(wanted.envelope, bytearray(b"one"))
         raise InterruptedHereError
 
     monkeypatch.setattr(Inbox, "drive", interrupted_drive)

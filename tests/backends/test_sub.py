@@ -184,10 +184,10 @@ def test_the_members_agree_on_the_highest_count(make_world):
 
     def announce(ordinal):
         payload = msgspec.msgpack.encode(([0, 1], ordinal))
-        world[1].transmit(0, Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0))
+        world[1].transmit(0, (0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(0))
 
     def announced():
-        return msgspec.msgpack.decode(world[1].receive(0, Channel.CONTROL, 0, 0, Deadline(0)))
+        return msgspec.msgpack.decode(world[1].receive(0, (0, Channel.CONTROL, 0), Deadline(0)))
 
     announce(5)
     SubBackend(world[0], [0, 1])
@@ -222,7 +222,7 @@ def test_a_lost_member_is_named(make_world):
 def test_an_announcement_that_does_not_decode_is_refused(make_world):
     world = make_world(2)
     garbage = msgspec.msgpack.encode(["no", "list"])
-    world[1].transmit(0, Channel.CONTROL, 0, 0, [garbage], len(garbage), Deadline(0))
+    world[1].transmit(0, (0, Channel.CONTROL, 0), ([garbage], len(garbage)), Deadline(0))
     with pytest.raises(InvalidMessageError) as caught:
         SubBackend(world[0], [0, 1])
     assert caught.value.peer == 1
@@ -363,7 +363,7 @@ def test_each_level_of_groups_adds_its_note(make_world):
 def test_an_envelope_to_oneself_is_refused_by_the_rank_in_the_group(make_world):
     (_, second) = make_group(make_world(3), [0, 2])
     with pytest.raises(SelfSendError) as caught:
-        second.transmit(1, Channel.MESSAGE, second.group, 0, [], 0, Deadline(0))
+        second.transmit(1, (second.group, Channel.MESSAGE, 0), ([], 0), Deadline(0))
     assert caught.value.rank == 1
 
 

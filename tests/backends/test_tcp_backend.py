@@ -567,7 +567,7 @@ def test_the_limit_also_covers_waiting_for_a_thread_that_connects(pair):
 
 def test_a_peer_that_is_slow_to_answer_the_door_is_given_all_of_the_limit(pair, monkeypatch):
     """The handshake's own limit is against strangers; it must not cut the user's."""
-    monkeypatch.setattr("rankwire.links.dialing.HANDSHAKE_LIMIT", 0.1)
+    monkeypatch.setattr("rankwire.links.dialer.HANDSHAKE_LIMIT", 0.1)
     with deaf(pair[1]):
         sending = Running(pair[0].send, b"slow", 1, timeout=PATIENCE)
         time.sleep(0.4)

@@ -29,8 +29,8 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
-from rankwire.links import connection, single_copy
-from rankwire.links.single_copy import Borrowed
+from rankwire.links import borrower, connection
+from rankwire.links.borrower import Borrowed
 from worlds import (
     PATIENCE,
     Running,
@@ -438,15 +438,15 @@ def test_a_receiver_waits_on_when_a_message_is_withdrawn_under_its_hands(lending
 
 def slowly(patch, nbytes):
     """Have everything that is read take a quarter of a second for so many bytes."""
-    transfer, piece = single_copy._transfer, nbytes // 10
+    transfer, piece = borrower.transfer, nbytes // 10
 
     def transfer_slowly(call, pid, here, there):
-        if call is single_copy._CALLS[0] and sum(length for _, length in here) > piece:
+        if call is borrower.CALLS[0] and sum(length for _, length in here) > piece:
             time.sleep(0.025)
             here, there = shortened(here, piece), shortened(there, piece)
         return transfer(call, pid, here, there)
 
-    patch.setattr(single_copy, "_transfer", transfer_slowly)
+    patch.setattr(borrower, "transfer", transfer_slowly)
 
 
 def shortened(vectors, most):
@@ -529,18 +529,18 @@ def test_a_receiver_that_is_busy_for_long_is_not_lost(kind, monkeypatch):
 
 SLOWLY = """
 import time
-from rankwire.links import single_copy
+from rankwire.links import borrower
 
-transfer, begun = single_copy._transfer, []
+transfer, begun = borrower.transfer, []
 
 def transfer_slowly(call, pid, here, there):
-    if call is single_copy._CALLS[0] and here[0][1] > 1 << 20:
+    if call is borrower.CALLS[0] and here[0][1] > 1 << 20:
         begun.append(1)
         time.sleep(0.05)
         here, there = [(here[0][0], 1 << 20)], [(there[0][0], 1 << 20)]
     return transfer(call, pid, here, there)
 
-single_copy._transfer = transfer_slowly
+borrower.transfer = transfer_slowly
 """
 
 

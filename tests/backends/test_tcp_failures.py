@@ -336,7 +336,7 @@ def test_operations_with_a_rank_that_is_stopped_end_at_their_own_deadlines(trans
 
 
 def frame(payload: bytes, *, tag: int = 0, sequence: int = 0) -> bytes:
-    return pack_header(Channel.MESSAGE, 0, tag, len(payload), sequence) + payload
+    return pack_header((0, Channel.MESSAGE, tag), len(payload), sequence) + payload
 
 
 @pytest.fixture
@@ -477,7 +477,7 @@ def resident() -> int:
 )
 def test_an_announced_size_above_the_limit_is_refused_from_the_header(victim, nbytes):
     backend, sock, world = victim
-    sock.sendall(pack_header(Channel.MESSAGE, 0, 0, nbytes, 0))
+    sock.sendall(pack_header((0, Channel.MESSAGE, 0), nbytes, 0))
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match=str(nbytes)) as caught:
@@ -500,7 +500,7 @@ def test_an_announced_size_above_the_limit_is_refused_from_the_header(victim, nb
 def test_a_large_announced_size_within_the_limit_takes_memory_only_as_it_comes(victim):
     backend, sock, _ = victim
     before = resident()
-    sock.sendall(pack_header(Channel.MESSAGE, 0, 0, 1 << 30, 0) + bytes(100_000))
+    sock.sendall(pack_header((0, Channel.MESSAGE, 0), 1 << 30, 0) + bytes(100_000))
     with pytest.raises(DeadlineExceededError):
         backend.recv(1, timeout=0.1)
     assert backend._peers[1].inbox.connection._parser.in_frame
@@ -512,10 +512,10 @@ def test_a_large_announced_size_within_the_limit_takes_memory_only_as_it_comes(v
     [
         b"\xff" * HEADER_NBYTES,
         bytes(HEADER_NBYTES),
-        pack_header(99, 0, 0, 0, 0),
-        pack_header(Channel.MESSAGE, 0, 0, 0, 1),
+        pack_header((0, 99, 0), 0, 0),
+        pack_header((0, Channel.MESSAGE, 0), 0, 1),
         frame(b"first") + frame(b"repeated"),
-        b"\x01\x01" + pack_header(Channel.MESSAGE, 0, 0, 0, 0)[2:],
+        b"\x01\x01" + pack_header((0, Channel.MESSAGE, 0), 0, 0)[2:],
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
     ids=["ones", "zeros", "channel", "gap", "repeated", "flags", "http"],
@@ -541,7 +541,7 @@ def test_messages_for_other_groups_and_channels_do_not_reach_the_user(victim):
     envelopes = [(Channel.COLLECTIVE, 0), (Channel.REPLY, 0), (Channel.CALL, 0), (1, 12345)]
     stream = b""
     for sequence, (channel, group) in enumerate(envelopes):
-        stream += pack_header(channel, group, 0, 4, sequence) + b"evil"
+        stream += pack_header((group, channel, 0), 4, sequence) + b"evil"
     sock.sendall(stream + frame(b"good", sequence=len(envelopes)))
     assert backend.recv(1) == b"good"
     with pytest.raises(DeadlineExceededError):

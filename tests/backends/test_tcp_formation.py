@@ -25,11 +25,11 @@ from rankwire.errors import (
 )
 from rankwire.links import sockets
 from rankwire.links.connection import Connection
-from rankwire.links.dialing import authenticate
+from rankwire.links.dialer import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous import secret as secret_module
-from rankwire.rendezvous.host import host_id
-from rankwire.rendezvous.messages import Join, Member, pack
+from rankwire.rendezvous.control_messages import Join, Member, pack
+from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.rendezvous.secret import AgreedSecret
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import HELLO_NBYTES, Hello, Purpose, job_id
@@ -435,11 +435,11 @@ def test_a_port_scan_does_not_stop_the_job():
 
 def test_strangers_that_talk_while_newer_ones_take_their_slots_do_not_stop_the_job(monkeypatch):
     """They are dropped, and their descriptors taken again, before what they said is looked at."""
-    monkeypatch.setattr("rankwire.links.doorkeeper._MAX_STRANGERS", 4)
+    monkeypatch.setattr("rankwire.links.acceptor._MAX_STRANGERS", 4)
     with tcp_world(2, transport="tcp") as world, contextlib.ExitStack() as stack:
-        doorkeeper = world[0]._formation._doorkeeper
+        acceptor = world[0]._formation._doorkeeper
         old = [stack.enter_context(dial(world[0].address)) for _ in range(4)]
-        eventually(lambda: len(doorkeeper._strangers) == 4)
+        eventually(lambda: len(acceptor._strangers) == 4)
         with deaf(world[0]):
             for _ in range(8):
                 stack.enter_context(dial(world[0].address))
@@ -451,7 +451,7 @@ def test_strangers_that_talk_while_newer_ones_take_their_slots_do_not_stop_the_j
 
 @pytest.mark.fault(18, "a connection that says nothing is dropped after its time")
 def test_a_silent_client_is_dropped_after_its_time(monkeypatch):
-    monkeypatch.setattr("rankwire.links.doorkeeper.HANDSHAKE_LIMIT", 0.1)
+    monkeypatch.setattr("rankwire.links.acceptor.HANDSHAKE_LIMIT", 0.1)
     with Forming(2) as forming:
         zero = forming.start(0)
         until_listening(forming.address)
@@ -646,7 +646,7 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
         authenticate(sock, hello, key=rank_key(SECRET, 1), deadline=deadline)
         with contextlib.closing(Connection(sock, peer=0, max_nbytes=1 << 20)) as liar:
             payload = pack(Join(Member(1, pid, "127.0.0.1", 9, "", host_id())))
-            liar.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline)
+            liar.send((0, Channel.CONTROL, 0), ([payload], len(payload)), deadline)
             liar.read(deadline)  # who is missing: it has joined
             with pytest.raises(RendezvousError, match="is taken"):
                 TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=1.0)

@@ -24,13 +24,22 @@ from rankwire.errors import (
     OverloadedError,
     PeerLostError,
 )
-from rankwire.launch.certificates import files_of, make_certificates
-from rankwire.links.dialing import authenticate
-from rankwire.links.protection import choose_policy
+from rankwire.launch.certificates import make_certificates
+from rankwire.links.dialer import authenticate
+from rankwire.links.security import choose_policy, files_of
 from rankwire.links.sockets import TcpAddress, connect_tcp
-from rankwire.rendezvous.hosting import CoordinatorHost
+from rankwire.rendezvous.control_messages import (
+    Beat,
+    Failed,
+    Fallen,
+    Gone,
+    Suspected,
+    Waiting,
+    World,
+    pack,
+)
 from rankwire.rendezvous.launchers import LAUNCH_JOB
-from rankwire.rendezvous.messages import Beat, Failed, Fallen, Gone, Suspected, Waiting, World, pack
+from rankwire.rendezvous.standalone import CoordinatorHost
 from rankwire.wire.frames import Channel, pack_header
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
@@ -62,7 +71,7 @@ def say_on_control(rank, message):
     """Send a control message on a rank's own connection to the coordinator."""
     payload = pack(message)
     control = rank._formation._attendance._control
-    control.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(PATIENCE))
+    control.send((0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(PATIENCE))
 
 
 def say_hello(*ranks):
@@ -400,7 +409,7 @@ class Between:
                 outer, _ = authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
                 inner.sendall(responder.verdict(Status.WELCOME))
                 for stream in (outer, inner):  # both ends introduce themselves
-                    stream.sendall(pack_header(Channel.GREETING, 0, 0, 0, 0))
+                    stream.sendall(pack_header((0, Channel.GREETING, 0), 0, 0))
                 while data := inner.recv(1 << 16):
                     outer.sendall(data.replace(b"pay 100", b"pay 999"))
 

@@ -16,7 +16,7 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import wait_for
-from rankwire.rendezvous.messages import Member
+from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Receive
 from worlds import PATIENCE, Running, eventually
@@ -50,7 +50,7 @@ def connect():
 
 
 def send(connection: Connection, message: bytes) -> None:
-    connection.send(Channel.MESSAGE, 0, 0, [message], len(message), Deadline(PATIENCE))
+    connection.send((0, Channel.MESSAGE, 0), ([message], len(message)), Deadline(PATIENCE))
 
 
 def receive(peer: Peer, limit: float = PATIENCE) -> bytes:
@@ -183,7 +183,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_closing(peer, connect):
     peer.add(near)
     with contextlib.suppress(DeadlineExceededError):
         while True:
-            near.send(Channel.MESSAGE, 0, 0, [bytes(1000)], 1000, Deadline(0.0))
+            near.send((0, Channel.MESSAGE, 0), ([bytes(1000)], 1000), Deadline(0.0))
     closing = Running(peer.close, CLOSED, Deadline(0.05))
     closing.result(5.0)
     assert wait_for(far._sock, select.POLLIN | select.POLLHUP, 0.0) & select.POLLHUP

@@ -25,9 +25,9 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
-from rankwire.launch.certificates import files_of, make_certificates
-from rankwire.links.dialing import authenticate
-from rankwire.links.protection import choose_policy
+from rankwire.launch.certificates import make_certificates
+from rankwire.links.dialer import authenticate
+from rankwire.links.security import choose_policy, files_of
 from rankwire.links.sockets import TcpAddress, connect_tcp, listen_tcp
 from rankwire.wire.frames import HEADER_NBYTES, SEAL_NBYTES, Channel, pack_header
 from rankwire.wire.handshake import (
@@ -409,7 +409,7 @@ def flip(where):
     return alter
 
 
-FORGED = pack_header(Channel.MESSAGE, 0, 0, 3, 0) + b"bad" + bytes(SEAL_NBYTES)
+FORGED = pack_header((0, Channel.MESSAGE, 0), 3, 0) + b"bad" + bytes(SEAL_NBYTES)
 ATTACKS = {
     "a bit of the channel": flip(0),
     "a bit of the group": flip(8),
@@ -627,7 +627,7 @@ def test_a_proof_reflected_from_the_listeners_own_is_refused(attacker):
 
 
 def test_frames_before_the_proof_are_refused(attacker):
-    frame = pack_header(Channel.MESSAGE, 0, 0, 4, 0) + b"evil"
+    frame = pack_header((0, Channel.MESSAGE, 0), 4, 0) + b"evil"
     assert attacker.refused(proof=lambda good, _: frame[:PROOF_NBYTES])
     assert attacker.refused(greeting=(frame * 4)[:HELLO_NBYTES])
 
@@ -653,7 +653,7 @@ def test_a_message_that_is_too_large_is_refused_from_its_header():
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             hello = formation.hello(Purpose.MESSAGES, 0)
             authenticate(sock, hello, key=formation.key_with(0), deadline=deadline)
-            sock.sendall(pack_header(Channel.MESSAGE, 0, 0, (1 << 20) + 1, 0))
+            sock.sendall(pack_header((0, Channel.MESSAGE, 0), (1 << 20) + 1, 0))
             with pytest.raises(ProtocolError, match="1048577 bytes, the limit is 1048576"):
                 world[0].recv(1)
 

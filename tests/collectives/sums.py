@@ -10,7 +10,7 @@ import numpy as np
 import rankwire
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.collectives.fingerprints import NOTICE_TAG
-from rankwire.collectives.team import Team
+from rankwire.collectives.sequence import OperationSequence
 from rankwire.testing import in_parallel, run_ranks
 
 UFUNCS = {
@@ -167,10 +167,10 @@ COLLECTIVES = {
 class CountingBackend(SimulatedBackend):
     """A rank that remembers what its collectives have sent: destination and size."""
 
-    def transmit(self, dst, channel, group, tag, buffers, nbytes, deadline):
-        if tag != NOTICE_TAG:
-            self.__dict__.setdefault("sent", []).append((dst, nbytes))
-        super().transmit(dst, channel, group, tag, buffers, nbytes, deadline)
+    def transmit(self, dst, envelope, message, deadline):
+        if envelope[2] != NOTICE_TAG:
+            self.__dict__.setdefault("sent", []).append((dst, message[1]))
+        super().transmit(dst, envelope, message, deadline)
 
 
 @contextlib.contextmanager
@@ -194,7 +194,9 @@ def run_algorithm(
     """Run ``algorithm(x)`` on all ranks; return the results, and what each rank sent."""
 
     def each(backend: CountingBackend) -> Any:
-        return Team.of(backend).call("test", lambda: ("test()", algorithm, False, None))
+        return OperationSequence.of(backend).call(
+            "test", lambda: ("test()", algorithm, False, None)
+        )
 
     with counting_world(world_size, **options) as world:
         results = on_all(world, each)

@@ -20,7 +20,7 @@ from rankwire.backends.faults import FaultPlan
 from rankwire.collectives import algorithms
 from rankwire.collectives.algorithms import split
 from rankwire.collectives.reductions import reduction
-from rankwire.collectives.team import Team
+from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import (
     CollectiveAbortedError,
     DeadlineExceededError,
@@ -47,7 +47,7 @@ def total(size: int, count: int = COUNT) -> np.ndarray:
 
 
 def steps(backend, name: str, run) -> None:
-    Team.of(backend).call(name, lambda: (name, run, False, TIMEOUT))
+    OperationSequence.of(backend).call(name, lambda: (name, run, False, TIMEOUT))
 
 
 def reducing(algorithm):
@@ -470,7 +470,9 @@ def test_a_rank_that_fails_in_the_middle_ends_those_that_send_to_it():
                 r = reduction("sum", array.dtype)
                 algorithms.reduce_scatter_directly(x, split(array, 3), out, r)
 
-            Team.of(backend).call("printing", lambda: ("reduce_scatter", steps, False, None))
+            OperationSequence.of(backend).call(
+                "printing", lambda: ("reduce_scatter", steps, False, None)
+            )
 
         runs = {backend.rank: Running(run, backend) for backend in world}
         failing = runs.pop(1)
@@ -591,15 +593,15 @@ def test_a_process_is_killed_while_large_arrays_travel(transport, operation):
 
 SLOW_READER = """
 import time
-from rankwire.links import single_copy
-pull = single_copy.Borrowed._pull
+from rankwire.links import borrower
+pull = borrower.Borrowed._pull
 reading = []
 def slowly(self, start, view):
     reading.append(start)
     if len(reading) == 2:
         time.sleep(0.3)
     pull(self, start, view)
-single_copy.Borrowed._pull = slowly
+borrower.Borrowed._pull = slowly
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 import rankwire
 from rankwire.backends.faults import FaultPlan
 from rankwire.collectives.convening import _FEW
-from rankwire.collectives.team import Team
+from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import (
     CollectiveAbortedError,
     CollectiveMismatchError,
@@ -120,12 +120,12 @@ def test_one_of_many_that_cannot_begin_ends_the_others():
 def test_the_death_of_the_one_that_convenes_ends_the_others():
     with counting(MANY) as world:
         runs = start(world, rankwire.barrier, absent=[3])
-        team = Team.of(world[5])
+        operations = OperationSequence.of(world[5])
         until = time.monotonic() + TIMEOUT
-        while team.convener(0) is None:
+        while operations.convener(0) is None:
             assert time.monotonic() < until
             time.sleep(0.005)
-        assert team.convener(0) == 0
+        assert operations.convener(0) == 0
         world[0].network.kill(0)
         died = time.monotonic()
         for run in runs.values():
@@ -148,7 +148,7 @@ def test_another_one_convenes_when_the_first_is_done():
 
     def run(backend):
         limit = 1.0 if backend.rank == 5 else TIMEOUT
-        Team.of(backend).call("waiting", lambda: ("waiting()", steps, False, limit))
+        OperationSequence.of(backend).call("waiting", lambda: ("waiting()", steps, False, limit))
 
     with counting(MANY) as world:
         runs = start(world, run, absent=[MANY - 1])

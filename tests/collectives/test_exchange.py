@@ -172,7 +172,7 @@ def test_a_message_has_the_envelope_of_its_operation_and_step(pair):
     array = np.arange(3.0)
     exchange_of(pair[0]).send(1, 5, array)
     tag = tag_of("test()", 0) + 5
-    payload = pair[1].receive(0, Channel.COLLECTIVE, pair[1].group, tag, Deadline(10.0))
+    payload = pair[1].receive(0, (pair[1].group, Channel.COLLECTIVE, tag), Deadline(10.0))
     assert payload == array.tobytes()
 
 
@@ -335,8 +335,8 @@ def test_what_is_sent_is_the_callers_own_memory():
     sent = []
     backend = Lending()
 
-    def offer(dst, channel, group, tag, buffers, nbytes, deadline, check):
-        sent.append((buffers, nbytes))
+    def offer(dst, envelope, message, deadline, check):
+        sent.append(message)
 
     backend.offer = offer
     array = np.arange(4.0)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rankwire
-from rankwire.collectives.team import Team
+from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, RankwireError
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import Channel
@@ -550,11 +550,12 @@ def test_news_that_a_rank_did_not_take_are_told_again():
 def refuse_first_notice(backend) -> None:
     transmit, refused = backend.transmit, []
 
-    def fussy(dst, channel, group, tag, *rest):
+    def fussy(dst, envelope, *rest):
+        _, channel, tag = envelope
         if channel is Channel.COLLECTIVE and tag == (1 << 64) - 1 and dst not in refused:
             refused.append(dst)
             raise DeadlineExceededError(0.05, waiting_for=[dst])
-        transmit(dst, channel, group, tag, *rest)
+        transmit(dst, envelope, *rest)
 
     backend.transmit = fussy
 
@@ -770,5 +771,5 @@ def test_the_mutations_do_and_do_not_change_lists():
 def test_one_team_a_backend():
     """Whoever asks first; otherwise operations of one rank would have two numberings."""
     with simulated_world(1) as (alone,):
-        teams = in_parallel([partial(Team.of, alone)] * 16)
-        assert len(set(map(id, teams))) == 1
+        sequences = in_parallel([partial(OperationSequence.of, alone)] * 16)
+        assert len(set(map(id, sequences))) == 1

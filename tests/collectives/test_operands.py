@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from rankwire.codec.codec import Codec
 from rankwire.collectives.operands import new_like, operand
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
-from rankwire.wire.codec import Codec
 
 
 def layouts():

@@ -16,7 +16,7 @@ from sums import on_all
 
 import rankwire
 from rankwire.collectives import work as work_module
-from rankwire.collectives.work import Work, Worker
+from rankwire.collectives.work import OperationThread, Work
 from rankwire.errors import DeadlineExceededError
 from rankwire.testing import simulated_world
 from worlds import PATIENCE, eventually
@@ -24,7 +24,7 @@ from worlds import PATIENCE, eventually
 
 @pytest.fixture
 def worker():
-    return Worker("test-worker")
+    return OperationThread("test-worker")
 
 
 @pytest.fixture

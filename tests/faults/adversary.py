@@ -21,7 +21,7 @@ from rankwire.wire.frames import Channel, pack_header
 PRIME = sys.hash_info.modulus  # ints that differ by a multiple of it have the same hash
 _pack = msgspec.msgpack.Encoder().encode
 
-# The codes of extensions, as in wire/scalars.py and wire/extensions.py.
+# The codes of extensions, as in codec/scalars.py and codec/values.py.
 _INT, _COMPLEX, _TIMEDELTA = 1, 2, 6
 _TUPLE, _SET, _FROZENSET, _DICT = 10, 11, 12, 13
 _ENUM, _RECORD, _ARRAY, _NUMPY_SCALAR = 30, 31, 40, 41
@@ -104,7 +104,7 @@ class Adversary:
         """Return a stream of many small frames."""
         sizes = self._chance.choices((0, 1, 60, 5000), (50, 30, 20, 1), k=3000)
         return bytearray().join(
-            pack_header(Channel.MESSAGE, 0, n, size, n) + bytes(size)
+            pack_header((0, Channel.MESSAGE, n), size, n) + bytes(size)
             for n, size in enumerate(sizes)
         )
 

@@ -31,11 +31,11 @@ import numpy as np
 from faults.adversary import Adversary
 from faults.mutator import Mutator
 from rankwire import errors
+from rankwire.codec.codec import Codec
 from rankwire.collectives import notices
-from rankwire.rendezvous import messages as control
+from rankwire.rendezvous import control_messages as control
 from rankwire.rpc import messages as rpc
 from rankwire.wire.array_messages import pack_array, unpack_head
-from rankwire.wire.codec import Codec
 from rankwire.wire.frames import LOAN, Channel, FrameParser, pack_header
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
@@ -204,7 +204,7 @@ def _streams() -> list[bytes]:
 
 def _stream(frames: list[tuple[int, bytes]]) -> bytes:
     return b"".join(
-        pack_header(channel, 0, number, len(payload), number) + payload
+        pack_header((0, channel, number), len(payload), number) + payload
         for number, (channel, payload) in enumerate(frames)
     )
 
@@ -217,7 +217,7 @@ def _feed_frames(data: bytearray, mutator: Mutator) -> None:
             count = min(len(buffer), len(piece))
             buffer[:count] = piece[:count]
             for frame in parser.bytes_received(count):
-                if frame.channel & LOAN:
+                if frame.envelope[1] & LOAN:
                     unpack_loan(frame.payload, max_nbytes=1 << 30)
             piece = piece[count:]
 

@@ -11,8 +11,7 @@ from functools import partial
 import fault_programs as programs
 import pytest
 
-from rankwire import RpcAgent, TcpBackend
-from rankwire.backends import ending
+from rankwire import RpcAgent, TcpBackend, shutdown
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.testing import simulated_world
 from worlds import PATIENCE, Running, address_of, bound_socket, eventually, tcp_world
@@ -285,7 +284,7 @@ def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way):
 def test_one_that_cannot_leave_does_not_keep_the_others_from_it():
     program = """
         from rankwire import TcpBackend
-        from rankwire.backends.ending import close_at_exit
+        from rankwire.shutdown import close_at_exit
 
         class Stuck:
             def leave_at_exit(self, error):
@@ -307,10 +306,10 @@ def test_one_that_cannot_leave_does_not_keep_the_others_from_it():
 
 def test_what_is_closed_or_gone_is_not_closed_again():
     with tcp_world(1) as (backend,):
-        assert backend in ending._leaving
+        assert backend in shutdown._leaving
     backend.leave_at_exit(None)
     del backend
-    assert all(thing.closed for thing in ending._leaving if isinstance(thing, TcpBackend))
+    assert all(thing.closed for thing in shutdown._leaving if isinstance(thing, TcpBackend))
 
 
 # -- row 37: Ctrl-C

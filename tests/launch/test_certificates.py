@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.certificates import files_of, make_certificates
-from rankwire.links.tls import TlsContexts
+from rankwire.launch.certificates import make_certificates
+from rankwire.links.security import files_of
+from rankwire.links.tls_contexts import TlsContexts
 
 x509 = pytest.importorskip("cryptography.x509")
 

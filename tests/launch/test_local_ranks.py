@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from rankwire.launch.child import Child, World
-from rankwire.launch.keeper import Keeper
+from rankwire.launch.child import Child, JobSettings
+from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.output import Output
-from rankwire.launch.ranks import LocalRanks
+from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
 
-WORLD = World(2, "127.0.0.1:1", "job", b"x" * 32)
+WORLD = JobSettings(2, "127.0.0.1:1", "job", b"x" * 32)
 
 
 @pytest.fixture
 def ranks(tmp_path: Path):
     (tmp_path / "script.py").write_text("import signal; signal.pause()")
-    with selectors.PollSelector() as selector, Keeper(0.1) as keeper, closing(Strays()) as strays:
+    with selectors.PollSelector() as selector, Reaper(0.1) as reaper, closing(Strays()) as strays:
         output = Output(selector)
         local = LocalRanks(
             [str(tmp_path / "script.py")],
@@ -26,7 +26,7 @@ def ranks(tmp_path: Path):
             grace=0.1,
             selector=selector,
             output=output,
-            keeper=keeper,
+            reaper=reaper,
             strays=strays,
         )
         local.start(WORLD, 0)

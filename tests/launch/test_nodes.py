@@ -452,7 +452,7 @@ def test_a_launcher_that_waits_for_the_others_can_be_stopped(hosts):
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether the process has its own wakeup for a signal: a launcher has a keeper by then."""
+    """Whether the process has its own wakeup for a signal: a launcher has a reaper by then."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return any(is_running(int(child)) for child in children)
 

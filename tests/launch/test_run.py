@@ -59,7 +59,7 @@ def test_what_a_rank_is_told(run):
     done = run(
         """
 import socket, hashlib
-from rankwire.launch.handover import ask_for_secret
+from rankwire.rendezvous.handover import ask_for_secret
 secret = ask_for_secret(int(os.environ["RANKWIRE_SECRET_FD"]), named="fd")
 seen = b"".join(open(f"/proc/{pid}/{name}", "rb").read()
                 for pid in ("self", os.getppid()) for name in ("environ", "cmdline"))
@@ -520,7 +520,7 @@ time.sleep(60)
     pid = launched.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children")
     end = time.monotonic() + 10
-    while len(children.read_text().split()) != 2:  # the rank and the keeper
+    while len(children.read_text().split()) != 2:  # the rank and the reaper
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -589,8 +589,8 @@ print("pid", child.pid)
     launched.wait_until_all_gone(10)
 
 
-@pytest.mark.fault(54, "when launcher and keeper are killed together the ranks end too")
-def test_a_launcher_that_is_killed_with_its_keeper_leaves_no_one(start):
+@pytest.mark.fault(54, "when launcher and reaper are killed together the ranks end too")
+def test_a_launcher_that_is_killed_with_its_reaper_leaves_no_one(start):
     launched = start(
         """
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -602,8 +602,8 @@ print("pid", child.pid)
     )
     pid = launched.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    (keeper,) = {int(child) for child in children} - set(launched.pids)
-    os.kill(keeper, signal.SIGKILL)
+    (reaper,) = {int(child) for child in children} - set(launched.pids)
+    os.kill(reaper, signal.SIGKILL)
     launched.process.kill()
     launched.wait_until_all_gone(10)
 

@@ -14,7 +14,7 @@ from rankwire.launch.strays import Strays
 
 
 class Told:
-    """What a keeper is told."""
+    """What a reaper is told."""
 
     def __init__(self) -> None:
         self.adopted: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import tune
-from rankwire.links.spinning import Spin
+from rankwire.links.spin import Spin
 from worlds import PATIENCE, noting
 
 

@@ -24,8 +24,9 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links import connection as connection_module
+from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
-from rankwire.links.single_copy import Borrowed, lend
+from rankwire.links.lender import lend
 from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel, pack_header
 from rankwire.wire.loans import LoanRefusedError, LoanRevokedError, pack_loan, whole_of
 from rankwire.wire.seals import Protection, make_seals
@@ -39,7 +40,7 @@ def send(connection, payload, *, tag=0, timeout=PATIENCE, **options):
     buffers = payload if isinstance(payload, list) else [payload]
     nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
     deadline = Deadline(timeout)
-    connection.send(Channel.MESSAGE, 0, tag, buffers, nbytes, deadline, **options)
+    connection.send((0, Channel.MESSAGE, tag), (buffers, nbytes), deadline, **options)
 
 
 def send_until_refused(connection):
@@ -68,7 +69,7 @@ def read(connection, count=1):
 
 
 def frame_bytes(payload=b"", *, channel=Channel.MESSAGE, tag=0, sequence=0):
-    return pack_header(channel, 0, tag, len(payload), sequence) + payload
+    return pack_header((0, channel, tag), len(payload), sequence) + payload
 
 
 def fill(sock):
@@ -106,7 +107,7 @@ def test_a_message_of_any_size_arrives(connections, nbytes):
     sending = Running(send, near, payload, tag=nbytes)
     [frame] = read(far)
     sending.result()
-    assert (frame.channel, frame.group, frame.tag) == (Channel.MESSAGE, 0, nbytes)
+    assert (frame.envelope[1], frame.envelope[0], frame.envelope[2]) == (Channel.MESSAGE, 0, nbytes)
     assert frame.payload == payload
 
 
@@ -184,8 +185,8 @@ def test_header_and_payload_leave_in_one_system_call(make_link):
 
 def test_what_is_on_the_wire_is_these_bytes(link):
     send(link.connection, [b"first ", b"half"], tag=3)
-    link.connection.send(Channel.COLLECTIVE, 7, 2**64 - 1, (), 0, Deadline(PATIENCE))
-    expected = frame_bytes(b"first half", tag=3) + pack_header(2, 7, 2**64 - 1, 0, 1)
+    link.connection.send((7, Channel.COLLECTIVE, 2**64 - 1), ((), 0), Deadline(PATIENCE))
+    expected = frame_bytes(b"first half", tag=3) + pack_header((7, 2, 2**64 - 1), 0, 1)
     assert link.receive(len(expected)) == expected
 
 
@@ -207,7 +208,7 @@ def test_threads_never_interleave_their_frames(connections):
     expected = [0] * threads
     for frame in islice(frames_of(far), threads * messages):
         thread, number = struct.unpack_from("<II", frame.payload)
-        assert frame.tag == thread
+        assert frame.envelope[2] == thread
         assert frame.payload[8:40] == hashlib.sha256(frame.payload[40:]).digest()
         assert number == expected[thread], "each thread's frames come in its order"
         expected[thread] += 1
@@ -343,7 +344,7 @@ def test_a_send_of_which_nothing_has_left_leaves_the_connection_usable(link):
     for payload in (b"small", bytes(100_000)):
         deadline = Deadline(0.1)
         with pytest.raises(DeadlineExceededError) as caught:
-            link.connection.send(Channel.MESSAGE, 0, 0, [payload], len(payload), deadline)
+            link.connection.send((0, Channel.MESSAGE, 0), ([payload], len(payload)), deadline)
         assert 0.09 <= deadline.waited < SOON
         assert (caught.value.limit, caught.value.waiting_for) == (0.1, [1])
     assert link.connection.failure is None
@@ -382,7 +383,7 @@ def test_the_deadline_covers_the_frames_of_other_threads(link):
     eventually(link.connection._send_lock.locked)
     deadline = Deadline(0.1)
     with pytest.raises(DeadlineExceededError, match="other threads"):
-        link.connection.send(Channel.MESSAGE, 0, 0, [b"x"], 1, deadline)
+        link.connection.send((0, Channel.MESSAGE, 0), ([b"x"], 1), deadline)
     assert 0.09 <= deadline.waited < SOON
     assert link.connection.failure is None
     link.receive(HEADER_NBYTES + 64 * MIB)
@@ -421,8 +422,8 @@ def test_a_deadline_in_the_middle_of_a_frame_loses_nothing(link, nbytes, cut):
     sending = Running(link.raw.sendall, stream[cut:])
     first, second = read(link.connection, 2)
     sending.result()
-    assert (first.tag, first.payload) == (4, payload)
-    assert (second.tag, second.payload) == (5, b"next")
+    assert (first.envelope[2], first.payload) == (4, payload)
+    assert (second.envelope[2], second.payload) == (5, b"next")
 
 
 def test_input_that_trickles_in_does_not_prolong_the_deadline(link):
@@ -529,7 +530,7 @@ def test_input_that_waits_to_be_read_does_not_prolong_the_deadline_of_a_send(lin
     deadline = Deadline(0.2)
     meanwhile = NothingCanBeRead(link.connection)
     with pytest.raises(DeadlineExceededError):
-        link.connection.send(Channel.MESSAGE, 0, 0, [b"x"], 1, deadline, meanwhile=meanwhile)
+        link.connection.send((0, Channel.MESSAGE, 0), ([b"x"], 1), deadline, meanwhile=meanwhile)
     assert 0.2 <= deadline.waited < SOON
     assert 0 < len(reads) < 500, "it looks all the time"
     assert link.connection.failure is None
@@ -639,7 +640,7 @@ def test_a_greeting_is_no_message_whatever_comes_with_it(make_link):
         for piece in pieces:
             link.raw.sendall(piece)
             time.sleep(0.02)
-        assert [frame.channel for frame in read(link.connection)] == [Channel.MESSAGE]
+        assert [frame.envelope[1] for frame in read(link.connection)] == [Channel.MESSAGE]
 
 
 def test_a_peer_that_greeted_and_vanished_is_lost(sockets):
@@ -713,8 +714,8 @@ def test_a_farewell_to_a_peer_that_is_gone_is_no_error(link):
         b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\n\r\n",
         frame_bytes(sequence=1),
         frame_bytes(channel=99),
-        pack_header(1, 0, 0, 1001, 0),
-        pack_header(1, 0, 0, 2**64 - 1, 0),
+        pack_header((0, 1, 0), 1001, 0),
+        pack_header((0, 1, 0), 2**64 - 1, 0),
     ],
     ids=["http", "sequence", "channel", "limit+1", "2**64-1"],
 )
@@ -805,9 +806,9 @@ def test_what_had_arrived_before_a_failure_can_still_be_read(link):
 def test_a_send_that_fails_before_a_byte_has_left_changes_nothing(link):
     for bad in ["text", None, memoryview(b"abcdef")[::2]]:
         with pytest.raises((TypeError, BufferError)):
-            link.connection.send(Channel.MESSAGE, 0, 0, [bad], 3, Deadline(PATIENCE))
+            link.connection.send((0, Channel.MESSAGE, 0), ([bad], 3), Deadline(PATIENCE))
     with pytest.raises(struct.error):
-        link.connection.send(Channel.MESSAGE, 0, -1, [b"x"], 1, Deadline(PATIENCE))
+        link.connection.send((0, Channel.MESSAGE, -1), ([b"x"], 1), Deadline(PATIENCE))
     send(link.connection, b"good")
     assert link.receive(HEADER_NBYTES + 4) == frame_bytes(b"good")
 
@@ -834,7 +835,7 @@ class Conversation:
 
     def _read(self):
         frames, deadline = [], Deadline(PATIENCE)
-        while not frames or frames[-1].tag != 9:
+        while not frames or frames[-1].envelope[2] != 9:
             frames += self.far.read(deadline)
             assert not deadline.expired
         return frames
@@ -844,8 +845,8 @@ class Conversation:
         self.send(9, 1)
         frames = self.reading.result()
         for frame in frames:
-            assert frame.payload == bytes([frame.tag]) * len(frame.payload)
-        return [frame.tag for frame in frames]
+            assert frame.payload == bytes([frame.envelope[2]]) * len(frame.payload)
+        return [frame.envelope[2] for frame in frames]
 
 
 @pytest.mark.fault(37, "an interrupted send has sent nothing, or its message arrives whole")
@@ -909,7 +910,7 @@ def test_an_interrupt_anywhere_in_a_send_that_is_too_late_leaves_whole_frames(ma
         near._on_rest = rests.append
         sent = bytearray(b"\2" * (8 * MIB))
         with suppress(Interrupt, DeadlineExceededError), interrupting:
-            near.send(Channel.MESSAGE, 0, 2, [sent], len(sent), Deadline(0.001))
+            near.send((0, Channel.MESSAGE, 2), ([sent], len(sent)), Deadline(0.001))
         sent[:] = bytes(len(sent))
         assert bool(rests) == near.is_holding
         assert Conversation((near, far)).tags() in ([9], [2, 9])
@@ -935,11 +936,8 @@ def test_a_send_that_was_interrupted_too_often_ends_the_connection(make_pair):
     near._put_in_order = put_in_order_interrupted
     with pytest.raises(Interrupt):
         near.send(
-            Channel.MESSAGE,
-            0,
-            5,
-            [bytes(8 * MIB)],
-            8 * MIB,
+            (0, Channel.MESSAGE, 5),
+            ([bytes(8 * MIB)], 8 * MIB),
             Deadline(PATIENCE),
             meanwhile=Interrupted(),
         )
@@ -954,11 +952,8 @@ def test_the_rest_of_an_interrupted_message_leaves_without_another_send(make_pai
     near._on_rest = rests.append
     with pytest.raises(Interrupt):
         near.send(
-            Channel.MESSAGE,
-            0,
-            5,
-            [bytes(MIB * 8)],
-            MIB * 8,
+            (0, Channel.MESSAGE, 5),
+            ([bytes(MIB * 8)], MIB * 8),
             Deadline(PATIENCE),
             meanwhile=Interrupted(),
         )
@@ -967,22 +962,25 @@ def test_the_rest_of_an_interrupted_message_leaves_without_another_send(make_pai
     reading = Running(read, far)
     near.flush(Deadline(PATIENCE))
     [frame] = reading.result()
-    assert (frame.tag, len(frame.payload)) == (5, MIB * 8)
+    assert (frame.envelope[2], len(frame.payload)) == (5, MIB * 8)
     assert not near.is_holding
 
 
 def test_a_message_that_was_not_taken_in_time_says_whether_it_will_arrive(make_pair):
     near, far = make_pair("unix", introduced=False)
     with pytest.raises(DeadlineExceededError, match="the rest follows") as caught:
-        near.send(Channel.MESSAGE, 0, 1, [bytes(MIB * 8)], MIB * 8, Deadline(0.05))
+        near.send((0, Channel.MESSAGE, 1), ([bytes(MIB * 8)], MIB * 8), Deadline(0.05))
     assert caught.value.may_have_arrived
     for nbytes in (10, 8 * MIB):  # behind the rest of the first one, nothing of these leaves
         with pytest.raises(DeadlineExceededError) as caught:
-            near.send(Channel.MESSAGE, 0, 2, [bytes(nbytes)], nbytes, Deadline(0.0))
+            near.send((0, Channel.MESSAGE, 2), ([bytes(nbytes)], nbytes), Deadline(0.0))
         assert not caught.value.may_have_arrived
     reading = Running(read, far, 2)
     send(near, b"last", tag=3)
-    assert [(frame.tag, len(frame.payload)) for frame in reading.result()] == [(1, MIB * 8), (3, 4)]
+    assert [(frame.envelope[2], len(frame.payload)) for frame in reading.result()] == [
+        (1, MIB * 8),
+        (3, 4),
+    ]
 
 
 @pytest.mark.fault(37, "an interrupted reader loses no byte that has left the kernel")
@@ -997,7 +995,7 @@ def test_an_interrupt_anywhere_in_a_read_loses_and_doubles_nothing(sockets, nbyt
     def chatter():
         for number in range(1 << 30):
             body = number.to_bytes(4, "little") * (nbytes // 4 + 1)
-            far.send(Channel.MESSAGE, 0, number, [body], len(body), Deadline(PATIENCE))
+            far.send((0, Channel.MESSAGE, number), ([body], len(body)), Deadline(PATIENCE))
 
     chattering, expected = Running(chatter), 0
     try:
@@ -1008,8 +1006,10 @@ def test_an_interrupt_anywhere_in_a_read_loses_and_doubles_nothing(sockets, nbyt
                 near.receive(Deadline(PATIENCE))
             for _ in range(2):  # what was read and not taken comes again
                 for frame in [*near.undelivered]:
-                    assert frame.tag == expected
-                    assert frame.payload == frame.tag.to_bytes(4, "little") * (nbytes // 4 + 1)
+                    assert frame.envelope[2] == expected
+                    assert frame.payload == frame.envelope[2].to_bytes(4, "little") * (
+                        nbytes // 4 + 1
+                    )
                     near.undelivered.popleft()
                     expected += 1
                 near.receive(Deadline(PATIENCE))
@@ -1149,7 +1149,7 @@ def test_over_tcp_nobody_introduces_itself_and_nobody_waits_for_it(make_pair):
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
 def test_only_a_peer_of_this_host_can_say_that_it_can_borrow(link, transport):
-    greeting = pack_header(Channel.GREETING, 0, 1, 0, 0)
+    greeting = pack_header((0, Channel.GREETING, 1), 0, 0)
     link.raw.sendall(greeting + frame_bytes(b"x", sequence=1))
     with suppress(ProtocolError):
         read(link.connection)
@@ -1159,7 +1159,7 @@ def test_only_a_peer_of_this_host_can_say_that_it_can_borrow(link, transport):
 @pytest.mark.parametrize("says", [0, 3, 2**64 - 1])
 def test_a_greeting_that_says_nothing_changes_nothing(make_pair, says):
     near, far = make_pair(introduced=False)
-    near.send(Channel.GREETING, 0, says, (b"?",), 1, Deadline(PATIENCE))
+    near.send((0, Channel.GREETING, says), ((b"?",), 1), Deadline(PATIENCE))
     send(near, b"x")
     read(far)
     assert far.can_lend is None
@@ -1210,7 +1210,7 @@ def test_what_is_large_enough_is_lent_and_arrives(lending, nbytes):
     payload = noise(nbytes)
     sending = Running(send, near, payload, tag=9)
     [frame] = read(far)
-    assert (frame.channel, frame.group, frame.tag) == (Channel.MESSAGE, 0, 9)
+    assert (frame.envelope[1], frame.envelope[0], frame.envelope[2]) == (Channel.MESSAGE, 0, 9)
     assert len(frame.payload) == nbytes
     assert isinstance(frame.payload, Borrowed) is (nbytes >= LEND_FROM)
     assert whole_of(frame.payload) == payload
@@ -1223,9 +1223,9 @@ def test_what_is_large_enough_is_lent_and_arrives(lending, nbytes):
 def test_every_channel_that_carries_payloads_lends(lending, channel):
     near, far = lending
     payload = noise(LARGE)
-    sending = Running(near.send, channel, 3, 4, [payload], LARGE, Deadline(PATIENCE))
+    sending = Running(near.send, (3, channel, 4), ([payload], LARGE), Deadline(PATIENCE))
     [frame] = read(far)
-    assert (frame.channel, frame.group, frame.tag) == (channel, 3, 4)
+    assert (frame.envelope[1], frame.envelope[0], frame.envelope[2]) == (channel, 3, 4)
     assert whole_of(frame.payload) == payload
     sending.result(SOON)
 
@@ -1278,7 +1278,7 @@ def test_a_loan_keeps_its_place_among_small_frames(lending):
     first, second = read(far, 2)
     send(near, b"behind it", tag=2)  # a loan that is not read yet keeps nobody from sending
     [third] = read(far)
-    assert [first.tag, second.tag, third.tag] == [0, 1, 2]
+    assert [first.envelope[2], second.envelope[2], third.envelope[2]] == [0, 1, 2]
     assert not sending.done
     second.payload.give_back()
     sending.result(SOON)
@@ -1324,7 +1324,7 @@ def test_a_peer_that_has_not_introduced_itself_gets_the_bytes(make_pair):
 def test_an_offer_does_not_wait_and_is_settled_later(lending):
     near, far = lending
     payload = noise(LARGE)
-    lent = near.offer(Channel.MESSAGE, 0, 1, [payload], LARGE, Deadline(PATIENCE))
+    lent = near.offer((0, Channel.MESSAGE, 1), ([payload], LARGE), Deadline(PATIENCE))
     assert lent is not None
     assert not near.wait_for_receipt(lent, Deadline(0.02))
     [frame] = read(far)
@@ -1335,7 +1335,7 @@ def test_an_offer_does_not_wait_and_is_settled_later(lending):
 
 def test_an_offer_of_what_is_not_lent_has_been_sent(make_pair):
     for near, far in (make_pair(), make_pair("tcp")):
-        assert near.offer(Channel.MESSAGE, 0, 1, [b"abc"], 3, Deadline(PATIENCE)) is None
+        assert near.offer((0, Channel.MESSAGE, 1), ([b"abc"], 3), Deadline(PATIENCE)) is None
         assert read(far)[0].payload == b"abc"
 
 
@@ -1348,13 +1348,13 @@ def test_a_loan_that_nobody_took_in_time_was_never_sent_and_the_connection_goes_
     memory = bytearray(noise(LARGE))
     deadline = Deadline(limit)
     with pytest.raises(DeadlineExceededError) as caught:
-        near.send(Channel.MESSAGE, 0, 1, [memory], LARGE, deadline)
+        near.send((0, Channel.MESSAGE, 1), ([memory], LARGE), deadline)
     assert limit <= deadline.waited < limit + SOON
     assert (caught.value.limit, caught.value.waiting_for) == (limit, [1])
     memory[:] = bytes(LARGE)
     send(near, b"next", tag=2)
     sending = Running(send, near, noise(LARGE, 3), tag=3)
-    frames = list(islice((f for f in frames_of(far) if f.tag > 1), 2))
+    frames = list(islice((f for f in frames_of(far) if f.envelope[2] > 1), 2))
     assert frames[0].payload == b"next"
     assert whole_of(frames[1].payload) == noise(LARGE, 3)
     sending.result(SOON)
@@ -1454,7 +1454,7 @@ def test_two_ends_that_lend_first_read_meanwhile(lending):
 
 
 def loan_frame(description, *, channel=Channel.MESSAGE, sequence=0, tag=0):
-    return pack_header(channel | LOAN, 0, tag, len(description), sequence) + description
+    return pack_header((0, channel | LOAN, tag), len(description), sequence) + description
 
 
 def description_of(payload):
@@ -1577,60 +1577,60 @@ def test_sealed_frames_arrive_in_both_directions(sealed, size):
     payload = random.Random(size).randbytes(size)
     for sender, receiver in (sealed, sealed[::-1]):
         sending = Running(
-            sender.send, 1, 2, 3, (payload[:7], payload[7:]), size, Deadline(PATIENCE)
+            sender.send, (2, 1, 3), ((payload[:7], payload[7:]), size), Deadline(PATIENCE)
         )
         (frame,) = read_frames(receiver, 1)
         sending.result()
-        assert (frame.group, frame.tag, bytes(frame.payload)) == (2, 3, payload)
+        assert (frame.envelope[0], frame.envelope[2], bytes(frame.payload)) == (2, 3, payload)
 
 
 def test_sealed_frames_that_are_held_back_keep_their_order(sealed):
     for tag in range(20):
-        sealed[0].send(1, 0, tag, (b"x",), 1, Deadline(PATIENCE), hold=True)
+        sealed[0].send((0, 1, tag), ((b"x",), 1), Deadline(PATIENCE), hold=True)
     sealed[0].flush(Deadline(PATIENCE))
-    assert [frame.tag for frame in read_frames(sealed[1], 20)] == list(range(20))
+    assert [frame.envelope[2] for frame in read_frames(sealed[1], 20)] == list(range(20))
 
 
 def test_a_sealed_frame_that_is_not_taken_in_time_still_arrives_whole(sealed):
     size = 30 << 20
     with pytest.raises(DeadlineExceededError):
-        sealed[0].send(1, 0, 1, (bytes(size),), size, Deadline(0.1))
-    sending = Running(sealed[0].send, 1, 0, 2, (b"next",), 4, Deadline(PATIENCE))
+        sealed[0].send((0, 1, 1), ((bytes(size),), size), Deadline(0.1))
+    sending = Running(sealed[0].send, (0, 1, 2), ((b"next",), 4), Deadline(PATIENCE))
     frames = read_frames(sealed[1], 2)
     sending.result()
-    assert [(frame.tag, len(frame.payload)) for frame in frames] == [(1, size), (2, 4)]
+    assert [(frame.envelope[2], len(frame.payload)) for frame in frames] == [(1, size), (2, 4)]
 
 
 def test_a_frame_that_never_left_does_not_use_up_a_number(sealed):
     """Its place in the order is taken by the next one."""
     sealed[0]._send_lock.acquire()
     with pytest.raises(DeadlineExceededError):
-        sealed[0].send(1, 0, 1, (b"x",), 1, Deadline(0.01))
+        sealed[0].send((0, 1, 1), ((b"x",), 1), Deadline(0.01))
     sealed[0]._send_lock.release()
-    sealed[0].send(1, 0, 2, (b"x",), 1, Deadline(PATIENCE))
-    assert [frame.tag for frame in read_frames(sealed[1], 1)] == [2]
+    sealed[0].send((0, 1, 2), ((b"x",), 1), Deadline(PATIENCE))
+    assert [frame.envelope[2] for frame in read_frames(sealed[1], 1)] == [2]
 
 
 def test_sealed_frames_from_many_threads_stay_whole(sealed):
     def send(thread):
         for number in range(100):
             data = bytes([thread]) * (number * 300)
-            sealed[0].send(1, thread, number, (data,), len(data), Deadline(PATIENCE))
+            sealed[0].send((thread, 1, number), ((data,), len(data)), Deadline(PATIENCE))
 
     sending = [Running(send, thread) for thread in range(4)]
     frames = read_frames(sealed[1], 400)
     for each in sending:
         each.result()
     for thread in range(4):
-        mine = [frame for frame in frames if frame.group == thread]
-        assert [frame.tag for frame in mine] == list(range(100))
+        mine = [frame for frame in frames if frame.envelope[0] == thread]
+        assert [frame.envelope[2] for frame in mine] == list(range(100))
         assert all(set(frame.payload) <= {thread} for frame in mine)
 
 
 def test_a_broken_seal_fails_the_connection_naming_the_peer(sealed):
     near, far = sealed
     far._seal = near._seal  # sealed with the wrong key
-    far.send(1, 0, 0, (b"evil",), 4, Deadline(PATIENCE))
+    far.send((0, 1, 0), ((b"evil",), 4), Deadline(PATIENCE))
     with pytest.raises(ProtocolError, match="seal") as caught:
         read_frames(near, 1)
     assert caught.value.peer == 1
@@ -1639,10 +1639,10 @@ def test_a_broken_seal_fails_the_connection_naming_the_peer(sealed):
 
 def test_a_broken_seal_behind_good_frames_ends_the_connection_at_once(sealed):
     near, far = sealed
-    far.send(1, 0, 0, (b"good",), 4, Deadline(PATIENCE), hold=True)
+    far.send((0, 1, 0), ((b"good",), 4), Deadline(PATIENCE), hold=True)
     far._seal = near._seal
-    far.send(1, 0, 1, (b"evil",), 4, Deadline(PATIENCE))
-    assert [frame.tag for frame in read_frames(near, 1)] == [0]
+    far.send((0, 1, 1), ((b"evil",), 4), Deadline(PATIENCE))
+    assert [frame.envelope[2] for frame in read_frames(near, 1)] == [0]
     assert isinstance(near.failure, ProtocolError), "nobody has to read on to learn it"
     with pytest.raises(ProtocolError, match="seal"):
         near.read(Deadline(PATIENCE))
@@ -1650,13 +1650,13 @@ def test_a_broken_seal_behind_good_frames_ends_the_connection_at_once(sealed):
 
 def test_a_sealed_farewell_is_seen_by_who_only_writes(sealed):
     near, far = sealed
-    far.send(1, 0, 0, (b"unread",), 6, Deadline(PATIENCE))
+    far.send((0, 1, 0), ((b"unread",), 6), Deadline(PATIENCE))
     far.farewell(Deadline(PATIENCE))
     far.close()
 
     def send_on():
         while True:
-            near.send(1, 0, 0, (b"x",), 1, Deadline(PATIENCE))
+            near.send((0, 1, 0), ((b"x",), 1), Deadline(PATIENCE))
 
     with pytest.raises(ChannelClosedError, match="left"):
         send_on()

@@ -18,9 +18,9 @@ from rankwire.errors import (
     ProtocolError,
     SizeMismatchError,
 )
+from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.single_copy import Borrowed
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox, Receive
@@ -39,7 +39,7 @@ class Post:
 
     def send(self, tag, payload=b""):
         deadline = Deadline(PATIENCE)
-        self.sender.send(Channel.MESSAGE, 0, tag, [payload], len(payload), deadline)
+        self.sender.send((0, Channel.MESSAGE, tag), ([payload], len(payload)), deadline)
 
     def want(self, tag, on_done=None, *, group=0, nbytes=None):
         receive = Receive((group, Channel.MESSAGE, tag), on_done, nbytes=nbytes)
@@ -769,7 +769,7 @@ def test_leaving_a_group_makes_room_and_lets_the_reading_go_on(connections):
     post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
     payload = bytes(200 * KIB)
     sending = Running(
-        post.sender.send, Channel.MESSAGE, 5, 1, [payload], len(payload), Deadline(PATIENCE)
+        post.sender.send, (5, Channel.MESSAGE, 1), ([payload], len(payload)), Deadline(PATIENCE)
     )
     eventually(lambda: poll(post, 9) or post.inbox.unmatched_nbytes)
     sending.result()
@@ -926,11 +926,8 @@ def test_both_ends_may_send_first_when_a_blocked_send_reads(connections):
     def exchange(rank):
         post = posts[rank]
         post.connection.send(
-            Channel.MESSAGE,
-            0,
-            1,
-            [payloads[rank]],
-            len(payloads[rank]),
+            (0, Channel.MESSAGE, 1),
+            ([payloads[rank]], len(payloads[rank])),
             Deadline(PATIENCE),
             meanwhile=post.inbox,
         )
@@ -1029,7 +1026,7 @@ class Lending(Post):
 
     def send_within(self, timeout, tag, payload):
         deadline = Deadline(timeout)
-        self.sender.send(Channel.MESSAGE, 0, tag, [payload], len(payload), deadline)
+        self.sender.send((0, Channel.MESSAGE, tag), ([payload], len(payload)), deadline)
 
     def withdraw(self, tag, payload=None):
         """Lend something and take it back."""
@@ -1199,11 +1196,11 @@ def test_what_was_fetched_is_received_after_its_sender_has_gone(lent_post):
 def test_a_lent_message_that_is_refused_is_dropped_and_its_sender_goes_on(lent_post, when):
     reader = lent_post.start(9)
     if when == "before":
-        lent_post.inbox.refuse(0, Channel.MESSAGE, 1 << 16)
+        lent_post.inbox.refuse((0, Channel.MESSAGE, 1 << 16))
     lent_post.lend(1 << 16 | 5, large()).result(SOON)
     lent_post.lend(2 << 16, large(2)).result(SOON)
     if when == "after":
-        lent_post.inbox.refuse(0, Channel.MESSAGE, 1 << 16)
+        lent_post.inbox.refuse((0, Channel.MESSAGE, 1 << 16))
     eventually(lambda: lent_post.inbox.unmatched_nbytes == LARGE)
     assert lent_post.inbox.dropped == 1
     lent_post.send(9, b"x")
@@ -1218,7 +1215,7 @@ def test_refusing_makes_room_and_lets_the_reading_go_on(connections):
     sending.result()
     waiting = post.start(2 << 20)
     assert not post.inbox.is_read
-    post.inbox.refuse(0, Channel.MESSAGE, 0)
+    post.inbox.refuse((0, Channel.MESSAGE, 0))
     post.send(2 << 20, b"x")
     assert waiting.result(SOON) == b"x"
 

@@ -22,8 +22,11 @@ from hypothesis import strategies as st
 from interrupts import Interrupt, every_interrupt
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError
-from rankwire.links import single_copy
-from rankwire.links.single_copy import Borrowed, lend, probe
+from rankwire.links import borrower, process_memory
+from rankwire.links import lender as lender_module
+from rankwire.links.borrower import Borrowed
+from rankwire.links.lender import lend
+from rankwire.links.process_memory import probe
 from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, LoanRevokedError, unpack_loan
 from worlds import PATIENCE, Running, spawn_ranks
 
@@ -95,7 +98,7 @@ def test_what_is_borrowed_is_what_was_lent(nbytes, kind):
 
 def test_words_stay_where_they_are_when_all_loans_around_them_were_revoked():
     """A late look at the guard must find it, or its owner would be taken for dead."""
-    loans = [lend([b"x"], 1) for _ in range(3 * single_copy._ARENA_NBYTES // 16)]
+    loans = [lend([b"x"], 1) for _ in range(3 * lender_module._ARENA_NBYTES // 16)]
     failures = []
     parcels = [borrow(description, os.getpid(), failures) for _, description in loans]
     for lent, _ in loans:
@@ -155,13 +158,13 @@ def test_a_kernel_that_copies_only_so_much_at_once_changes_nothing(sizes, most, 
     whole = b"".join(pieces)
     loaned = Loaned(*pieces)
     start = data.draw(st.integers(0, len(whole) - 1))
-    transfer = single_copy._transfer
+    transfer = borrower.transfer
 
     def transfer_little(call, pid, here, there):
         return transfer(call, pid, shortened(here, most), shortened(there, most))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single_copy, "_transfer", transfer_little)
+        patch.setattr(borrower, "transfer", transfer_little)
         assert read(loaned.parcel, start) == whole[start:]
         assert loaned.parcel.whole() == whole
     assert loaned.lent.is_settled
@@ -271,7 +274,7 @@ def test_a_loan_that_was_revoked_and_unmapped_is_revoked_and_nothing_worse(first
 def test_memory_that_cannot_be_read_although_it_is_lent_is_refused():
     good = bytearray(5000)
     loaned = Loaned(good)
-    address = single_copy._address_of(good)
+    address = process_memory.address_of(good)
     for pieces in ([(8, 5000)], [(address, 2000), (8, 3000)]):
         failures = []
         parcel = Borrowed(
@@ -557,7 +560,7 @@ lent, description = lend([data], len(data))
 LENDER = """
 import random, socket, time
 import numpy as np
-from rankwire.links.single_copy import lend
+from rankwire.links.lender import lend
 
 def connect(path):
     with socket.socket(socket.AF_UNIX) as sock:
@@ -666,7 +669,7 @@ def test_a_tcp_socket_has_no_process_at_its_other_end():
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ESRCH])
 def test_a_refusal_of_the_kernel_is_named(pair, monkeypatch, number):
-    monkeypatch.setattr(single_copy, "_transfer", lambda *_: (-1, number))
+    monkeypatch.setattr(process_memory, "transfer", lambda *_: (-1, number))
     pid, reason = probe(pair[0])
     assert pid == 0
     assert os.strerror(number) in reason
@@ -674,13 +677,13 @@ def test_a_refusal_of_the_kernel_is_named(pair, monkeypatch, number):
 
 
 def test_a_process_that_may_read_but_not_write_cannot_borrow(pair, monkeypatch):
-    transfer = single_copy._transfer
+    transfer = process_memory.transfer
 
     def transfer_one_way(call, *args):
-        is_write = call is single_copy._CALLS[1]
+        is_write = call is process_memory.CALLS[1]
         return (-1, errno.EPERM) if is_write else transfer(call, *args)
 
-    monkeypatch.setattr(single_copy, "_transfer", transfer_one_way)
+    monkeypatch.setattr(process_memory, "transfer", transfer_one_way)
     assert probe(pair[0])[0] == 0
     assert "not permitted" in probe(pair[0])[1]
 
@@ -699,21 +702,21 @@ def test_a_process_of_another_pid_namespace_is_not_visible():
 
 def test_a_platform_without_the_call_says_so(pair, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert single_copy._system_calls() is None
-    monkeypatch.setattr(single_copy, "_CALLS", None)
+    assert process_memory._system_calls() is None
+    monkeypatch.setattr(process_memory, "CALLS", None)
     assert probe(pair[0]) == (0, "darwin has no process_vm_readv")
 
 
 def test_a_library_without_the_call_has_none(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
-    assert single_copy._system_calls() is None
+    assert process_memory._system_calls() is None
 
 
 def test_probing_changes_nothing(pair):
-    word = single_copy._probe_word.value
+    word = process_memory._probe_word.value
     for _ in range(3):
         assert probe(pair[0])[0] == os.getpid()
-    assert single_copy._probe_word.value == word
+    assert process_memory._probe_word.value == word
 
 
 def test_a_lender_gives_up_nothing_when_the_borrower_is_slow():
@@ -729,11 +732,11 @@ def test_a_lender_gives_up_nothing_when_the_borrower_is_slow():
 
 def test_an_interrupt_anywhere_in_making_words_leaves_them_where_they_are():
     def run(interrupting):
-        arena = single_copy._Arena()
+        arena = lender_module._Arena()
         with contextlib.suppress(Interrupt), interrupting:
             arena.take()
         _, address = arena.take()
-        pages = [single_copy._address_of(page) for page in arena._pages]
-        assert any(page <= address < page + single_copy._ARENA_NBYTES for page in pages)
+        pages = [process_memory.address_of(page) for page in arena._pages]
+        assert any(page <= address < page + lender_module._ARENA_NBYTES for page in pages)
 
     assert every_interrupt(run) >= 5

@@ -13,13 +13,11 @@ import pytest
 
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RendezvousError
+from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.sockets import wait_for
 from rankwire.rendezvous import coordinator as coordinator_module
-from rankwire.rendezvous.coordinator import Coordinator
-from rankwire.rendezvous.host import host_id
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     Failed,
     Fallen,
@@ -31,6 +29,8 @@ from rankwire.rendezvous.messages import (
     pack,
     unpack,
 )
+from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
 from rankwire.wire.keys import rank_key, unwrap
@@ -55,7 +55,7 @@ def hello(rank: int, world_size: int) -> Hello:
 
 
 class Meeting:
-    """A coordinator with a real doorkeeper, and the far ends of its control connections."""
+    """A coordinator with a real acceptor, and the far ends of its control connections."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -64,16 +64,16 @@ class Meeting:
         self.told_before_formed: list[int] = []
         self._members: list[tuple[int, Connection]] = []
         self._backlog: dict[Connection, list[Any]] = {}
-        self.doorkeeper = Doorkeeper(None, key=b"")  # nobody dials here
+        self.acceptor = Acceptor(None, key=b"")  # nobody dials here
         self.coordinator = Coordinator(
             member(0),
             world_size,
-            self.doorkeeper,
+            self.acceptor,
             key_of=key_of,
             on_formed=self._formed,
             on_gone=self.gone.append,
         )
-        self.doorkeeper.start()
+        self.acceptor.start()
 
     def _formed(self, world: World) -> None:
         self.told_before_formed = [
@@ -84,7 +84,7 @@ class Meeting:
         self.worlds.append(world)
 
     def on_thread(self, action: Callable[..., Any], *args: Any) -> Any:
-        """Call where the doorkeeper would."""
+        """Call where the acceptor would."""
         done = threading.Event()
         result: list[Any] = []
 
@@ -92,8 +92,8 @@ class Meeting:
             result.append(action(*args))
             done.set()
 
-        self.doorkeeper.call_soon(act)
-        assert done.wait(PATIENCE), "the doorkeeper's thread has died or hangs"
+        self.acceptor.call_soon(act)
+        assert done.wait(PATIENCE), "the acceptor's thread has died or hangs"
         return result[0]
 
     def admit(self, rank: int, world_size: int | None = None) -> tuple[Status, int]:
@@ -132,7 +132,7 @@ class Meeting:
         return message
 
     def close(self) -> None:
-        self.doorkeeper.close()
+        self.acceptor.close()
         self.coordinator.close()
         for _, connection in self._members:
             connection.close()
@@ -140,7 +140,7 @@ class Meeting:
 
 def say(connection: Connection, message: Any) -> None:
     payload = message if isinstance(message, bytes) else pack(message)
-    connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(PATIENCE))
+    connection.send((0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(PATIENCE))
 
 
 @pytest.fixture
@@ -455,7 +455,7 @@ def test_who_leaves_or_falls_at_the_same_moment_as_the_coordinator_is_still_told
     connections = {rank: meeting.join(rank) for rank in (1, 2, 3, 4)}
     for connection in connections.values():
         meeting.hear_until(connection, World)
-    meeting.doorkeeper.close()
+    meeting.acceptor.close()
     connections[2].farewell(Deadline(PATIENCE))
     connections[2].close()
     say(connections[3], Fallen("it raised ValueError", "a traceback"))
@@ -519,7 +519,7 @@ def test_closing_says_farewell(meet):
     meeting = meet(2)
     one = meeting.join(1)
     meeting.hear_until(one, World)
-    meeting.doorkeeper.close()
+    meeting.acceptor.close()
     meeting.coordinator.close()
     with pytest.raises(ChannelClosedError, match="rank 0 has left"):
         one.read(Deadline(PATIENCE))

@@ -7,9 +7,9 @@ import pytest
 from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RendezvousError
-from rankwire.links.protection import UNPROTECTED
-from rankwire.rendezvous.hosting import CoordinatorHost, bind
+from rankwire.links.security import UNPROTECTED
 from rankwire.rendezvous.launchers import Here, dial_launcher
+from rankwire.rendezvous.standalone import CoordinatorHost, bind
 from worlds import PATIENCE, Running, address_of, eventually
 
 SECRET = b"s" * 32

@@ -64,7 +64,7 @@ def test_every_message_arrives_as_it_was():
 @given(st.binary(max_size=64))
 def test_what_is_no_message_is_an_error_of_ours(data):
     with Pair() as pair:
-        pair.connections[0].send(Channel.CONTROL, 0, 0, [data], len(data), Deadline(1.0))
+        pair.connections[0].send((0, Channel.CONTROL, 0), ([data], len(data)), Deadline(1.0))
         try:
             heard = pair.there.receive()
         except InvalidMessageError:

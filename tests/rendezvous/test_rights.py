@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from rankwire.rendezvous import rights
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
     Beat,
     Failed,
     Fallen,

@@ -9,9 +9,9 @@ import warnings
 import pytest
 
 from rankwire.errors import ConfigurationError
-from rankwire.rendezvous import host
+from rankwire.rendezvous import runtime_dir
 from rankwire.rendezvous import secret as secret_module
-from rankwire.rendezvous.host import runtime_folder
+from rankwire.rendezvous.runtime_dir import runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, AgreedSecret, given_secret
 from worlds import SECRET, bound_socket, runtime_folder_of_its_own
 
@@ -259,7 +259,7 @@ def test_the_end_of_an_earlier_job_does_not_remove_a_later_jobs_secret():
 def test_a_folder_open_to_others_is_not_used(folder, monkeypatch, tmp_path):
     AgreedSecret(29500).publish()
     folder.chmod(0o755)
-    monkeypatch.setattr(host, "_SHARED", tmp_path)
+    monkeypatch.setattr(runtime_dir, "_SHARED", tmp_path)
     assert AgreedSecret(29500).read() is None
 
 
@@ -267,7 +267,7 @@ def test_ranks_find_each_other_when_the_way_was_cleared_between_their_choices(
     folder, monkeypatch, tmp_path
 ):
     """Another user holds the first folder while rank 0 looks, and lets it go for rank 1."""
-    monkeypatch.setattr(host, "_SHARED", tmp_path)
+    monkeypatch.setattr(runtime_dir, "_SHARED", tmp_path)
     folder.touch()
     published = AgreedSecret(29500).publish()
     folder.unlink()

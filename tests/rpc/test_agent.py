@@ -146,7 +146,9 @@ def test_a_spoofed_reply_from_another_peer_is_ignored():
         from rankwire.deadline import Deadline
 
         connection.send(
-            Channel.REPLY, agents[2]._port.service, future.request_id, buffers, nbytes, Deadline(1)
+            (agents[2]._port.service, Channel.REPLY, future.request_id),
+            (buffers, nbytes),
+            Deadline(1),
         )
         assert agents[0].rpc_sync(2, "hello") == "from 2"
         assert not future.done()

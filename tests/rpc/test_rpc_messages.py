@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankwire.codec.codec import Codec
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -27,7 +28,6 @@ from rankwire.rpc.messages import (
     encode_request,
     encode_result,
 )
-from rankwire.wire.codec import Codec
 
 CODEC = Codec()
 CHAIN = [0, "f", 1, "g"]

@@ -16,9 +16,9 @@ def test_worlds_are_closed_at_the_end(make):
 
 def test_check_backend_names_the_check_that_fails():
     class Forgetful(SimulatedBackend):
-        def transmit(self, dst, channel, group, tag, buffers, nbytes, deadline):
-            if nbytes != 7:
-                super().transmit(dst, channel, group, tag, buffers, nbytes, deadline)
+        def transmit(self, dst, envelope, message, deadline):
+            if message[1] != 7:
+                super().transmit(dst, envelope, message, deadline)
 
     from contextlib import contextmanager
 

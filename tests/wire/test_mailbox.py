@@ -69,7 +69,7 @@ def test_what_is_refused_is_dropped_now_and_later_and_nothing_else_is():
         for key in [*kept, *((0, Channel.COLLECTIVE, FAMILY + step) for step in (0, 9, 65535))]:
             assert mailbox.deliver(key, bytearray(when.encode())) is None
         if when == "now":
-            mailbox.refuse(0, Channel.COLLECTIVE, FAMILY + 5)
+            mailbox.refuse((0, Channel.COLLECTIVE, FAMILY + 5))
             assert (mailbox.dropped, mailbox.unmatched_nbytes) == (3, 4 * 3)
     assert (mailbox.dropped, mailbox.unmatched_nbytes) == (6, 4 * 8)
     for key in kept:
@@ -80,7 +80,7 @@ def test_what_is_refused_is_dropped_now_and_later_and_nothing_else_is():
 def test_what_is_refused_still_goes_to_one_that_waits_for_it():
     mailbox = Mailbox()
     receive = posted(mailbox)
-    mailbox.refuse(*KEY)
+    mailbox.refuse(KEY)
     assert mailbox.deliver(KEY, bytearray(b"x")) is receive
     assert mailbox.deliver(KEY, bytearray(b"y")) is None
     assert mailbox.dropped == 1
@@ -89,7 +89,7 @@ def test_what_is_refused_still_goes_to_one_that_waits_for_it():
 def test_only_the_last_256_refusals_are_remembered():
     mailbox = Mailbox()
     for number in range(257):
-        mailbox.refuse(0, Channel.COLLECTIVE, number << 16)
+        mailbox.refuse((0, Channel.COLLECTIVE, number << 16))
     for number in range(257):
         mailbox.deliver((0, Channel.COLLECTIVE, number << 16), bytearray(b"x"))
     assert (mailbox.dropped, mailbox.unmatched_nbytes) == (256, 1)
@@ -277,7 +277,7 @@ def test_full_turns_with_the_number_of_messages_too_as_empty_ones_cost_memory(mo
     assert mailbox.full
     assert taken(mailbox, (0, Channel.MESSAGE, 0)) == b""
     assert (mailbox.unmatched, mailbox.full) == (2, False)
-    mailbox.refuse(1, Channel.MESSAGE, 1 << 16)
+    mailbox.refuse((1, Channel.MESSAGE, 1 << 16))
     assert mailbox.unmatched == 1
     mailbox.fail_group(2, ChannelClosedError("left"))
     assert mailbox.unmatched == 0
@@ -410,7 +410,7 @@ class MailboxMachine(RuleBasedStateMachine):
         waiting = [receive for receives in self.wanted.values() for receive in receives]
         receive = data.draw(st.sampled_from(waiting))
         assert self.mailbox.withdraw(receive)
-        self.wanted[receive.key].remove(receive)
+        self.wanted[receive.envelope].remove(receive)
         assert not receive.done
 
     @precondition(lambda self: self.expected)
@@ -424,7 +424,7 @@ class MailboxMachine(RuleBasedStateMachine):
     def put_back(self, data):
         ended = [r for r, result in self.expected.items() if isinstance(result, bytearray)]
         receive = data.draw(st.sampled_from(ended))
-        payload, key = self.expected.pop(receive), receive.key
+        payload, key = self.expected.pop(receive), receive.envelope
         ended = self.mailbox.put_back(receive)
         assert ended is self.serve(key, payload)
         if ended is None:
@@ -452,7 +452,7 @@ class MailboxMachine(RuleBasedStateMachine):
         assert set(ended) == set(waiting)
         for receive in waiting:
             self.expected[receive] = self.failed
-            self.wanted[receive.key].clear()
+            self.wanted[receive.envelope].clear()
 
     @invariant()
     def agrees_with_the_model(self):

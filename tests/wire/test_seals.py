@@ -27,7 +27,7 @@ SIZES = [0, 1, 100, 65472, 65487, 65488, 65489, 65504, 65535, 65536, 65537, 70_0
 
 def frame(sequence, payload=b"", *, channel=Channel.CALL, group=0, tag=7, seal=None, number=None):
     """Return a sealed frame; ``number`` is what the seal counts, if not the same."""
-    header = pack_header(channel, group, tag, len(payload), sequence)
+    header = pack_header((group, channel, tag), len(payload), sequence)
     seal = seal or Seal(KEY)
     counted = sequence if number is None else number
     return b"".join([header, *seal.around(counted, header, channel, [payload], len(payload))])
@@ -85,7 +85,7 @@ def test_any_split_of_the_stream_gives_the_same_frames(size, step):
     payload = random.Random(size).randbytes(size)
     stream = b"".join(frame(n, payload, channel=Channel.MESSAGE) for n in range(3))
     got = feed(parser(), stream, step)
-    assert [(f.channel, f.tag, bytes(f.payload)) for f in got] == [
+    assert [(f.envelope[1], f.envelope[2], bytes(f.payload)) for f in got] == [
         (Channel.MESSAGE, 7, payload)
     ] * 3
 
@@ -104,7 +104,7 @@ def test_the_seal_is_this_mac():
     import hashlib
     import hmac
 
-    header = pack_header(Channel.CALL, 1, 2, 3, 4)
+    header = pack_header((1, Channel.CALL, 2), 3, 4)
     expected = hmac.new(KEY, struct.pack("<Q", 4) + header + b"abc", hashlib.sha256).digest()
     assert Seal(KEY).of(4, header, Channel.CALL, [b"a", b"bc"], 3) == expected[:16]
 
@@ -115,7 +115,7 @@ def test_of_bulk_it_covers_the_crc(channel):
     import hmac
 
     payload = bytes(BULK_NBYTES + 1)
-    header = pack_header(channel, 0, 0, len(payload), 0)
+    header = pack_header((0, channel, 0), len(payload), 0)
     said = bytes(8) + header + struct.pack("<I", zlib.crc32(payload))
     expected = hmac.new(KEY, said, hashlib.sha256).digest()[:16]
     assert Seal(KEY).of(0, header, channel, [payload], len(payload)) == expected
@@ -136,7 +136,7 @@ def test_of_bulk_it_covers_the_crc(channel):
 )
 def test_all_else_is_under_the_mac_in_full(channel, nbytes):
     payload = bytes(nbytes)
-    header = pack_header(channel, 0, 0, nbytes, 0)
+    header = pack_header((0, channel, 0), nbytes, 0)
     plain, full = (
         Seal(KEY, full_mac=full_mac).of(0, header, channel, [payload], nbytes)
         for full_mac in (False, True)
@@ -197,7 +197,7 @@ def test_noise_in_a_stream_is_refused(noise, where):
 
 
 def test_a_frame_without_a_seal_is_refused():
-    plain = pack_header(Channel.CALL, 0, 0, 3, 0) + b"abc"
+    plain = pack_header((0, Channel.CALL, 0), 3, 0) + b"abc"
     assert refused(plain + plain) == []
 
 

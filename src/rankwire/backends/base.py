@@ -15,11 +15,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rankwire.backends.barrier import meet
 from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
-from rankwire.backends.meeting import meet
 from rankwire.backends.payloads import check_out, copy_into, share_memory, to_array
 from rankwire.backends.status import WorldStatus
 from rankwire.backends.transport import Offer, Transport
+from rankwire.codec.references import holds_references
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -31,16 +32,16 @@ from rankwire.errors import (
     RankwireError,
     SelfSendError,
 )
-from rankwire.forking import disown, guard
+from rankwire.fork import disown, guard
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import (
     DEFAULT_MAX_MESSAGE_NBYTES,
     Buffer,
     Channel,
+    Message,
     Payload,
 )
 from rankwire.wire.loans import LoanRevokedError, whole_of
-from rankwire.wire.references import holds_references
 
 __all__ = ["DEFAULT_TIMEOUT", "Backend", "Sendable"]
 
@@ -86,7 +87,7 @@ class Backend(Transport):
         self.world_size = operator.index(world_size)
         self.timeout = Deadline(timeout).limit
         self.max_message_nbytes = max_message_nbytes
-        self.team: Any = None  # what the collectives keep about this group; theirs alone
+        self.operations: Any = None  # what the collectives keep about this group; theirs alone
         self._events = PeerEvents()
         self._barriers = itertools.count()
         self._barrier_lock = threading.Lock()
@@ -120,8 +121,8 @@ class Backend(Transport):
         deadline = Deadline.of(timeout, self.timeout)
         try:
             dst, tag = self._check(dst, tag)
-            buffers, nbytes = self._as_message(data)
-            self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
+            message = self._as_message(data)
+            self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
             raise self._explained(error, "send", dst, tag, deadline) from error.__cause__
 
@@ -184,8 +185,8 @@ class Backend(Transport):
         deadline = Deadline.of(timeout, self.timeout)
         try:
             dst, tag = self._check(dst, tag)
-            buffers, nbytes = self._as_message(pack_array(array)[0])
-            self.transmit(dst, Channel.MESSAGE, self.group, tag, buffers, nbytes, deadline)
+            message = self._as_message(pack_array(array)[0])
+            self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
             raise self._explained(error, "send_array", dst, tag, deadline) from error.__cause__
 
@@ -247,14 +248,11 @@ class Backend(Transport):
             packed = pack_array(array)[0]
             if out is not None and share_memory(array, out):
                 packed = [bytes(piece) for piece in packed]
-            buffers, nbytes = self._as_message(packed)
+            message = self._as_message(packed)
             offer = self.offer(
                 dst,
-                Channel.MESSAGE,
-                self.group,
-                tag,
-                buffers,
-                nbytes,
+                (self.group, Channel.MESSAGE, tag),
+                message,
                 deadline,
                 check=lambda: self._raise_if_lost(src, tag),
             )
@@ -289,10 +287,10 @@ class Backend(Transport):
     def _raise_if_lost(self, src: int, tag: int) -> None:
         """Raise if a rank is gone and left no message."""
         failure = self.failure_of(src)
-        if failure is not None and not self.has_arrived(src, Channel.MESSAGE, self.group, tag):
+        if failure is not None and not self.has_arrived(src, (self.group, Channel.MESSAGE, tag)):
             raise failure.copy()
 
-    def _as_message(self, data: Sendable) -> tuple[list[Buffer], int]:
+    def _as_message(self, data: Sendable) -> Message:
         buffers, nbytes = _as_buffers(data)
         if nbytes > self.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self.max_message_nbytes)
@@ -307,8 +305,9 @@ class Backend(Transport):
         use: Callable[[Payload], T],
     ) -> T:
         """Receive the next message that its sender has not taken back, and use it."""
+        envelope = (self.group, Channel.MESSAGE, tag)
         while True:
-            payload = self.receive(src, Channel.MESSAGE, self.group, tag, deadline, nbytes=nbytes)
+            payload = self.receive(src, envelope, deadline, nbytes=nbytes)
             try:
                 return use(payload)
             except LoanRevokedError:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from rankwire.codec.arrays import dtype_code, is_tensor
 from rankwire.errors import ConfigurationError
 from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
-from rankwire.wire.arrays import dtype_code, is_tensor
 from rankwire.wire.frames import Payload
 from rankwire.wire.loans import LoanRevokedError, whole_of
 

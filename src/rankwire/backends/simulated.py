@@ -19,7 +19,7 @@ from functools import partial
 from typing import Self
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend, check_world
-from rankwire.backends.falling import fall_by
+from rankwire.backends.exit_report import fall_by
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.simulated_calls import SimulatedCallPort, Switchboard
 from rankwire.backends.simulated_lanes import Inbox, Wanted
@@ -33,7 +33,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.mailbox import Mailbox
 
 __all__ = ["DEFAULT_QUEUE_NBYTES", "SimulatedBackend"]
@@ -131,15 +131,13 @@ class SimulatedBackend(Backend):
     def transmit(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
     ) -> None:
         """See ``Backend.transmit``. The bytes are copied."""
         self._check_peer(dst)
+        buffers, nbytes = message
         if nbytes > self.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self.max_message_nbytes)
         payload = bytearray().join(buffers)
@@ -148,40 +146,37 @@ class SimulatedBackend(Backend):
             lane = self.network.lane(self.rank, dst, _MESSAGES)
             self.network.wait_for_room(lane, nbytes, deadline)
             inbox = self._world[dst].inbox_from(self.rank)
-            landing = partial(inbox.land, (group, channel, tag), payload)
+            landing = partial(inbox.land, envelope, payload)
             self.network.dispatch(lane, nbytes, landing)
 
     def receive(
         self,
         src: int,
-        channel: Channel,
-        group: int,
-        tag: int,
+        envelope: Envelope,
         deadline: Deadline,
         *,
         nbytes: int | None = None,
     ) -> Payload:
         """See ``Backend.receive``."""
         self._check_peer(src)
-        wanted = Wanted((group, channel, tag), nbytes=nbytes)
+        wanted = Wanted(envelope, nbytes=nbytes)
         with self.network.changing():
             self._raise_if_gone()
             inbox = self.inbox_from(src)
             inbox.post(wanted)
             return inbox.wait(wanted, deadline)
 
-    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+    def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """See ``Backend.has_arrived``."""
         inbox = self._inboxes.get(src)
-        return inbox is not None and inbox.has_arrived((group, channel, tag))
+        return inbox is not None and inbox.has_arrived(envelope)
 
-    def sources(self, channel: Channel, group: int, tag: int) -> list[int]:
+    def sources(self, envelope: Envelope) -> list[int]:
         """See ``Backend.sources``: exactly those. In one process, asking all is what costs."""
-        key = (group, channel, tag)
         with self.network.changing():
             if self.network.why_lost(self.rank, self.rank) is not None:
-                return super().sources(channel, group, tag)
-            found = {src for src, inbox in self._inboxes.items() if inbox.has_arrived(key)}
+                return super().sources(envelope)
+            found = {src for src, inbox in self._inboxes.items() if inbox.has_arrived(envelope)}
             return sorted(found | self.network.gone_for(self.rank))
 
     def abandon(self, group: int, cause: RankwireError) -> None:
@@ -190,11 +185,11 @@ class SimulatedBackend(Backend):
             for inbox in self._inboxes.values():
                 inbox.abandon(group, cause)
 
-    def refuse(self, group: int, channel: Channel, tag: int) -> None:
+    def refuse(self, envelope: Envelope) -> None:
         """See ``Backend.refuse``."""
         with self.network.changing():
             for inbox in self._inboxes.values():
-                inbox.refuse(group, channel, tag)
+                inbox.refuse(envelope)
 
     # -- calls -------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from typing import Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
-from rankwire.wire.mailbox import Key, Mailbox, Receive
+from rankwire.wire.frames import Envelope
+from rankwire.wire.mailbox import Mailbox, Receive
 
 __all__ = ["Inbox", "Lane", "Landing", "Wanted"]
 
@@ -40,12 +41,12 @@ class Wanted(Receive):
 
     def __init__(
         self,
-        key: Key,
+        envelope: Envelope,
         *,
         nbytes: int | None = None,
         on_done: Callable[[Receive], None] | None = None,
     ) -> None:
-        super().__init__(key, on_done, nbytes=nbytes)
+        super().__init__(envelope, on_done, nbytes=nbytes)
         self.ended: threading.Condition | None = None  # made by the first thread that sleeps
 
 
@@ -164,7 +165,7 @@ class Inbox:
         """How many receives wait for a message."""
         return len(self._posted)
 
-    def wanted(self) -> list[Key]:
+    def wanted(self) -> list[Envelope]:
         """Return what is waited for. Lock held."""
         return self._mailbox.wanted_keys()
 
@@ -173,9 +174,9 @@ class Inbox:
         """How many messages came for which nobody waited any more."""
         return self._mailbox.dropped
 
-    def has_arrived(self, key: Key) -> bool:
-        """Whether a message of this key was not taken yet."""
-        return self._mailbox.has_arrived(key)
+    def has_arrived(self, envelope: Envelope) -> bool:
+        """Whether a message of this envelope was not taken yet."""
+        return self._mailbox.has_arrived(envelope)
 
     def post(self, wanted: Wanted) -> None:
         """Ask for a message; it may be done on return. One of a wrong size keeps its place."""
@@ -186,9 +187,9 @@ class Inbox:
             self._end(wanted)
             self.lane.room_made()
 
-    def land(self, key: Key, payload: bytearray) -> None:
+    def land(self, envelope: Envelope, payload: bytearray) -> None:
         """Give a message to the first receive of that key which it fits, else keep it."""
-        self._landed(self._mailbox.deliver(key, payload))
+        self._landed(self._mailbox.deliver(envelope, payload))
 
     def _landed(self, wanted: Receive | None) -> None:
         misfits, self._mailbox.misfits = self._mailbox.misfits, []
@@ -263,9 +264,9 @@ class Inbox:
             self._end(wanted)
         self.lane.room_made()
 
-    def refuse(self, group: int, channel: int, tag: int) -> None:
+    def refuse(self, envelope: Envelope) -> None:
         """Drop the messages of a family of tags, now and later."""
-        self._mailbox.refuse(group, channel, tag)
+        self._mailbox.refuse(envelope)
         self.lane.room_made()
 
     def _end(self, wanted: Wanted) -> None:

@@ -28,7 +28,7 @@ from typing import Protocol
 
 from rankwire.backends.base import check_rank
 from rankwire.backends.blame import Losses
-from rankwire.backends.falling import Fall
+from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
 from rankwire.backends.simulated_lanes import Landing, Lane
 from rankwire.deadline import Deadline

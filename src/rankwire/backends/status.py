@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rankwire.errors import ChannelClosedError, RankwireError
-from rankwire.wire.frames import Channel
-from rankwire.wire.mailbox import Key
+from rankwire.wire.frames import Channel, Envelope
 
 __all__ = ["PeerState", "PeerStatus", "WorldStatus", "describe_wanted", "state_of"]
 
@@ -88,7 +87,7 @@ def state_of(failure: RankwireError | None, *, is_suspected: bool) -> PeerState:
     return "suspected" if is_suspected else "up"
 
 
-def describe_wanted(keys: Iterable[Key]) -> tuple[str, ...]:
+def describe_wanted(keys: Iterable[Envelope]) -> tuple[str, ...]:
     """Return, in words, what receives are waited for."""
     return tuple(sorted({_describe(channel, tag) for _, channel, tag in keys}))
 

@@ -38,7 +38,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.wire.frames import Buffer, Channel, Payload
+from rankwire.wire.frames import Envelope, Message, Payload
 
 __all__ = ["SubBackend"]
 
@@ -137,25 +137,19 @@ class SubBackend(Backend):
     def transmit(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
     ) -> None:
         """See ``Backend.transmit``."""
         with self.translating(dst) as parent_rank:
-            self._parent.transmit(parent_rank, channel, group, tag, buffers, nbytes, deadline)
+            self._parent.transmit(parent_rank, envelope, message, deadline)
 
     def offer(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
         *,
         check: Callable[[], None] | None = None,
@@ -164,9 +158,7 @@ class SubBackend(Backend):
         offer: Offer | None = None
         try:
             with self.translating(dst) as parent_rank:
-                offer = self._parent.offer(
-                    parent_rank, channel, group, tag, buffers, nbytes, deadline, check=check
-                )
+                offer = self._parent.offer(parent_rank, envelope, message, deadline, check=check)
             return None if offer is None else _SubOffer(self, dst, offer)
         except BaseException:
             if offer is not None:
@@ -181,42 +173,38 @@ class SubBackend(Backend):
     def receive(
         self,
         src: int,
-        channel: Channel,
-        group: int,
-        tag: int,
+        envelope: Envelope,
         deadline: Deadline,
         *,
         nbytes: int | None = None,
     ) -> Payload:
         """See ``Backend.receive``."""
-        with self._receiving(group), self.translating(src) as parent_rank:
+        with self._receiving(envelope[0]), self.translating(src) as parent_rank:
             while True:
                 patience = deadline.sooner(_LOOK_UP_EVERY)
                 try:
-                    return self._parent.receive(
-                        parent_rank, channel, group, tag, patience, nbytes=nbytes
-                    )
+                    return self._parent.receive(parent_rank, envelope, patience, nbytes=nbytes)
                 except DeadlineExceededError:
                     if patience is deadline:
                         raise
                     self._raise_if_closed()
 
-    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+    def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """See ``Backend.has_arrived``."""
-        return self._parent.has_arrived(self._members[src], channel, group, tag)
+        return self._parent.has_arrived(self._members[src], envelope)
 
-    def sources(self, channel: Channel, group: int, tag: int) -> list[int]:
+    def sources(self, envelope: Envelope) -> list[int]:
         """See ``Backend.sources``."""
-        found = {*self._parent.sources(channel, group, tag)}
+        found = {*self._parent.sources(envelope)}
         return [rank for rank, member in enumerate(self._members) if member in found]
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         self._parent.abandon(group, cause)
 
-    def refuse(self, group: int, channel: Channel, tag: int) -> None:
+    def refuse(self, envelope: Envelope) -> None:
         """See ``Backend.refuse``."""
-        self._parent.refuse(group, channel, tag)
+        self._parent.refuse(envelope)
 
     # -- calls -------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import msgspec
 from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
-from rankwire.forking import renew_in_child
+from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 
@@ -86,15 +86,8 @@ class Agreement:
         payload = msgspec.msgpack.encode(ours)
         for dst in others:
             if self._unanswered.get(dst) != payload:
-                parent.transmit(
-                    dst,
-                    Channel.CONTROL,
-                    parent.group,
-                    _AGREEMENT_TAG,
-                    (payload,),
-                    len(payload),
-                    deadline,
-                )
+                envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
+                parent.transmit(dst, envelope, ((payload,), len(payload)), deadline)
                 self._unanswered[dst] = payload
 
     def _collect(
@@ -108,9 +101,8 @@ class Agreement:
             try:
                 # Once a disagreement is certain, nobody is waited for any more.
                 patience = Deadline(0.0) if differing else deadline
-                payload = parent.receive(
-                    src, Channel.CONTROL, parent.group, _AGREEMENT_TAG, patience
-                )
+                envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
+                payload = parent.receive(src, envelope, patience)
             except DeadlineExceededError:
                 missing.append(src)
                 continue

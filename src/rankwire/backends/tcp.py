@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
 from rankwire.backends.blame import Losses
-from rankwire.backends.ending import close_at_exit
-from rankwire.backends.falling import fall_by
+from rankwire.backends.exit_report import fall_by
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
 from rankwire.backends.tcp_calls import TcpCallPort
@@ -46,12 +45,11 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.dialing import authenticate
-from rankwire.links.protection import Integrity, Security, Tls, choose_policy
+from rankwire.links.dialer import authenticate
+from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
-from rankwire.links.spinning import Spin, default_spin
-from rankwire.rendezvous.host import has_removed, remove_socket_file
-from rankwire.rendezvous.messages import (
+from rankwire.links.spin import Spin, default_spin
+from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     SHORTEST_FAIL_AFTER,
     Fallen,
@@ -60,7 +58,9 @@ from rankwire.rendezvous.messages import (
     Suspected,
     World,
 )
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Payload
+from rankwire.rendezvous.runtime_dir import has_removed, remove_socket_file
+from rankwire.shutdown import close_at_exit
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
 from rankwire.wire.seals import Seals
@@ -259,11 +259,8 @@ class TcpBackend(Backend):
     def transmit(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
     ) -> None:
         """See ``Backend.transmit``."""
@@ -271,16 +268,13 @@ class TcpBackend(Backend):
         connection = peer.messages
         if connection is None:
             connection = self._dial_messages(peer, deadline)
-        connection.send(channel, group, tag, buffers, nbytes, deadline, meanwhile=self._meanwhile)
+        connection.send(envelope, message, deadline, meanwhile=self._meanwhile)
 
     def offer(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
         *,
         check: Callable[[], None] | None = None,
@@ -291,15 +285,13 @@ class TcpBackend(Backend):
         if connection is None:
             connection = self._dial_messages(peer, deadline)
         meanwhile = self._meanwhile if check is None else ReadingAndChecking(self._peers, check)
-        lent = connection.offer(channel, group, tag, buffers, nbytes, deadline, meanwhile=meanwhile)
+        lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
         if lent is None:
             return None
 
         def send_by_stream() -> None:
             limit = Deadline(self.timeout)  # once begun, it must be finished
-            connection.send(
-                channel, group, tag, buffers, nbytes, limit, lend=False, meanwhile=self._meanwhile
-            )
+            connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
 
         try:
             return TcpOffer(connection, lent, self._meanwhile, send_by_stream)
@@ -310,30 +302,28 @@ class TcpBackend(Backend):
     def receive(
         self,
         src: int,
-        channel: Channel,
-        group: int,
-        tag: int,
+        envelope: Envelope,
         deadline: Deadline,
         *,
         nbytes: int | None = None,
     ) -> Payload:
         """See ``Backend.receive``."""
         inbox = self._peers[src].inbox
-        return inbox.take(Receive((group, channel, tag), nbytes=nbytes), deadline)
+        return inbox.take(Receive(envelope, nbytes=nbytes), deadline)
 
-    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+    def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """See ``Backend.has_arrived``."""
-        return self._peers[src].inbox.has_arrived((group, channel, tag))
+        return self._peers[src].inbox.has_arrived(envelope)
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """See ``Backend.abandon``."""
         for peer in self._peers.values():
             peer.inbox.abandon(group, cause)
 
-    def refuse(self, group: int, channel: Channel, tag: int) -> None:
+    def refuse(self, envelope: Envelope) -> None:
         """See ``Backend.refuse``."""
         for peer in self._peers.values():
-            peer.inbox.refuse(group, channel, tag)
+            peer.inbox.refuse(envelope)
 
     def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
         grip: list[bool] = []

@@ -9,7 +9,7 @@ from rankwire.backends.tcp_peers import Peer
 from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
-from rankwire.links.single_copy import Lent
+from rankwire.links.lender import Lent
 from rankwire.wire.loans import LoanRefusedError
 
 __all__ = ["Link", "ReadingAll", "ReadingAndChecking", "TcpOffer"]

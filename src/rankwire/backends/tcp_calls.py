@@ -37,11 +37,11 @@ from rankwire.errors import (
     ForkedProcessError,
     RankwireError,
 )
-from rankwire.forking import guard
+from rankwire.fork import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.single_copy import Lent
-from rankwire.links.spinning import Spin
+from rankwire.links.lender import Lent
+from rankwire.links.spin import Spin
 from rankwire.wire.frames import Buffer, Channel
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.loans import LoanRefusedError, whole_of
@@ -135,11 +135,8 @@ class TcpCallPort(CallPort):
         try:
             inbox.post(receive)
             inbox.connection.send(  # type: ignore[union-attr]
-                Channel.CALL,
-                self.service,
-                request_id,
-                buffers,
-                nbytes,
+                (self.service, Channel.CALL, request_id),
+                (buffers, nbytes),
                 deadline,
                 hold=hold and inbox.in_flight > _HOLD_FROM,
                 meanwhile=inbox,
@@ -211,7 +208,7 @@ class TcpCallPort(CallPort):
     def _send_cancel(self, connection: Connection, request_id: int) -> bool:
         """Return whether it was sent, or need not be; else another thread is just sending."""
         try:
-            connection.send(Channel.CANCEL, self.service, request_id, (), 0, _NOW)
+            connection.send((self.service, Channel.CANCEL, request_id), ((), 0), _NOW)
         except DeadlineExceededError:
             return False
         except RankwireError:
@@ -397,7 +394,7 @@ class TcpCallPort(CallPort):
             return [CallerGone(connection.peer, connection)]
         events: list[PortEvent] = []
         while frames:
-            channel, group, tag, payload = frames.popleft()
+            (group, channel, tag), payload = frames.popleft()
             if group != self.service:
                 continue  # a frame for another agent cannot come on this agent's connection
             if channel == Channel.CALL:
@@ -434,9 +431,8 @@ class TcpCallPort(CallPort):
         if nbytes >= connection.lend_from and deadline.limit > 0.0:
             self._reply_at_length(connection, call, buffers, nbytes, deadline)
             return
-        connection.send(
-            Channel.REPLY, self.service, call.request_id, buffers, nbytes, deadline, hold=hold
-        )
+        envelope = (self.service, Channel.REPLY, call.request_id)
+        connection.send(envelope, (buffers, nbytes), deadline, hold=hold)
         if connection.is_holding:  # after the send: whoever flushes must find it
             self._holding.add(connection)
 
@@ -449,8 +445,8 @@ class TcpCallPort(CallPort):
         deadline: Deadline,
     ) -> None:
         """Send a reply that the caller may read out of our memory, unless it cancels meanwhile."""
-        envelope = (Channel.REPLY, self.service, call.request_id)
-        lent = connection.offer(*envelope, buffers, nbytes, deadline)
+        envelope = (self.service, Channel.REPLY, call.request_id)
+        lent = connection.offer(envelope, (buffers, nbytes), deadline)
         if lent is None:
             return
         self._lent[connection, call.request_id] = lent
@@ -459,7 +455,7 @@ class TcpCallPort(CallPort):
                 lent.revoke()
             connection.settle(lent, deadline)
         except LoanRefusedError:
-            connection.send(*envelope, buffers, nbytes, deadline, lend=False)
+            connection.send(envelope, (buffers, nbytes), deadline, lend=False)
         finally:
             del self._lent[connection, call.request_id]
 

@@ -21,11 +21,11 @@ import msgspec
 
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
-from rankwire.forking import guard
+from rankwire.fork import guard
+from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.links.doorkeeper import Doorkeeper
-from rankwire.links.places import ListeningPlace, listen_somewhere
-from rankwire.links.protection import Policy
+from rankwire.links.listening import ListeningPlace, listen_somewhere
+from rankwire.links.security import Policy
 from rankwire.links.sockets import (
     TcpAddress,
     expect_prompt_reading,
@@ -33,11 +33,11 @@ from rankwire.links.sockets import (
     listen_unix,
     start_listening,
 )
-from rankwire.rendezvous.attendance import Attendance, Audience
+from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
 from rankwire.rendezvous.coordinator import Coordinator
-from rankwire.rendezvous.host import host_id, new_socket_path, sweep_socket_files
-from rankwire.rendezvous.joining import join
-from rankwire.rendezvous.messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
+from rankwire.rendezvous.join import join
+from rankwire.rendezvous.membership import Audience, Membership
+from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
 from rankwire.wire.handshake import (
     LAUNCHER,
@@ -111,9 +111,9 @@ class Formation:
         self._unix_path = ""
         self._member: Member | None = None
         self._epoch = 0
-        self._doorkeeper: Doorkeeper | None = None
+        self._doorkeeper: Acceptor | None = None
         self._coordinator: Coordinator | None = None
-        self._attendance: Attendance | None = None
+        self._attendance: Membership | None = None
         guard(self)
 
     # -- forming -----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Formation:
         # Only now are peers let in: those that dialled already have waited in the listeners'
         # backlog.
         doorkeeper = self._employ_doorkeeper()
-        self._attendance = Attendance(control, world, doorkeeper, self._owner)
+        self._attendance = Membership(control, world, doorkeeper, self._owner)
         self._attendance.begin(rest)
         doorkeeper.start()
 
@@ -237,8 +237,8 @@ class Formation:
         )
         return self._member
 
-    def _employ_doorkeeper(self) -> Doorkeeper:
-        self._doorkeeper = Doorkeeper(self, key=self._find_key_of, policy=self.policy)
+    def _employ_doorkeeper(self) -> Acceptor:
+        self._doorkeeper = Acceptor(self, key=self._find_key_of, policy=self.policy)
         self._doorkeeper.call_every(_LOOK_EVERY, self._owner.look_for_silence)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:

@@ -19,7 +19,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.rendezvous.messages import Member
+from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.mailbox import Mailbox
 
 __all__ = ["Peer"]

@@ -13,7 +13,7 @@ from rankwire.backends.calls import CallPort
 from rankwire.backends.status import PeerStatus, state_of
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
-from rankwire.wire.frames import WORLD_GROUP, Buffer, Channel, Payload
+from rankwire.wire.frames import WORLD_GROUP, Envelope, Message, Payload
 
 __all__ = ["Offer", "Transport"]
 
@@ -50,11 +50,8 @@ class Transport(ABC):
     def transmit(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
     ) -> None:
         """Send one message under an envelope. The buffers are free again on return."""
@@ -62,11 +59,8 @@ class Transport(ABC):
     def offer(
         self,
         dst: int,
-        channel: Channel,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
         *,
         check: Callable[[], None] | None = None,
@@ -75,18 +69,15 @@ class Transport(ABC):
 
         Args:
             dst: The rank to send to.
-            channel: Part of the envelope, as are ``group`` and ``tag``.
-            group: The group's id.
-            tag: The tag.
-            buffers: The message, in pieces.
-            nbytes: Their total size.
+            envelope: Under which it is received.
+            message: What to send.
             deadline: For handing it over.
             check: Called now and then if the peer does not take it; what it raises ends the wait.
 
         Returns:
             What to settle before the buffers may change; None if they are free already.
         """
-        self.transmit(dst, channel, group, tag, buffers, nbytes, deadline)
+        self.transmit(dst, envelope, message, deadline)
         return None
 
     @property
@@ -98,9 +89,7 @@ class Transport(ABC):
     def receive(
         self,
         src: int,
-        channel: Channel,
-        group: int,
-        tag: int,
+        envelope: Envelope,
         deadline: Deadline,
         *,
         nbytes: int | None = None,
@@ -114,11 +103,11 @@ class Transport(ABC):
                 receivable.
         """
 
-    def has_arrived(self, src: int, channel: Channel, group: int, tag: int) -> bool:
+    def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken. A look: it neither reads nor waits."""
         return False
 
-    def sources(self, channel: Channel, group: int, tag: int) -> list[int]:
+    def sources(self, envelope: Envelope) -> list[int]:
         """Return the ranks of which a receive may not come back empty-handed at once.
 
         They have sent something, or are gone. Here: all others, which are asked one by one.
@@ -130,8 +119,8 @@ class Transport(ABC):
         """End all receives of one group on this rank, because it has left the group."""
 
     @abstractmethod
-    def refuse(self, group: int, channel: Channel, tag: int) -> None:
-        """Drop the messages of a tag and of those that differ in the lower 16 bits only.
+    def refuse(self, envelope: Envelope) -> None:
+        """Drop the messages of an envelope, and of those whose tag differs in the lower 16 bits.
 
         Now and when they come: nobody will ask for them any more.
         """

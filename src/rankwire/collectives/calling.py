@@ -1,4 +1,4 @@
-"""Calling: what all collectives share, from the user's line to the group's team.
+"""Calling: what all collectives share, from the user's line to the group's sequence.
 
 A collective is written as a function that checks its arguments and returns a ``Plan``. If it
 raises instead, the call counts all the same: the other ranks have called it too, cannot know of the
@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
 from rankwire.backends.base import Backend
-from rankwire.collectives.team import Plan, Team
+from rankwire.collectives.sequence import OperationSequence, Plan
 from rankwire.errors import ConfigurationError, RankwireError
 
 __all__ = ["collective"]
@@ -29,14 +29,14 @@ def collective(
     @wraps(prepare)
     def calling(backend: Backend, *args: P.args, **kwargs: P.kwargs) -> Any:
         try:
-            team = Team.of(backend)
+            operations = OperationSequence.of(backend)
         except AttributeError:
             kind = type(backend).__name__
             raise ConfigurationError(
                 f"the first argument of {name} is a backend, not {kind}"
             ).during(op=name) from None
         try:
-            return team.call(name, lambda: prepare(backend, *args, **kwargs))
+            return operations.call(name, lambda: prepare(backend, *args, **kwargs))
         except RankwireError as error:
             error.during(op=name, rank=backend.rank)
             raise

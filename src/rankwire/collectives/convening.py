@@ -24,7 +24,7 @@ from rankwire.collectives.notices import Notice
 from rankwire.deadline import Deadline
 
 if TYPE_CHECKING:
-    from rankwire.collectives.team import Roll, Team
+    from rankwire.collectives.sequence import OperationSequence, Roll
 
 __all__ = ["Convening"]
 
@@ -39,7 +39,7 @@ class Convening:
     """What one rank does about it, in one operation.
 
     Args:
-        team: What is known of the others.
+        operations: What is known of the others.
         waiting: What this rank says.
         deadline: Of the operation.
     """
@@ -51,15 +51,15 @@ class Convening:
         "_interval",
         "_is_convener",
         "_next_roll",
+        "_operations",
         "_roll",
         "_since",
-        "_team",
         "_untold",
         "_waiting",
     )
 
-    def __init__(self, team: Team, waiting: Notice, deadline: Deadline) -> None:
-        self._team = team
+    def __init__(self, operations: OperationSequence, waiting: Notice, deadline: Deadline) -> None:
+        self._operations = operations
         self._waiting = waiting
         self._deadline = deadline
         self._is_convener = False
@@ -74,12 +74,12 @@ class Convening:
     @property
     def relay(self) -> list[int] | None:
         """Who tells all others of a failure; None if this rank does."""
-        convener = self._team.convener(self._waiting.sequence)
+        convener = self._operations.convener(self._waiting.sequence)
         return None if self._is_few or self._is_convener or convener is None else [convener]
 
     @property
     def _is_few(self) -> bool:
-        return self._team.backend.world_size <= _FEW
+        return self._operations.backend.world_size <= _FEW
 
     def look(self) -> None:
         """Tell whom there is to tell, after what was told has been taken in."""
@@ -87,7 +87,7 @@ class Convening:
             self._convene_if_due()
         if self._untold:
             convening = replace(self._waiting, state="convening")
-            self._untold = self._team.tell(convening, self._untold)
+            self._untold = self._operations.tell(convening, self._untold)
         if not self._is_few:
             self._answer()
             if self._is_convener:
@@ -98,19 +98,19 @@ class Convening:
     def end(self) -> None:
         """It went well here: whoever still waits must not count on this rank any more."""
         if self._is_convener and not self._is_few:
-            self._team.tell(replace(self._waiting, state="done"))
+            self._operations.tell(replace(self._waiting, state="done"))
 
     def _convene_if_due(self) -> None:
-        if not self._is_few and self._team.convener(self._waiting.sequence) is not None:
+        if not self._is_few and self._operations.convener(self._waiting.sequence) is not None:
             self._since = self._deadline.waited
         elif self._deadline.waited - self._since >= self._patience:
             self._is_convener = True
-            self._untold = self._team.others
+            self._untold = self._operations.others
 
     @property
     def _patience(self) -> float:
         """Seconds without a convener after which this rank is one."""
-        rank, size = self._team.backend.rank, self._team.backend.world_size
+        rank, size = self._operations.backend.rank, self._operations.backend.world_size
         delay = LOOK_EVERY * max(1, size // _MANY)
         if self._is_few:
             return delay
@@ -119,14 +119,14 @@ class Convening:
         return delay + (turn if turn <= quarter else quarter + quarter * rank / size)
 
     def _answer(self) -> None:
-        for src in self._team.conveners(self._waiting.sequence - 1):
-            if src not in self._answered and not self._team.tell(self._waiting, [src]):
+        for src in self._operations.conveners(self._waiting.sequence - 1):
+            if src not in self._answered and not self._operations.tell(self._waiting, [src]):
                 self._answered.add(src)
 
     def _call_roll(self) -> None:
         """Hand on who is here: to who asks, and to all if it has changed, but ever less often."""
-        roll = self._team.roll(self._waiting.sequence)
-        asking = self._team.take_asking()
+        roll = self._operations.roll(self._waiting.sequence)
+        asking = self._operations.take_asking()
         if roll != self._roll and self._deadline.waited >= self._next_roll:
             here, ahead = self._roll = roll
             asking = [*here, *(rank for rank, _, _ in ahead)]
@@ -134,10 +134,14 @@ class Convening:
             self._interval *= 2
         if asking:
             here, ahead = roll
-            self._team.tell(replace(self._waiting, state="roll", here=here, ahead=ahead), asking)
+            self._operations.tell(
+                replace(self._waiting, state="roll", here=here, ahead=ahead), asking
+            )
 
     def _ask_in_time(self) -> None:
-        convener = self._team.convener(self._waiting.sequence)
+        convener = self._operations.convener(self._waiting.sequence)
         if convener is None or self._has_asked or self._deadline.remaining() > _ASK_BEFORE:
             return
-        self._has_asked = not self._team.tell(replace(self._waiting, state="asking"), [convener])
+        self._has_asked = not self._operations.tell(
+            replace(self._waiting, state="asking"), [convener]
+        )

@@ -117,7 +117,7 @@ class Exchange:
     def has_news(self) -> bool:
         """Whether a rank of which this one has read its messages has told something beside them."""
         for src in self._sources:
-            if self._backend.has_arrived(src, Channel.COLLECTIVE, self._group, NOTICE_TAG):
+            if self._backend.has_arrived(src, (self._group, Channel.COLLECTIVE, NOTICE_TAG)):
                 return True
         return False
 
@@ -152,11 +152,8 @@ class Exchange:
             try:
                 offer = self._backend.offer(
                     dst,
-                    Channel.COLLECTIVE,
-                    self._group,
-                    self._tag + step,
-                    buffers,
-                    nbytes,
+                    (self._group, Channel.COLLECTIVE, self._tag + step),
+                    (buffers, nbytes),
                     limit,
                     check=None if nbytes <= _SMALL else lambda: self._operation.look(dst),
                 )
@@ -180,14 +177,8 @@ class Exchange:
             self._next_look = self._deadline.sooner(LOOK_EVERY)
         while True:
             try:
-                return self._backend.receive(
-                    src,
-                    Channel.COLLECTIVE,
-                    self._group,
-                    self._tag + step,
-                    self._next_look,
-                    nbytes=nbytes,
-                )
+                envelope = (self._group, Channel.COLLECTIVE, self._tag + step)
+                return self._backend.receive(src, envelope, self._next_look, nbytes=nbytes)
             except DeadlineExceededError:
                 self._operation.look(src)
                 if self._deadline.expired:

@@ -5,7 +5,7 @@ message is made of a digest of these words, the operation's number and its epoch
 the step (16 bits). The epoch is the number after the last operation that failed: ranks that do not
 agree on whether that one failed do not get past the next one. Messages of different operations
 therefore never match, and ranks that disagree wait for each other instead of taking each other's
-bytes; ``team`` finds out why. Pure.
+bytes; ``sequence`` finds out why. Pure.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.wire.texts import printable
+from rankwire.texts import printable
 
 __all__ = ["Notice", "failure_notice", "pack", "unpack"]
 

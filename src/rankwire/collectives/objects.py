@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankwire.backends.base import Backend, check_pickle, check_rank
+from rankwire.codec.codec import Codec
 from rankwire.collectives import algorithms
 from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import describe
 from rankwire.errors import ConfigurationError
-from rankwire.wire.codec import Codec
 from rankwire.wire.loans import whole_of
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rankwire.codec.arrays import dtype_code, is_plain_array, is_tensor, tensor_advice
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
-from rankwire.wire.arrays import dtype_code, is_plain_array, is_tensor, tensor_advice
 
 __all__ = ["Operand", "new_like", "operand"]
 

@@ -1,8 +1,8 @@
 """Operation: one collective on one rank, from its turn to its end.
 
 It runs the steps, looks up for other ranks' trouble while they wait, and on any error tells the
-others, so that nobody waits for this rank. Numbers, turns and what others told are the ``team``'s.
-Used by the thread that runs it.
+others, so that nobody waits for this rank. Numbers, turns and what others told are the
+``sequence``'s. Used by the thread that runs it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rankwire.wire.frames import Channel
 from rankwire.wire.loans import LoanRevokedError
 
 if TYPE_CHECKING:
-    from rankwire.collectives.team import Team
+    from rankwire.collectives.sequence import OperationSequence
 
 __all__ = ["Operation", "Run"]
 
@@ -60,22 +60,22 @@ class Operation:
         "_ahead",
         "_convening",
         "_epoch",
+        "_operations",
         "_others_tags",
         "_tags",
-        "_team",
         "deadline",
         "description",
         "has_succeeded",
         "sequence",
     )
 
-    def __init__(self, team: Team, description: str) -> None:
-        self._team = team
+    def __init__(self, operations: OperationSequence, description: str) -> None:
+        self._operations = operations
         self.description = description
         self.deadline: Deadline | None = None  # None: it has not begun
         self.sequence: int | None = None
         self.has_succeeded = False
-        self._epoch = team.epoch  # known for sure once its turn has come
+        self._epoch = operations.epoch  # known for sure once its turn has come
         self._convening: Convening | None = None  # once it has waited for a while
         self._ahead: int | None = None  # a rank that is done with this operation
         self._tags: list[int] = []
@@ -83,17 +83,17 @@ class Operation:
 
     def run(self, run: Run[T]) -> T:
         """Do the steps; on any error tell the others, so that nobody waits for this rank."""
-        team, exchange = self._team, None
+        operations, exchange = self._operations, None
         try:
             assert self.sequence is not None
             assert self.deadline is not None
-            if team.turn != self.sequence:
+            if operations.turn != self.sequence:
                 self._await_turn()
-            self._epoch = team.epoch
+            self._epoch = operations.epoch
             tag = tag_of(self.description, self.sequence, self._epoch)
             self._tags.append(tag)
-            exchange = Exchange(team.backend, self, tag, self.deadline)
-            if team.has_bad_news:
+            exchange = Exchange(operations.backend, self, tag, self.deadline)
+            if operations.has_bad_news:
                 self._raise_if_failed()
             result = run(exchange)
             exchange.settle()
@@ -123,18 +123,18 @@ class Operation:
 
     def _await_turn(self) -> None:
         """Wait for earlier operations to end, unless this one cannot succeed any more."""
-        while not self._team.is_turn_of(self._number, self._limit.sooner(LOOK_EVERY)):
+        while not self._operations.is_turn_of(self._number, self._limit.sooner(LOOK_EVERY)):
             if self._limit.expired:
                 raise DeadlineExceededError(
                     self._limit.limit, detail="an earlier one of this group is still running"
                 )
-            self._team.hear()
+            self._operations.hear()
             self._raise_if_failed()
 
     def _hear_at_the_end(self) -> None:
         """Something was told while this rank did its part: perhaps another one has given up."""
         with suppress(PeerLostError):  # whoever has died since had done its part
-            self._team.hear()
+            self._operations.hear()
         self._raise_if_failed()
 
     def tag_of_part(self, part: int) -> int:
@@ -146,7 +146,7 @@ class Operation:
 
     def failed(self, error: BaseException) -> BaseException:
         """End it: tell the others unless they know, and return what to raise."""
-        team, backend = self._team, self._team.backend
+        operations, backend = self._operations, self._operations.backend
         if isinstance(error, LoanRevokedError):
             error = self._why_revoked()
         elif isinstance(error, (PeerLostError, ChannelClosedError)) and not error.is_reported:
@@ -154,30 +154,30 @@ class Operation:
         if not isinstance(error, RankwireError) or not error.is_reported:
             self._tell_failure(error)
         elif self._tags:  # whoever could not even begin does not know what we have sent to it
-            team.tell(self._waiting(), team.refusing(self._number))
-        self._others_tags |= team.tags_at(self._number)
+            operations.tell(self._waiting(), operations.refusing(self._number))
+        self._others_tags |= operations.tags_at(self._number)
         # Whoever knew of a failure that came as news here has sent under the epoch after it.
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *self._others_tags}:
-            backend.refuse(backend.group, Channel.COLLECTIVE, tag)
+            backend.refuse((backend.group, Channel.COLLECTIVE, tag))
         if isinstance(error, RankwireError):
             waited = None if self.deadline is None else self.deadline.waited
             error.during(op=self.description, rank=backend.rank, waited=waited)
         return error
 
     def _tell_failure(self, error: BaseException) -> None:
-        team, rank = self._team, self._team.backend.rank
-        notice = team.to_relay(self._number)
+        operations, rank = self._operations, self._operations.backend.rank
+        notice = operations.to_relay(self._number)
         if notice is None or not isinstance(error, RankwireError):
             notice = failure_notice(self._waiting(), rank, error, refused=self.deadline is None)
             if isinstance(error, _EVERYWHERE_AT_ONCE) and self._convening is not None:
                 relay = self._convening.relay
-                if relay is not None and not team.tell(replace(notice, to_relay=True), relay):
+                if relay is not None and not operations.tell(replace(notice, to_relay=True), relay):
                     return
         # Whose fault it is may leave when it hears of it: by then all others have been told.
-        untold = sorted(team.others, key=lambda dst: dst == notice.culprit)
+        untold = sorted(operations.others, key=lambda dst: dst == notice.culprit)
         for _ in range(_TELLING_TRIES):
-            untold = team.tell(notice, untold)
+            untold = operations.tell(notice, untold)
 
     def _why_revoked(self) -> RankwireError:
         """Another rank took back what this one was reading: it has failed, and says why."""
@@ -193,7 +193,7 @@ class Operation:
         killed has nothing to say.
         """
         has_left = isinstance(error, ChannelClosedError) or error.remote_traceback != ""
-        is_open = not self._team.backend.closed
+        is_open = not self._operations.backend.closed
         told = self._told_within(_FAREWELL_PATIENCE if has_left and is_open else 0.0)
         if told is None:
             return error
@@ -208,19 +208,19 @@ class Operation:
         while True:
             lost: PeerLostError | None = None
             try:
-                self._team.hear()
+                self._operations.hear()
             except PeerLostError as error:
                 lost = error
             except RankwireError as error:
                 return error
-            told = self._team.failure_of(self._number) or lost
+            told = self._operations.failure_of(self._number) or lost
             if told is not None or patience.expired:
                 return told
             sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
 
     def _raise_if_failed(self) -> None:
-        self._others_tags |= self._team.tags_at(self._number)
-        failure = self._team.failure_of(self._number)
+        self._others_tags |= self._operations.tags_at(self._number)
+        failure = self._operations.failure_of(self._number)
         if failure is not None:
             raise failure
 
@@ -232,14 +232,14 @@ class Operation:
         Raises:
             RankwireError: There is none.
         """
-        team = self._team
+        operations = self._operations
         if self._convening is None:
-            self._convening = Convening(team, self._waiting(), self._limit)
+            self._convening = Convening(operations, self._waiting(), self._limit)
         try:
-            team.hear()
+            operations.hear()
         finally:
             self._raise_if_failed()
-        other = team.elsewhere(self._number, self.description, self._epoch)
+        other = operations.elsewhere(self._number, self.description, self._epoch)
         if other is not None:
             rank, theirs = other
             if theirs.epoch == self._epoch:
@@ -247,10 +247,11 @@ class Operation:
             raise CollectiveAbortedError(
                 rank, f"collective number {theirs.epoch - 1} of this group, which went well here"
             )
-        if team.is_ahead(src, self._number):
+        later = operations.later_words_of(src, self._number)
+        if later is not None:
             # What it sent for this one came before it said so, and has been looked for since.
             if self._ahead == src:
-                now = f"it is done with that number and in {team.words_of(src)}"
+                now = f"it is done with that number and in {later}"
                 raise self._mismatch(src, f"something else on rank {src}: {now}")
             self._ahead = src
         self._convening.look()
@@ -261,11 +262,11 @@ class Operation:
     def _mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
         return CollectiveMismatchError(
             f"collective number {self._number} of this group is {self.description} on rank "
-            f"{self._team.backend.rank} and {theirs}; all ranks must call the same ones in the "
-            "same order"
+            f"{self._operations.backend.rank} and {theirs}; all ranks must call the same ones in "
+            "the same order"
         ).during(peer=rank)
 
     def too_late(self, src: int) -> DeadlineExceededError:
         """Return the error of an operation whose time is up."""
-        missing = self._team.absent(self._number) or [src]
+        missing = self._operations.absent(self._number) or [src]
         return DeadlineExceededError(self._limit.limit, waiting_for=missing)

@@ -1,10 +1,10 @@
 """The collectives on arrays, as users call them.
 
 Each function checks its arguments, says in words what it is going to do (``fingerprints``), and
-returns the steps as a plan, which the group's team runs here or in the background (``calling``).
-All ranks of the backend must call the same functions in the same order with fitting arguments; if
-they do not, all of them get a ``CollectiveMismatchError``. If one cannot use its arguments at all,
-the others get a ``CollectiveAbortedError``.
+returns the steps as a plan, which the group's sequence runs here or in the background
+(``calling``). All ranks of the backend must call the same functions in the same order with fitting
+arguments; if they do not, all of them get a ``CollectiveMismatchError``. If one cannot use its
+arguments at all, the others get a ``CollectiveAbortedError``.
 
 Arrays are numpy arrays or dense torch tensors on the CPU; results are of the kind that was passed.
 The array of an operation in the background must not be changed, nor read if it is the result,
@@ -14,21 +14,29 @@ before the operation is done. Every function is safe from any thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from rankwire.backends.base import Backend, check_rank
 from rankwire.backends.payloads import to_array
 from rankwire.collectives import algorithms, selection
-from rankwire.collectives.algorithms import Array, split
+from rankwire.collectives.algorithms import split
 from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import describe
-from rankwire.collectives.operands import Operand, new_like, operand
-from rankwire.collectives.reductions import Reduction, reduction
+from rankwire.collectives.operands import operand
+from rankwire.collectives.targets import (
+    apart,
+    bundles,
+    part_shape,
+    part_value,
+    reduction_of,
+    stored,
+    target_at_root,
+    target_for,
+)
 from rankwire.collectives.uneven import Uneven
-from rankwire.errors import ConfigurationError
 from rankwire.wire.array_messages import pack_array
 
 __all__ = [
@@ -43,11 +51,6 @@ __all__ = [
     "reduce_scatter",
     "scatter",
 ]
-
-T = TypeVar("T")
-
-# Arrays up to this size are sent together by all_reduce_coalesced; larger ones gain nothing.
-_COALESCE_UP_TO = 1 << 20
 
 
 @collective
@@ -85,17 +88,17 @@ def all_reduce(
         DeadlineExceededError: ``waiting_for`` has the ranks that did not come.
     """
     source = operand(array)
-    target = source if out is None else _target(source, source.shape, out)
+    target = source if out is None else target_for(source, source.shape, out)
     target.check_writable("array")
-    r = _reduction(op, source)
+    r = reduction_of(op, source)
 
     def run(x: Exchange) -> Any:
         own = source.flat()
         result = own if target is source else target.flat()
         if target is not source:
-            own = _apart(own, target)
+            own = apart(own, target)
         selection.all_reduce(x, own, result, r, ordered=ordered)
-        return _stored(target, result)
+        return stored(target, result)
 
     kind = "ordered all_reduce" if ordered else "all_reduce"
     what = describe(kind, op, source.dtype_name, source.shape)
@@ -125,14 +128,14 @@ def reduce(
         timeout: Seconds for all of it; None is the backend's default.
     """
     source = operand(array)
-    target = _target_at_root(backend, source, source.shape, root, out)
-    r = _reduction(op, source)
+    target = target_at_root(backend, source, source.shape, root, out)
+    r = reduction_of(op, source)
 
     def run(x: Exchange) -> Any:
         result = None if target is None else target.flat()
-        own = source.flat() if target is None else _apart(source.flat(), target)
+        own = source.flat() if target is None else apart(source.flat(), target)
         selection.reduce(x, own, result, root, r)
-        return _stored(target, result)
+        return stored(target, result)
 
     what = describe("reduce", op, f"root {root}", source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -183,12 +186,12 @@ def all_gather(
     """
     source = operand(array)
     shape = (backend.world_size * source.rows, *source.shape[1:])
-    target = _target(source, shape, out)
+    target = target_for(source, shape, out)
 
     def run(x: Exchange) -> Any:
         result = target.flat()
-        selection.all_gather(x, _apart(source.flat(), target), result)
-        return _stored(target, result)
+        selection.all_gather(x, apart(source.flat(), target), result)
+        return stored(target, result)
 
     what = describe("all_gather", source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -207,16 +210,16 @@ def gather(
     """Return what ``all_gather`` returns at the root, and None elsewhere."""
     source = operand(array)
     shape = (backend.world_size * source.rows, *source.shape[1:])
-    target = _target_at_root(backend, source, shape, root, out)
+    target = target_at_root(backend, source, shape, root, out)
 
     def run(x: Exchange) -> Any:
         result = None if target is None else target.flat()
-        own = source.flat() if target is None else _apart(source.flat(), target)
+        own = source.flat() if target is None else apart(source.flat(), target)
         parts = None if result is None else split(result, x.size)
         algorithms.gather_directly(x, own, parts, root)
         if parts is not None:
             parts[root][...] = own
-        return _stored(target, result)
+        return stored(target, result)
 
     what = describe("gather", f"root {root}", source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -245,8 +248,8 @@ def scatter(
     root = check_rank(root, backend.world_size)
     if backend.rank == root:
         source = operand(array)
-        shape = _part_shape(backend, source)
-        mine = _target(source, shape, out)
+        shape = part_shape(backend, source)
+        mine = target_for(source, shape, out)
     elif out is not None:
         operand(out, "out").check_writable("out")
 
@@ -254,9 +257,9 @@ def scatter(
         algorithms.meet(x)
         if x.rank != root:
             return to_array(x.receive(root, algorithms.SPREAD_STEP), out)
-        parts = split(_apart(source.flat(), mine), x.size)
+        parts = split(apart(source.flat(), mine), x.size)
         for dst in x.others:
-            part = _part_value(source, parts[dst], shape)
+            part = part_value(source, parts[dst], shape)
             x.send_buffers(dst, algorithms.SPREAD_STEP, *pack_array(part))
         mine.array[...] = parts[root].reshape(shape)
         return mine.value
@@ -285,15 +288,15 @@ def reduce_scatter(
         timeout: Seconds for all of it; None is the backend's default.
     """
     source = operand(array)
-    shape = _part_shape(backend, source)
-    target = _target(source, shape, out)
-    r = _reduction(op, source)
+    shape = part_shape(backend, source)
+    target = target_for(source, shape, out)
+    r = reduction_of(op, source)
 
     def run(x: Exchange) -> Any:
         result = target.flat()
-        own = _apart(source.flat(), target)
+        own = apart(source.flat(), target)
         algorithms.reduce_scatter_directly(x, split(own, x.size), result, r)
-        return _stored(target, result)
+        return stored(target, result)
 
     what = describe("reduce_scatter", op, source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -328,15 +331,15 @@ def all_to_all(
     if send_counts is not None or recv_counts is not None:
         uneven = Uneven(source, send_counts, recv_counts, out, backend.world_size)
         return uneven.description, uneven.run, async_op, timeout
-    _part_shape(backend, source)
-    target = _target(source, source.shape, out)
+    part_shape(backend, source)
+    target = target_for(source, source.shape, out)
 
     def run(x: Exchange) -> Any:
         result = target.flat()
-        own = _apart(source.flat(), target)
+        own = apart(source.flat(), target)
         algorithms.meet_before_much(x, own.nbytes // x.size)
         algorithms.all_to_all_directly(x, split(own, x.size), split(result, x.size))
-        return _stored(target, result)
+        return stored(target, result)
 
     what = describe("all_to_all", source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -366,14 +369,14 @@ def all_reduce_coalesced(
         The list of the arrays, or the ``Work`` whose ``wait`` returns it.
     """
     targets = [operand(array) for array in arrays]
-    reductions = [_reduction(op, target) for target in targets]
+    reductions = [reduction_of(op, target) for target in targets]
     for target in targets:
         target.check_writable("an array")
 
     def run(x: Exchange) -> list[Any]:
         if not targets:
             algorithms.meet(x)
-        for part, indices in enumerate(_bundles(targets)):
+        for part, indices in enumerate(bundles(targets)):
             flats = [targets[index].flat() for index in indices]
             joined = flats[0] if len(flats) == 1 else np.concatenate(flats)
             x.begin_part(part)
@@ -389,77 +392,3 @@ def all_reduce_coalesced(
 
     kinds = tuple((target.dtype_name, target.shape) for target in targets)
     return describe("all_reduce_coalesced", op, kinds), run, async_op, timeout
-
-
-def _bundles(targets: Sequence[Operand]) -> list[list[int]]:
-    """Return the indices of arrays that travel together."""
-    bundles: list[list[int]] = []
-    open_bundles: dict[str, list[int]] = {}
-    for index, target in enumerate(targets):
-        if target.array.nbytes > _COALESCE_UP_TO:
-            bundles.append([index])
-        elif target.dtype_name in open_bundles:
-            open_bundles[target.dtype_name].append(index)
-        else:
-            open_bundles[target.dtype_name] = [index]
-            bundles.append(open_bundles[target.dtype_name])
-    return bundles
-
-
-# -- what they share -------------------------------------------------------------------------------
-
-
-def _apart(own: Array, target: Operand) -> Array:
-    """Return what to send: a copy, if the result may overwrite it while others still read it."""
-    return own.copy() if np.may_share_memory(own, target.array) else own
-
-
-def _reduction(op: str, source: Operand) -> Reduction:
-    if not isinstance(op, str):
-        raise ConfigurationError(f"an op is a name such as 'sum', not {op!r}")
-    return reduction(op, source.array.dtype, is_bfloat16=source.is_bfloat16)
-
-
-def _target_at_root(
-    backend: Backend, source: Operand, shape: tuple[int, ...], root: int, out: Any
-) -> Operand | None:
-    """Return where the root's result goes; None on other ranks."""
-    root = check_rank(root, backend.world_size)
-    if backend.rank != root:
-        return None
-    return _target(source, shape, out)
-
-
-def _target(source: Operand, shape: tuple[int, ...], out: Any) -> Operand:
-    """Return where a result goes: new memory, or what the user gave for it."""
-    if out is None:
-        return new_like(source, shape)
-    target = operand(out, "out")
-    target.check_like(source, shape, "out")
-    return target
-
-
-def _part_shape(backend: Backend, source: Operand) -> tuple[int, ...]:
-    """Return the shape of one of N equal parts along dim 0."""
-    count = backend.world_size
-    if not source.shape or source.shape[0] % count:
-        raise ConfigurationError(
-            f"dim 0 of an array of shape {source.shape} is not evenly divisible among {count} ranks"
-        )
-    return (source.shape[0] // count, *source.shape[1:])
-
-
-def _part_value(source: Operand, flat: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Any:
-    """Return a flat part as an array or tensor that says what it is."""
-    if isinstance(source.value, np.ndarray):
-        return flat.reshape(shape)
-    part = new_like(source, shape)
-    part.array[...] = flat.reshape(shape)
-    return part.value
-
-
-def _stored(target: Operand | None, flat: np.ndarray[Any, Any] | None) -> Any:
-    if target is None or flat is None:
-        return None
-    target.store(flat)
-    return target.value

@@ -16,6 +16,7 @@ from rankwire.collectives import algorithms
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import describe
 from rankwire.collectives.operands import Operand, new_like, operand
+from rankwire.collectives.targets import apart, stored
 from rankwire.errors import CollectiveMismatchError, ConfigurationError
 
 __all__ = ["Uneven"]
@@ -62,12 +63,9 @@ class Uneven:
         shape = (sum(received), *self._source.shape[1:])
         target = new_like(self._source, shape) if self._out is None else self._out
         target.check_like(self._source, shape, "out")
-        own, result = self._source.flat(), target.flat()
-        if np.may_share_memory(own, target.array):
-            own = own.copy()
+        own, result = apart(self._source.flat(), target), target.flat()
         algorithms.all_to_all_directly(x, _cut(own, self._sent, row), _cut(result, received, row))
-        target.store(result)
-        return target.value
+        return stored(target, result)
 
     def _agree(self, x: Exchange) -> list[int]:
         """Return the rows that each rank sends to this one, if all ranks agree on all of them."""

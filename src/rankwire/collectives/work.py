@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
-from rankwire.forking import disown, guard
+from rankwire.fork import disown, guard
 
-__all__ = ["Work", "Worker"]
+__all__ = ["Work", "OperationThread"]
 
 _log = logging.getLogger("rankwire")
 
@@ -80,7 +80,7 @@ class Work(Future[T]):
         return f"<Work {self.description}, {state}>"
 
 
-class Worker:
+class OperationThread:
     """Runs work in one thread, in order. Safe from any thread."""
 
     def __init__(self, name: str) -> None:

@@ -2,10 +2,9 @@
 
 Needs the extra ``rankwire[tls]`` (``cryptography``), which is imported only when called. Keys are
 EC P-256. The authority's private key is never written anywhere and is gone when
-``make_certificates`` returns, so nobody can make further certificates for the job. A folder of them
-has ``ca.pem``, ``launcher.pem`` and ``.key``, and ``rank-N.pem`` and ``.key``; ``files_of`` finds
-them again, and needs no extra. Knows nothing of how ranks start or connect; a ``Tls`` is all that
-they get.
+``make_certificates`` returns, so further certificates for the job cannot be made. A folder of them
+is laid out as ``links.security`` says, whose ``files_of`` finds them again. Knows nothing of how
+ranks start or connect; a ``Tls`` is all that they get.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rankwire.errors import ConfigurationError
-from rankwire.links.protection import Tls
+from rankwire.links.security import CertificateHolder, Tls, certificate_files, certificate_name
 
-__all__ = ["DEFAULT_DAYS", "files_of", "make_certificates"]
+__all__ = ["DEFAULT_DAYS", "make_certificates"]
 
 DEFAULT_DAYS = 30.0
 # Clocks of hosts differ; a certificate is good from a little before it was made.
 _TOLERANCE = datetime.timedelta(hours=1)
-_CA = "ca.pem"
-
-Who = Literal["launcher"] | int
 
 
 def make_certificates(
@@ -57,49 +53,16 @@ def make_certificates(
     try:
         home = Path(folder)
         home.mkdir(mode=0o700)
-        _write(home / _CA, authority.certificate_pem())
-        everyone: list[Who] = ["launcher", *range(world_size)]
-        made = [_write_pair(home, who, *authority.issue(_name_of(who))) for who in everyone]
+        _write(Path(certificate_files(home, "launcher").ca), authority.certificate_pem())
+        everyone: list[CertificateHolder] = ["launcher", *range(world_size)]
+        made = [_write_pair(home, who, *authority.issue(certificate_name(who))) for who in everyone]
         return made[1:]
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
 
 
-def files_of(folder: str | os.PathLike[str], who: Who) -> Tls:
-    """Return the files of a launcher or a rank in a folder that ``make_certificates`` made.
-
-    Args:
-        folder: That folder, or a copy of what is needed of it.
-        who: ``"launcher"``, or a rank.
-
-    Raises:
-        ConfigurationError: Some are missing, or cannot be read; the text names them.
-    """
-    files = _files(Path(folder), who)
-    missing = [
-        Path(file).name
-        for file in (files.ca, files.cert, files.key)
-        if not (os.path.isfile(file) and os.access(file, os.R_OK))
-    ]
-    if missing:
-        raise ConfigurationError(
-            f"{os.fspath(folder)} has no {' and no '.join(missing)} that can be read; copy what is"
-            " missing there from where `rankwire certificates` made it"
-        )
-    return files
-
-
-def _files(home: Path, who: Who) -> Tls:
-    name = _name_of(who)
-    return Tls(cert=home / f"{name}.pem", key=home / f"{name}.key", ca=home / _CA)
-
-
-def _name_of(who: Who) -> str:
-    return who if who == "launcher" else f"rank-{who}"
-
-
-def _write_pair(home: Path, who: Who, cert: bytes, key: bytes) -> Tls:
-    files = _files(home, who)
+def _write_pair(home: Path, who: CertificateHolder, cert: bytes, key: bytes) -> Tls:
+    files = certificate_files(home, who)
     _write(Path(files.cert), cert)
     _write(Path(files.key), key)
     return files

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rankwire.launch import environment, places, tracebacks
-from rankwire.launch.handover import Handover
+from rankwire.backends import connect, schedulers, tracebacks
+from rankwire.rendezvous.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
-__all__ = ["Child", "Ending", "World"]
+__all__ = ["Child", "Ending", "JobSettings"]
 
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
 # Other ways to give a secret; the launcher's own must not have to compete with them.
@@ -30,7 +30,7 @@ _OTHER_SECRETS = ("RANKWIRE_SECRET", "RANKWIRE_SECRET_FILE")
 
 
 @dataclass(frozen=True)
-class World:
+class JobSettings:
     """What all ranks of a job have in common.
 
     Attributes:
@@ -93,14 +93,14 @@ class Child:
         world: What it shares with the others.
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         tls_dir: Where its certificate is, if it has one.
-        leash: A descriptor to inherit, see ``keeper``.
+        leash: A descriptor to inherit, see ``reaper``.
         log_file: Where its output is written besides, if anywhere.
     """
 
     def __init__(
         self,
         rank: int,
-        world: World,
+        world: JobSettings,
         command: Sequence[str],
         *,
         tls_dir: Path | None = None,
@@ -113,16 +113,16 @@ class Child:
         secret_fd = self._handover.theirs.fileno()
         try:
             variables = {
-                places.RANK: str(rank),
-                places.WORLD_SIZE: str(world.size),
-                places.ADDRESS: world.address,
-                places.JOB: world.job,
-                places.COORDINATOR: "launcher",
-                places.RESTART_COUNT: str(world.attempt),
-                environment.SECRET_FD: str(secret_fd),
+                schedulers.RANK: str(rank),
+                schedulers.WORLD_SIZE: str(world.size),
+                schedulers.ADDRESS: world.address,
+                schedulers.JOB: world.job,
+                schedulers.COORDINATOR: "launcher",
+                schedulers.RESTART_COUNT: str(world.attempt),
+                connect.SECRET_FD: str(secret_fd),
             }
             if tls_dir is not None:
-                variables[environment.TLS_DIR] = str(tls_dir)
+                variables[connect.TLS_DIR] = str(tls_dir)
             if log_file is not None:
                 variables[tracebacks.LOG_FILE] = str(log_file)
             self._process = subprocess.Popen(
@@ -229,9 +229,9 @@ def _is_any_running(group: int) -> bool:
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
     """Return the environment without what concerns a world that this launcher is itself in."""
     environ = dict(os.environ)
-    unwanted = [*_OTHER_SECRETS, environment.SECRET_FD, environment.TLS_DIR, tracebacks.LOG_FILE]
+    unwanted = [*_OTHER_SECRETS, connect.SECRET_FD, connect.TLS_DIR, tracebacks.LOG_FILE]
     if has_tls:  # else they stay, so that whoever wants TLS is not left without it unawares
-        unwanted += environment.TLS_FILES
+        unwanted += connect.TLS_FILES
     for name in unwanted:
         environ.pop(name, None)
     return environ

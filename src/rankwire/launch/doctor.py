@@ -27,10 +27,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rankwire.backends.connect import connect
 from rankwire.backends.tcp import TcpBackend
 from rankwire.errors import RankwireError
 from rankwire.launch.diagnosis import Cell, Facts, Report, diagnose
-from rankwire.launch.environment import connect
 from rankwire.version import __version__
 
 __all__ = ["DEFAULT_NBYTES", "main"]

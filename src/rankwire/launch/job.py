@@ -24,12 +24,11 @@ from typing import Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.launch.child import Ending, World, signal_name
-from rankwire.launch.inlet import Inlet
+from rankwire.launch.child import Ending, JobSettings, signal_name
+from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop, describe_stdout, stdout_exit_code
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
-from rankwire.launch.ranks import LocalRanks
-from rankwire.launch.status import Counts, describe
+from rankwire.launch.status_line import Counts, describe
 from rankwire.launch.summary import (
     Failure,
     blamed,
@@ -37,10 +36,11 @@ from rankwire.launch.summary import (
     in_order_of_loss,
     list_ranks,
 )
-from rankwire.links.protection import Policy
-from rankwire.rendezvous.hosting import CoordinatorHost
+from rankwire.launch.wakeup import Wakeup
+from rankwire.links.security import Policy
+from rankwire.rendezvous.control_messages import Gone, Suspected
 from rankwire.rendezvous.launchers import LauncherLink
-from rankwire.rendezvous.messages import Gone, Suspected
+from rankwire.rendezvous.standalone import CoordinatorHost
 
 __all__ = ["Job"]
 
@@ -70,7 +70,7 @@ class _Part(Protocol):
     def wake_in(self) -> float: ...
     @property
     def ranks(self) -> range: ...
-    def start(self, world: World, first_rank: int) -> None: ...
+    def start(self, world: JobSettings, first_rank: int) -> None: ...
     def stop(self, number: int) -> None: ...
     def kill(self) -> None: ...
     def look(self) -> None: ...
@@ -135,19 +135,19 @@ class Job:
         local.on_ended = self._rank_ended
         loop.on_turn = self._show_status
         self._closing = contextlib.ExitStack()
-        inlet = self._closing.enter_context(contextlib.closing(Inlet(loop.selector)))
+        wakeup = self._closing.enter_context(contextlib.closing(Wakeup(loop.selector)))
         self._host = CoordinatorHost(
             listener,
             local.count,
             secret=secret,
             job=self._name,
             policy=policy,
-            on_formed=lambda world: inlet.post(lambda: self._formed(len(world.members))),
-            on_gone=lambda gone: inlet.post(lambda: self._rank_gone(gone)),
-            on_suspected=lambda suspected: inlet.post(lambda: self._rank_suspected(suspected)),
-            on_hopeless=lambda reason: inlet.post(lambda: self._say_began(reason)),
+            on_formed=lambda world: wakeup.post(lambda: self._formed(len(world.members))),
+            on_gone=lambda gone: wakeup.post(lambda: self._rank_gone(gone)),
+            on_suspected=lambda suspected: wakeup.post(lambda: self._rank_suspected(suspected)),
+            on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
             nodes=nodes,
-            on_launcher=lambda node, link: inlet.post(lambda: self._launcher_came(node, link)),
+            on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )
         self._closing.callback(self._host.close)
 
@@ -254,7 +254,7 @@ class Job:
         self._is_stopping, self._stop_at = False, math.inf
         self._has_said_left = False
         self._host.expect(world_size=size, job=job)
-        world = World(size, self._address, job, self._secret, attempt)
+        world = JobSettings(size, self._address, job, self._secret, attempt)
         first_rank = 0
         for part in self._parts:
             part.start(world, first_rank)

@@ -22,10 +22,10 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
-from rankwire.launch.child import Ending, World, signal_name
+from rankwire.launch.child import Ending, JobSettings, signal_name
+from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop, describe_stdout, stdout_exit_code
-from rankwire.launch.ranks import LocalRanks
-from rankwire.links.protection import Policy
+from rankwire.links.security import Policy
 from rankwire.rendezvous.launchers import (
     Asked,
     Ended,
@@ -81,7 +81,7 @@ class RemoteRanks:
         self._is_closed = False
         loop.selector.register(link, selectors.EVENT_READ, self._hear)
 
-    def start(self, world: World, first_rank: int) -> None:
+    def start(self, world: JobSettings, first_rank: int) -> None:
         """See ``LocalRanks``."""
         self.ranks = range(first_rank, first_rank + self.count)
         self.alive = list(self.ranks)
@@ -292,7 +292,7 @@ class _Follower:
                 self._failed, self._has_reported = [], False
                 if attempt:
                     self._loop.output.say(f"starting the ranks here again, restart {attempt}")
-                world = World(world_size, self._address, job, self._secret, attempt)
+                world = JobSettings(world_size, self._address, job, self._secret, attempt)
                 try:
                     self._ranks.start(world, first_rank)
                 except ConfigurationError as error:

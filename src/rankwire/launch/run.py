@@ -2,7 +2,7 @@
 
 Here the settings are checked and the parts put together: one loop, the ranks of this host, and what
 directs them: the job itself on node 0 (``job``), else the launcher of node 0 (``nodes``). A
-launcher that is killed leaves a keeper that ends its ranks in its place.
+launcher that is killed leaves a reaper that ends its ranks in its place.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
-from rankwire.launch.certificates import files_of
 from rankwire.launch.job import Job
-from rankwire.launch.keeper import Keeper
+from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import STOPPING, Loop
 from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
-from rankwire.launch.ranks import LocalRanks
+from rankwire.launch.reaper import Reaper
 from rankwire.launch.signals import collected_signals
 from rankwire.launch.strays import Strays
-from rankwire.links.protection import Policy, choose_policy
+from rankwire.links.security import Policy, choose_policy, files_of
 from rankwire.links.sockets import TcpAddress
-from rankwire.rendezvous.host import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
-from rankwire.rendezvous.hosting import bind
+from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
+from rankwire.rendezvous.standalone import bind
 
 __all__ = ["DEFAULT_GRACE", "run"]
 
@@ -102,7 +101,7 @@ def run(
         stack.enter_context(_runtime_folder(output))
         inbox = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
         loop = Loop(selector, inbox, output)
-        keeper = stack.enter_context(_keeper(grace))
+        reaper = stack.enter_context(_reaper(grace))
         strays = stack.enter_context(contextlib.closing(Strays()))
         if not strays.is_adopting:
             output.say("what ranks start in other sessions cannot be found here, and may stay")
@@ -114,7 +113,7 @@ def run(
                     grace=grace,
                     selector=selector,
                     output=output,
-                    keeper=keeper,
+                    reaper=reaper,
                     strays=strays,
                     tls_dir=tls_dir,
                 )
@@ -218,9 +217,9 @@ def _policy(address: str, tls_dir: Path | None) -> Policy:
     return choose_policy("auto", TcpAddress.parse(address), tls=tls)
 
 
-def _keeper(grace: float) -> Keeper:
+def _reaper(grace: float) -> Reaper:
     try:
-        return Keeper(grace)
+        return Reaper(grace)
     except OSError as error:
         raise ConfigurationError(f"no process can be started: {error}") from error
 

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 from time import monotonic
 
-from rankwire.launch.keeper import Keeper
+from rankwire.launch.reaper import Reaper
 
 __all__ = ["Strays"]
 
@@ -34,7 +34,7 @@ class Strays:
         # knowing them, nobody is taken for a stray.
         self.is_adopting = _can_list_children() and _set_subreaper(True)
         self._others = set(_children())
-        self._adopted: set[int] = set()  # and told to the keeper
+        self._adopted: set[int] = set()  # and told to the reaper
         self._collect_at = 0.0
 
     def find(self, groups: Collection[int]) -> list[int]:
@@ -75,8 +75,8 @@ class Strays:
                 os.kill(pid, number)
         return bool(found)
 
-    def collect(self, ranks: Collection[int], keeper: Keeper) -> None:
-        """Collect adopted processes that have ended, and tell the keeper of the others.
+    def collect(self, ranks: Collection[int], reaper: Reaper) -> None:
+        """Collect adopted processes that have ended, and tell the reaper of the others.
 
         Done now and then; ranks, and what is in their groups, are left alone.
         """
@@ -91,9 +91,9 @@ class Strays:
                 if os.waitpid(pid, os.WNOHANG) == (0, 0) and os.getpgid(pid) not in ranks:
                     alive.add(pid)
         for pid in self._adopted - alive:
-            keeper.disown(pid)
+            reaper.disown(pid)
         for pid in alive - self._adopted:
-            keeper.adopt(pid)
+            reaper.adopt(pid)
         self._adopted = alive
 
     def close(self) -> None:

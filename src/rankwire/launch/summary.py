@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rankwire.backends.tracebacks import folded
 from rankwire.launch.child import Ending
-from rankwire.launch.tracebacks import folded
-from rankwire.rendezvous.messages import Gone
+from rankwire.rendezvous.control_messages import Gone
 
 __all__ = ["Failure", "blamed", "excerpt", "first_failure", "in_order_of_loss", "list_ranks"]
 

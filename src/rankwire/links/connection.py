@@ -40,24 +40,28 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
-from rankwire.forking import guard
-from rankwire.links.kernel_view import Unanswered, unsent_nbytes
-from rankwire.links.single_copy import Borrowed, Lent, Meanwhile, lend, probe
+from rankwire.fork import guard
+from rankwire.links.borrower import Borrowed
+from rankwire.links.lender import Lent, Meanwhile, lend
+from rankwire.links.process_memory import probe
 from rankwire.links.sockets import wait_for, wait_patiently
-from rankwire.links.spinning import Spin
+from rankwire.links.spin import Spin
+from rankwire.links.tcp_info import Unanswered, unsent_nbytes
+from rankwire.texts import MAX_REASON, one_line
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     LOAN,
     SEAL_NBYTES,
     Buffer,
     Channel,
+    Envelope,
     Frame,
     FrameParser,
+    Message,
     pack_header,
 )
 from rankwire.wire.loans import LoanRefusedError, unpack_loan, whole_of
 from rankwire.wire.seals import Seals
-from rankwire.wire.texts import MAX_REASON, one_line
 
 if TYPE_CHECKING:
     from rankwire.links.tls import Stream
@@ -201,11 +205,8 @@ class Connection:
 
     def send(
         self,
-        channel: int,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
         *,
         hold: bool = False,
@@ -215,11 +216,8 @@ class Connection:
         """Send one frame. Safe from any thread; the buffers are free again on return.
 
         Args:
-            channel: Part of the envelope, as are ``group`` and ``tag``.
-            group: The group's id.
-            tag: The tag.
-            buffers: The payload in pieces.
-            nbytes: Their total size.
+            envelope: Under which it is received.
+            message: The payload.
             deadline: For all of it, also for other threads' frames before it.
             hold: Whether a small frame may stay here until the next one leaves, or ``flush``.
                 Whoever holds frames back sees to it that they are flushed soon.
@@ -232,10 +230,10 @@ class Connection:
                 was, and the rest follows in the background; else it never arrives.
             RankwireError: The connection has failed.
         """
-        if lend and nbytes >= self.lend_from and self.can_lend:
+        if lend and message[1] >= self.lend_from and self.can_lend:
             if deadline.limit <= 0.0:  # nobody can have read it in no time
                 raise self._not_taken(deadline)
-            lent = self.offer(channel, group, tag, buffers, nbytes, deadline, meanwhile=meanwhile)
+            lent = self.offer(envelope, message, deadline, meanwhile=meanwhile)
             if lent is None:
                 return
             try:
@@ -245,15 +243,12 @@ class Connection:
                 hold = False  # memory of a kind that only this process can read
             finally:
                 lent.revoke()  # also if an interrupt fell before it was waited for
-        self._send(channel, group, tag, buffers, nbytes, deadline, hold, meanwhile)
+        self._send(envelope, message, deadline, hold, meanwhile)
 
     def offer(
         self,
-        channel: int,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
         *,
         meanwhile: Meanwhile | None = None,
@@ -264,21 +259,14 @@ class Connection:
             The loan to ``settle``, until when the buffers must not change; None if there is none
             and they are free already.
         """
-        if nbytes >= self.lend_from and self.can_lend:
-            loan = lend(buffers, nbytes)
+        if message[1] >= self.lend_from and self.can_lend:
+            loan = lend(*message)
             if loan is not None:
                 lent, description = loan
+                group, channel, tag = envelope
+                parcel = (description,), len(description)
                 try:
-                    self._send(
-                        channel | LOAN,
-                        group,
-                        tag,
-                        (description,),
-                        len(description),
-                        deadline,
-                        False,
-                        meanwhile,
-                    )
+                    self._send((group, channel | LOAN, tag), parcel, deadline, False, meanwhile)
                 except BaseException:
                     try:
                         lent.revoke()
@@ -286,7 +274,7 @@ class Connection:
                         lent.revoke()  # a second interrupt may have fallen into the first
                     raise
                 return lent
-        self._send(channel, group, tag, buffers, nbytes, deadline, False, meanwhile)
+        self._send(envelope, message, deadline, False, meanwhile)
         return None
 
     def settle(self, lent: Lent, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:
@@ -329,11 +317,8 @@ class Connection:
 
     def _send(
         self,
-        channel: int,
-        group: int,
-        tag: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        envelope: Envelope,
+        message: Message,
         deadline: Deadline,
         hold: bool,
         meanwhile: Meanwhile | None,
@@ -342,16 +327,17 @@ class Connection:
         try:
             self._begin_sending(grip, deadline)
             sequence, held = self._outgoing
-            header = pack_header(channel, group, tag, nbytes, sequence)
+            buffers, nbytes = message
+            header = pack_header(envelope, nbytes, sequence)
             if self._seal is not None:
-                buffers = self._seal.around(sequence, header, channel, buffers, nbytes)
+                buffers = self._seal.around(sequence, header, envelope[1], buffers, nbytes)
             if nbytes > _JOIN_NBYTES:
                 self._write((header, *buffers), deadline, meanwhile, is_owned=False)
             elif hold and len(held) < _HOLD_FRAMES:
                 self._outgoing = (sequence + 1, (*held, b"".join((header, *buffers))))
             else:
                 self._write((b"".join((header, *buffers)),), deadline, meanwhile, is_owned=True)
-            if channel == Channel.FAREWELL:
+            if envelope[1] == Channel.FAREWELL:
                 self.failure = ChannelClosedError("this end has left").during(peer=self.peer)
         finally:
             if grip[-1:] == [True]:
@@ -598,15 +584,16 @@ class Connection:
         """
         messages: list[Frame] = []
         for frame in frames:
-            if frame.channel & LOAN:
+            channel = frame.envelope[1]
+            if channel & LOAN:
                 parcel = self._borrow(frame, is_first=not messages)
                 if parcel is None:
                     break
                 messages.append(parcel)
-            elif frame.channel == Channel.FAREWELL:
+            elif channel == Channel.FAREWELL:
                 self.failure = self.failure or _left(self.peer)
                 break
-            elif frame.channel == Channel.GREETING:
+            elif channel == Channel.GREETING:
                 self._greeted(frame)
             else:
                 messages.append(frame)
@@ -629,14 +616,16 @@ class Connection:
             raise self.fail(error.during(peer=self.peer)) from error.__cause__
         self.has_parcels = True
         parcel = Borrowed(loan, self._pid, self.peer, self.fail)
-        return Frame(frame.channel & ~LOAN, frame.group, frame.tag, parcel)
+        group, channel, tag = frame.envelope
+        return Frame((group, channel & ~LOAN, tag), parcel)
 
     def _greeted(self, frame: Frame) -> None:
         if self.transport != "unix":
             return
-        if frame.tag == _CAN_BORROW:
+        says = frame.envelope[2]
+        if says == _CAN_BORROW:
             self.can_lend = True
-        elif frame.tag == _CANNOT_BORROW:
+        elif says == _CANNOT_BORROW:
             self.can_lend = False
             reason = whole_of(frame.payload)[: 4 * MAX_REASON]
             self.why_not_lend = one_line(reason.decode(errors="replace"))
@@ -731,20 +720,20 @@ class Connection:
     def farewell(self, deadline: Deadline) -> None:
         """Tell the peer that this end leaves in good order, if that can be said at once."""
         try:
-            self.send(Channel.FAREWELL, 0, 0, (), 0, deadline)
+            self.send((0, Channel.FAREWELL, 0), ((), 0), deadline)
         except RankwireError:
             return  # it is gone, or takes nothing any more: then it sees the end of the stream
 
     def greet(self, deadline: Deadline) -> None:
         """Tell the peer that this end is there; from now on an end of the stream is a death."""
-        self.send(Channel.GREETING, 0, _SAYS_NOTHING, (), 0, deadline)
+        self.send((0, Channel.GREETING, _SAYS_NOTHING), ((), 0), deadline)
 
     def introduce(self) -> None:
         """Tell a peer of this host whether we can read its memory. At once, on a new connection."""
         if self.transport == "unix":
             says = _CAN_BORROW if self._pid else _CANNOT_BORROW
             reason = self._why_not_borrow.encode()
-            self.send(Channel.GREETING, 0, says, (reason,), len(reason), Deadline(0.0))
+            self.send((0, Channel.GREETING, says), ((reason,), len(reason)), Deadline(0.0))
 
     def await_introduction(self, deadline: Deadline, check: Callable[[], None]) -> None:
         """Wait until a peer of this host has introduced itself, on a connection we dialled.

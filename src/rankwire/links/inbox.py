@@ -36,11 +36,11 @@ from rankwire.errors import (
     ForkedProcessError,
     RankwireError,
 )
-from rankwire.forking import guard
+from rankwire.fork import guard
+from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
-from rankwire.links.single_copy import Borrowed
-from rankwire.wire.frames import Frame, Payload
-from rankwire.wire.mailbox import Key, Mailbox, Receive, pop_first
+from rankwire.wire.frames import Envelope, Frame, Payload
+from rankwire.wire.mailbox import Mailbox, Receive, pop_first
 
 __all__ = ["Inbox"]
 
@@ -188,9 +188,9 @@ class Inbox:
         self.call_back_due()
         return True
 
-    def has_arrived(self, key: Key) -> bool:
-        """Whether a message of this key was read and not taken."""
-        return self._mailbox.has_arrived(key)
+    def has_arrived(self, envelope: Envelope) -> bool:
+        """Whether a message of this envelope was read and not taken."""
+        return self._mailbox.has_arrived(envelope)
 
     def tags_wanted(self) -> list[int]:
         """Return the tags of the receives that wait."""
@@ -313,10 +313,10 @@ class Inbox:
                 self._wake_a_parked()  # there is room again
         self.call_back_due()
 
-    def refuse(self, group: int, channel: int, tag: int) -> None:
+    def refuse(self, envelope: Envelope) -> None:
         """Drop the messages of a family of tags, now and later: nobody will ask for them."""
         with self._mutex:
-            self._mailbox.refuse(group, channel, tag)
+            self._mailbox.refuse(envelope)
             if self._parked and self._reader is None:
                 self._wake_a_parked()  # there is room again
 
@@ -341,7 +341,7 @@ class Inbox:
         """How many receives wait for a message."""
         return self._mailbox.keys_wanted
 
-    def wanted(self) -> list[Key]:
+    def wanted(self) -> list[Envelope]:
         """Return what is waited for."""
         return self._mailbox.wanted_keys()
 
@@ -467,8 +467,8 @@ class Inbox:
 
     def _match(self, frames: deque[Frame]) -> None:
         """Match the first frame. Mutex held."""
-        channel, group, tag, payload = frames[0]
-        receive = self._mailbox.deliver((group, channel, tag), payload, pop_first(frames))
+        envelope, payload = frames[0]
+        receive = self._mailbox.deliver(envelope, payload, pop_first(frames))
         if receive is not None and self._parked:
             self._wake(receive)
         self._wake_misfits()
@@ -503,8 +503,7 @@ class Inbox:
             frames.popleft()
             return True
         with self._mutex:
-            key = (frame.group, frame.channel, frame.tag)
-            is_wanted = self._mailbox.would_take(key, len(payload))
+            is_wanted = self._mailbox.would_take(frame.envelope, len(payload))
             if is_wanted and not self._fetch:
                 self._match(frames)
                 return True

@@ -46,7 +46,7 @@ __all__ = [
 # A vanished host is noticed on an idle link by keepalive (2 s idle, 3 probes 1 s apart) and on a
 # busy one by the user timeout; neither alone covers both halves. The user timeout also ends a
 # connection whose peer lives but does not read, so it is for those that are always read; for the
-# others ``kernel_view.Unanswered`` asks the kernel.
+# others ``tcp_info.Unanswered`` asks the kernel.
 _KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_PROBES = 2, 1, 3
 _USER_TIMEOUT_MS = 4000
 # What is lost on the way is sent again at least every second (Linux 6.15 and later); otherwise the

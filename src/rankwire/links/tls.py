@@ -2,7 +2,7 @@
 
 TLS 1.3 and nothing else, certificates required of both ends, no tickets. The handshake inside
 (``wire.handshake``) says which rank each end is, and has the listener's certificate in its MAC.
-Each end asks ``objection_to`` whether the other has shown the certificate of that rank.
+Whose certificates are trusted, and for which rank, is the business of ``tls_contexts``.
 
 OpenSSL's objects are not thread-safe, and one thread may read a connection while another writes it.
 So the socket stays outside: bytes pass through memory (``ssl.MemoryBIO``), and one short lock is
@@ -23,124 +23,30 @@ what OpenSSL had in hand at that moment is lost. While waiting, it harms nothing
 
 from __future__ import annotations
 
-import os
-import select
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
-    ConfigurationError,
-    DeadlineExceededError,
-    NoConnectionError,
     ProtocolError,
-    RankwireError,
 )
-from rankwire.links.private_files import name_of_open, open_private
-from rankwire.links.sockets import wait_patiently
-from rankwire.wire.handshake import LAUNCHER
 
 if TYPE_CHECKING:
-    from rankwire.links.protection import Tls
     from rankwire.wire.frames import Buffer
 
-__all__ = ["Stream", "TlsContexts", "TlsStream"]
+__all__ = ["Stream", "TlsStream"]
 
 # Encrypted or read in one go: long enough to be efficient, short enough for the lock.
 _CHUNK_NBYTES = 256 << 10
 _RECORD_HEAD_NBYTES = 5
 _VERSION = "TLSv1.3"
-_LAUNCHER_NAME = "launcher"
-ANY_NAME = "any"
 # A fatal alert, "protocol version". OpenSSL does not answer what is not TLS at all; a rank without
 # TLS learns from this that it should have it.
 _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
-
-
-class TlsContexts:
-    """What the connections of one rank share: its certificate and whom it trusts.
-
-    Args:
-        files: Where those are.
-
-    Raises:
-        ConfigurationError: They cannot be used.
-    """
-
-    def __init__(self, files: Tls) -> None:
-        self._names = files.names
-        if "{rank}" not in files.names and files.names != ANY_NAME:
-            raise ConfigurationError(
-                f'the names of ranks in certificates have a {{rank}}, or are "{ANY_NAME}" if they '
-                f"are not to be checked: names={files.names!r}"
-            )
-        try:
-            self._dialling = _make_context(ssl.PROTOCOL_TLS_CLIENT, files)
-            self._accepting = _make_context(ssl.PROTOCOL_TLS_SERVER, files)
-            self._certificate = _first_certificate(files.cert)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-            raise ConfigurationError(
-                f"the TLS files cert={files.cert}, key={files.key}, ca={files.ca} "
-                f"cannot be used: {reason}"
-            ) from error
-
-    def dial(self, sock: socket.socket, deadline: Deadline, check: Callable[[], None]) -> TlsStream:
-        """Open TLS on a socket that this end has connected.
-
-        Args:
-            sock: Connected and non-blocking; the stream owns it once this returns.
-            deadline: For the TLS handshake.
-            check: Called now and then while waiting; what it raises ends the wait.
-
-        Raises:
-            AuthenticationError: One end does not accept the other's certificate or version, or the
-                other does not speak TLS.
-            NoConnectionError: It closed the connection.
-            DeadlineExceededError: It did not answer in time.
-        """
-        stream = TlsStream(sock, self._dialling, server_side=False)
-        while True:
-            try:
-                if stream.shake_hands():
-                    break
-            except RankwireError:
-                raise  # some of ours are also OSErrors
-            except OSError as error:
-                raise NoConnectionError(
-                    f"the TLS handshake ended ({error.strerror or error}): have all ranks tls=,"
-                    " all launchers --tls?"
-                ) from error
-            if not wait_patiently(sock, select.POLLIN, deadline, check):
-                raise DeadlineExceededError(deadline.limit, detail="no answer in the TLS handshake")
-        stream.binding = sha256(stream.certificate_of_peer()).digest()
-        return stream
-
-    def accept(self, sock: socket.socket) -> TlsStream:
-        """Begin TLS on a socket that this end has accepted; ``shake_hands`` is to be called."""
-        stream = TlsStream(sock, self._accepting, server_side=True)
-        stream.binding = sha256(self._certificate).digest()
-        return stream
-
-    def objection_to(self, stream: TlsStream, who: int) -> str:
-        """Return why the end that shook hands is not this rank or ``LAUNCHER``; empty if it is."""
-        if self._names == ANY_NAME:
-            return ""
-        is_launcher = who == LAUNCHER
-        wanted = _LAUNCHER_NAME if is_launcher else self._names.replace("{rank}", str(who))
-        shown = stream.names_of_peer()
-        if wanted in shown:
-            return ""
-        return (
-            f"its certificate is of {' and '.join(map(repr, shown)) or 'nobody by name'}, and that "
-            f"of {'a launcher' if is_launcher else f'rank {who}'} is of {wanted!r} (Tls(names=))"
-        )
 
 
 class TlsStream:
@@ -150,15 +56,15 @@ class TlsStream:
 
     Attributes:
         binding: The SHA-256 of the listener's certificate.
+        session: OpenSSL's view of the connection; its certificates, once hands are shaken.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         self.binding = b""
-        self.family = sock.family
         self._sock = sock
         self._received = ssl.MemoryBIO()
         self._encrypted = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._received, self._encrypted, server_side=server_side)
+        self.session = context.wrap_bio(self._received, self._encrypted, server_side=server_side)
         self._lock = threading.Lock()  # guards all that follows
         self._unsent = memoryview(b"")  # encrypted, and the socket does not take it now
         self._owes_a_byte = False  # the last byte sent is not reported yet, see above
@@ -170,11 +76,12 @@ class TlsStream:
         self._is_decrypting = False
         self._is_encrypting = False
         self._is_flushing = False
-        # Until the first recv_into, records are read one by one: what is left of the current one,
-        # and what has come of the next one's head.
-        self._by_record = True
-        self._record_left = 0
-        self._record_head = b""
+        self._records: _Records | None = _Records()  # until the first recv_into
+
+    @property
+    def family(self) -> int:
+        """The socket's."""
+        return self._sock.family
 
     # -- the TLS handshake -------------------------------------------------------------------------
 
@@ -192,14 +99,14 @@ class TlsStream:
                         raise ConnectionError("the other end hung up in the TLS handshake")
                 except BlockingIOError:
                     return False
-            if self._tls.version() != _VERSION:
-                raise AuthenticationError(f"the TLS version is {self._tls.version()}")
+            if self.session.version() != _VERSION:
+                raise AuthenticationError(f"the TLS version is {self.session.version()}")
             return True
 
     def _advance(self) -> bool:
         is_done = False
         try:
-            self._tls.do_handshake()
+            self.session.do_handshake()
             is_done = True
         except ssl.SSLWantReadError:
             pass
@@ -215,19 +122,6 @@ class TlsStream:
         if self._unsent:
             raise ConnectionError("the other end does not take part in the TLS handshake")
         return is_done
-
-    def certificate_of_peer(self) -> bytes:
-        """Return the certificate that the other end has shown, once hands are shaken."""
-        certificate = self._tls.getpeercert(binary_form=True)
-        if not certificate:
-            raise AuthenticationError("the other end has shown no certificate")
-        return certificate
-
-    def names_of_peer(self) -> list[str]:
-        """Return the DNS names and URIs in that certificate."""
-        found: Any = self._tls.getpeercert() or {}
-        names = found.get("subjectAltName", ())
-        return [name for kind, name in names if kind in ("DNS", "URI")]
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -262,7 +156,7 @@ class TlsStream:
             OSError: The connection has ended.
         """
         with self._lock:
-            self._by_record = False
+            self._records = None
             try:
                 count = self._read(buffer)
             except _TlsError as error:
@@ -309,7 +203,7 @@ class TlsStream:
         try:
             while filled < len(buffer) and not self._has_ended and self._failure is None:
                 rest = buffer[filled:]
-                count: Any = self._tls.read(len(rest), rest)
+                count: Any = self.session.read(len(rest), rest)
                 if not count:
                     self._has_ended = True
                 filled += count
@@ -333,27 +227,15 @@ class TlsStream:
 
     def _fill(self) -> bool:
         """Take bytes from the socket; False at its end, BlockingIOError if there are none now."""
-        if not self._by_record:
+        if self._records is None:
             # One call of a C function: no interrupt falls between the two ends of it.
             return any(map(self._received.write, map(self._sock.recv, (_CHUNK_NBYTES,))))
-        piece = self._sock.recv(self._wanted_nbytes())
+        piece = self._sock.recv(self._records.wanted_nbytes())
         if not piece:
             return False
-        self._count_record(piece)
+        self._records.count(piece)
         self._received.write(piece)
         return True
-
-    def _wanted_nbytes(self) -> int:
-        return self._record_left or _RECORD_HEAD_NBYTES - len(self._record_head)
-
-    def _count_record(self, piece: bytes) -> None:
-        if self._record_left:
-            self._record_left -= len(piece)
-            return
-        self._record_head += piece
-        if len(self._record_head) == _RECORD_HEAD_NBYTES:
-            self._record_left = int.from_bytes(self._record_head[3:], "big")
-            self._record_head = b""
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -387,7 +269,7 @@ class TlsStream:
         if not chunk:
             return 0
         try:
-            self._tls.write(chunk)
+            self.session.write(chunk)
         except ssl.SSLError as error:
             raise OSError(f"TLS: {_reason(error)}") from error
         self._flush()
@@ -447,36 +329,28 @@ class TlsStream:
 Stream = socket.socket | TlsStream
 
 
+class _Records:
+    """Where the records of a stream end, for a reader that takes no more than one at a time."""
+
+    def __init__(self) -> None:
+        self._left = 0  # of the current one
+        self._head = b""  # what has come of the next one's
+
+    def wanted_nbytes(self) -> int:
+        return self._left or _RECORD_HEAD_NBYTES - len(self._head)
+
+    def count(self, piece: bytes) -> None:
+        if self._left:
+            self._left -= len(piece)
+            return
+        self._head += piece
+        if len(self._head) == _RECORD_HEAD_NBYTES:
+            self._left = int.from_bytes(self._head[3:], "big")
+            self._head = b""
+
+
 class _TlsError(Exception):
     """What OpenSSL says, on its way to where it is known what that means."""
-
-
-def _make_context(protocol: int, files: Tls) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # names are those of ranks, see objection_to
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.options |= ssl.OP_NO_TICKET
-    if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0
-    context.load_verify_locations(cafile=os.fspath(files.ca))
-    with open_private(files.key, named=f"the TLS key {os.fspath(files.key)}") as key:
-        # OpenSSL wants a name: this one means the file that was checked, whatever its own one means
-        # by now. A function, or it would ask the terminal for the passphrase of an encrypted key.
-        context.load_cert_chain(files.cert, name_of_open(key), password=_no_passphrase)
-    return context
-
-
-def _no_passphrase() -> str:
-    raise ValueError("the key has a passphrase")
-
-
-def _first_certificate(path: str | os.PathLike[str]) -> bytes:
-    """Return the certificate that a rank shows: the first one of its file."""
-    with open(path) as file:
-        text = file.read()
-    start, end = text.index(ssl.PEM_HEADER), text.index(ssl.PEM_FOOTER)
-    return ssl.PEM_cert_to_DER_cert(text[start : end + len(ssl.PEM_FOOTER)] + "\n")
 
 
 def _first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:

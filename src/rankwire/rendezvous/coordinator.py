@@ -14,7 +14,7 @@ name the same rank and the same cause. A coordinator that was silent itself, for
 member has given it up, gives in: it tells all that it is the one who is gone. What a rank may say
 is in ``rights``; who says anything else is given up.
 
-All methods but ``wait_formed`` and ``close`` run on the doorkeeper's thread. One lock guards the
+All methods but ``wait_formed`` and ``close`` run on the acceptor's thread. One lock guards the
 state because ``wait_formed`` looks at it.
 """
 
@@ -37,12 +37,11 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
+from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.links.doorkeeper import Doorkeeper
 from rankwire.links.sockets import TcpAddress
-from rankwire.rendezvous.callback import call_back
-from rankwire.rendezvous.host import host_id
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
+    CONTROL,
     DEFAULT_PATIENCE,
     Beat,
     Failed,
@@ -59,9 +58,11 @@ from rankwire.rendezvous.messages import (
     pack,
     unpack,
 )
+from rankwire.rendezvous.heartbeat import Change, Silence
+from rankwire.rendezvous.reachability import call_back
 from rankwire.rendezvous.rights import Standing, objection
-from rankwire.rendezvous.silence import Change, Silence
-from rankwire.wire.frames import Channel, Frame
+from rankwire.rendezvous.runtime_dir import host_id
+from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
@@ -94,12 +95,12 @@ class Coordinator:
     Args:
         me: Rank 0, if this is it; None in a launcher.
         world_size: How many ranks to wait for.
-        doorkeeper: Reads the control connections.
+        acceptor: Reads the control connections.
         key_of: Returns the key of a rank, by which it has joined.
         patience: How long a rank may be silent; ranks that join may ask for less.
-        on_formed: Called on the doorkeeper's thread when the world is complete, before any other
+        on_formed: Called on the acceptor's thread when the world is complete, before any other
             rank is told.
-        on_gone: Called on the doorkeeper's thread, or by ``close``, when a rank has died or left
+        on_gone: Called on the acceptor's thread, or by ``close``, when a rank has died or left
             after the world formed; also with the coordinator's own rank, or -1, if it was itself
             given up.
         on_suspected: Called there when a rank has become silent, or is heard again.
@@ -111,7 +112,7 @@ class Coordinator:
         self,
         me: Member | None,
         world_size: int,
-        doorkeeper: Doorkeeper,
+        acceptor: Acceptor,
         *,
         key_of: Callable[[int], bytes],
         patience: Patience = DEFAULT_PATIENCE,
@@ -123,7 +124,7 @@ class Coordinator:
         self._me = me
         self._rank = -1 if me is None else me.rank
         self._world_size = world_size
-        self._doorkeeper = doorkeeper
+        self._acceptor = acceptor
         self._key_of = key_of
         self._world_key = secrets.token_bytes(KEY_NBYTES)
         self._patience = patience
@@ -170,7 +171,7 @@ class Coordinator:
     def enter(self, rank: int, connection: Connection) -> None:
         """Take the control connection of a rank that was welcomed."""
         self._controls[rank] = connection
-        self._doorkeeper.watch(
+        self._acceptor.watch(
             connection,
             lambda frames: self._heard(rank, frames),
             lambda error: self._ended(rank, error),
@@ -279,7 +280,7 @@ class Coordinator:
             advice = "choose the address by listen= or advertise= (RANKWIRE_LISTEN, _ADVERTISE)"
             tell(connection, Failed(f"{reason}; {advice}", []))
 
-        call_back(member, lambda trouble: self._doorkeeper.call_soon(lambda: answered(trouble)))
+        call_back(member, lambda trouble: self._acceptor.call_soon(lambda: answered(trouble)))
         self._called_back.add(rank)
 
     def _join(self, member: Member, patience: Patience) -> None:
@@ -304,7 +305,7 @@ class Coordinator:
         for rank, connection in list(self._controls.items()):
             tell(connection, self._with_keys(world, rank), patience)
         self._silence = Silence(self._patience, self._controls, monotonic())
-        self._doorkeeper.call_every(self._patience.beat, self._beat)
+        self._acceptor.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
         self._changed.notify_all()
 
@@ -384,18 +385,18 @@ class Coordinator:
             self._tell_all(Failed(reason, missing))
             told.set()
 
-        self._doorkeeper.call_soon(tell)
+        self._acceptor.call_soon(tell)
         told.wait(1.0)
 
     def dissolve(self) -> None:
-        """Leave a world to itself. On the doorkeeper's thread, which goes on."""
-        self._doorkeeper.call_no_more(self._beat)
+        """Leave a world to itself. On the acceptor's thread, which goes on."""
+        self._acceptor.call_no_more(self._beat)
         for connection in self._controls.values():
-            self._doorkeeper.unwatch(connection)
+            self._acceptor.unwatch(connection)
         self.close()
 
     def close(self, fallen: Fallen | None = None) -> None:
-        """Leave. After the doorkeeper has stopped.
+        """Leave. After the acceptor has stopped.
 
         Args:
             fallen: The error because of which rank 0 leaves, if it does not leave in good order.
@@ -440,7 +441,7 @@ def tell(connection: Connection, message: Message, deadline: Deadline | None = N
     """
     payload = pack(message)
     try:
-        connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), deadline or Deadline(0.0))
+        connection.send(CONTROL, ([payload], len(payload)), deadline or Deadline(0.0))
     except DeadlineExceededError as error:
         if not isinstance(message, Beat):
             connection.fail(error)

@@ -23,13 +23,13 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.dialing import HANDSHAKE_LIMIT, authenticate
-from rankwire.links.protection import Policy
+from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
+from rankwire.links.security import Policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
-from rankwire.wire.frames import Channel
+from rankwire.rendezvous.control_messages import CONTROL
+from rankwire.texts import one_line, printable
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.loans import whole_of
-from rankwire.wire.texts import one_line, printable
 
 __all__ = [
     "LAUNCH_JOB",
@@ -184,7 +184,7 @@ class LauncherLink:
         """Send a message without waiting; whoever does not take it is found gone by ``receive``."""
         payload = _encode(message)
         try:
-            self._connection.send(Channel.CONTROL, 0, 0, [payload], len(payload), Deadline(0.5))
+            self._connection.send(CONTROL, ([payload], len(payload)), Deadline(0.5))
         except RankwireError as error:
             self._connection.fail(error)
 

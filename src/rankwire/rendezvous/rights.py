@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rankwire.rendezvous.messages import (
+from rankwire.rendezvous.control_messages import (
     SHORTEST_FAIL_AFTER,
     Beat,
     Failed,

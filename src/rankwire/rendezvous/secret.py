@@ -19,9 +19,9 @@ import warnings
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError
-from rankwire.forking import renew_in_child
+from rankwire.fork import renew_in_child
 from rankwire.links.private_files import read_private
-from rankwire.rendezvous.host import runtime_folder, runtime_folders
+from rankwire.rendezvous.runtime_dir import runtime_folder, runtime_folders
 from rankwire.wire.keys import RankKey, rank_key
 
 __all__ = [

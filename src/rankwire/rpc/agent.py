@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar, overload
 
 from rankwire.backends.base import Backend, check_pickle, check_rank
 from rankwire.backends.calls import IncomingCall
-from rankwire.backends.ending import close_at_exit
+from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     CallCancelledError,
@@ -33,7 +33,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.forking import disown, guard
+from rankwire.fork import disown, guard
 from rankwire.rpc.accounts import QUESTION
 from rankwire.rpc.circles import ActiveCall, Key, unpack
 from rankwire.rpc.context import Call, describe_chain, serving
@@ -45,7 +45,7 @@ from rankwire.rpc.nested import Nested
 from rankwire.rpc.outgoing import Lane, Outgoing
 from rankwire.rpc.registry import Registry
 from rankwire.rpc.room import DEFAULT_QUEUED_NBYTES, ROOM, SMALL_NBYTES, Allowance
-from rankwire.wire.codec import Codec
+from rankwire.shutdown import close_at_exit
 from rankwire.wire.mailbox import Receive
 
 __all__ = ["MAX_DEPTH", "RpcAgent"]

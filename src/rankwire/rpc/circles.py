@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rankwire.errors import InvalidMessageError
-from rankwire.wire.texts import one_line
+from rankwire.texts import one_line
 
 __all__ = [
     "ActiveCall",

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from rankwire.forking import guard
+from rankwire.fork import guard
 
 __all__ = ["EventLoop"]
 

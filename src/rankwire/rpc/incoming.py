@@ -29,6 +29,7 @@ from rankwire.backends.calls import (
     IncomingCall,
     RepliesDue,
 )
+from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     CallCancelledError,
@@ -55,7 +56,6 @@ from rankwire.rpc.messages import (
 from rankwire.rpc.registry import Function, Registry
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, Room, unpack_ask
 from rankwire.rpc.serving import Job, Pool, Worker
-from rankwire.wire.codec import Codec
 
 if TYPE_CHECKING:
     from asyncio import Task

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from rankwire.codec.codec import Codec
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -23,9 +24,8 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
 )
-from rankwire.wire.codec import Codec
+from rankwire.texts import one_line, printable
 from rankwire.wire.frames import Buffer, allocate
-from rankwire.wire.texts import one_line, printable
 
 __all__ = [
     "Chain",

@@ -35,7 +35,7 @@ from typing import Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
-from rankwire.forking import guard
+from rankwire.fork import guard
 
 __all__ = ["Job", "Pool", "Worker"]
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from rankwire.backends.tcp import TcpBackend, Transport
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.rendezvous.host import sweep_socket_files
+from rankwire.rendezvous.runtime_dir import sweep_socket_files
 
 __all__ = ["RankFailedError", "in_parallel", "run_ranks"]
 

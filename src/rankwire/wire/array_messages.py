@@ -5,7 +5,7 @@ Layout, little-endian::
     u8 kind (0 array, 1 tensor) | u8 zero | u16 length of the description | description | padding
 
 and then the elements, from a multiple of 64 on, as they lie in memory. The description is the one
-of ``wire.arrays``. The head always fits in ``HEAD_NBYTES``, so a receiver that reads that much
+of ``codec.arrays``. The head always fits in ``HEAD_NBYTES``, so a receiver that reads that much
 knows where the elements belong before it reads them.
 """
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-from rankwire.errors import InvalidMessageError, UnsupportedTypeError
-from rankwire.wire.arrays import (
+from rankwire.codec.arrays import (
     ArrayHead,
     array_body,
     array_bytes,
@@ -28,6 +27,7 @@ from rankwire.wire.arrays import (
     view_array,
     view_tensor,
 )
+from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 from rankwire.wire.frames import Buffer
 
 __all__ = ["HEAD_NBYTES", "ArrayMessage", "pack_array", "unpack_head"]

@@ -30,7 +30,7 @@ import ctypes
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,8 +49,10 @@ __all__ = [
     "WORLD_GROUP",
     "Buffer",
     "Channel",
+    "Envelope",
     "Frame",
     "FrameParser",
+    "Message",
     "Payload",
     "allocate",
     "is_farewell",
@@ -59,6 +61,10 @@ __all__ = [
 
 Buffer = bytes | bytearray | memoryview
 Payload = bytearray | Parcel  # of a received message: here, or still with the sender
+Message = tuple[Sequence[Buffer], int]  # what is sent: the pieces, and their size together
+# What a message is sent and received under: group, channel, tag. A plain tuple, because it is the
+# key by which messages and receives meet, and there is one for every message.
+Envelope = tuple[int, int, int]
 
 DEFAULT_MAX_MESSAGE_NBYTES = 1 << 30  # the limit of the seeds, configurable here
 
@@ -108,17 +114,16 @@ _CHANNELS = frozenset(
 class Frame(NamedTuple):
     """One received message; whoever takes it owns the payload."""
 
-    channel: int
-    group: int
-    tag: int
+    envelope: Envelope
     payload: Payload
 
 
 _new_frame = tuple.__new__  # 0.15 us instead of 0.24 for Frame(...), once for every message
 
 
-def pack_header(channel: int, group: int, tag: int, nbytes: int, sequence: int) -> bytes:
+def pack_header(envelope: Envelope, nbytes: int, sequence: int) -> bytes:
     """Return the header of a payload of ``nbytes``; the mirror of what ``FrameParser`` reads."""
+    group, channel, tag = envelope
     return _HEADER.pack(channel, sequence & _SEQUENCE_MASK, group, tag, nbytes)
 
 
@@ -175,7 +180,7 @@ class _Large(NamedTuple):
     """A payload too large for the buffer, which is received into memory of its own."""
 
     body: bytearray
-    head: tuple[int, int, int]  # channel, group, tag
+    envelope: Envelope
     filled: int
     impression: Impression | None  # of what has come of it, if it is sealed
 
@@ -302,8 +307,8 @@ class FrameParser:
                 raise self.violation
             start = SEAL_NBYTES
             sealed += 1
-        frames.append(Frame(*large.head, large.body))
-        is_special = large.head[0] >= _FIRST_SPECIAL
+        frames.append(Frame(large.envelope, large.body))
+        is_special = large.envelope[1] >= _FIRST_SPECIAL
         return self._parse(
             frames, start, end, sequence, sealed, buffer, view, is_special=is_special
         )
@@ -337,14 +342,14 @@ class FrameParser:
                         self.violation = _broken_seal()
                         break
                     sealed += 1
-                frames.append(_new_frame(Frame, (channel, group, tag, payload)))
+                frames.append(_new_frame(Frame, ((group, channel, tag), payload)))
                 start = stop + seal_nbytes
                 if channel >= _FIRST_SPECIAL:
                     is_special = True
                 sequence = (sequence + 1) & _SEQUENCE_MASK
             elif stop + seal_nbytes - start > _BUFFER_NBYTES and end - body >= seal_nbytes:
-                head = (channel, group, tag)
-                large = self._begin_large(head, nbytes, view[start:end], sealed)
+                envelope = (group, channel, tag)
+                large = self._begin_large(envelope, nbytes, view[start:end], sealed)
                 if large is None:
                     break
                 start = body + seal_nbytes + large.filled
@@ -387,12 +392,12 @@ class FrameParser:
         return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
 
     def _begin_large(
-        self, head: tuple[int, int, int], nbytes: int, come: memoryview, number: int
+        self, envelope: Envelope, nbytes: int, come: memoryview, number: int
     ) -> _Large | None:
         """Take memory for a large payload; None and a violation if its header is not genuine.
 
         Args:
-            head: Its channel, group and tag.
+            envelope: What it is sent under.
             nbytes: Its size.
             come: What has come of the frame.
             number: Which sealed frame it is.
@@ -404,7 +409,7 @@ class FrameParser:
             if not self._seal.begin_head(number, header).matches(seal):
                 self.violation = _broken_seal()
                 return None
-            impression = self._seal.begin(number, header, head[0], nbytes)
+            impression = self._seal.begin(number, header, envelope[1], nbytes)
         try:
             body = allocate(nbytes)
         except MemoryError as error:
@@ -413,14 +418,14 @@ class FrameParser:
             return None
         first = first[:nbytes]
         body[: len(first)] = first
-        return self._filled_further(_Large(body, head, 0, impression), len(first))
+        return self._filled_further(_Large(body, envelope, 0, impression), len(first))
 
     def _filled_further(self, large: _Large, count: int) -> _Large:
         """Return a large payload of which ``count`` bytes more have come."""
-        body, head, filled, impression = large
+        body, envelope, filled, impression = large
         if impression is not None:
             impression = impression.plus(memoryview(body)[filled : filled + count])
-        return _Large(body, head, filled + count, impression)
+        return _Large(body, envelope, filled + count, impression)
 
     def _describe_violation(
         self, word: int, sequence: int, expected: int, nbytes: int

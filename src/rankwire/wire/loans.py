@@ -26,7 +26,7 @@ at the guard once more after its receipt, and waits while it is being decided. A
 cannot read the memory although the loan stands writes a ``REFUSED`` receipt, and the payload
 follows in the stream.
 
-This module is the bytes and the rules; who reads memory of whom is in ``links.single_copy``.
+This module is the bytes and the rules; who reads memory of whom is in ``links.process_memory``.
 """
 
 from __future__ import annotations

@@ -22,18 +22,16 @@ from operator import attrgetter
 from typing import Any
 
 from rankwire.errors import RankwireError, SizeMismatchError
-from rankwire.wire.frames import Frame, Payload
+from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.loans import whole_of
 
-__all__ = ["FAMILY_BITS", "Key", "Mailbox", "Receive", "pop_first"]
+__all__ = ["FAMILY_BITS", "Mailbox", "Receive", "pop_first"]
 
 # Tags that differ only in so many lower bits are of one family: the steps of a collective.
 FAMILY_BITS = 16
 _MOST_REFUSED = 256
 # Kept for later, however short: an empty one takes 1 KB of memory.
 _MOST_UNMATCHED = 1 << 20
-
-Key = tuple[int, int, int]  # group, channel, tag
 
 _ONCE = ((),)
 _payload_of = attrgetter("payload")
@@ -48,7 +46,7 @@ class Receive:
     """One message that somebody wants.
 
     Attributes:
-        key: The envelope it must have.
+        envelope: The one it must have.
         nbytes: The size it must have, if that is fixed; a message of another size ends the receive
             with an error and stays for the next one.
         done: Whether ``payload`` or ``error`` is set.
@@ -57,16 +55,16 @@ class Receive:
         home: The owner's note of where it is posted.
     """
 
-    __slots__ = ("_cell", "done", "error", "home", "key", "nbytes", "on_done", "posted")
+    __slots__ = ("_cell", "done", "envelope", "error", "home", "nbytes", "on_done", "posted")
 
     def __init__(
         self,
-        key: Key,
+        envelope: Envelope,
         on_done: Callable[[Receive], None] | None = None,
         *,
         nbytes: int | None = None,
     ) -> None:
-        self.key = key
+        self.envelope = envelope
         self.nbytes = nbytes
         self.done = False
         self.posted = False
@@ -143,9 +141,9 @@ class Mailbox:
     def __init__(self, *, keep_unmatched: bool = True, unmatched_limit: int = 1 << 30) -> None:
         self._keep_unmatched = keep_unmatched
         self._unmatched_limit = unmatched_limit
-        self._arrived: dict[Key, deque[Payload]] = {}
-        self._wanted: dict[Key, deque[Receive]] = {}
-        self._refused: deque[Key] = deque(maxlen=_MOST_REFUSED)
+        self._arrived: dict[Envelope, deque[Payload]] = {}
+        self._wanted: dict[Envelope, deque[Receive]] = {}
+        self._refused: deque[Envelope] = deque(maxlen=_MOST_REFUSED)
         self.failure: RankwireError | None = None
         self.dropped = 0
         self.misfits: list[Receive] = []
@@ -158,7 +156,7 @@ class Mailbox:
         """How many receives are posted and not done."""
         return sum(map(len, self._wanted.values()))
 
-    def wanted_keys(self) -> list[Key]:
+    def wanted_keys(self) -> list[Envelope]:
         """Return what is wanted."""
         return list(self._wanted)
 
@@ -179,14 +177,14 @@ class Mailbox:
         """Whether so much is kept for later that nothing more should be read."""
         return self.unmatched_nbytes >= self._unmatched_limit or self.unmatched >= _MOST_UNMATCHED
 
-    def would_take(self, key: Key, nbytes: int) -> bool:
+    def would_take(self, key: Envelope, nbytes: int) -> bool:
         """Whether somebody waits for a message of this key and size."""
         for receive in self._wanted.get(key, ()):
             if receive.posted and not receive.done:
                 return receive.nbytes in (None, nbytes)
         return False
 
-    def has_arrived(self, key: Key) -> bool:
+    def has_arrived(self, key: Envelope) -> bool:
         """Whether a message of this key is kept for later."""
         return key in self._arrived
 
@@ -196,7 +194,7 @@ class Mailbox:
         Then it is not left in ``due``.
         """
         receive.posted = True
-        arrived = self._arrived.get(receive.key)
+        arrived = self._arrived.get(receive.envelope)
         if arrived:
             nbytes = len(arrived[0])
             if receive.nbytes is not None and receive.nbytes != nbytes:
@@ -204,31 +202,31 @@ class Mailbox:
                 return
             receive.complete(starmap(arrived.popleft, _ONCE))
             if not arrived:
-                del self._arrived[receive.key]
+                del self._arrived[receive.envelope]
             self.unmatched -= 1
             self.unmatched_nbytes -= nbytes
         elif self.failure is not None:
             receive.fail(self.failure)
         else:
-            wanted = self._wanted.get(receive.key)
+            wanted = self._wanted.get(receive.envelope)
             if wanted is None:
-                self._wanted[receive.key] = deque((receive,))
+                self._wanted[receive.envelope] = deque((receive,))
             else:
                 wanted.append(receive)
 
     def withdraw(self, receive: Receive) -> bool:
         """Take back a receive; return False if it is done already."""
-        wanted = self._wanted.get(receive.key)
+        wanted = self._wanted.get(receive.envelope)
         if receive.done or wanted is None or receive not in wanted:
             return False
         receive.posted = False
         wanted.remove(receive)
         if not wanted:
-            del self._wanted[receive.key]
+            del self._wanted[receive.envelope]
         return True
 
     def deliver(
-        self, key: Key, payload: Payload, source: Iterable[Payload] | None = None
+        self, key: Envelope, payload: Payload, source: Iterable[Payload] | None = None
     ) -> Receive | None:
         """Take a message; return the receive that gets it, if one was waiting.
 
@@ -269,12 +267,12 @@ class Mailbox:
             self.unmatched_nbytes += len(payload)
         return None
 
-    def refuse(self, group: int, channel: int, tag: int) -> None:
-        """Drop what has arrived and nobody wants of a family of tags, and what still comes.
+    def refuse(self, envelope: Envelope) -> None:
+        """Drop what has arrived and nobody wants of a tag's family, and what still comes.
 
         Only the last 256 families are remembered.
         """
-        family = _family((group, channel, tag))
+        family = _family(envelope)
         self._refused.append(family)
         for key in [key for key in self._arrived if _family(key) == family]:
             dropped = self._arrived.pop(key)
@@ -290,9 +288,9 @@ class Mailbox:
         payload = receive.payload
         assert payload is not None
         source = starmap(receive._cell.pop, _ONCE)
-        if not self._keep_unmatched or receive.key in self._wanted:
-            return self.deliver(receive.key, payload, source)
-        self._arrived.setdefault(receive.key, deque()).extendleft(source)
+        if not self._keep_unmatched or receive.envelope in self._wanted:
+            return self.deliver(receive.envelope, payload, source)
+        self._arrived.setdefault(receive.envelope, deque()).extendleft(source)
         self.unmatched += 1
         self.unmatched_nbytes += len(payload)
         return None
@@ -356,6 +354,6 @@ class Mailbox:
                     self.due.append(receive)
 
 
-def _family(key: Key) -> Key:
-    group, channel, tag = key
+def _family(envelope: Envelope) -> Envelope:
+    group, channel, tag = envelope
     return group, channel, tag >> FAMILY_BITS

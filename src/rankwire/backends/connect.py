@@ -1,0 +1,227 @@
+"""connect(): the place in the world that a launcher gave to this process.
+
+``schedulers`` reads the variables that launchers leave; here is what goes beyond reading:
+descriptors that are taken once, what this process remembers, and the joining itself. Nothing here
+knows how processes are started, and nothing in ``run`` knows how a world is joined: the two share
+only the names of the variables.
+
+The secret of ``rankwire run`` stays with the launcher; a rank gets a key of its own, by which it
+can join as this rank alone. It is never in the environment. ``RANKWIRE_SECRET_FD`` names an
+inherited socket by which the launcher tells it to this process alone (``handover``); it is asked
+once and closed, and the variable removed. This process remembers the key, so that ``connect()``
+works again after the first world was closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rankwire.backends.schedulers import HYDRA_JOB, OURS, Place, find_place, read_integer
+from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
+from rankwire.backends.tracebacks import install
+from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
+from rankwire.fork import renew_in_child
+from rankwire.links.listening import ListeningPlace
+from rankwire.links.security import Tls, files_of
+from rankwire.rendezvous.handover import ask_for_secret
+from rankwire.rendezvous.rank_zero import find_rank_0, own_address
+from rankwire.rendezvous.secret import RankKey
+
+__all__ = ["Place", "connect"]
+
+_log = logging.getLogger("rankwire")
+
+SECRET_FD = "RANKWIRE_SECRET_FD"
+SECURITY = "RANKWIRE_SECURITY"
+# The files themselves, or a folder as `rankwire certificates` makes it.
+TLS_FILES = TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY", "RANKWIRE_TLS_CA"
+TLS_NAMES = "RANKWIRE_TLS_NAMES"
+TLS_DIR = "RANKWIRE_TLS_DIR"
+LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
+
+# Between two tries to join while the last world still stands.
+_PAUSE = 0.05
+# As the kernel shortens them.
+_HYDRA_PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")
+
+Environment = MutableMapping[str, str]
+
+
+def connect(**options: Any) -> TcpBackend:
+    """Join the world that this process was started for, and return when it is complete.
+
+    Understands, in this order: ``rankwire run``, torchrun, Open MPI, MPICH and Intel MPI, Slurm's
+    ``srun``, and plain ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Which one it
+    used is logged. ``RANKWIRE_LAUNCHER`` (``rankwire``, ``torchrun``, ``openmpi``, ``mpich``,
+    ``slurm``, ``env``) chooses another than the first that fits.
+
+    May be called again in the same process after the first backend was closed, by all ranks alike.
+    Safe from any thread.
+
+    ``RANKWIRE_LISTEN`` and ``RANKWIRE_ADVERTISE``, ``RANKWIRE_SECURITY``, and for TLS
+    ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
+    ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names.
+
+    Under ``rankwire run``, an error that ends the program is printed short from now on; see
+    ``tracebacks``. ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.
+
+    Args:
+        **options: Arguments of ``TcpBackend``; they override what the environment says.
+
+    Raises:
+        ConfigurationError: No launcher started this process, or its variables are incomplete.
+        RendezvousError: The world did not form in time.
+    """
+    place = _find_place(os.environ)
+    if place.launcher == OURS:
+        install()
+    arguments: dict[str, Any] = {
+        "rank": place.rank,
+        "world_size": place.world_size,
+        "address": place.address,
+        "job": place.job,
+        "secret": place.secret,
+        # A coordinator at the launcher's address is none at another one.
+        "has_coordinator": place.has_coordinator and "address" not in options,
+    }
+    arguments.update(options)
+    arguments = _read_security(os.environ, arguments) | arguments
+    arguments = _read_listening(os.environ, arguments) | arguments
+    _log.info(
+        "rank %s of %s, started by %s; the world forms at %s",
+        arguments["rank"],
+        arguments["world_size"],
+        place.launcher,
+        arguments["address"],
+    )
+    try:
+        if place.others and "address" not in options:
+            _settle_address(place, arguments)
+        backend = _join(arguments)
+    except RankwireError as error:
+        if place.advice and "address" not in options:
+            error.add_note(f"started by {place.launcher}: {place.advice}")
+        raise
+    _memory.has_connected = True
+    return backend
+
+
+def _settle_address(place: Place, arguments: dict[str, Any]) -> None:
+    """Choose among several addresses of rank 0, and leave the rest of the time for joining."""
+    deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT))
+    addresses = (place.address, *place.others)
+    if place.rank == 0:
+        arguments["address"] = own_address(addresses)
+    else:
+        arguments["address"] = find_rank_0(addresses, deadline)
+        arguments["join_timeout"] = deadline.remaining()
+    _log.info("of %s, rank 0 is at %s", ", ".join(addresses), arguments["address"])
+
+
+def _join(arguments: dict[str, Any]) -> TcpBackend:
+    """Join; after an earlier world, also wait until rank 0 has left that one too."""
+    deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT))
+    while True:
+        try:
+            return TcpBackend(**arguments)
+        except RendezvousError as error:
+            # At the same address, a world that has formed refuses whoever comes later.
+            is_old_world = _memory.has_connected and not error.missing
+            if not is_old_world or deadline.remaining() <= _PAUSE:
+                raise
+        time.sleep(_PAUSE)
+        arguments["join_timeout"] = deadline.remaining()
+
+
+def _find_place(environ: Environment) -> Place:
+    """Return the place that the launcher left, with the secret that it handed down."""
+    seen = dict(environ)
+    if "PMI_RANK" in seen:
+        seen[HYDRA_JOB] = _process_id_of_ancestor(_HYDRA_PROXIES)
+    place = find_place(seen)
+    if place.launcher != OURS:
+        return place
+    return replace(place, secret=_memory.take_secret(environ))
+
+
+def _process_id_of_ancestor(names: tuple[str, ...]) -> str:
+    """Return the process id of the nearest ancestor with one of these names, or nothing."""
+    process = os.getppid()
+    while process > 1:
+        try:
+            # "pid (name) state parent ...", and the name may hold anything
+            head, _, tail = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+        except OSError:
+            break  # hidden, gone, or not Linux
+        if head.partition("(")[2] in names:
+            return str(process)
+        process = int(tail.split()[1])
+    return ""
+
+
+class _Memory:
+    """What this process keeps between two connects: the secret, as it is told only once."""
+
+    def __init__(self) -> None:
+        self.has_connected = False
+        self._lock = threading.Lock()
+        renew_in_child(self._lock)
+        self._secret: RankKey | None = None
+
+    def take_secret(self, environ: Environment) -> RankKey | None:
+        with self._lock:
+            if SECRET_FD in environ:
+                fd = read_integer(environ, SECRET_FD)
+                del environ[SECRET_FD]
+                self._secret = RankKey(ask_for_secret(fd, named=f"{SECRET_FD}={fd}"))
+            return self._secret
+
+
+_memory = _Memory()
+
+
+def _read_security(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the environment says about protection, as arguments of ``TcpBackend``."""
+    found: dict[str, Any] = {}
+    if environ.get(SECURITY):
+        found["security"] = environ[SECURITY]
+    if "tls" in known:
+        return found
+    files = {name: environ[name] for name in TLS_FILES if environ.get(name)}
+    folder = environ.get(TLS_DIR)
+    if folder and files:
+        raise ConfigurationError(f"{TLS_DIR} and {next(iter(files))} are both set: choose one")
+    if folder:
+        found["tls"] = files_of(folder, known["rank"])
+    if files:
+        missing = [name for name in TLS_FILES if name not in files]
+        if missing:
+            raise ConfigurationError(
+                f"{' and '.join(missing)} is not set, and TLS needs all of cert, key and ca"
+            )
+        names = {"names": environ[TLS_NAMES]} if environ.get(TLS_NAMES) else {}
+        found["tls"] = Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA], **names)
+    return found
+
+
+def _read_listening(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the environment says about where to listen, as arguments of ``TcpBackend``."""
+    found: dict[str, Any] = {}
+    if environ.get(ADVERTISE):
+        found["advertise"] = environ[ADVERTISE]
+    listen = environ.get(LISTEN)
+    if listen and known["rank"] == 0 and not known["has_coordinator"]:
+        # The variable is the same for all ranks of a host, and this one's port is known already:
+        # it is where the others look for it.
+        listen = ListeningPlace.parse(listen).host
+    if listen:
+        found["listen"] = listen
+    return found

@@ -1,0 +1,77 @@
+"""The exit report: what a rank that leaves because of an error says about it. Pure.
+
+An error that passes a backend's ``with`` block is that rank's fall: the others are told which
+error it was, with the traceback, and do not take it for an orderly end. If the rank fell because
+it lost another, they are told which one (see ``blame``).
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import NamedTuple
+
+from rankwire.backends.blame import is_consequence, root_of
+from rankwire.texts import one_line, printable
+
+__all__ = ["Fall", "describe", "fall_by"]
+
+_INTERRUPTED = 130  # the interpreter ends itself by SIGINT
+
+
+class Fall(NamedTuple):
+    """Why a rank fell.
+
+    Attributes:
+        reason: In one line.
+        traceback: Of the error.
+        cause: The rank because of whose failure it fell; None for a reason of its own.
+        exit_code: What the interpreter exits with if nobody catches the error.
+    """
+
+    reason: str
+    traceback: str
+    cause: int | None = None
+    exit_code: int = 1
+
+
+def fall_by(error: BaseException | None, *, first_lost: int | None = None) -> Fall | None:
+    """Return what to tell the others; None if a rank that leaves by this leaves in good order.
+
+    Args:
+        error: What it leaves by.
+        first_lost: The first rank that it has lost, for a consequence that does not say of whom.
+    """
+    if error is None or isinstance(error, GeneratorExit):
+        return None
+    cause = root_of(error)
+    if cause is None and is_consequence(error):
+        cause = first_lost
+    if isinstance(error, SystemExit):
+        if error.code is None or error.code == 0:
+            return None
+        code = error.code & 0xFF if isinstance(error.code, int) else 1
+        return Fall(one_line(f"it exited with {error.code!r}"), "", cause, code)
+    return Fall(
+        one_line(f"it raised {describe(error)}"),
+        printable(_traceback(error)),
+        cause,
+        _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
+    )
+
+
+def describe(error: BaseException) -> str:
+    """Return the error's type and the first line of its text."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as second:  # a user's __str__ may raise anything
+        text = f"<its text could not be made: {type(second).__name__}>"
+    first_line = text.split("\n", 1)[0]
+    return f"{name}: {first_line}" if first_line else name
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as second:
+        return f"<the traceback could not be made: {type(second).__name__}>"

@@ -1,0 +1,244 @@
+"""Python values to payloads and back, exactly, without running code from the wire.
+
+A payload, little-endian::
+
+    u32 length of the head | head | padding | buffer 0 | padding | buffer 1 | ...
+
+The head is msgpack. Arrays and long byte strings are not in it: it only describes them, and their
+bytes follow as the buffers, in the order of the descriptions, each at a multiple of 16. Padding
+is zero, an empty buffer takes no place, nothing follows the last buffer. Encoding does not copy
+the buffers, decoding makes arrays that are views of the payload.
+
+Contract: a value arrives equal and of the same type, or encoding raises ``UnsupportedTypeError``
+with the path to it. Decoding trusts nothing: a payload that no codec writes raises
+``InvalidMessageError`` and nothing else, after time and memory in proportion to its length. This
+module knows no socket, thread, clock, function or rank; what the parts of a head mean is in
+``values``, ``writer`` and ``reader``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, TypeAlias, TypeVar, overload
+
+import msgspec
+
+from rankwire.codec.classes import ClassTable
+from rankwire.codec.limits import DEFAULT_MAX_ITEMS, MIN_SCANNED_NBYTES
+from rankwire.codec.reader import Reader
+from rankwire.codec.values import (
+    ALIGNMENT,
+    ALWAYS_PLAIN,
+    MIN_BUFFER_NBYTES,
+    PLAIN,
+    is_flat,
+)
+from rankwire.codec.writer import Refusal, Writer
+from rankwire.errors import InvalidMessageError, MessageTooLargeError, UnsupportedTypeError
+from rankwire.texts import one_line
+
+__all__ = ["Codec"]
+
+T = TypeVar("T")
+Buffers: TypeAlias = list[bytes | memoryview]
+
+_HEAD_NBYTES = struct.Struct("<I")
+_MAX_HEAD_NBYTES = 2**32 - 1
+_PADDING = [bytes(nbytes) for nbytes in range(ALIGNMENT)]
+
+# What msgspec raises for an int of more than 64 bits and for a string with a lone surrogate.
+_NOT_PLAIN_AFTER_ALL = (OverflowError, UnicodeEncodeError)
+# What it raises for one item of 4 GiB or more, and for nothing else that it is given here.
+_TOO_LARGE = msgspec.EncodeError
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class _NotPlain(Exception):
+    """A small head that has extensions in it after all."""
+
+
+def _refuse_extension(code: int, body: memoryview) -> None:
+    raise _NotPlain
+
+
+# Most calls are small and plain: without a Reader for each they decode in half the time.
+_unpack_plain = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
+
+
+class Codec:
+    """Turns values into payloads and payloads into values.
+
+    Carried, each exactly: None, bool, int, float, complex, str, bytes, bytearray, list, tuple,
+    dict, set, frozenset, datetime, date, time, timedelta, numpy arrays and scalars that hold no
+    objects, dense torch tensors on the CPU, and members and instances of registered enums,
+    dataclasses and msgspec Structs. Values nest up to 32 deep. A subclass counts as another type.
+
+    What changes on the way: a memoryview arrives as bytes; a time zone becomes its UTC offset; an
+    array or tensor with gaps between its elements arrives without; a read-only array arrives
+    writable; a tensor arrives detached; of a dataclass only the fields travel, and its constructor
+    runs.
+
+    Both ends must register the same classes under the same names. Safe from any thread, also while
+    another thread registers a class.
+
+    Args:
+        types: Classes to register.
+        allow_pickle: Send what is not carried as a pickle, and accept pickles. Then every rank that
+            sends to this one can run code on it.
+        max_items: How many values a message that is decoded may hold, those in containers included;
+            an array or a byte string is one.
+    """
+
+    def __init__(
+        self,
+        types: Iterable[type] = (),
+        *,
+        allow_pickle: bool = False,
+        max_items: int = DEFAULT_MAX_ITEMS,
+    ) -> None:
+        self._max_items = max_items
+        self._classes = ClassTable()
+        self._pickling: ModuleType | None = None
+        if allow_pickle:
+            from rankwire.codec import pickling  # not loaded in a process that does not ask for it
+
+            self._pickling = pickling
+        for cls in types:
+            self.register(cls)
+
+    @property
+    def allows_pickle(self) -> bool:
+        """Whether it sends and accepts pickles."""
+        return self._pickling is not None
+
+    @overload
+    def register(self, cls: type[T], *, name: str | None = None) -> type[T]: ...
+    @overload
+    def register(
+        self, cls: None = None, *, name: str | None = None
+    ) -> Callable[[type[T]], type[T]]: ...
+    def register(self, cls: type[T] | None = None, *, name: str | None = None) -> Any:
+        """Carry the instances of a class from now on. Also a decorator, with or without arguments.
+
+        Args:
+            cls: An enum, a dataclass or a msgspec Struct.
+            name: What the wire calls it; its qualified name if not given.
+
+        Raises:
+            ConfigurationError: It is of another kind, or it or its name is taken already.
+        """
+        if cls is None:
+            return lambda cls: self.register(cls, name=name)
+        self._classes.add(cls, name)
+        return cls
+
+    def encode(self, value: Any, *, path: str = "value") -> tuple[Buffers, int]:
+        """Encode one value.
+
+        Args:
+            value: What to send.
+            path: What to call it in an error.
+
+        Returns:
+            The buffers to send in this order, and the sum of their lengths. Some are the memory of
+            the caller's own arrays, which must not change until they have been sent.
+
+        Raises:
+            UnsupportedTypeError: The value or one in it is not carried, or is nested too deeply.
+            MessageTooLargeError: It has 4 GiB without counting arrays and byte strings.
+        """
+        if type(value) in PLAIN or is_flat(value):
+            try:
+                return _join(_pack(value), ())
+            except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
+                pass  # the walk says what and where
+        return self._encode_by_walk(lambda writer: writer.lower(value), path)
+
+    def encode_record(
+        self, record: list[Any], paths: Sequence[str], *, levels: int = 1
+    ) -> tuple[Buffers, int]:
+        """Encode a list whose items have names; the rest is as for :meth:`encode`.
+
+        Args:
+            record: The items. The list itself does not count as a level of nesting.
+            paths: What to call each item in an error.
+            levels: 2 if the containers in it do not count either, only what is in those.
+        """
+        for item in record:
+            if not (type(item) in PLAIN or is_flat(item)):
+                break
+        else:
+            try:
+                return _join(_pack(record), ())
+            except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
+                pass  # the walk says what and where
+        return self._encode_by_walk(lambda writer: writer.lower_record(record, paths, levels), "")
+
+    def decode(self, payload: bytearray) -> Any:
+        """Decode a whole payload.
+
+        Args:
+            payload: What the buffers of one ``encode`` held, in one piece. Arrays in the value are
+                writable views of it, so it belongs to the value from now on.
+
+        Raises:
+            InvalidMessageError: No codec with the same classes and options made this.
+        """
+        try:
+            head_end = _HEAD_NBYTES.unpack_from(payload)[0] + _HEAD_NBYTES.size
+            if head_end == len(payload) <= MIN_SCANNED_NBYTES:
+                try:
+                    return _unpack_plain(memoryview(payload)[_HEAD_NBYTES.size :])
+                except _NotPlain:
+                    pass
+            reader = Reader(self._classes, self._pickling, payload, head_end, self._max_items)
+            value = reader.read(memoryview(payload)[_HEAD_NBYTES.size : head_end])
+            if reader.position == len(payload):
+                return value
+        except InvalidMessageError:
+            raise
+        # The one border: whatever msgspec, numpy, a constructor or a hash function has to say.
+        except Exception as error:
+            raise InvalidMessageError(
+                one_line(f"the payload does not decode: {type(error).__name__}: {error}")
+            ) from error
+        raise InvalidMessageError(
+            f"the payload has {len(payload)} bytes, its head describes {reader.position}"
+        )
+
+    def _encode_by_walk(self, lower: Callable[[Writer], Any], path: str) -> tuple[Buffers, int]:
+        try:
+            return self._encode_lowered(lower, path, PLAIN)
+        except _NOT_PLAIN_AFTER_ALL:
+            return self._encode_lowered(lower, path, ALWAYS_PLAIN)
+
+    def _encode_lowered(
+        self, lower: Callable[[Writer], Any], path: str, plain: frozenset[type]
+    ) -> tuple[Buffers, int]:
+        writer = Writer(self._classes, self._pickling, plain)
+        try:
+            return _join(_pack(lower(writer)), writer.buffers)
+        except Refusal as refusal:
+            path += "".join(reversed(refusal.trail))
+            error = UnsupportedTypeError(path, refusal.type_name, refusal.advice)
+            raise error from refusal.__cause__
+        except _TOO_LARGE as error:
+            raise MessageTooLargeError(_MAX_HEAD_NBYTES + 1, _MAX_HEAD_NBYTES) from error
+
+
+def _join(head: bytes, buffers: Iterable[bytes | memoryview]) -> tuple[Buffers, int]:
+    """Lay out a payload: the parts to send, and the sum of their lengths."""
+    if len(head) > _MAX_HEAD_NBYTES:
+        raise MessageTooLargeError(len(head), _MAX_HEAD_NBYTES)
+    prefix = _HEAD_NBYTES.pack(len(head))
+    parts: Buffers = [prefix + head] if len(head) < MIN_BUFFER_NBYTES else [prefix, head]
+    total = len(prefix) + len(head)
+    for buffer in buffers:
+        if padding := -total % ALIGNMENT:
+            parts.append(_PADDING[padding])
+        parts.append(buffer)
+        total += padding + len(buffer)
+    return parts, total

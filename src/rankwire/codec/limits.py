@@ -1,0 +1,276 @@
+"""Limits on what a head may ask of its receiver: few bytes must not cost much memory or time.
+
+A msgpack item has at least one byte, and most Python objects have 50 and more: a megabyte of empty
+dicts decodes to 72 megabytes. So the items of a head are counted before it is decoded, but only
+where there can be more than the limit, that is, in heads of more bytes than that. All others,
+which is nearly all, are not looked at.
+
+Python hashes numbers and tuples without a secret, so such keys are easy to make, and a dict of n
+of them takes n**2 comparisons: a quarter of a megabyte stops the interpreter for seconds. Keys
+that arrive in an extension are checked by hash before they meet in a dict or set. Native msgpack
+maps are built by msgspec without asking, so the codec writes only short ones with single values as
+keys, where collisions do not matter, and a head that may hide others is scanned for them.
+
+Contract: linear time, ``InvalidMessageError`` or nothing. Knows msgpack's tokens and nothing of
+what they mean to the codec; malformed ones are left to the decoder where items are counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date, datetime, time, timedelta
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rankwire.codec.probing import MANY_KEYS, check_table
+from rankwire.errors import InvalidMessageError
+
+__all__ = [
+    "DEFAULT_MAX_ITEMS",
+    "MAX_NATIVE_MAP",
+    "MIN_SCANNED_NBYTES",
+    "ItemCount",
+    "KeyCheck",
+    "may_hold_wide_maps",
+    "refuse_extensions_as_keys",
+    "refuse_wide_maps",
+]
+
+DEFAULT_MAX_ITEMS = 1_000_000
+
+# What a fixmap can hold, so that a longer map begins with one of two bytes.
+MAX_NATIVE_MAP = 15
+
+# Honest keys share a hash too: 34 powers of two do, and classes may hash by one field.
+_MAX_EQUAL_HASHES = 128
+# Too short to hold enough keys to matter.
+MIN_SCANNED_NBYTES = 1024
+
+# Steps of comparing that a message may take: 10 to 20 ns each, so at most half a second for a
+# megabyte. What is free is enough for any 4 kB.
+_FREE_STEPS = 1 << 18
+_STEPS_PER_BYTE = 32
+_BYTES_PER_STEP = 64  # of equal strings
+
+# Hashed with a secret of this process, or there are only three.
+_HASHED_SAFELY: frozenset[type] = frozenset({type(None), bool, str, bytes})
+# Compared in one step.
+_SINGLE: frozenset[type] = frozenset(
+    {type(None), bool, int, float, complex, date, time, datetime, timedelta}
+)
+
+_NO_KEY: list[None] = []
+_unpack = msgspec.msgpack.decode
+
+_MAP16, _MAP32 = 0xDE, 0xDF
+# Tokens of a fixed length, frequent ones first; fixmap is among them. First without
+# longer maps.
+_RARE_TOKENS = (
+    rb"|[\xcc\xd0].|[\xcf\xd3].{8}|\xd5.{3}|\xd6.{5}|\xd7.{9}|\xd8.{17}|"
+    + b"|".join(b"%c.{%d}" % (0xA0 + nbytes, nbytes) for nbytes in range(1, 32))
+    + rb")"
+)
+_SHORT_TOKENS = re.compile(
+    rb"(?:(?:\xcb.{8})++|[\x00-\xa0\xc0\xc2\xc3\xe0-\xff]|[\xca\xce\xd2\xdd].{4}|[\xcd\xd1\xd4\xdc].."
+    + _RARE_TOKENS
+    + b"*+",
+    re.DOTALL,
+)
+_SHORT_TOKEN = (
+    rb"(?:[\x00-\xa0\xc0\xc2\xc3\xe0-\xff]|\xcb.{8}|[\xca\xce\xd2\xdd\xdf].{4}|[\xcd\xd1\xd4\xdc\xde].."
+    + _RARE_TOKENS
+)
+# So many at once cost 30 ns each, as decoding does; the rest of a run is counted one by one.
+_BLOCK = 4096
+_block = re.compile(_SHORT_TOKEN + b"{%d}" % _BLOCK, re.DOTALL)
+_rest_of_block = re.compile(_SHORT_TOKEN + b"{0,%d}+" % _BLOCK, re.DOTALL)
+_each_token = re.compile(_SHORT_TOKEN, re.DOTALL)
+# Tokens that say their length (bin, str, ext): the width of the length, and what else follows it.
+_LONG_TOKENS = {
+    **{0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0)},
+    **{0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)},
+    **{0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)},
+}
+
+
+class ItemCount:
+    """Counts the items of one payload, whose head may come in several bodies."""
+
+    __slots__ = ("_count", "_limit")
+
+    def __init__(self, limit: int) -> None:
+        self._count = 0
+        self._limit = limit
+
+    def add(self, body: memoryview) -> None:
+        """Count what is in a body of msgpack; those of extensions in it count as one item here.
+
+        Raises:
+            InvalidMessageError: There are more than the limit, with those counted before.
+        """
+        position = 0
+        while position < len(body):
+            if match := _block.match(body, position):
+                position = match.end()
+                self._count += _BLOCK
+            elif (match := _rest_of_block.match(body, position)) and match.end() > position:
+                self._count += len(_each_token.findall(body, position, match.end()))
+                position = match.end()
+            elif body[position] in _LONG_TOKENS:
+                position = _skip_long_token(body, position)
+                self._count += 1
+            else:
+                return  # cut off, or no token of msgpack: the decoder says so
+            if self._count > self._limit:
+                raise InvalidMessageError(
+                    f"the payload holds more than {self._limit} items; arrays count as one, and "
+                    "Codec(max_items=) allows more"
+                )
+
+
+class KeyCheck:
+    """Keeps the keys of one message from taking more than linear time to tell apart.
+
+    Keys with different hashes are not compared. Of those with the same hash each is compared with
+    each, so there may be few of them; and since keys may hold sets, whose members are compared in
+    turn, the work is bounded over the whole message.
+
+    The bound: the *weight* of a value is 1 for a single one, the sum of its parts for a sequence,
+    and for a set of n members n times their sum. Then to compare two values takes at most the
+    geometric mean of their weights in steps. (For sequences by the inequality of Cauchy and
+    Schwarz; for sets too, since each of n members meets at most m of the other set, and the sum of
+    ``sqrt(x * y)`` over all pairs is at most ``sqrt(n * X) * sqrt(m * Y)``. Half of that for sets
+    of one size, as a member is met on the way to it by half of the others.) So g keys of one hash,
+    which are g * (g - 1) / 2 pairs, take at most (g - 1) / 2 times the sum of their weights, and
+    that is what a message has a budget for.
+
+    Args:
+        nbytes: The length of the message's head.
+        parts_of: The fields of an instance of a registered class, which compares by them; None for
+            any other value.
+    """
+
+    __slots__ = ("_left", "_parts_of", "_weights")
+
+    def __init__(self, nbytes: int, parts_of: Callable[[Any], Sequence[Any] | None]) -> None:
+        self._left = _FREE_STEPS + _STEPS_PER_BYTE * nbytes
+        self._parts_of = parts_of
+        # With the value itself, so that its id is not given to another one.
+        self._weights: dict[int, tuple[Any, int]] = {}
+
+    def check(self, keys: Sequence[Any], *, is_set: bool = False) -> None:
+        """Refuse keys before they meet in a dict or set, if that could take long.
+
+        Args:
+            keys: In the order in which they will be inserted.
+            is_set: Whether the dict of them becomes a set.
+
+        Raises:
+            InvalidMessageError: Too many have the same hash, or they are too costly to compare or
+                to find places for.
+        """
+        kinds = set(map(type, keys))
+        if kinds <= _HASHED_SAFELY or (len(keys) <= _MAX_EQUAL_HASHES and kinds <= _SINGLE):
+            return
+        groups = _groups_of_many(keys, is_set) if len(keys) > MANY_KEYS else _groups(keys)
+        for group in groups:
+            if len(group) > _MAX_EQUAL_HASHES:
+                raise InvalidMessageError(f"more than {_MAX_EQUAL_HASHES} keys have the same hash")
+            if not kinds <= _SINGLE:
+                self._left -= (len(group) - 1) * sum(map(self._weight, group)) // 2
+                if self._left < 0:
+                    raise InvalidMessageError("its keys would take too long to compare")
+
+    def _weight(self, value: Any) -> int:
+        kind = type(value)
+        if kind in _SINGLE:
+            return 1
+        if kind is str or kind is bytes:
+            return 1 + len(value) // _BYTES_PER_STEP
+        known = self._weights.get(id(value))
+        if known is not None:
+            return known[1]
+        if kind is tuple or kind is list:
+            weight = self._sum(value)
+        elif kind is frozenset or kind is set:
+            weight = (len(value) + 2) * self._sum(value) // 2
+        elif kind is dict:
+            weight = (len(value) + 2) * self._sum(value) // 2 + self._sum(value.values())
+        else:
+            weight = self._sum(self._parts_of(value) or ())
+        self._weights[id(value)] = (value, weight)
+        return weight
+
+    def _sum(self, values: Iterable[Any]) -> int:
+        return 1 + sum(map(self._weight, values))
+
+
+def _groups(keys: Sequence[Any]) -> Iterable[list[Any]]:
+    """Return the keys that share their hash with others, together with these."""
+    hashes = list(map(hash, keys))
+    if len(set(hashes)) == len(keys):
+        return ()
+    groups: dict[int, list[Any]] = {}
+    for key, value in zip(keys, hashes, strict=True):
+        groups.setdefault(value, []).append(key)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _groups_of_many(keys: Sequence[Any], is_set: bool) -> Iterable[list[Any]]:
+    """Return the same without a table of hashes, and look at the one that there will be."""
+    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+    order = np.argsort(hashes, kind="stable")
+    is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
+    check_table(hashes[np.sort(order[is_first])], is_set=is_set)
+    if is_first.all():
+        return ()
+    groups = np.split(order, np.nonzero(is_first)[0][1:])
+    return [[keys[index] for index in group] for group in groups if len(group) > 1]
+
+
+def may_hold_wide_maps(payload: bytearray, end: int) -> bool:
+    """Tell in two fast searches whether there can be anything to refuse in ``payload[:end]``."""
+    return payload.find(_MAP16, 0, end) >= 0 or payload.find(_MAP32, 0, end) >= 0
+
+
+def refuse_wide_maps(body: memoryview) -> None:
+    """Refuse msgpack that holds a map of more than 15 entries, except if it is too short to matter.
+
+    The bodies of extensions are opaque here. Those that are msgpack again need a call of their own.
+    """
+    if len(body) <= MIN_SCANNED_NBYTES:
+        return
+    position = 0
+    while (position := _skip_short_tokens(body, position)) < len(body):
+        if body[position] not in _LONG_TOKENS:
+            raise InvalidMessageError(f"a native map of more than {MAX_NATIVE_MAP}, or no msgpack")
+        position = _skip_long_token(body, position)
+
+
+def refuse_extensions_as_keys(body: memoryview) -> None:
+    """Refuse msgpack in which an extension is the key of a native map.
+
+    It is decoded once more, with extensions as something that cannot be a key.
+    """
+    try:
+        _unpack(body, ext_hook=_unhashable)
+    except msgspec.DecodeError as error:
+        raise InvalidMessageError(f"an extension as a key of a native map, or {error}") from error
+
+
+def _unhashable(code: int, body: memoryview) -> list[None]:
+    return _NO_KEY
+
+
+def _skip_long_token(body: memoryview, position: int) -> int:
+    width, besides = _LONG_TOKENS[body[position]]
+    nbytes = int.from_bytes(body[position + 1 : position + 1 + width], "big")
+    return position + 1 + width + besides + nbytes
+
+
+def _skip_short_tokens(body: memoryview, position: int) -> int:
+    match = _SHORT_TOKENS.match(body, position)  # matches at least the empty string
+    return match.end() if match else position

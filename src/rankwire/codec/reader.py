@@ -1,0 +1,239 @@
+"""The reader: extensions become the values that a ``Writer`` made them of, see ``values``.
+
+It raises ``InvalidMessageError``, or what msgspec, numpy or Python raise on malformed input; the
+codec translates that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from rankwire.codec import arrays, limits, scalars
+from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
+from rankwire.codec.limits import DEFAULT_MAX_ITEMS, ItemCount
+from rankwire.codec.probing import MANY_KEYS
+from rankwire.codec.values import (
+    ALIGNMENT,
+    ARRAY,
+    BYTEARRAY,
+    BYTES,
+    DICT,
+    ENUM,
+    FROZENSET,
+    MAX_DEPTH,
+    NBYTES,
+    NUMPY_SCALAR,
+    PICKLE,
+    RECORD,
+    SET,
+    TENSOR,
+    TUPLE,
+)
+from rankwire.errors import InvalidMessageError
+
+__all__ = ["Reader"]
+
+_unpack = msgspec.msgpack.decode
+
+
+class Reader:
+    """Lifts the extensions of one payload, and takes the buffers beside its head in their order.
+
+    Extensions nest as deep as the writer allows. Native lists and maps are msgspec's, which ends at
+    the interpreter's recursion limit: counting them here would take longer than decoding them.
+
+    Args:
+        classes: What was registered.
+        pickling: The module to unpickle with, or None to refuse pickles.
+        payload: All of it.
+        position: Where the head ends. In the end it must be where the payload ends.
+        max_items: How many items the head may have.
+    """
+
+    def __init__(
+        self,
+        classes: ClassTable,
+        pickling: ModuleType | None,
+        payload: bytearray,
+        position: int,
+        max_items: int = DEFAULT_MAX_ITEMS,
+    ) -> None:
+        self._classes = classes
+        self._pickling = pickling
+        self._payload = payload
+        self._depth = 0
+        self._must_scan = position > limits.MIN_SCANNED_NBYTES and (
+            limits.may_hold_wide_maps(payload, position)
+        )
+        self._items = ItemCount(max_items) if position > max_items else None
+        self._keys: limits.KeyCheck | None = None
+        self._head_nbytes = position
+        # What is being decoded now, from outside to inside, and was not looked at for odd keys.
+        self._open: list[memoryview] = []
+        self.position = position
+
+    def read(self, body: memoryview) -> Any:
+        """Decode msgpack and the extensions in it."""
+        if self._items is not None:
+            self._items.add(body)
+        if self._must_scan:
+            limits.refuse_wide_maps(body)
+        if self._head_nbytes <= limits.MIN_SCANNED_NBYTES:
+            return _unpack(body, ext_hook=self._lift)
+        self._open.append(body)
+        value = _unpack(body, ext_hook=self._lift)
+        if self._open and self._open[-1] is body:
+            self._open.pop()
+        return value
+
+    def _lift(self, code: int, body: memoryview) -> Any:
+        """Return what an extension stands for. msgspec calls this in the order of the head."""
+        if code in _LIFT:
+            return _LIFT[code](self, body)
+        if code in scalars.UNPACKERS:
+            return scalars.UNPACKERS[code](body)
+        raise InvalidMessageError(f"there is no extension {code}")
+
+    def _level(self, body: memoryview) -> list[Any]:
+        """Decode the body of a container, which is one level of nesting."""
+        if self._depth == MAX_DEPTH:
+            raise InvalidMessageError(f"the payload nests more than {MAX_DEPTH} levels deep")
+        self._depth += 1
+        items = self._list(body)
+        self._depth -= 1
+        return items
+
+    def _list(self, body: memoryview) -> list[Any]:
+        items = self.read(body)
+        if type(items) is not list:
+            raise InvalidMessageError("the body of an extension is not a list")
+        return items
+
+    def _tuple(self, body: memoryview) -> tuple[Any, ...]:
+        return tuple(self._level(body))
+
+    def _set(self, body: memoryview) -> set[Any]:
+        items = self._level(body)
+        self._check_keys(items, is_set=True)
+        # By way of a dict if it is large, so that the set has its final size at once: that is the
+        # table which was checked.
+        keyed = set(items) if len(items) <= MANY_KEYS else set(dict.fromkeys(items))
+        return _without_repeats(keyed, len(items))
+
+    def _frozenset(self, body: memoryview) -> frozenset[Any]:
+        self._refuse_odd_keys()
+        return frozenset(self._set(body))
+
+    def _dict(self, body: memoryview) -> dict[Any, Any]:
+        keys, values = self._level(body)
+        if type(keys) is not list or type(values) is not list:
+            raise InvalidMessageError("a dict is not a list of keys and a list of values")
+        self._check_keys(keys)
+        return _without_repeats(dict(zip(keys, values, strict=True)), len(keys))
+
+    def _refuse_odd_keys(self) -> None:
+        """Refuse native maps with extensions as keys in all that is being decoded.
+
+        No writer makes them. msgspec would compare them without asking, and a frozenset or a
+        record takes long to compare.
+        """
+        while self._open:
+            limits.refuse_extensions_as_keys(self._open.pop())
+
+    def _check_keys(self, keys: list[Any], *, is_set: bool = False) -> None:
+        if self._head_nbytes <= limits.MIN_SCANNED_NBYTES:
+            return
+        if self._keys is None:
+            self._keys = limits.KeyCheck(self._head_nbytes, self._classes.parts_of)
+        self._keys.check(keys, is_set=is_set)
+
+    def _take(self, nbytes: int) -> int:
+        """Consume the next buffer; return where it starts."""
+        if nbytes == 0:
+            return self.position
+        start = self.position + -self.position % ALIGNMENT
+        if start + nbytes > len(self._payload):
+            raise InvalidMessageError(
+                f"a buffer of {nbytes} bytes at {start}, in a payload of {len(self._payload)}"
+            )
+        if any(self._payload[self.position : start]):
+            raise InvalidMessageError(f"the padding at {self.position} is not zero")
+        self.position = start + nbytes
+        return start
+
+    def _buffer(self, body: memoryview) -> memoryview:
+        (nbytes,) = NBYTES.unpack(body)
+        start = self._take(nbytes)
+        return memoryview(self._payload)[start : start + nbytes]
+
+    def _bytes(self, body: memoryview) -> bytes:
+        return bytes(self._buffer(body))
+
+    def _bytearray(self, body: memoryview) -> bytearray:
+        return bytearray(self._buffer(body))
+
+    def _pickle(self, body: memoryview) -> Any:
+        if self._pickling is None:
+            raise InvalidMessageError("the payload holds a pickle, and allow_pickle is off here")
+        return self._pickling.loads(self._buffer(body))
+
+    def _array(self, body: memoryview) -> np.ndarray[Any, Any]:
+        head = arrays.array_head(body)
+        return arrays.view_array(head, self._payload, self._take(head.nbytes))
+
+    def _numpy_scalar(self, body: memoryview) -> np.generic:
+        return arrays.scalar_of(self._list(body))
+
+    def _tensor(self, body: memoryview) -> Any:
+        dtype, head = arrays.tensor_head(body)
+        array = arrays.view_array(head, self._payload, self._take(head.nbytes))
+        return arrays.view_tensor(dtype, array)
+
+    def _enum(self, body: memoryview) -> Any:
+        name, key = self._list(body)
+        return _registered(self._classes.enums, name).member_of(key)
+
+    def _record(self, body: memoryview) -> Any:
+        self._refuse_odd_keys()
+        name, signature, values = self._level(body)
+        carried = _registered(self._classes.records, name)
+        if signature != carried.signature:
+            raise InvalidMessageError(f"the two ends have different fields for class {name!r}")
+        return carried.build(values)
+
+
+_LIFT: dict[int, Callable[[Reader, memoryview], Any]] = {
+    TUPLE: Reader._tuple,
+    SET: Reader._set,
+    FROZENSET: Reader._frozenset,
+    DICT: Reader._dict,
+    BYTES: Reader._bytes,
+    BYTEARRAY: Reader._bytearray,
+    PICKLE: Reader._pickle,
+    ARRAY: Reader._array,
+    NUMPY_SCALAR: Reader._numpy_scalar,
+    TENSOR: Reader._tensor,
+    ENUM: Reader._enum,
+    RECORD: Reader._record,
+}
+
+Carried = TypeVar("Carried", EnumClass, RecordClass)
+Keyed = TypeVar("Keyed", set[Any], dict[Any, Any])
+
+
+def _registered(classes: dict[str, Carried], name: Any) -> Carried:
+    carried = classes.get(name)
+    if carried is None:
+        raise InvalidMessageError(f"no class is registered here as {str(name)[:80]!r}")
+    return carried
+
+
+def _without_repeats(keyed: Keyed, count: int) -> Keyed:
+    if len(keyed) != count:
+        raise InvalidMessageError("a key is repeated")
+    return keyed

@@ -1,0 +1,269 @@
+"""The writer: values that msgspec would not carry exactly become extensions, see ``values``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from rankwire.codec import arrays, limits, scalars
+from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
+from rankwire.codec.references import holds_references
+from rankwire.codec.values import (
+    ARRAY,
+    BYTEARRAY,
+    BYTES,
+    DICT,
+    ENUM,
+    FROZENSET,
+    MAX_DEPTH,
+    MIN_BUFFER_NBYTES,
+    MIN_LONG_LIST,
+    NBYTES,
+    NUMPY_SCALAR,
+    PICKLE,
+    PLAIN,
+    RECORD,
+    SET,
+    TENSOR,
+    TUPLE,
+)
+
+__all__ = ["Refusal", "Writer"]
+
+_NATIVE_INTS = range(-(2**63), 2**64)
+_pack = msgspec.msgpack.Encoder().encode
+
+_ADVICE = (
+    "Register its class with codec.register (an enum, dataclass or msgspec Struct), convert it to a"
+    " carried type, or set allow_pickle=True on both ends."
+)
+
+
+class Refusal(Exception):
+    """A value that is not carried. The path to it grows from its end, container by container."""
+
+    def __init__(self, value: Any, advice: str) -> None:
+        super().__init__(advice)
+        kind = type(value)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        self.type_name = f"{module}{kind.__qualname__}"
+        self.advice = advice
+        self.trail: list[str] = []
+
+
+class Writer:
+    """Lowers the values of one payload, and collects the buffers that travel beside its head.
+
+    Args:
+        classes: What was registered.
+        pickling: The module to pickle with, or None to refuse what is not carried.
+        plain: ``PLAIN`` or ``ALWAYS_PLAIN``.
+    """
+
+    def __init__(
+        self, classes: ClassTable, pickling: ModuleType | None, plain: frozenset[type]
+    ) -> None:
+        self._classes = classes
+        self._pickling = pickling
+        self._plain = plain
+        self._depth = 0
+        self.buffers: list[bytes | memoryview] = []
+
+    def lower(self, value: Any) -> Any:
+        """Return the value itself if it is plain, or what stands for it in the head.
+
+        Raises:
+            Refusal: It, or a value in it, is not carried.
+        """
+        kind = type(value)
+        if kind in self._plain:
+            return value
+        lower = _LOWER.get(kind)
+        return self._other(value) if lower is None else lower(self, value)
+
+    def lower_record(self, record: list[Any], paths: Sequence[str], levels: int = 1) -> Any:
+        """Lower a list whose items have names; so many outer levels do not count as nesting."""
+        self._depth = -levels
+        return self._each(record, record, paths.__getitem__)
+
+    def _each(self, owner: Any, values: Collection[Any], name: Callable[[int], str]) -> Any:
+        """Lower the values of a container; ``name`` is asked for the path to the one refused."""
+        if self._depth == MAX_DEPTH:
+            raise Refusal(owner, f"It is nested more than {MAX_DEPTH} levels deep, or in itself.")
+        if len(values) >= MIN_LONG_LIST and (floats := _packed_floats(values)) is not None:
+            return floats
+        if self._plain.issuperset(map(type, values)):
+            return values
+        lowered: list[Any] = []
+        self._depth += 1
+        try:
+            for value in values:
+                lowered.append(self.lower(value))  # noqa: PERF401 - its length says which failed
+        except Refusal as refusal:
+            refusal.trail.append(name(len(lowered)))
+            raise
+        self._depth -= 1
+        return lowered
+
+    def _list(self, value: list[Any]) -> Any:
+        return self._each(value, value, "[{}]".format)
+
+    def _tuple(self, value: tuple[Any, ...]) -> Ext:
+        return Ext(TUPLE, _pack(self._each(value, value, "[{}]".format)))
+
+    def _set(self, value: set[Any]) -> Ext:
+        return Ext(SET, _pack(self._each(value, value, "{{element {}}}".format)))
+
+    def _frozenset(self, value: frozenset[Any]) -> Ext:
+        return Ext(FROZENSET, _pack(self._each(value, value, "{{element {}}}".format)))
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        keys, values = list(value), list(value.values())
+
+        def name(index: int) -> str:
+            return f"[{_key_text(keys[index])}]"
+
+        if len(keys) <= limits.MAX_NATIVE_MAP and self._plain.issuperset(map(type, keys)):
+            return dict(zip(keys, self._each(value, values, name), strict=True))
+        lowered_keys = self._each(value, keys, "{{key {}}}".format)
+        return Ext(DICT, _pack([lowered_keys, self._each(value, values, name)]))
+
+    def _int(self, value: int) -> Any:
+        return value if value in _NATIVE_INTS else self._scalar(value)
+
+    def _str(self, value: str) -> Any:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            advice = "It holds a lone surrogate: send value.encode(errors='surrogatepass')."
+            return self._unsupported(value, advice, error)
+        return value
+
+    def _scalar(self, value: Any) -> Any:
+        code, pack = scalars.PACKERS[type(value)]
+        try:
+            return Ext(code, pack(value))
+        except ValueError as error:
+            return self._unsupported(value, str(error), error)
+
+    def _bytes(self, value: bytes) -> Any:
+        return value if len(value) < MIN_BUFFER_NBYTES else self._buffer(BYTES, value)
+
+    def _bytearray(self, value: bytearray) -> Ext:
+        return self._buffer(BYTEARRAY, memoryview(value))
+
+    def _memoryview(self, value: memoryview) -> Any:
+        if holds_references(value):
+            return self._unsupported(value, "It holds references to objects: send the objects.")
+        if value.nbytes < MIN_BUFFER_NBYTES or not value.c_contiguous:
+            return self._bytes(value.tobytes())
+        return self._buffer(BYTES, value.cast("B"))
+
+    def _buffer(self, code: int, buffer: bytes | memoryview) -> Ext:
+        self._put_beside(buffer)
+        return Ext(code, NBYTES.pack(len(buffer)))
+
+    def _put_beside(self, buffer: bytes | memoryview) -> None:
+        if len(buffer) > 0:
+            self.buffers.append(buffer)
+
+    def _array(self, value: np.ndarray[Any, Any]) -> Any:
+        body = arrays.array_body(value)
+        if body is None:
+            what = f"dtype {value.dtype} or {value.ndim} dimensions"
+            return self._unsupported(value, f"Arrays of {what} are not carried: convert it.")
+        self._put_beside(arrays.array_bytes(value))
+        return Ext(ARRAY, body)
+
+    def _numpy_scalar(self, value: np.generic) -> Any:
+        parts = arrays.scalar_parts(value)
+        if parts is None:
+            return self._unsupported(value, "Its dtype is not carried: convert it.")
+        code, content = parts
+        return Ext(NUMPY_SCALAR, _pack([code, self.lower(content) if code == "U" else content]))
+
+    def _tensor(self, value: Any) -> Any:
+        advice = arrays.tensor_advice(value)
+        if advice is not None:
+            return self._unsupported(value, advice)
+        body, data = arrays.tensor_body(value)
+        self._put_beside(data)
+        return Ext(TENSOR, body)
+
+    def _enum(self, carried: EnumClass, value: Any) -> Ext:
+        return Ext(ENUM, _pack([carried.name, self.lower(carried.key_of(value))]))
+
+    def _record(self, carried: RecordClass, value: Any) -> Any:
+        try:
+            values = carried.values_of(value)
+        except AttributeError as error:
+            return self._unsupported(value, f"One of its fields was never set: {error}.", error)
+        lowered = self._each(value, values, lambda index: f".{carried.fields[index]}")
+        return Ext(RECORD, _pack([carried.name, carried.signature, lowered]))
+
+    def _other(self, value: Any) -> Any:
+        carried = self._classes.by_class.get(type(value))
+        if isinstance(carried, RecordClass):
+            return self._record(carried, value)
+        if isinstance(carried, EnumClass):
+            return self._enum(carried, value)
+        if isinstance(value, np.generic):
+            return self._numpy_scalar(value)
+        if arrays.is_tensor(value):
+            return self._tensor(value)
+        return self._unsupported(value, _ADVICE)
+
+    def _unsupported(self, value: Any, advice: str, cause: Exception | None = None) -> Ext:
+        """Pickle a value if that is allowed, and refuse it otherwise."""
+        if self._pickling is None:
+            raise Refusal(value, advice) from cause
+        try:
+            return self._buffer(PICKLE, self._pickling.dumps(value))
+        except Exception as error:
+            raise Refusal(value, f"{advice} Its pickling raised {error!r}.") from error
+
+
+_LOWER: dict[type, Callable[[Writer, Any], Any]] = {
+    **dict.fromkeys(scalars.PACKERS, Writer._scalar),
+    int: Writer._int,
+    str: Writer._str,
+    list: Writer._list,
+    tuple: Writer._tuple,
+    set: Writer._set,
+    frozenset: Writer._frozenset,
+    dict: Writer._dict,
+    bytes: Writer._bytes,
+    bytearray: Writer._bytearray,
+    memoryview: Writer._memoryview,
+    np.ndarray: Writer._array,
+}
+
+
+def _packed_floats(values: Collection[Any]) -> msgspec.Raw | None:
+    """Return the encoding of many values if all of them are floats.
+
+    msgspec encodes nothing but a true float as a float. So it is enough to see in what it wrote
+    that each item has nine bytes and begins with 0xcb.
+    """
+    if type(next(iter(values))) is not float:
+        return None
+    try:
+        packed = _pack(values)
+    except Exception:  # whatever it is, the walk says it with the path
+        return None
+    start = 3 if len(values) < 2**16 else 5
+    is_long_enough = len(packed) == start + 9 * len(values)
+    if is_long_enough and packed[start::9].count(0xCB) == len(values):
+        return msgspec.Raw(packed)
+    return None
+
+
+def _key_text(key: Any) -> str:
+    if type(key) is str:
+        return f'"{repr(key[:40])[1:-1]}"'
+    return repr(key)[:40] if type(key) in PLAIN else f"<{type(key).__qualname__}>"

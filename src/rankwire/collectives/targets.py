@@ -1,0 +1,105 @@
+"""Targets: where the result of a collective goes, and in which parts. Pure, but for copying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rankwire.backends.base import Backend, check_rank
+from rankwire.collectives.algorithms import Array
+from rankwire.collectives.operands import Operand, new_like, operand
+from rankwire.collectives.reductions import Reduction, reduction
+from rankwire.errors import ConfigurationError
+
+__all__ = [
+    "apart",
+    "bundles",
+    "part_shape",
+    "part_value",
+    "reduction_of",
+    "stored",
+    "target_at_root",
+    "target_for",
+]
+
+# Arrays up to this size are sent together by all_reduce_coalesced; larger ones gain nothing.
+_COALESCE_UP_TO = 1 << 20
+
+
+def apart(own: Array, target: Operand) -> Array:
+    """Return what to send: a copy, if the result may overwrite it while others still read it."""
+    return own.copy() if np.may_share_memory(own, target.array) else own
+
+
+def reduction_of(op: str, source: Operand) -> Reduction:
+    """Return how to combine arrays of this kind.
+
+    Raises:
+        ConfigurationError: The op is not known, or means nothing for this dtype.
+    """
+    if not isinstance(op, str):
+        raise ConfigurationError(f"an op is a name such as 'sum', not {op!r}")
+    return reduction(op, source.array.dtype, is_bfloat16=source.is_bfloat16)
+
+
+def target_at_root(
+    backend: Backend, source: Operand, shape: tuple[int, ...], root: int, out: Any
+) -> Operand | None:
+    """Return where the root's result goes; None on other ranks."""
+    root = check_rank(root, backend.world_size)
+    if backend.rank != root:
+        return None
+    return target_for(source, shape, out)
+
+
+def target_for(source: Operand, shape: tuple[int, ...], out: Any) -> Operand:
+    """Return where a result goes: new memory, or what the user gave for it."""
+    if out is None:
+        return new_like(source, shape)
+    target = operand(out, "out")
+    target.check_like(source, shape, "out")
+    return target
+
+
+def part_shape(backend: Backend, source: Operand) -> tuple[int, ...]:
+    """Return the shape of one of N equal parts along dim 0."""
+    count = backend.world_size
+    if not source.shape or source.shape[0] % count:
+        raise ConfigurationError(
+            f"dim 0 of an array of shape {source.shape} is not evenly divisible among {count} ranks"
+        )
+    return (source.shape[0] // count, *source.shape[1:])
+
+
+def part_value(source: Operand, flat: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Any:
+    """Return a flat part as an array or tensor that says what it is."""
+    if isinstance(source.value, np.ndarray):
+        return flat.reshape(shape)
+    part = new_like(source, shape)
+    part.array[...] = flat.reshape(shape)
+    return part.value
+
+
+def stored(target: Operand | None, flat: np.ndarray[Any, Any] | None) -> Any:
+    """Return the user's view of a target, with a result in it; None where there is no target."""
+    if target is None or flat is None:
+        return None
+    target.store(flat)
+    return target.value
+
+
+def bundles(targets: Sequence[Operand]) -> list[list[int]]:
+    """Return the indices of arrays that travel together."""
+    bundles: list[list[int]] = []
+    open_bundles: dict[str, list[int]] = {}
+    for index, target in enumerate(targets):
+        if target.array.nbytes > _COALESCE_UP_TO:
+            bundles.append([index])
+        elif target.dtype_name in open_bundles:
+            open_bundles[target.dtype_name].append(index)
+        else:
+            open_bundles[target.dtype_name] = [index]
+            bundles.append(open_bundles[target.dtype_name])
+    return bundles

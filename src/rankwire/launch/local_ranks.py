@@ -1,0 +1,237 @@
+"""The ranks of this host, from start to end, as often as they are started.
+
+States, each left only downwards until the next ``start``::
+
+    IDLE       nothing was started
+    RUNNING    ranks run                                                  -> STOPPING, CLEARING
+    STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING
+    CLEARING   all have ended; what they left running is ended            -> OVER
+    OVER       nothing runs any more
+
+Knows nothing of other hosts and decides nothing: the owner says when to stop, and is told of each
+end. ``look`` moves things on; the owner calls it after each turn of its loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import selectors
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from pathlib import Path
+from time import monotonic
+
+from rankwire.errors import ConfigurationError
+from rankwire.launch.child import Child, Ending, JobSettings
+from rankwire.launch.memory import OomCounter
+from rankwire.launch.output import Output
+from rankwire.launch.reaper import Reaper
+from rankwire.launch.strays import Strays
+from rankwire.launch.summary import list_ranks
+from rankwire.links.security import files_of
+from rankwire.rendezvous.runtime_dir import sweep_socket_files
+
+__all__ = ["LocalRanks"]
+
+_POLL = 0.02
+# A process that is about to die may still start another.
+_KILLING_ROUNDS = 10
+
+
+class _Phase(Enum):
+    IDLE = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    CLEARING = auto()
+    OVER = auto()
+
+
+class LocalRanks:
+    """See the module. One thread.
+
+    Args:
+        command: The interpreter's arguments: a script or ``-m module``, then the program's own.
+        count: How many ranks this host has.
+        grace: Seconds between the request to stop and SIGKILL.
+        selector: Where to register; whoever owns it calls ``key.data()`` for each event.
+        output: Where their output goes.
+        reaper: Ends them if this process dies.
+        strays: Finds what they started and what left their process groups.
+        tls_dir: Where their certificates are, if they have any.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        *,
+        grace: float,
+        selector: selectors.BaseSelector,
+        output: Output,
+        reaper: Reaper,
+        strays: Strays,
+        tls_dir: Path | None = None,
+    ) -> None:
+        self.count = count
+        self.ranks = range(0)
+        self.stopped: list[int] = []
+        self.killed: list[int] = []
+        self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
+        self._command = command
+        self._grace = grace
+        self._selector = selector
+        self._output = output
+        self._reaper = reaper
+        self._strays = strays
+        strays.exempt(reaper.pid)
+        self._tls_dir = tls_dir
+        self._memory = OomCounter()
+        self._children: list[Child] = []
+        self._phase = _Phase.IDLE
+        self._kill_at = math.inf
+        self._clear_until = math.inf
+
+    def start(self, world: JobSettings, first_rank: int) -> None:
+        """Start all ranks, numbered from ``first_rank``.
+
+        Raises:
+            ConfigurationError: One cannot be started, or has no certificate; then none is.
+        """
+        if self._tls_dir is not None:
+            for rank in range(first_rank, first_rank + self.count):
+                files_of(self._tls_dir, rank)
+        self.close()
+        self._children = []
+        self.stopped, self.killed = [], []
+        self.ranks = range(first_rank, first_rank + self.count)
+        self._kill_at = math.inf
+        self._phase = _Phase.RUNNING
+        for rank in self.ranks:
+            try:
+                with self._reaper.new_leash() as leash:
+                    child = Child(
+                        rank,
+                        world,
+                        self._command,
+                        tls_dir=self._tls_dir,
+                        log_file=self._output.log_of(rank),
+                        leash=leash,
+                    )
+                    self._children.append(child)
+                    self._reaper.watch(child.pid, leash)
+            except OSError as error:
+                hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
+                raise ConfigurationError(
+                    f"rank {rank} cannot be started: {error.strerror}{hint}"
+                ) from error
+            child.serve(self._selector)
+            self._output.attach(rank, *child.pipes)
+
+    @property
+    def alive(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [child.rank for child in self._children if child.ending is None]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing runs any more."""
+        return self._phase in (_Phase.IDLE, _Phase.OVER)
+
+    @property
+    def wake_in(self) -> float:
+        """Seconds after which ``look`` has something to do, whatever happens until then."""
+        if self._phase is _Phase.CLEARING:
+            return _POLL
+        return self._kill_at - monotonic()
+
+    def errors_of(self, rank: int) -> list[str]:
+        """Return the last lines that a rank wrote to stderr."""
+        return self._output.last_errors(rank)
+
+    def look(self) -> None:
+        """See who has ended, kill who was asked to end and did not, end what they left."""
+        if self.is_over:
+            return
+        self._check_children()
+        self._strays.collect(self._groups, self._reaper)
+        if monotonic() >= self._kill_at:
+            self.kill()
+        if self._phase is not _Phase.CLEARING and not self.alive:
+            self._begin_clearing()
+        if self._phase is _Phase.CLEARING:
+            self._clear()
+
+    def stop(self, number: int) -> None:
+        """Ask all ranks to end, once."""
+        if self._phase is not _Phase.RUNNING:
+            return
+        self._check_children()  # who ended before this ended by itself
+        self._phase = _Phase.STOPPING
+        self._kill_at = monotonic() + self._grace
+        for child in self._children:
+            if child.ending is None:
+                self.stopped.append(child.rank)
+                child.send(number)
+
+    def kill(self) -> None:
+        """End all that is left, now."""
+        if self._phase is _Phase.RUNNING:
+            self.stop(signal.SIGTERM)
+        self._kill_at = math.inf
+        self._clear_until = -math.inf
+        if deaf := [rank for rank in self.alive if rank in self.killed]:
+            self._output.say(
+                f"killed already, and waiting inside the kernel: {list_ranks(deaf)}", "bold yellow"
+            )
+        for child in self._children:
+            if child.ending is None:
+                if child.rank not in self.killed:
+                    self.stopped.remove(child.rank)
+                    self.killed.append(child.rank)
+                child.send_group(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill whoever is left. Idempotent."""
+        for child in self._children:
+            child.close()
+
+    @property
+    def _groups(self) -> set[int]:
+        return {child.pid for child in self._children}
+
+    def _check_children(self) -> None:
+        for child in self._children:
+            ending = child.check()
+            if ending is None:
+                continue
+            by_itself = self._phase is _Phase.RUNNING
+            if by_itself and ending.signal == signal.SIGKILL and self._memory.has_grown():
+                ending = child.ending = replace(ending, is_oom=True)
+            self.on_ended(child.rank, ending, by_itself)
+
+    def _begin_clearing(self) -> None:
+        self._phase = _Phase.CLEARING
+        self._clear_until = monotonic() + self._grace if not self.killed else -math.inf
+        number = signal.SIGKILL if self.killed else signal.SIGTERM
+        for child in self._children:
+            child.send_group(number)
+            child.reap()
+        self._strays.send(number, self._groups)
+
+    def _clear(self) -> None:
+        left = [child for child in self._children if child.has_group()]
+        if (left or self._strays.find(self._groups)) and monotonic() < self._clear_until:
+            return
+        for child in left:
+            child.send_group(signal.SIGKILL)
+        for _ in range(_KILLING_ROUNDS):
+            if not self._strays.send(signal.SIGKILL, self._groups):
+                break
+        for child in self._children:
+            self._reaper.forget(child.pid)
+        self._output.take_rest()
+        sweep_socket_files()  # a rank that was killed could not remove its own
+        self._phase = _Phase.OVER

@@ -1,0 +1,193 @@
+"""The borrower: a payload that lies in the memory of another process of this host, as a parcel.
+
+It is copied by the thread that wants it, straight to where it wants it, and then given back with a
+receipt. The other end is ``lender``; the protocol between them is in ``wire.loans``. The lock of a
+``Borrowed`` guards its state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from itertools import starmap
+from time import sleep
+
+from rankwire.deadline import Deadline
+from rankwire.errors import PeerLostError, ProtocolError, RankwireError
+from rankwire.links.process_memory import CALLS, WORD_NBYTES, Vector, address_of, transfer
+from rankwire.wire.frames import allocate
+from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan, LoanRevokedError, Parcel
+
+__all__ = ["Borrowed"]
+
+_NONE = 0
+# A lender decides within microseconds; if it is stopped in between, its process is as good as gone.
+_DECISION_PATIENCE = 1.0
+_NAP = 50e-6  # until the next look whether it has
+
+
+class Borrowed(Parcel):
+    """A payload in the memory of another process.
+
+    Args:
+        loan: Where it lies.
+        pid: The process.
+        peer: Its rank, for errors.
+        fail: Called with the cause if the process is gone; returns what to raise.
+    """
+
+    __slots__ = (
+        "_fail",
+        "_is_settled",
+        "_loan",
+        "_lock",
+        "_memory",
+        "_peer",
+        "_pid",
+        "_receipt",
+        "_revoked",
+    )
+
+    def __init__(
+        self, loan: Loan, pid: int, peer: int, fail: Callable[[RankwireError], RankwireError]
+    ) -> None:
+        self._loan = loan
+        self._pid = pid
+        self._peer = peer
+        self._fail = fail
+        self._lock = threading.Lock()
+        self._revoked = False
+        # Each step is noted before the next, so that after an interrupt it is not taken twice.
+        self._memory: bytearray | None = None  # all of it, once it was read
+        self._receipt: list[int] = []  # what writing the receipt returned
+        self._is_settled = False
+
+    def __len__(self) -> int:
+        return self._loan.nbytes
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the sender has taken it back by now."""
+        with self._lock:
+            return self._revoked or self._guard() == self._loan.number | REVOKED
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """See ``Parcel``."""
+        if len(view):
+            with self._lock:
+                if self._memory is not None:  # read as a whole by a thread that was interrupted
+                    view[:] = memoryview(self._memory)[start : start + len(view)]
+                else:
+                    self._pull(start, view)
+
+    def whole(self) -> bytearray:
+        """See ``Parcel``."""
+        with self._lock:
+            if self._memory is None:
+                try:
+                    memory = allocate(self._loan.nbytes)
+                except MemoryError as error:
+                    raise ProtocolError(f"no memory for a message of {len(self)} bytes") from error
+                self._pull(0, memoryview(memory))
+                self._memory = memory
+            self._give_back()
+            return self._memory
+
+    def give_back(self) -> None:
+        """See ``Parcel``."""
+        with self._lock:
+            self._give_back()
+
+    def _pull(self, start: int, view: memoryview) -> None:
+        if self._revoked:
+            raise LoanRevokedError("the sender took the message back")
+        if self._receipt:
+            raise ProtocolError("this message has been given back")  # a mistake of ours
+        assert CALLS is not None
+        guard = ctypes.c_uint64(_NONE)
+        address, wanted = address_of(view), len(view)
+        done, number = 0, 0
+        while done < wanted:
+            local = [(address + done, wanted - done), (ctypes.addressof(guard), WORD_NBYTES)]
+            remote = _cut(self._loan.pieces, start + done, wanted - done)
+            remote.append((self._loan.guard, WORD_NBYTES))
+            count, number = transfer(CALLS[0], self._pid, local, remote)
+            if count <= 0:
+                break
+            done += count  # with the last part comes the guard, and more than was wanted
+        if done == wanted:
+            guard.value = self._guard() or _NONE
+        if done < wanted or guard.value != self._loan.number:
+            raise self._why_not(number)
+
+    def _guard(self) -> int | None:
+        """Return what the guard holds; None if the process is gone."""
+        assert CALLS is not None
+        guard = ctypes.c_uint64(_NONE)
+        local = [(ctypes.addressof(guard), WORD_NBYTES)]
+        count, _ = transfer(CALLS[0], self._pid, local, [(self._loan.guard, WORD_NBYTES)])
+        return guard.value if count == WORD_NBYTES else None
+
+    def _why_not(self, number: int) -> RankwireError:
+        """The memory could not be read: it was taken back, or refused, or its owner is gone."""
+        guard = self._guard()
+        if guard is None:
+            reason = os.strerror(number) if number else "only a part of it is there"
+            return self._fail(
+                PeerLostError(self._peer, f"the memory of its message cannot be read: {reason}")
+            )
+        if guard == self._loan.number:
+            self._write_receipt(self._loan.number | REFUSED)
+        self._revoked = True
+        return LoanRevokedError("the sender took the message back, or sends it in another way")
+
+    def _give_back(self) -> None:
+        """Write the receipt; raise if the sender had taken the loan back by then."""
+        if self._is_settled or self._revoked:
+            return
+        if not self._receipt:
+            self._write_receipt(self._loan.number)
+        patience = Deadline(_DECISION_PATIENCE)
+        guard = self._guard()
+        while guard == self._loan.number | DECIDING and not patience.expired:
+            sleep(_NAP)
+            guard = self._guard()
+        if guard is not None and guard in (
+            self._loan.number | REVOKED,
+            self._loan.number | DECIDING,
+        ):
+            self._revoked = True
+            raise LoanRevokedError("the sender took the message back")
+        self._is_settled = True
+
+    def _write_receipt(self, value: int) -> None:
+        """Write it, and note that in the same step: a second one might be another loan's."""
+        assert CALLS is not None
+        word = ctypes.c_uint64(value)
+        local = (Vector * 1)(Vector(ctypes.addressof(word), WORD_NBYTES))
+        remote = (Vector * 1)(Vector(self._loan.receipt, WORD_NBYTES))
+        # If it cannot be written, its owner is gone and does not wait.
+        arguments = ((self._pid, local, 1, remote, 1, 0),)
+        self._receipt.extend(starmap(CALLS[1], arguments))
+
+    def __repr__(self) -> str:
+        state = "revoked" if self._revoked else "given back" if self._receipt else "lent"
+        return f"<Borrowed {len(self)} bytes of rank {self._peer}, {state}>"
+
+
+def _cut(pieces: Sequence[tuple[int, int]], start: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return the pieces that hold ``nbytes`` from ``start`` on."""
+    cut = []
+    for address, length in pieces:
+        if start >= length:
+            start -= length
+            continue
+        taken = min(length - start, nbytes)
+        cut.append((address + start, taken))
+        nbytes -= taken
+        start = 0
+        if not nbytes:
+            break
+    return cut

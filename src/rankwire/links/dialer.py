@@ -1,0 +1,128 @@
+"""The dialer: from an address to an authenticated connection, seen from the end that opens it.
+
+Blocking, in the thread that needs the connection, within its deadline. The listening end is
+``acceptor``.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from secrets import token_bytes
+from typing import TYPE_CHECKING
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    AuthenticationError,
+    DeadlineExceededError,
+    NoConnectionError,
+    RankwireError,
+)
+from rankwire.links.security import UNPROTECTED, Policy
+from rankwire.links.sockets import wait_patiently
+from rankwire.wire.handshake import (
+    CHALLENGE_NBYTES,
+    NONCE_NBYTES,
+    VERDICT_NBYTES,
+    Hello,
+    Initiator,
+    Purpose,
+)
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
+
+__all__ = ["HANDSHAKE_LIMIT", "authenticate"]
+
+HANDSHAKE_LIMIT = 5.0  # seconds for the handshake with a stranger
+_TLS_ALERT = b"\x15\x03"  # how a listener inside TLS answers what is not TLS
+
+
+def authenticate(
+    sock: socket.socket,
+    hello: Hello,
+    *,
+    key: bytes,
+    deadline: Deadline,
+    check: Callable[[], None] = lambda: None,
+    policy: Policy = UNPROTECTED,
+) -> tuple[Stream, Seals | None]:
+    """Prove to the other end that this one has the key, and have it prove the same.
+
+    Args:
+        sock: Connected and non-blocking. If this raises, it is still the caller's to close.
+        hello: Who this is, and what the connection is for.
+        key: The handshake key.
+        deadline: For all of it.
+        check: Called now and then while waiting; what it raises ends the wait.
+        policy: How the connection is protected.
+
+    Returns:
+        What to go on with: the socket, or TLS around it; and the seals of the frames, if they are
+        sealed.
+
+    Raises:
+        AuthenticationError: It does not have the key, or closed the connection on seeing our
+            proof, or TLS is not possible with it, or its certificate is not of who was dialled.
+        NoConnectionError: It closed the connection before it saw the proof, or refused
+            (``RendezvousError`` when joining).
+        DeadlineExceededError: It did not answer in time.
+    """
+    stream = policy.dial(sock, deadline, check)
+    if objection := policy.objection_to(stream, hello.listener):
+        raise AuthenticationError(f"the other end is somebody else: {objection}")
+    initiator = Initiator(
+        replace(hello, protection=policy.protection_of(sock)),
+        key=key,
+        nonce=token_bytes(NONCE_NBYTES),
+        binding=getattr(stream, "binding", b""),
+    )
+    try:
+        stream.sendall(initiator.hello())
+        challenge = _receive(stream, CHALLENGE_NBYTES, deadline, check)
+        if challenge[:2] == _TLS_ALERT:
+            raise AuthenticationError(
+                "the other end wants TLS: give all ranks tls=, all launchers --tls"
+            )
+        if len(challenge) < CHALLENGE_NBYTES:
+            raise NoConnectionError("the other end closed the connection before the handshake")
+        stream.sendall(initiator.proof(challenge))
+        verdict = _receive(stream, VERDICT_NBYTES, deadline, check)
+    except RankwireError:
+        raise  # some of ours are also OSErrors
+    except OSError as error:
+        raise NoConnectionError(f"the handshake failed: {error.strerror or error}") from error
+    if len(verdict) < VERDICT_NBYTES:
+        reason = (
+            "the secrets differ"
+            if hello.purpose in (Purpose.JOIN, Purpose.LAUNCH)
+            else f"it is not rank {hello.peer} of this world"
+        )
+        raise AuthenticationError(
+            f"the other end closed the connection on seeing our proof: {reason}"
+        )
+    initiator.finish(verdict)
+    return stream, initiator.seals()
+
+
+def _receive(sock: Stream, nbytes: int, deadline: Deadline, check: Callable[[], None]) -> bytes:
+    """Return exactly ``nbytes``, or less at the end of the stream."""
+    data = b""
+    while len(data) < nbytes:
+        try:
+            piece = sock.recv(nbytes - len(data))
+        except BlockingIOError:
+            if not wait_patiently(sock, select.POLLIN, deadline, check):
+                raise DeadlineExceededError(
+                    deadline.limit, detail="no answer in the handshake"
+                ) from None
+            continue
+        except ConnectionResetError:
+            break
+        if not piece:
+            break
+        data += piece
+    return data

@@ -1,0 +1,245 @@
+"""The lender: memory of this process that a process of this host may read, and the wait for it.
+
+``lend`` returns a ``Lent`` and the description to send; ``settle`` waits for the receipt, or
+revokes. The other end is ``borrower``; the protocol between them is in ``wire.loans``. The kernel
+copies straight from the lender's arrays into the borrower's destination: 64 MiB in 6 ms where a
+Unix socket takes 20 to 30.
+
+The words that peers read and write live in an *arena* that is never freed: a late receipt must not
+land in memory that means something else by now. A pair of words is used again only after its
+receipt has come, so a receipt that comes late cannot hide another one's.
+
+Locks: ``_Arena._lock`` guards the free pairs, that of a ``Lent`` its state. Only the arena's are
+taken under a ``Lent``'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter, sleep
+from typing import Protocol
+
+from rankwire.deadline import Deadline
+from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.fork import guard
+from rankwire.links.process_memory import WORD_NBYTES, address_of
+from rankwire.wire.frames import Buffer
+from rankwire.wire.loans import (
+    DECIDING,
+    MAX_PIECES,
+    REFUSED,
+    REVOKED,
+    LoanRefusedError,
+    pack_loan,
+)
+
+__all__ = ["Lent", "Meanwhile", "lend"]
+
+_PAIR_NBYTES = 2 * WORD_NBYTES
+_ARENA_NBYTES = 64 << 10
+_NONE = 0
+
+# How a lender waits: it looks all the time while the receipt may come any moment, then in naps of
+# an eighth of what it has waited, so that it is late by that much at most.
+_LOOK_FOR = 200e-6
+_SHORTEST_NAP, _LONGEST_NAP = 50e-6, 1e-3
+# So long the peer may just be copying; then the lender looks for what others have sent. What it
+# fetches for later is copied once more, so it should not be in a hurry.
+_MEANWHILE_AFTER = 1e-3
+_SLOW_COPY = 4e9  # bytes a second, half of what was measured
+_LOOK_FOR_END_EVERY = 0.05
+
+
+class Meanwhile(Protocol):
+    """What a thread does while its peer does not take what it sends.
+
+    It reads, so that ranks which all send first do not wait for each other.
+    """
+
+    def watch(self) -> list[int]:
+        """Return the descriptors on which something to read may come."""
+
+    def read(self) -> None:
+        """Read what is there, without waiting. Must not send, nor call anything that may."""
+
+
+class _Arena:
+    """Pairs of words, a guard and a receipt each, at addresses that stay for ever."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.fence = threading.Lock()
+        self._free: list[tuple[memoryview, int]] = []
+        self._pages: list[mmap.mmap] = []  # also those whose pairs are all taken or spent
+        self.numbers = itertools.count(1)
+        guard(self)
+
+    def take(self) -> tuple[memoryview, int]:
+        """Return a pair and its address."""
+        with self._lock:
+            if not self._free:
+                page = mmap.mmap(-1, _ARENA_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                words = memoryview(page).cast("Q")
+                base = address_of(page)
+                # In one call of a C function: thousands of steps in which no interrupt falls.
+                pieces = map(slice, range(0, len(words), 2), range(2, len(words) + 2, 2))
+                pairs = map(words.__getitem__, pieces)
+                addresses = range(base, base + _ARENA_NBYTES, _PAIR_NBYTES)
+                self._pages.append(page)  # before: it must not end with the last of its pairs
+                self._free.extend(zip(pairs, addresses, strict=True))
+            return self._free.pop()
+
+    def forsake(self) -> None:
+        """See ``Forkable``. What the parent has lent is its own business."""
+        self._lock = threading.Lock()
+        self.fence = threading.Lock()
+        self._free = []
+        guard(self)  # a child may have children
+
+    def put(self, pair: tuple[memoryview, int]) -> None:
+        """Take a pair back whose receipt has come."""
+        with self._lock:
+            self._free.append(pair)
+
+
+_arena = _Arena()
+
+
+def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
+    """Lend memory; None if it is in too many pieces.
+
+    The caller sends the description and then calls ``settle``, or ``revoke`` if it cannot.
+
+    Returns:
+        The loan, which keeps the memory alive, and its description.
+    """
+    views = [memoryview(buffer) for buffer in buffers]
+    pieces = [(address_of(view), view.nbytes) for view in views if view.nbytes]
+    if not 1 <= len(pieces) <= MAX_PIECES:
+        return None
+    lent = Lent(buffers, nbytes)
+    description = pack_loan(lent.number, lent.address, lent.address + 8, pieces, nbytes)
+    return lent, description
+
+
+class Lent:
+    """Memory that a peer may read until it has said so, or until this end revokes."""
+
+    __slots__ = ("_buffers", "_lock", "_nbytes", "_pair", "_was_read", "address", "number")
+
+    def __init__(self, buffers: Sequence[Buffer], nbytes: int) -> None:
+        self._buffers: Sequence[Buffer] | None = buffers
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._was_read = False
+        self.number = next(_arena.numbers)
+        self._pair, self.address = _arena.take()
+        self._pair[1] = _NONE
+        self._pair[0] = self.number
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the receipt has come."""
+        return self._pair[1] == self.number
+
+    def revoke(self) -> bool:
+        """End the loan now; return whether it was read after all. Idempotent.
+
+        If not, the peer can tell from the guard, whenever it looks.
+        """
+        try:
+            return self._end()
+        except BaseException:
+            self._end()  # interrupted: a peer that finds it undecided would wait
+            raise
+
+    def _end(self) -> bool:
+        """Decide whether it was read; may be interrupted and repeated."""
+        with self._lock:
+            if self._buffers is not None:
+                self._pair[0] = self.number | DECIDING
+                # The lock is also the fence between the two words: either we see the receipt here,
+                # or the peer sees the mark.
+                with _arena.fence:
+                    self._was_read = self._was_read or self.is_settled
+                self._pair[0] = self.number if self._was_read else self.number | REVOKED
+                self._buffers = None
+                if self._was_read:
+                    _arena.put((self._pair, self.address))
+                # Else the peer may be about to write its receipt: these words are not used again.
+            return self._was_read
+
+    def settle(
+        self,
+        deadline: Deadline,
+        peer: int,
+        look_for_end: Callable[[], None],
+        meanwhile: Meanwhile | None,
+    ) -> None:
+        """Wait for the receipt; on any other end the loan is revoked.
+
+        Raises:
+            DeadlineExceededError: It was not read in time; the message was not sent.
+        """
+        try:
+            self.wait(deadline, look_for_end, meanwhile)
+        except LoanRefusedError:
+            raise
+        except RankwireError:
+            if not self.revoke():  # else it was read, and then its peer went
+                raise
+        finally:
+            was_read = self.revoke()
+        if not was_read:
+            raise DeadlineExceededError(
+                deadline.limit, waiting_for=[peer], detail="it does not take the message"
+            )
+
+    def wait(
+        self, deadline: Deadline, look_for_end: Callable[[], None], meanwhile: Meanwhile | None
+    ) -> bool:
+        """Wait for the receipt; False if the deadline passes first, and then the loan stands.
+
+        Args:
+            deadline: How long.
+            look_for_end: Raises if the connection has ended.
+            meanwhile: What to read while waiting.
+
+        Raises:
+            LoanRefusedError: The peer cannot read it.
+        """
+        pair, number = self._pair, self.number
+        patience = _MEANWHILE_AFTER + self._nbytes / _SLOW_COPY
+        start = perf_counter()
+        next_look = 0.0
+        while pair[1] != number:
+            if pair[1] == number | REFUSED:
+                raise LoanRefusedError("the peer cannot read this memory")
+            waited = perf_counter() - start
+            if waited < _LOOK_FOR:
+                os.sched_yield()  # the peer may have been put on this core, because we woke it up
+                continue
+            if waited >= next_look:
+                look_for_end()
+                next_look = waited + _LOOK_FOR_END_EVERY
+            if deadline.expired or self._buffers is None:
+                return False
+            if meanwhile is not None and waited > patience:
+                _wait_readable(meanwhile.watch(), _LONGEST_NAP)
+                if pair[1] != number:  # else what has come is best left to whoever wants it
+                    meanwhile.read()
+            else:
+                sleep(max(_SHORTEST_NAP, min(waited / 8, _LONGEST_NAP)))
+        return True
+
+
+def _wait_readable(descriptors: list[int], seconds: float) -> None:
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    poller.poll(int(seconds * 1000))

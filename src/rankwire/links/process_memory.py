@@ -1,0 +1,99 @@
+"""Memory of other processes: what the kernel allows of it, and the copying (Linux).
+
+It allows that between processes of one user, unless told otherwise (Yama's ``ptrace_scope``, a
+container's seccomp filter, separate pid namespaces); ``probe`` asks. What the bytes mean, and whose
+they are, is not known here: see ``lender`` and ``borrower``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rankwire.wire.frames import Buffer
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
+
+__all__ = ["CALLS", "WORD_NBYTES", "Vector", "address_of", "probe", "transfer"]
+
+WORD_NBYTES = 8
+
+
+class Vector(ctypes.Structure):
+    """The kernel's ``struct iovec``."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _system_calls() -> tuple[Callable[..., int], Callable[..., int]] | None:
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    calls = []
+    for name in ("process_vm_readv", "process_vm_writev"):
+        function = getattr(library, name, None)
+        if function is None:
+            return None
+        function.restype = ctypes.c_ssize_t
+        function.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
+        calls.append(function)
+    return calls[0], calls[1]
+
+
+# To read, and to write; None where there are none.
+CALLS = _system_calls()
+
+
+def probe(sock: Stream) -> tuple[int, str]:
+    """Ask whether this process may read the memory of the one at the other end of a Unix socket.
+
+    The process id is the kernel's word, not the peer's.
+
+    Returns:
+        The peer's process id, or 0 and why not.
+    """
+    if CALLS is None:
+        return 0, f"{sys.platform} has no process_vm_readv"
+    if sock.family != socket.AF_UNIX:
+        return 0, "it is not connected by a Unix socket"
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid = int(struct.unpack("3i", credentials)[0])
+    if pid <= 0:
+        return 0, "its process is not visible here: it is in another pid namespace"
+    # Permission is checked before the address: a bad address is the good answer.
+    for call in CALLS:
+        number = transfer(call, pid, [(ctypes.addressof(_probe_word), 8)], [(8, 8)])[1]
+        if number != errno.EFAULT:
+            return 0, f"the kernel refuses to copy memory of process {pid}: {os.strerror(number)}"
+    return pid, ""
+
+
+_probe_word = ctypes.c_uint64()
+
+
+def transfer(
+    call: Callable[..., int],
+    pid: int,
+    here: Sequence[tuple[int, int]],
+    there: Sequence[tuple[int, int]],
+) -> tuple[int, int]:
+    """Copy between two processes; return the bytes copied, or -1 and the error number."""
+    local = (Vector * len(here))(*(Vector(*piece) for piece in here))
+    remote = (Vector * len(there))(*(Vector(*piece) for piece in there))
+    count = call(pid, local, len(here), remote, len(there), 0)
+    return count, ctypes.get_errno() if count < 0 else 0
+
+
+def address_of(buffer: Buffer | mmap.mmap) -> int:
+    """Return where a buffer that is not empty begins, writable or not."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])

@@ -1,0 +1,112 @@
+"""Heartbeats: who was not heard for how long, and what follows. Pure: time is handed in.
+
+A rank that lives says so every beat. The states of a subject::
+
+    HEARD      silent for suspect_after seconds          -> SUSPECTED, which is told
+    SUSPECTED  heard again                               -> HEARD, which is told
+    SUSPECTED  silent for fail_after seconds             -> FAILED, which is told, and stays
+
+Separate limits, because slow and dead are different things: a process that swaps, sits in a
+debugger or holds the interpreter lock in native code is suspected soon and given up late.
+
+A judge that did not run itself (it was stopped, or its host was suspended) cannot know who was
+silent meanwhile: the time that it missed is not counted against anyone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import NamedTuple
+
+from rankwire.rendezvous.control_messages import Patience
+
+__all__ = ["Change", "Judgement", "Silence"]
+
+# A judge that comes so many beats late was not running.
+_LATE_BEATS = 3.0
+
+
+class Change(Enum):
+    """What has become of a subject."""
+
+    SUSPECTED = auto()
+    HEARD_AGAIN = auto()
+    FAILED = auto()
+
+
+class Judgement(NamedTuple):
+    """A change to tell."""
+
+    rank: int
+    change: Change
+    seconds: float
+
+
+class Silence:
+    """Listens for the silence of some ranks. One thread.
+
+    Args:
+        patience: The limits.
+        subjects: The ranks.
+        now: The monotonic time, here and below.
+    """
+
+    def __init__(self, patience: Patience, subjects: Iterable[int], now: float) -> None:
+        self._patience = patience
+        self._heard = dict.fromkeys(subjects, now)
+        self._suspected: set[int] = set()
+        self._judged = now
+        self._returned = -math.inf  # when the judge ran again after a long absence
+
+    def heard(self, rank: int, now: float) -> None:
+        """Take note of a sign of life."""
+        if rank in self._heard:
+            self._heard[rank] = now
+
+    def forget(self, rank: int) -> None:
+        """A subject is gone."""
+        self._heard.pop(rank, None)
+        self._suspected.discard(rank)
+
+    def lengths(self, now: float) -> dict[int, float]:
+        """Return the seconds of silence of the ranks that missed a beat. Safe from any thread."""
+        limit = 2 * self._patience.beat
+        return {rank: now - at for rank, at in list(self._heard.items()) if now - at > limit}
+
+    def was_absent(self, now: float) -> bool:
+        """Whether the judge did not run lately, for so long that others may have given it up.
+
+        They count from the last beat that they heard, the judge from the last one that it sent:
+        half of their limit is more than beats and the way can make up for.
+        """
+        limit = self._patience.fail_after
+        return now - self._judged > limit / 2 or now - self._returned < limit
+
+    def judge(self, now: float) -> list[Judgement]:
+        """Return what has changed since the last time. To be called every beat."""
+        self._pardon(now)
+        changes = []
+        for rank, at in list(self._heard.items()):
+            seconds = now - at
+            if seconds >= self._patience.fail_after:
+                self.forget(rank)
+                changes.append(Judgement(rank, Change.FAILED, seconds))
+            elif seconds >= self._patience.suspect_after:
+                if rank not in self._suspected:
+                    self._suspected.add(rank)
+                    changes.append(Judgement(rank, Change.SUSPECTED, seconds))
+            elif rank in self._suspected:
+                self._suspected.discard(rank)
+                changes.append(Judgement(rank, Change.HEARD_AGAIN, 0.0))
+        return changes
+
+    def _pardon(self, now: float) -> None:
+        if now - self._judged > self._patience.fail_after / 2:
+            self._returned = now
+        missed = now - self._judged - self._patience.beat
+        self._judged = now
+        if missed > _LATE_BEATS * self._patience.beat:
+            for rank, at in self._heard.items():
+                self._heard[rank] = min(now, at + missed)

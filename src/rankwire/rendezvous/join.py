@@ -1,0 +1,251 @@
+"""Joining: a rank's side of the rendezvous, until it has the list of all ranks.
+
+Blocking, in the thread that constructs the backend. The coordinator (rank 0, or a launcher) may
+start later, restart, or be slow: dialling is repeated with growing, jittered pauses until the
+deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    AuthenticationError,
+    ChannelClosedError,
+    DeadlineExceededError,
+    NoConnectionError,
+    PeerLostError,
+    ProtocolError,
+    RankwireError,
+    RendezvousError,
+)
+from rankwire.links.connection import Connection
+from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
+from rankwire.links.security import UNPROTECTED, Policy
+from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.rendezvous.control_messages import (
+    CONTROL,
+    DEFAULT_PATIENCE,
+    Failed,
+    Join,
+    Member,
+    Patience,
+    Waiting,
+    World,
+    max_coordinator_nbytes,
+    pack,
+    unpack,
+)
+from rankwire.rendezvous.coordinator import is_last_moment
+from rankwire.wire.frames import Frame
+from rankwire.wire.handshake import Hello
+from rankwire.wire.loans import whole_of
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import Stream
+
+__all__ = ["join"]
+
+_log = logging.getLogger("rankwire")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
+_AUTHENTICATION_TRIES = 3  # a full acceptor drops strangers too, so one refusal proves nothing
+_REPORT_EVERY = 10.0
+
+
+def join(
+    address: TcpAddress,
+    hello: Hello,
+    *,
+    find_key: Callable[[], bytes | None],
+    describe: Callable[[str], Member],
+    deadline: Deadline,
+    patience: Patience = DEFAULT_PATIENCE,
+    policy: Policy = UNPROTECTED,
+    has_coordinator: bool = False,
+) -> tuple[World, Connection, list[Frame]]:
+    """Dial the coordinator and wait until the whole world has joined.
+
+    Args:
+        address: Where the coordinator listens.
+        hello: Who joins.
+        find_key: Returns the handshake key, asked after each connect; None if there is none yet.
+        describe: Given the local address that reached the coordinator, starts to listen there and
+            says where.
+        deadline: For all of it.
+        patience: How long this rank would let others be silent.
+        policy: How the control connection is protected.
+        has_coordinator: Whether a launcher coordinates, and not rank 0.
+
+    Returns:
+        The world, the control connection, and frames that came on it right behind the world.
+
+    Raises:
+        RendezvousError: The coordinator refused, was not reached, or ranks are missing.
+        AuthenticationError: The secrets differ.
+    """
+    attempt = _Attempt(
+        address, hello, find_key, describe, deadline, patience, policy, has_coordinator
+    )
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return attempt.run()
+        except (NoConnectionError, PeerLostError, ChannelClosedError) as error:
+            attempt.note(error)
+        except AuthenticationError as error:
+            attempt.refusals += 1
+            if attempt.refusals >= _AUTHENTICATION_TRIES:
+                peer = None if has_coordinator else 0
+                error.during(op="join", rank=hello.rank, peer=peer, waited=deadline.waited)
+                raise
+            attempt.note(error)
+        except DeadlineExceededError as error:
+            if attempt.trouble is None:
+                attempt.note(error)
+        if deadline.expired:
+            raise attempt.too_late() from attempt.trouble
+        time.sleep(min(deadline.sleep_limit(), pause * random.uniform(0.5, 1.0)))
+        pause = min(pause * 2, _LONGEST_PAUSE)
+
+
+class _Attempt:
+    """What is remembered from one try to the next."""
+
+    def __init__(
+        self,
+        address: TcpAddress,
+        hello: Hello,
+        find_key: Callable[[], bytes | None],
+        describe: Callable[[str], Member],
+        deadline: Deadline,
+        patience: Patience,
+        policy: Policy,
+        has_coordinator: bool,
+    ) -> None:
+        self._patience = patience
+        self._policy = policy
+        self._address = address
+        self._hello = hello
+        self._find_key = find_key
+        self._describe = describe
+        self._deadline = deadline
+        self._coordinator = "the coordinator" if has_coordinator else "rank 0"
+        self._missing_at_first = [] if has_coordinator else [0]
+        self._missing: list[int] = self._missing_at_first
+        self._is_connected = False
+        self._is_let_in = False
+        self._without_secret: Deadline | None = None
+        self.refusals = 0
+        self._trouble_of_connecting: RankwireError | None = None
+        self._trouble_of_handshake: RankwireError | None = None
+
+    @property
+    def trouble(self) -> RankwireError | None:
+        """What to blame if there is no time left.
+
+        A handshake that failed says more than a connection that was refused later: whoever listened
+        has given up by then, perhaps for the same reason.
+        """
+        return self._trouble_of_handshake or self._trouble_of_connecting
+
+    def note(self, trouble: RankwireError) -> None:
+        """Remember why the last try failed."""
+        if self._is_connected:
+            self._trouble_of_handshake = trouble
+        else:
+            self._trouble_of_connecting = trouble
+
+    def run(self) -> tuple[World, Connection, list[Frame]]:
+        self._missing = self._missing_at_first
+        self._is_connected = self._is_let_in = False
+        sock = connect_tcp(self._address, self._deadline)
+        self._is_connected = True
+        try:
+            stream, seals = self._authenticate(sock)
+            member = self._describe(sock.getsockname()[0])
+            expect_prompt_reading(sock)
+            longest = max_coordinator_nbytes(self._hello.world_size)
+            control = Connection(stream, peer=0, max_nbytes=longest, seals=seals)
+            payload = pack(Join(member, self._patience))
+            control.send(CONTROL, ([payload], len(payload)), self._deadline)
+            world, rest = self._await_world(control)
+            return world, control, rest
+        except BaseException:
+            sock.close()
+            raise
+
+    def _authenticate(self, sock: socket.socket) -> tuple[Stream, Seals | None]:
+        key = self._find_key()
+        if key is None:
+            raise self._no_secret()
+        self._without_secret = None
+        # Whatever listens there may be no coordinator at all, and never answer.
+        limit = self._deadline.sooner(HANDSHAKE_LIMIT)
+        return authenticate(sock, self._hello, key=key, deadline=limit, policy=self._policy)
+
+    def _no_secret(self) -> RankwireError:
+        """Nobody has laid out a secret: a launcher's socket may listen before rank 0 is there."""
+        self._without_secret = self._without_secret or Deadline(HANDSHAKE_LIMIT)
+        reason = f"something listens on {self._address}, but there is no secret of its rank 0"
+        if not self._without_secret.expired:
+            return NoConnectionError(f"{reason} yet")
+        self.refusals = _AUTHENTICATION_TRIES
+        return AuthenticationError(f"{reason} that this user can read")
+
+    def _await_world(self, control: Connection) -> tuple[World, list[Frame]]:
+        self._missing = []
+        self._is_let_in = True
+        report = Deadline(_REPORT_EVERY)
+        while True:
+            frames = control.read(self._deadline.sooner(report.remaining()))
+            for index, frame in enumerate(frames):
+                message = unpack(whole_of(frame.payload))
+                if isinstance(message, World):
+                    return message, frames[index + 1 :]
+                if isinstance(message, Failed):
+                    error = RendezvousError(message.reason, missing=message.missing)
+                    error.root = message.cause
+                    raise error
+                if not isinstance(message, Waiting):
+                    raise ProtocolError(
+                        f"unexpected {type(message).__name__} from {self._coordinator}"
+                    )
+                self._note_missing(message.missing)
+            if self._deadline.expired:
+                raise self.too_late()
+            if report.expired:
+                report = Deadline(_REPORT_EVERY)
+                _log.warning(
+                    "rank %d waits for ranks %s (%.0f s)",
+                    self._hello.rank,
+                    self._missing,
+                    self._deadline.waited,
+                )
+
+    def _note_missing(self, missing: list[int]) -> None:
+        """Remember who is missing; at the last moment only who is so no more.
+
+        By then others give up too, for the same reason as this one; they are not the cause.
+        """
+        if is_last_moment(self._deadline) and self._missing:
+            missing = [rank for rank in missing if rank in self._missing]
+        self._missing = missing
+
+    def too_late(self) -> RendezvousError:
+        limit = f"within {self._deadline.limit:g} s"
+        reason = f"the world did not form {limit}"
+        if not self._is_let_in:
+            reason = f"{self._coordinator} was not reached at {self._address} {limit}"
+        if self.trouble is not None:
+            reason += f" ({self.trouble.message})"
+        return RendezvousError(reason, missing=self._missing).during(
+            op="join", rank=self._hello.rank, waited=self._deadline.waited
+        )

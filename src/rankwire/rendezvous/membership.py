@@ -1,0 +1,116 @@
+"""Membership: a member's side of its control connection once the world has formed.
+
+It says every beat that this process lives, hears from the coordinator who is silent or gone, and
+judges the coordinator itself by its beats. Runs on the acceptor's thread; the mirror is
+``coordinator``.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Protocol
+
+from rankwire.deadline import Deadline
+from rankwire.errors import PeerUnresponsiveError, RankwireError
+from rankwire.links.acceptor import Acceptor
+from rankwire.links.connection import Connection
+from rankwire.rendezvous.control_messages import (
+    CONTROL,
+    Beat,
+    Fallen,
+    Gone,
+    Suspected,
+    World,
+    pack,
+    unpack,
+)
+from rankwire.rendezvous.coordinator import silent_reason, tell
+from rankwire.rendezvous.heartbeat import Change, Silence
+from rankwire.wire.frames import Frame
+from rankwire.wire.loans import whole_of
+
+__all__ = ["Membership", "Audience"]
+
+
+class Audience(Protocol):
+    """Who wants to know. Called on the acceptor's thread; must not block."""
+
+    def on_gone(self, gone: Gone) -> None:
+        """A rank has died or left."""
+
+    def on_suspected(self, suspected: Suspected) -> None:
+        """A rank has become silent, or is heard again."""
+
+    def on_silences(self, silent: dict[int, float]) -> None:
+        """A beat has come, with the ranks that missed theirs."""
+
+    def on_coordinator_gone(self, error: RankwireError) -> None:
+        """The control connection has ended: nobody tells any more who is gone."""
+
+
+class Membership:
+    """See the module. ``begin`` before the acceptor starts, ``leave`` after it has stopped.
+
+    Attributes:
+        has_ended: Whether the coordinator is gone, so that nobody hears any more what is said.
+    """
+
+    def __init__(
+        self, control: Connection, world: World, acceptor: Acceptor, audience: Audience
+    ) -> None:
+        self._control = control
+        self._coordinator = world.coordinator
+        self._patience = world.patience
+        self._acceptor = acceptor
+        self._audience = audience
+        self._silence = Silence(self._patience, [self._coordinator], monotonic())
+        self.has_ended = False
+
+    def begin(self, heard_already: list[Frame]) -> None:
+        """Begin with what came right behind the world."""
+        self._acceptor.watch(self._control, self._heard, self._ended)
+        self._acceptor.call_every(self._patience.beat, self._beat)
+        self._heard(heard_already)
+
+    def _heard(self, frames: list[Frame]) -> None:
+        self._silence.heard(self._coordinator, monotonic())
+        for frame in frames:
+            match unpack(whole_of(frame.payload)):
+                case Beat(silent):
+                    self._audience.on_silences(dict(silent))
+                case Suspected() as suspected:
+                    self._audience.on_suspected(suspected)
+                case Gone() as gone:
+                    self._audience.on_gone(gone)
+
+    def _beat(self) -> None:
+        if self.has_ended:
+            return
+        tell(self._control, Beat())
+        for rank, change, seconds in self._silence.judge(monotonic()):
+            if change is not Change.FAILED:
+                self._audience.on_suspected(Suspected(rank, seconds))
+                continue
+            reason = silent_reason(seconds)
+            # In case it wakes up: it must not take the end of this connection for a death.
+            tell(self._control, Gone(rank, reason, silent=True))
+            self._acceptor.unwatch(self._control)
+            error = PeerUnresponsiveError(rank, reason)
+            self._control.fail(error)
+            self._ended(error)
+
+    def _ended(self, error: RankwireError) -> None:
+        self.has_ended = True
+        self._audience.on_coordinator_gone(error)
+
+    def leave(self, fallen: Fallen | None) -> None:
+        """Leave the world, in good order or by an error, which the coordinator then tells all."""
+        if fallen is None:
+            self._control.farewell(Deadline(0.0))
+        else:
+            payload = pack(fallen)
+            try:
+                self._control.send(CONTROL, ([payload], len(payload)), Deadline(0.2))
+            except RankwireError as error:
+                self._control.fail(error)
+        self._control.close()

@@ -1,0 +1,233 @@
+"""The runtime folder of this user on this host: who can share socket files, and where they are.
+
+A folder is used only if it is this user's, closed to all others and no link, and if what it is in
+lets nobody else replace it. So it need not be trusted who made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pwd
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from rankwire.errors import ConfigurationError
+
+__all__ = [
+    "RUNTIME_DIR",
+    "WHAT_TO_SET",
+    "find_runtime_folder",
+    "has_removed",
+    "host_id",
+    "new_socket_path",
+    "remove_socket_file",
+    "runtime_folder",
+    "runtime_folders",
+    "sweep_socket_files",
+]
+
+# Names the folder itself; a launcher that had to choose another hands it down so.
+RUNTIME_DIR = "RANKWIRE_RUNTIME_DIR"
+WHAT_TO_SET = f"Set {RUNTIME_DIR} to a folder of yours with mode 0700"
+_SHARED = Path("/tmp")
+# A socket address has room for 107 bytes, and a socket file's name for 33 of them.
+_LONGEST_FOLDER = 107 - 1 - 33
+
+_log = logging.getLogger("rankwire")
+_said: set[str] = set()  # by this process
+
+
+def host_id() -> str:
+    """Return a text that is equal for two processes of one host and one network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{_namespace('net')}"
+    except OSError:
+        return f"{os.uname().nodename}/{os.uname().sysname}"  # not Linux
+
+
+def runtime_folder() -> Path:
+    """Return this user's folder for socket files and agreed secrets, which no other user can enter.
+
+    Says once by a warning of the logger if it is not the one that was asked for.
+
+    Raises:
+        ConfigurationError: None can be had.
+    """
+    folder, trouble = find_runtime_folder()
+    if trouble and trouble not in _said:
+        _said.add(trouble)
+        _log.warning("%s; %s is used instead. %s", trouble, folder, WHAT_TO_SET)
+    return folder
+
+
+def find_runtime_folder() -> tuple[Path, str]:
+    """Return the first folder that is safe, made if need be, and why it is not an earlier one.
+
+    In this order: ``RANKWIRE_RUNTIME_DIR``; ``rankwire`` in ``XDG_RUNTIME_DIR``;
+    ``rankwire-UID`` in ``/tmp``, which another user can make first and so take away; and what
+    nobody else can take, a folder in this user's home, for this host alone.
+
+    Raises:
+        ConfigurationError: None is.
+    """
+    troubles: list[str] = []
+    for candidate in _candidates():
+        try:
+            return _made(candidate), "; ".join(troubles)
+        except ConfigurationError as error:
+            troubles.append(error.message)
+    raise ConfigurationError(f"{'; '.join(troubles)}. {WHAT_TO_SET}")
+
+
+def runtime_folders() -> Iterator[Path]:
+    """Yield every safe folder that is there: another process may have chosen a later one.
+
+    Whoever blocks one can clear the way between the choices of two processes.
+    """
+    for candidate in _candidates():
+        with suppress(ConfigurationError):
+            _check_folder(candidate)
+            yield candidate.path
+
+
+class _Candidate(NamedTuple):
+    """A folder that may be used.
+
+    Attributes:
+        base: What must be there and safe; the folder is made in it.
+        names: Below it, each for this user alone.
+        named: How it was asked for, for the texts.
+    """
+
+    base: Path
+    names: tuple[str, ...]
+    named: str = ""
+
+    @property
+    def path(self) -> Path:
+        return self.base.joinpath(*self.names)
+
+
+def _candidates() -> Iterator[_Candidate]:
+    if asked := os.environ.get(RUNTIME_DIR):
+        path = Path(os.path.abspath(asked))
+        yield _Candidate(path.parent, (path.name,), f"{RUNTIME_DIR}={asked}")
+    if asked := os.environ.get("XDG_RUNTIME_DIR"):
+        yield _Candidate(Path(os.path.abspath(asked)), ("rankwire",), f"XDG_RUNTIME_DIR={asked}")
+    user = os.geteuid()
+    yield _Candidate(_SHARED, (f"rankwire-{user}",))
+    with suppress(KeyError):  # a user without an entry, as in containers
+        # Not $HOME: after sudo it may be another's. A home may be seen by several hosts.
+        host = hashlib.sha256(host_id().encode()).hexdigest()[:8]
+        yield _Candidate(Path(pwd.getpwuid(user).pw_dir), (".rankwire", host))
+
+
+def _made(candidate: _Candidate) -> Path:
+    """Return a candidate's folder, made if need be.
+
+    Raises:
+        ConfigurationError: It is not safe, or cannot be had.
+    """
+    _check_base(candidate)
+    folder = candidate.base
+    try:
+        for name in candidate.names:
+            folder /= name
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigurationError(_because(candidate, error)) from error
+    _check_folder(candidate)
+    return folder
+
+
+def _check_base(candidate: _Candidate) -> None:
+    """Raise unless nobody else can put another folder in the place of one in ``base``."""
+    try:
+        status = candidate.base.stat()
+    except OSError as error:
+        raise ConfigurationError(_because(candidate, error)) from error
+    if status.st_uid not in (os.geteuid(), *_system_users()):
+        raise ConfigurationError(_because(candidate, "it belongs to another user"))
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise ConfigurationError(_because(candidate, "others can write there"))
+
+
+def _check_folder(candidate: _Candidate) -> None:
+    """Raise unless the folder is there, this user's, no link, and closed to everybody else."""
+    _check_base(candidate)
+    folder = candidate.base
+    for name in candidate.names:
+        folder /= name
+        try:
+            status = folder.lstat()
+        except OSError as error:
+            raise ConfigurationError(_because(candidate, error)) from error
+        mode, user = status.st_mode, status.st_uid
+        if not stat.S_ISDIR(mode) or user != os.geteuid() or mode & 0o077 or ~mode & 0o700:
+            raise ConfigurationError(
+                f"{folder} must be a folder of this user that no other user can enter (mode 0700)"
+            )
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        raise ConfigurationError(_because(candidate, "the path is too long for socket files"))
+
+
+def _because(candidate: _Candidate, reason: OSError | str) -> str:
+    text = reason if isinstance(reason, str) else reason.strerror
+    return f"{candidate.named or candidate.base}: {text}"
+
+
+def _system_users() -> tuple[int, ...]:
+    """Return who may own the folders above: root, also as seen where root has no number."""
+    try:
+        return 0, int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return (0,)
+
+
+def new_socket_path() -> str:
+    """Return a path for a socket file; its name says which process it belongs to."""
+    name = f"{_namespace('pid')}-{os.getpid()}-{secrets.token_hex(4)}.sock"
+    return str(runtime_folder() / name)
+
+
+def has_removed(path: str) -> bool:
+    """Whether the process to which a socket file belonged has removed it, as one that leaves does.
+
+    False if that cannot be said: a process of another container may have files that are not seen.
+    """
+    file = Path(path)
+    return file.name.startswith(f"{_namespace('pid')}-") and not file.exists()
+
+
+def remove_socket_file(path: str) -> None:
+    """Remove the socket file of another process of this user; a path elsewhere is left alone.
+
+    The path is what that process said, and it may have said anything.
+    """
+    file = Path(path)
+    if file.suffix == ".sock" and file.parent in runtime_folders():
+        file.unlink(missing_ok=True)
+
+
+def sweep_socket_files() -> None:
+    """Remove socket files whose processes are dead: one that is killed cannot remove its own."""
+    ours = str(_namespace("pid"))
+    for path in (path for one in runtime_folders() for path in one.glob(f"{ours}-*-*.sock")):
+        pid = path.name.split("-")[1]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
+
+
+def _namespace(kind: str) -> int:
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return 0

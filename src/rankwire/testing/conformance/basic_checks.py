@@ -1,0 +1,309 @@
+"""The conformance checks about messages, time limits, barriers and ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import monotonic, sleep
+
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    MessageTooLargeError,
+    RankwireError,
+    SelfSendError,
+    SizeMismatchError,
+)
+from rankwire.testing.conformance.tools import expect
+from rankwire.testing.ranks import in_parallel
+from rankwire.testing.worlds import MakeWorld
+
+# -- who and where ---------------------------------------------------------------------------------
+
+
+def ranks_count_from_zero(make_world: MakeWorld) -> None:
+    with make_world(3) as world:
+        assert [backend.rank for backend in world] == [0, 1, 2]
+        assert {backend.world_size for backend in world} == {3}
+
+
+def a_world_of_one_works(make_world: MakeWorld) -> None:
+    with make_world(1) as (alone,):
+        assert (alone.rank, alone.world_size) == (0, 1)
+        alone.barrier()
+
+
+def a_world_of_none_is_refused(make_world: MakeWorld) -> None:
+    error = expect(InvalidWorldSizeError, lambda: make_world(0).__enter__())
+    assert error.world_size == 0
+
+
+def wrong_ranks_are_refused(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, _):
+        for wrong in (2, 5, -1):
+            error = expect(InvalidRankError, partial(first.send, b"x", wrong))
+            assert (error.invalid_rank, error.world_size) == (wrong, 2)
+            expect(InvalidRankError, partial(first.recv, wrong))
+
+
+def sending_to_oneself_is_refused(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, _):
+        expect(SelfSendError, lambda: first.send(b"x", 0))
+        expect(SelfSendError, lambda: first.recv(0))
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def a_message_arrives_whole(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        sender = threading.Thread(target=first.send, args=(bytes([1, 2, 3, 4]), 1))
+        sender.start()
+        assert second.recv(0) == bytes([1, 2, 3, 4])
+        sender.join()
+
+
+def messages_have_any_length(make_world: MakeWorld) -> None:
+    lengths = [0, 1, 7, 65503, 65504, 65505, 65536, 1_000_003]
+    with make_world(2) as (first, second):
+
+        def send() -> None:
+            for length in lengths:
+                first.send(bytes([length % 251]) * length, 1)
+
+        def receive() -> None:
+            for length in lengths:
+                assert second.recv(0) == bytes([length % 251]) * length
+
+        in_parallel([send, receive])
+
+
+def pieces_arrive_as_one(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        first.send([b"one ", bytearray(b"message "), memoryview(b"in pieces")], 1)
+        assert second.recv(0) == b"one message in pieces"
+
+
+def messages_of_a_tag_keep_their_order(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        for number in range(200):
+            first.send(number.to_bytes(2), 1, tag=number % 2)
+        for tag in (1, 0):
+            got = [int.from_bytes(second.recv(0, tag=tag)) for _ in range(100)]
+            assert got == list(range(tag, 200, 2))
+
+
+def the_sender_may_reuse_its_buffer(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        for nbytes in (8, 50_000):
+            buffer = bytearray(b"a" * nbytes)
+            first.send(buffer, 1)
+            buffer[:] = b"b" * nbytes
+            assert second.recv(0) == b"a" * nbytes
+
+
+def a_receiver_owns_its_message(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        first.send(b"abc", 1)
+        message = second.recv(0)
+        message[0] = ord("x")
+        assert message == b"xbc"
+
+
+def every_pair_talks_directly(make_world: MakeWorld) -> None:
+    with make_world(4) as world:
+
+        def talk(rank: int) -> None:
+            others = [peer for peer in range(4) if peer != rank]
+            for peer in others:
+                world[rank].send(f"{rank} to {peer}".encode(), peer)
+            for peer in others:
+                assert world[rank].recv(peer) == f"{peer} to {rank}".encode()
+
+        in_parallel([partial(talk, rank) for rank in range(4)])
+
+
+def a_waiting_receive_does_not_delay_a_send(make_world: MakeWorld) -> None:
+    with make_world(2) as world:
+
+        def serve(rank: int) -> None:
+            waiting = threading.Thread(target=lambda: world[rank].recv(1 - rank, tag=1))
+            waiting.start()
+            sleep(0.05)  # both receives wait by now
+            world[rank].send(b"go on", 1 - rank, tag=1)
+            waiting.join(10)
+            assert not waiting.is_alive()
+
+        in_parallel([partial(serve, rank) for rank in range(2)])
+
+
+def too_large_a_message_is_refused_at_once(make_world: MakeWorld) -> None:
+    with make_world(2, max_message_nbytes=1000) as (first, second):
+        error = expect(MessageTooLargeError, lambda: first.send(bytes(1001), 1))
+        assert (error.nbytes, error.limit) == (1001, 1000)
+        first.send(bytes(1000), 1)
+        assert len(second.recv(0)) == 1000
+
+
+# -- receiving into a buffer -----------------------------------------------------------------------
+
+
+def a_message_is_received_into_a_buffer(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        first.send(b"abcd", 1)
+        buffer = bytearray(b"\xff" * 4)
+        assert second.recv_into(buffer, 0) == 4
+        assert buffer == b"abcd"
+
+
+def a_mismatch_loses_nothing(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        first.send(bytes(16), 1)
+        first.send(b"next", 1)
+        buffer = bytearray(b"\xff" * 32)
+        error = expect(SizeMismatchError, lambda: second.recv_into(buffer, 0))
+        assert (error.expected, error.got) == (32, 16)
+        assert buffer == b"\xff" * 32
+        assert second.recv(0) == bytes(16)
+        assert second.recv(0) == b"next"
+
+
+# -- time limits -----------------------------------------------------------------------------------
+
+
+def zero_polls(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        expect(DeadlineExceededError, lambda: second.recv(0, timeout=0))
+        first.send(b"now", 1)
+        assert _eventually(lambda: second.recv(0, timeout=0)) == b"now"
+
+
+def a_time_limit_is_exact_and_harmless(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        begin = monotonic()
+        error = expect(DeadlineExceededError, lambda: second.recv(0, tag=3, timeout=0.15))
+        assert 0.14 < monotonic() - begin < 5.0
+        assert (error.limit, error.op, error.rank, error.tag) == (0.15, "recv", 1, 3)
+        assert isinstance(error, TimeoutError)
+        first.send(b"late", 1, tag=3)
+        assert second.recv(0, tag=3) == b"late"
+
+
+def a_second_receiver_has_its_own_limit(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        other = threading.Thread(target=lambda: second.recv(0, tag=1))
+        other.start()
+        sleep(0.05)
+        begin = monotonic()
+        expect(DeadlineExceededError, lambda: second.recv(0, tag=2, timeout=0.1))
+        assert monotonic() - begin < 5.0
+        first.send(b"x", 1, tag=1)
+        other.join(10)
+        assert not other.is_alive()
+
+
+def a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, _):
+
+        def send_for_ever() -> None:
+            while True:
+                first.send(bytes(1 << 20), 1, timeout=0.2)
+
+        expect(DeadlineExceededError, send_for_ever)
+
+
+# -- barriers --------------------------------------------------------------------------------------
+
+
+def nobody_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> None:
+    with make_world(4) as world:
+        entered: list[int] = []
+
+        def meet(rank: int) -> None:
+            for episode in range(1, 20):
+                entered.append(rank)
+                world[rank].barrier()
+                assert len(entered) >= 4 * episode
+                world[rank].barrier()
+
+        in_parallel([partial(meet, rank) for rank in range(4)])
+
+
+def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
+    with make_world(4) as world:
+
+        def wait(rank: int) -> list[int]:
+            error = expect(DeadlineExceededError, lambda: world[rank].barrier(timeout=0.4))
+            return error.waiting_for
+
+        assert in_parallel([partial(wait, rank) for rank in (0, 1, 3)]) == [[2]] * 3
+        world[2].barrier()  # the others have entered, and have given up
+        in_parallel([backend.barrier for backend in world])
+
+
+def barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
+    with make_world(3) as world:
+
+        def run(rank: int) -> None:
+            right, left = (rank + 1) % 3, (rank - 1) % 3
+            for number in range(50):
+                world[rank].send(bytes([number]), right)
+                world[rank].barrier()
+            for number in range(50):
+                assert world[rank].recv(left) == bytes([number])
+
+        in_parallel([partial(run, rank) for rank in range(3)])
+
+
+# -- threads and ends ------------------------------------------------------------------------------
+
+
+def many_threads_each_get_their_own(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+
+        def send(tag: int) -> None:
+            for number in range(50):
+                first.send(f"{tag}/{number}".encode(), 1, tag=tag)
+
+        def receive(tag: int) -> None:
+            for number in range(50):
+                assert second.recv(0, tag=tag) == f"{tag}/{number}".encode()
+
+        in_parallel([partial(do, tag) for tag in range(12) for do in (receive, send)])
+
+
+def close_wakes_whoever_waits(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, _):
+        woken: list[RankwireError] = []
+
+        def wait(action: Callable[[], object]) -> None:
+            woken.append(expect(ChannelClosedError, action))
+
+        waiting = [
+            threading.Thread(target=wait, args=(action,))
+            for action in (lambda: first.recv(1), lambda: first.recv(1, tag=1), first.barrier)
+        ]
+        for thread in waiting:
+            thread.start()
+        sleep(0.1)
+        first.close()
+        first.close()
+        for thread in waiting:
+            thread.join(10)
+        assert len(woken) == 3
+        expect(ChannelClosedError, lambda: first.send(b"x", 1))
+        expect(ChannelClosedError, lambda: first.recv(1))
+
+
+def _eventually(receive: Callable[[], bytearray]) -> bytearray:
+    """A message is not received the moment it is sent: poll for a while."""
+    limit = monotonic() + 10
+    while True:
+        try:
+            return receive()
+        except DeadlineExceededError:
+            if monotonic() > limit:
+                raise

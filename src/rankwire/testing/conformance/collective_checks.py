@@ -1,0 +1,319 @@
+"""The conformance checks about arrays and collectives: the same results on every backend.
+
+The vectors are those of the contract's sections on collectives and point-to-point arrays, for
+worlds of 1, 2, 3, 4 and 7 ranks where they make sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+
+from rankwire.backends.base import Backend
+from rankwire.collectives import objects, operations
+from rankwire.errors import (
+    CollectiveMismatchError,
+    ConfigurationError,
+    InvalidRankError,
+    SelfSendError,
+)
+from rankwire.testing.conformance.tools import (
+    SIZES,
+    expect,
+    has_values,
+    run_all,
+    run_in_worlds,
+)
+from rankwire.testing.worlds import MakeWorld
+
+
+def arrays_go_from_rank_to_rank(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        for array in (
+            np.array([[1.0, 2.0], [3.0, 4.0]], np.float32),
+            np.array([7.0, 8.0, 9.0]),
+            np.array(5),
+            np.empty((0, 3), np.int16),
+        ):
+            first.send_array(array, 1)
+            assert has_values(second.recv_array(0), array)
+            first.send_array(array, 1)
+            into = np.full(array.shape, -1, array.dtype)
+            assert second.recv_array(0, timeout=1.0, out=into) is into
+            assert has_values(into, array)
+
+
+def two_ranks_swap_arrays(make_world: MakeWorld) -> None:
+    mine = [np.array([1.0, 2.0]), np.array([[3.0], [4.0], [5.0]])]
+
+    def swap(backend: Backend) -> None:
+        other = 1 - backend.rank
+        assert has_values(backend.sendrecv(mine[backend.rank], other), mine[other])
+        same = np.full(3, backend.rank, np.int64)
+        assert backend.sendrecv(same, other, out=same, timeout=1.0) is same
+        assert has_values(same, np.full(3, other))
+
+    run_in_worlds(make_world, swap, (2,))
+
+
+def arrays_to_wrong_ranks_are_refused(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, _):
+        assert "5" in str(expect(InvalidRankError, lambda: first.recv_array(5)))
+        assert "5" in str(expect(InvalidRankError, lambda: first.send_array(np.ones(1), 5)))
+        expect(SelfSendError, lambda: first.sendrecv(np.ones(1), 0))
+    with make_world(1) as (alone,):
+        expect(SelfSendError, lambda: alone.send_array(np.ones(1), 0))
+
+
+def sums_and_means_reach_every_rank(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        size, rank = backend.world_size, backend.rank
+        array = np.full(3, rank, np.float32)
+        assert operations.all_reduce(backend, array) is array
+        assert has_values(array, np.full(3, size * (size - 1) / 2, np.float32))
+        array = np.full(3, rank, np.float64)
+        mean = np.empty(3)
+        assert operations.all_reduce(backend, array, "mean", out=mean) is mean
+        assert has_values(mean, [(size - 1) / 2] * 3)
+        assert has_values(array, [rank] * 3)
+
+    run_in_worlds(make_world, each)
+
+    def of_two(backend: Backend) -> None:
+        mine = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]][backend.rank])
+        assert has_values(operations.all_reduce(backend, mine.copy()), [5.0, 7.0, 9.0])
+        assert has_values(operations.all_reduce(backend, mine.copy(), "mean"), [2.5, 3.5, 4.5])
+        assert has_values(operations.all_reduce(backend, mine.copy(), timeout=1.0), [5.0, 7.0, 9.0])
+
+    run_in_worlds(make_world, of_two, (2,))
+
+
+def a_world_of_one_keeps_its_values(make_world: MakeWorld) -> None:
+    with make_world(1) as (alone,):
+        array = np.array([1.5, -2.0])
+        for result in (
+            operations.all_reduce(alone, array.copy()),
+            operations.all_reduce(alone, array.copy(), "mean"),
+            operations.reduce(alone, array),
+            operations.broadcast(alone, array.copy()),
+            operations.all_gather(alone, array),
+            operations.gather(alone, array),
+            operations.scatter(alone, array),
+            operations.reduce_scatter(alone, array),
+            operations.reduce_scatter(alone, array, "mean"),
+            operations.all_to_all(alone, array),
+            operations.all_to_all(alone, array, send_counts=[2], recv_counts=[2]),
+        ):
+            assert result is not array
+            assert has_values(result, array)
+        operations.barrier(alone)
+        assert objects.all_gather_object(alone, "x") == ["x"]
+
+
+def every_op_is_the_same_everywhere(make_world: MakeWorld) -> None:
+    # The product of these floats, and even their sum, depends on the order: that of the ranks.
+    ufuncs: dict[str, Callable[..., Any]] = {
+        "sum": np.add,
+        "product": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+        "bitwise_and": np.bitwise_and,
+        "bitwise_or": np.bitwise_or,
+        "bitwise_xor": np.bitwise_xor,
+    }
+
+    def contribution(op: str, rank: int) -> Any:
+        values = np.array([rank + 1, 2 * rank + 3, 255 - rank, 7])
+        return values if op.startswith("bitwise") else values / 3.0 * 10.0**-rank
+
+    def each(backend: Backend) -> list[bytes]:
+        results = []
+        for op, ufunc in ufuncs.items():
+            array = operations.all_reduce(backend, contribution(op, backend.rank), op)
+            everyone = [contribution(op, rank) for rank in range(backend.world_size)]
+            assert has_values(array, reduce(ufunc, everyone))
+            results.append(array.tobytes())
+        return results
+
+    for size in SIZES:
+        with make_world(size) as world:
+            results = run_all(world, each)
+            assert all(result == results[0] for result in results)
+
+
+def an_op_that_means_nothing_is_refused(make_world: MakeWorld) -> None:
+    for size in (1, 2):
+        with make_world(size) as world:
+            for backend in world:
+                whole, complex_ones = np.ones(2, np.int32), np.ones(2, np.complex64)
+                for op, array in (("mean", whole), ("max", complex_ones), ("median", whole)):
+                    refused = partial(operations.all_reduce, backend, array, op)
+                    assert op in str(expect(ConfigurationError, refused))
+
+
+def the_root_alone_gets_the_result(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        size, rank = backend.world_size, backend.rank
+        for root in range(size):
+            mine = np.array([[rank, 1], [10 * rank, 2]])
+            total = operations.reduce(backend, mine, root)
+            joined = operations.gather(backend, mine, root)
+            values = objects.gather_object(backend, {"rank": rank}, root)
+            assert has_values(mine, [[rank, 1], [10 * rank, 2]])
+            if rank != root:
+                assert total is joined is values is None
+                continue
+            ranks = size * (size - 1) // 2
+            assert has_values(total, [[ranks, size], [10 * ranks, 2 * size]])
+            assert has_values(joined, np.concatenate([[[r, 1], [10 * r, 2]] for r in range(size)]))
+            assert values == [{"rank": r} for r in range(size)]
+
+    run_in_worlds(make_world, each)
+
+
+def a_broadcast_comes_from_any_root(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        for root in range(backend.world_size):
+            array = np.full((2, 2), 42.0 if backend.rank == root else -1.0, np.float32)
+            assert operations.broadcast(backend, array, root) is array
+            assert has_values(array, np.full((2, 2), 42.0, np.float32))
+            value = [10, 20, 30] if backend.rank == root else None
+            assert objects.broadcast_object(backend, value, root) == [10, 20, 30]
+
+    run_in_worlds(make_world, each)
+
+
+def a_root_outside_the_world_is_refused(make_world: MakeWorld) -> None:
+    all_rooted: tuple[Callable[..., Any], ...] = (
+        operations.broadcast,
+        operations.reduce,
+        operations.gather,
+        operations.scatter,
+        objects.broadcast_object,
+        objects.gather_object,
+        objects.scatter_object,
+    )
+    for size in (1, 2):
+        with make_world(size) as (first, *_):
+            for rooted in all_rooted:
+                error = expect(InvalidRankError, partial(rooted, first, np.ones(2), 5))
+                assert (error.invalid_rank, error.world_size) == (5, size)
+                assert "5" in str(error)
+
+
+def gathering_joins_along_dim_0(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        size, rank = backend.world_size, backend.rank
+        pairs = operations.all_gather(backend, np.array([10 * rank, 10 * rank + 1]))
+        assert has_values(pairs, np.array([10 * r + i for r in range(size) for i in (0, 1)]))
+        rows = operations.all_gather(backend, np.full((2, 3), rank, np.float32), timeout=1.0)
+        assert has_values(
+            rows, np.repeat(np.arange(size, dtype=np.float32), 6).reshape(2 * size, 3)
+        )
+        assert operations.all_gather(backend, np.empty((0, 3))).shape == (0, 3)
+        assert has_values(operations.all_gather(backend, np.array(rank)), np.arange(size))
+        out = np.full(size, -1)
+        assert operations.all_gather(backend, np.array(rank), out=out) is out
+        assert has_values(out, np.arange(size))
+
+    run_in_worlds(make_world, each)
+
+
+def scattering_cuts_dim_0(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        size, rank = backend.world_size, backend.rank
+        for root in range(size):
+            whole = np.arange(6.0 * size).reshape(2 * size, 3) if rank == root else None
+            part = operations.scatter(backend, whole, root)
+            assert has_values(part, np.arange(6.0 * rank, 6.0 * rank + 6).reshape(2, 3))
+            values = [f"for {r}" for r in range(size)] if rank == root else None
+            assert objects.scatter_object(backend, values, root) == f"for {rank}"
+        ones = operations.reduce_scatter(backend, np.arange(1.0, size + 1))
+        assert has_values(ones, [float(size * (rank + 1))])
+        rows = operations.reduce_scatter(backend, np.ones((2 * size, 3), np.int8))
+        assert has_values(rows, np.full((2, 3), size, np.int8))
+        mean = operations.reduce_scatter(backend, np.full(size, float(rank)), "mean", timeout=1.0)
+        assert has_values(mean, [(size - 1) / 2])
+
+    run_in_worlds(make_world, each)
+
+    def of_two(backend: Backend) -> None:
+        mine = np.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]][backend.rank])
+        part = operations.reduce_scatter(backend, mine)
+        assert has_values(part, [[6.0, 8.0], [10.0, 12.0]][backend.rank])
+
+    run_in_worlds(make_world, of_two, (2,))
+
+
+def parts_are_equal_or_refused(make_world: MakeWorld) -> None:
+    for size in (1, 2):
+        with make_world(size) as (first, *_):
+            for cutting in (operations.reduce_scatter, operations.all_to_all, operations.scatter):
+                error = expect(ConfigurationError, partial(cutting, first, np.array(1.0)))
+                assert "not evenly divisible" in str(error)
+    with make_world(2) as (first, _):
+        for cutting in (operations.reduce_scatter, operations.all_to_all, operations.scatter):
+            error = expect(ConfigurationError, partial(cutting, first, np.ones((3, 2))))
+            assert "(3, 2)" in str(error)
+
+
+def every_rank_sends_to_every_rank(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        size, rank = backend.world_size, backend.rank
+        # Slot i of rank r is for rank i: 100 i + r.
+        mine = 100 * np.arange(size) + rank
+        assert has_values(operations.all_to_all(backend, mine), 100 * rank + np.arange(size))
+        assert has_values(mine, 100 * np.arange(size) + rank)
+        sent = [(rank, dst) for dst in range(size)]
+        received = objects.all_to_all_object(backend, sent)
+        assert received == [(src, rank) for src in range(size)]
+        # Rank r sends r rows to each rank.
+        rows = np.full((size * rank, 2), rank)
+        parts = operations.all_to_all(backend, rows, send_counts=[rank] * size)
+        expected = np.repeat(np.arange(size), np.arange(size))
+        assert has_values(parts, np.stack([expected, expected], axis=1))
+
+    run_in_worlds(make_world, each)
+
+    def of_two(backend: Backend) -> None:
+        mine = np.array([[10, 20, 30, 40], [50, 60, 70, 80]][backend.rank])
+        expected = [[10, 20, 50, 60], [30, 40, 70, 80]][backend.rank]
+        assert has_values(operations.all_to_all(backend, mine, timeout=1.0), expected)
+        uneven = [
+            (np.array([10, 20, 21, 22]), [1, 3], [1, 2], [10, 30, 31]),
+            (np.array([30, 31, 40, 41]), [2, 2], [3, 2], [20, 21, 22, 40, 41]),
+        ]
+        mine, sends, receives, expected = uneven[backend.rank]
+        received = operations.all_to_all(backend, mine, send_counts=sends, recv_counts=receives)
+        assert has_values(received, expected)
+
+    run_in_worlds(make_world, of_two, (2,))
+
+
+def wrong_counts_are_refused(make_world: MakeWorld) -> None:
+    with make_world(2) as world:
+
+        def refuse(backend: Backend) -> None:
+            exchange = partial(operations.all_to_all, backend, np.ones(4))
+            for counts in ({"send_counts": [4]}, {"send_counts": [2, 2], "recv_counts": [1, 1, 1]}):
+                error = expect(ConfigurationError, partial(exchange, **counts))
+                assert "must have length 2" in str(error)
+            assert "5" in str(expect(ConfigurationError, partial(exchange, send_counts=[2, 3])))
+
+        run_all(world, refuse)
+
+        def disagree(backend: Backend) -> str:
+            own = [2, 2] if backend.rank == 0 else [3, 2]
+            call = partial(
+                operations.all_to_all,
+                backend,
+                np.ones(4),
+                send_counts=[2, 2],
+                recv_counts=own,
+            )
+            return expect(CollectiveMismatchError, call).message
+
+        assert set(run_all(world, disagree)) == {"rank 0 sends 2 rows to rank 1, which expects 3"}

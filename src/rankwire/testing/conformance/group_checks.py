@@ -1,0 +1,125 @@
+"""The conformance checks about groups: a ``SubBackend`` behaves the same on every parent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from rankwire.backends.base import Backend
+from rankwire.backends.sub import SubBackend
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    MembershipError,
+)
+from rankwire.testing.conformance.tools import expect
+from rankwire.testing.ranks import in_parallel
+from rankwire.testing.worlds import MakeWorld
+
+
+def _groups(world: Sequence[Backend], members: Sequence[int]) -> list[SubBackend]:
+    """Return the group's members, in order; they form it together."""
+    return in_parallel([partial(SubBackend, world[rank], members) for rank in sorted(set(members))])
+
+
+def a_group_has_ranks_of_its_own(make_world: MakeWorld) -> None:
+    with make_world(4) as world:
+        first, second = _groups(world, [1, 3])
+        assert (first.rank, first.world_size) == (0, 2)
+        assert (second.rank, second.world_size) == (1, 2)
+        assert first.parent is world[1]
+
+
+def members_are_sorted_and_counted_once(make_world: MakeWorld) -> None:
+    with make_world(4) as world:
+        group = _groups(world, [3, 2, 0, 2, 3])[1]
+        assert (list(group.members), group.rank, group.world_size) == ([0, 2, 3], 1, 3)
+
+
+def wrong_members_are_refused(make_world: MakeWorld) -> None:
+    with make_world(4) as world:
+        empty = expect(InvalidWorldSizeError, partial(SubBackend, world[0], []))
+        assert empty.world_size == 0
+        outside = expect(InvalidRankError, partial(SubBackend, world[0], [0, 9]))
+        assert (outside.invalid_rank, outside.world_size) == (9, 4)
+        stranger = expect(InvalidRankError, partial(SubBackend, world[0], [1, 3]))
+        assert stranger.invalid_rank == 0
+
+
+def ranks_are_translated_both_ways(make_world: MakeWorld) -> None:
+    with make_world(4) as world:
+        group, _ = _groups(world, [0, 2])
+        assert [group.to_global(rank) for rank in (0, 1)] == [0, 2]
+        assert [group.to_local(rank) for rank in (0, 1, 2, 3)] == [0, None, 1, None]
+        for wrong in (2, -1):
+            expect(InvalidRankError, partial(group.to_global, wrong))
+
+
+def messages_go_through_the_parent(make_world: MakeWorld) -> None:
+    with make_world(4) as world:
+        first, second = _groups(world, [0, 2])
+        first.send(bytes([9, 8, 7]), 1)
+        assert second.recv(0) == bytes([9, 8, 7])
+        expect(InvalidRankError, partial(first.send, b"x", 2))
+
+
+def a_groups_barrier_is_its_own(make_world: MakeWorld) -> None:
+    with make_world(6) as world:
+        groups = _groups(world, [0, 2, 4])
+        in_parallel([group.barrier for group in groups])
+        late = expect(DeadlineExceededError, partial(groups[0].barrier, timeout=0.1))
+        assert late.waiting_for == [1, 2]
+
+
+def overlapping_groups_and_their_parent_never_mix(make_world: MakeWorld) -> None:
+    with make_world(3) as world:
+        low, high = _groups(world, [0, 1]), _groups(world, [1, 2])
+        everyone = _groups(world, [0, 1, 2])
+
+        def talk(backend: Backend, name: str) -> None:
+            right = (backend.rank + 1) % backend.world_size
+            left = (backend.rank - 1) % backend.world_size
+            for number in range(30):
+                backend.send(f"{name} {number}".encode(), right)
+                backend.barrier()
+                assert backend.recv(left) == f"{name} {number}".encode()
+
+        in_parallel(
+            [
+                partial(talk, backend, name)
+                for name, members in (
+                    ("world", world),
+                    ("low", low),
+                    ("high", high),
+                    ("everyone", everyone),
+                )
+                for backend in members
+            ]
+        )
+
+
+def members_that_disagree_are_told(make_world: MakeWorld) -> None:
+    with make_world(3) as world:
+
+        def disagree(rank: int, members: list[int]) -> MembershipError:
+            return expect(MembershipError, partial(SubBackend, world[rank], members, timeout=5.0))
+
+        errors = in_parallel([partial(disagree, 0, [0, 1]), partial(disagree, 1, [0, 1, 2])])
+        assert all("[0, 1]" in error.message for error in errors)
+
+
+def a_member_that_does_not_come_is_named(make_world: MakeWorld) -> None:
+    with make_world(3) as world:
+        late = expect(DeadlineExceededError, partial(SubBackend, world[0], [0, 1, 2], timeout=0.2))
+        assert late.waiting_for == [1, 2]
+
+
+def leaving_a_group_leaves_the_parent_alone(make_world: MakeWorld) -> None:
+    with make_world(2) as world:
+        groups = _groups(world, [0, 1])
+        groups[0].close()
+        expect(ChannelClosedError, partial(groups[0].send, b"x", 1))
+        world[0].send(b"still here", 1)
+        assert world[1].recv(0) == b"still here"

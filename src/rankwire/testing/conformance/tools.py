@@ -1,0 +1,65 @@
+"""What the conformance checks share: ``pytest.raises`` without pytest, and worlds to run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rankwire.backends.base import Backend
+from rankwire.rpc.agent import RpcAgent
+from rankwire.testing.ranks import in_parallel
+from rankwire.testing.worlds import MakeWorld
+
+__all__ = ["SIZES", "Check", "agents_of", "expect", "has_values", "run_all", "run_in_worlds"]
+
+SIZES = (1, 2, 3, 4, 7)
+
+Check = Callable[[MakeWorld], None]
+Each = Callable[[Backend], Any]
+
+E = TypeVar("E", bound=BaseException)
+
+
+def expect(kind: type[E], action: Callable[[], object]) -> E:
+    """Return the error of that kind which ``action`` raises; ``AssertionError`` if it does not."""
+    try:
+        result = action()
+    except kind as error:
+        return error
+    raise AssertionError(f"expected {kind.__name__}, got {result!r}")
+
+
+def run_all(world: Sequence[Backend], each: Each) -> list[Any]:
+    """Run a function on all ranks; return what each of them got."""
+    return in_parallel([partial(each, backend) for backend in world])
+
+
+def run_in_worlds(make_world: MakeWorld, each: Each, sizes: Sequence[int] = SIZES) -> None:
+    """Run a function on all ranks of worlds of several sizes."""
+    for size in sizes:
+        with make_world(size) as world:
+            run_all(world, each)
+
+
+def has_values(array: Any, expected: Any) -> bool:
+    """Whether an array has these values, this shape and, if it is said, this dtype."""
+    wanted = np.asarray(expected)
+    same_kind = not isinstance(expected, np.ndarray) or array.dtype == wanted.dtype
+    return same_kind and array.shape == wanted.shape and bool(np.all(array == wanted))
+
+
+@contextmanager
+def agents_of(make_world: MakeWorld, world_size: int, **options: Any) -> Iterator[list[RpcAgent]]:
+    """Give an agent on each rank of a new world; they are closed at the end."""
+    world_options = {name: options.pop(name) for name in ("max_message_nbytes",) if name in options}
+    with make_world(world_size, **world_options) as world:
+        agents = [RpcAgent(backend, **options) for backend in world]
+        try:
+            yield agents
+        finally:
+            for agent in agents:
+                agent.close(grace=2.0)

@@ -1,0 +1,178 @@
+"""Which classes can be registered, and how their instances come apart and are built."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from typing import Any
+
+import msgspec
+import pytest
+
+from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
+from rankwire.errors import ConfigurationError, InvalidMessageError
+
+
+class Colour(enum.Enum):
+    RED = 1
+    CRIMSON = 1
+    GREEN = "g"
+
+
+class Access(enum.Flag):
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: int
+    made: int = dataclasses.field(init=False, default=7)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Keywords:
+    a: int
+    b: int = 2
+
+
+class Box(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag=True, array_like=True):
+    first_item: Any
+    second_item: Any = None
+
+
+@dataclasses.dataclass
+class NeedsMore:
+    x: int
+    scale: dataclasses.InitVar[int]
+
+    def __post_init__(self, scale: int) -> None:
+        self.x *= scale
+
+
+@dataclasses.dataclass(init=False)
+class OwnConstructor:
+    x: int
+
+    def __init__(self) -> None:
+        self.x = 1
+
+
+@dataclasses.dataclass
+class AlsoList(list[int]):
+    x: int = 1
+
+
+def record_class(cls: type) -> RecordClass:
+    table = ClassTable()
+    table.add(cls, None)
+    carried = table.by_class[cls]
+    assert isinstance(carried, RecordClass)
+    return carried
+
+
+def enum_class(cls: type) -> EnumClass:
+    table = ClassTable()
+    table.add(cls, None)
+    return table.enums[cls.__qualname__]
+
+
+@pytest.mark.parametrize(
+    "record", [Frozen(1), Keywords(a=1, b=3), Box(first_item=1, second_item=[2])], ids=repr
+)
+def test_records_are_built_equal(record):
+    carried = record_class(type(record))
+    assert carried.build(carried.values_of(record)) == record
+
+
+def test_fields_outside_the_constructor_travel_too():
+    carried = record_class(Frozen)
+    frozen = Frozen(1)
+    object.__setattr__(frozen, "made", 99)
+    assert carried.build(carried.values_of(frozen)).made == 99
+
+
+@pytest.mark.parametrize("values", [[], [1], [1, 2, 3], "ab", None, {"x": 1, "made": 2}])
+def test_a_wrong_number_of_values_is_refused(values):
+    with pytest.raises(InvalidMessageError):
+        record_class(Frozen).build(values)
+
+
+@pytest.mark.parametrize("member", [*Colour, Access.READ, Access.READ | Access.WRITE, Access(0)])
+def test_members_are_found_again(member):
+    carried = enum_class(type(member))
+    assert carried.member_of(carried.key_of(member)) is member
+
+
+@pytest.mark.parametrize("key", ["BLUE", 1, None, ["RED"], "__class__", ""])
+def test_a_key_that_is_no_member_is_refused(key):
+    with pytest.raises(InvalidMessageError):
+        enum_class(Colour).member_of(key)
+
+
+@pytest.mark.parametrize("key", [64, -100, True, "BOTH", 2**80])
+def test_a_value_that_is_no_flag_is_refused(key):
+    with pytest.raises(InvalidMessageError):
+        enum_class(Access).member_of(key)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        object,
+        int,
+        dict,
+        collections.namedtuple("Coordinates", "x"),
+        type("Ordinary", (), {}),
+        NeedsMore,
+        OwnConstructor,
+        AlsoList,
+        Frozen(1),
+        "Frozen",
+        list[int],
+    ],
+    ids=repr,
+)
+def test_other_kinds_of_classes_cannot_be_registered(cls):
+    with pytest.raises(ConfigurationError):
+        ClassTable().add(cls, None)
+
+
+def test_registering_twice_is_harmless():
+    table = ClassTable()
+    table.add(Frozen, None)
+    carried = table.by_class[Frozen]
+    table.add(Frozen, "Frozen")
+    assert table.by_class[Frozen] is carried
+
+
+def test_a_class_has_one_name_and_a_name_one_class():
+    table = ClassTable()
+    table.add(Frozen, "A")
+    table.add(Colour, "B")
+    for cls, name in [
+        (Frozen, "C"),
+        (Keywords, "A"),
+        (Keywords, "B"),
+        (Access, "A"),
+        (Access, "B"),
+    ]:
+        with pytest.raises(ConfigurationError):
+            table.add(cls, name)
+    table.add(Keywords, "C")
+    assert set(table.by_class) == {Frozen, Colour, Keywords}
+
+
+class Option(enum.IntFlag):
+    """Keeps bits that it does not know."""
+
+    ONE = 1
+
+
+def test_a_flag_of_thousands_of_bits_is_refused():
+    """Python would look at all of them for each of them."""
+    carried = EnumClass("Option", Option)
+    assert carried.member_of(1 << 200 | 1) == 1 << 200 | 1
+    with pytest.raises(InvalidMessageError, match="no such member"):
+        carried.member_of(1 << 30_000)

@@ -1,0 +1,149 @@
+"""torch tensors through the codec."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec.msgpack import Ext
+
+from rankwire.codec import arrays
+from rankwire.codec.codec import Codec
+from rankwire.errors import InvalidMessageError, UnsupportedTypeError
+
+torch = pytest.importorskip("torch")
+
+DTYPES = [getattr(torch, name) for name in arrays._TENSOR_CODES if hasattr(torch, name)]
+
+
+def payload_of(value: Any) -> bytearray:
+    return bytearray().join(Codec().encode(value)[0])
+
+
+def roundtrip(value: Any) -> Any:
+    return Codec().decode(payload_of(value))
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is torch.Tensor
+    assert (left.dtype, left.shape) == (right.dtype, right.shape)
+    assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (5,), (2, 3, 4)], ids=str)
+def test_tensors_of_every_dtype_arrive_equal(dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    assert_same(roundtrip(tensor), tensor)
+
+
+def test_a_tensor_among_other_values():
+    value = {"a": (torch.arange(3), np.arange(4)), "b": [torch.ones(2, 2), b"x" * 5000]}
+    arrived = roundtrip(value)
+    assert_same(arrived["a"][0], torch.arange(3))
+    assert_same(arrived["b"][0], torch.ones(2, 2))
+
+
+def test_a_dense_tensor_is_not_copied_by_the_sender():
+    for tensor in (torch.ones(100), torch.ones(100, dtype=torch.bfloat16)):
+        buffers, _ = Codec().encode(tensor)
+        data = np.frombuffer(buffers[-1], "u1")
+        assert data.ctypes.data == tensor.data_ptr()
+
+
+def test_a_received_tensor_is_a_writable_view_of_the_payload():
+    for dtype in (torch.float32, torch.bfloat16):
+        payload = payload_of([b"x" * 5000, torch.ones(10, dtype=dtype)])
+        tensor = Codec().decode(payload)[1]
+        start = np.frombuffer(payload, "u1").ctypes.data
+        assert start <= tensor.data_ptr() < start + len(payload)
+        assert tensor.data_ptr() % 16 == 0
+        tensor += 1
+        assert torch.equal(tensor, torch.full((10,), 2, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[::2],
+        lambda t: t.T,
+        lambda t: t[:, 1],
+        lambda t: t.expand(3, 4, 4),
+        lambda t: torch.complex(t, t).conj(),
+        lambda t: torch.complex(t, t).conj().imag,
+    ],
+)
+def test_views_arrive_as_what_they_show(view):
+    tensor = view(torch.arange(16.0).reshape(4, 4))
+    assert_same(roundtrip(tensor), tensor)
+
+
+def test_gradients_stay_here():
+    tensor = torch.ones(3, requires_grad=True)
+    arrived = roundtrip(tensor * 2)
+    assert not arrived.requires_grad
+    assert_same(arrived, torch.full((3,), 2.0))
+
+
+def test_nan_bits_of_bfloat16_are_kept():
+    tensor = torch.tensor([float("nan"), float("inf"), -0.0], dtype=torch.bfloat16)
+    assert torch.equal(roundtrip(tensor).view(torch.int16), tensor.view(torch.int16))
+
+
+def test_a_tensor_on_another_device_says_call_cpu():
+    with pytest.raises(UnsupportedTypeError, match=r"\.cpu\(\)") as caught:
+        Codec().encode({"w": torch.ones(2, device="meta")})
+    assert caught.value.path == 'value["w"]'
+
+
+@pytest.mark.parametrize(
+    ("tensor", "advice"),
+    [
+        (torch.nn.Parameter(torch.ones(2)), "detach"),
+        (torch.ones(2, 2).to_sparse(), "to_dense"),
+        (torch.ones(2).to(torch.float8_e5m2), "dtype"),
+        (torch.ones((1,) * 33), "dimensions"),
+    ],
+    ids=["parameter", "sparse", "float8", "33 dimensions"],
+)
+def test_other_tensors_are_refused_with_advice(tensor, advice):
+    with pytest.raises(UnsupportedTypeError, match=advice):
+        Codec().encode(tensor)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        [],
+        ["float32"],
+        ["float32", 3],
+        ["float32", -2],
+        ["float32", 2**62, 2**62],
+        ["float32", "2"],
+        ["bool", 8],
+        ["object", 1],
+        ["Tensor", 2],
+        ["load", 2],
+        [1, 2],
+        [["float32"], 2],
+    ],
+    ids=str,
+)
+def test_a_malformed_tensor_is_refused(description):
+    head = msgspec.msgpack.encode(Ext(42, msgspec.msgpack.encode(description)))
+    prefix = struct.pack("<I", len(head)) + head
+    with pytest.raises(InvalidMessageError):
+        Codec().decode(bytearray(prefix + bytes(-len(prefix) % 16) + b"\2" * 8))
+
+
+def test_the_codec_does_not_import_torch_to_send():
+    program = (
+        "import sys, numpy; from rankwire.codec.codec import Codec;"
+        "Codec().encode([numpy.ones(2), (1,), numpy.float32(1)]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
