@@ -4,15 +4,17 @@ Active with ``--overview``, in one process and under pytest-xdist. On a terminal
 rewritten in place; in a log it is a line for each tenth. A test that fails is named at once. This
 module knows nothing of rankwire.
 
-Seconds are those of all workers together; the processor's are those of a worker and of the
-children that it waited for.
+Seconds are those of all workers together; the processor's are those of a worker and of its
+children: those that have been waited for, and those of its children that live.
 """
 
+import os
 import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import pytest
 _SLOWEST = 10
 _REDRAW = 0.2  # seconds between two looks of the line on a terminal
 _TENTHS = 10
+_TIMES = slice(11, 15)  # of a process and of the children it has waited for, user's and system's
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +64,20 @@ _BEGAN = pytest.StashKey[float]()
 
 def _processor_seconds() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return time.process_time() + children.ru_utime + children.ru_stime + _of_living_children()
+
+
+def _of_living_children() -> float:
+    """Return the processor's seconds of the children, and of those that they have waited for."""
+    ticks = 0
+    try:
+        pids = Path("/proc/thread-self/children").read_text().split()
+        for pid in pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[_TIMES]))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0  # one has just ended, or this system tells nothing of it
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Overview:

@@ -255,6 +255,12 @@ class RankProcess:
         signal.pidfd_send_signal(self._pidfd, number)
         return time.monotonic()
 
+    def stop(self) -> float:
+        """Stop it, and return when that was, once all its threads stand still."""
+        now = self.signal(signal.SIGSTOP)
+        eventually(lambda: state_of(self.pid) == "T")
+        return now
+
     def kill(self) -> float:
         """Kill it, and return when that was, once it is dead."""
         now = self.signal(signal.SIGKILL)
@@ -315,6 +321,14 @@ def spawn_ranks(world_size: int) -> Iterator[list[RankProcess]]:
             stack.enter_context(contextlib.closing(RankProcess(rank, shared)))
             for rank in range(world_size)
         ]
+
+
+def state_of(pid: int) -> str:
+    """Return the letter that Linux has for what all threads of a process do; or an empty text."""
+    states = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states.pop() if len(states) == 1 else ""
 
 
 def free_port() -> int:

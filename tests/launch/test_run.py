@@ -363,7 +363,8 @@ if rank != 1:
             line.startswith(f"[rank {rank}] fell because of rank 1: RendezvousError: {words}")
             for line in lines
         )
-    assert lines[-1].startswith("rankwire: failed because of that: rank ")
+    # One of the two may be stopped before it has ended by itself.
+    assert any(line.startswith("rankwire: failed because of that: rank ") for line in lines)
 
 
 def test_who_raised_first_is_known_from_the_coordinator(run):

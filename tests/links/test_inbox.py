@@ -26,7 +26,7 @@ from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox, Receive
 from worlds import PATIENCE, Running, eventually
 
-SOON = 3.0  # seconds for what takes milliseconds, on a machine that is busy with other things
+SOON = 8.0  # seconds for what takes milliseconds, on a machine that is busy with other things
 KIB = 1 << 10
 
 
