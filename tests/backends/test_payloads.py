@@ -26,10 +26,10 @@ from rankwire.errors import (
     SelfSendError,
     UnsupportedTypeError,
 )
+from rankwire.links.allocation import allocate
 from rankwire.testing import simulated_world, tcp_world
 from rankwire.testing.worlds import sub_world
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.frames import allocate
 from rankwire.wire.loans import LoanRevokedError, Parcel
 from worlds import PATIENCE, Running, eventually
 

@@ -112,7 +112,7 @@ def test_a_rank_that_speaks_for_others_is_given_up_by_name_and_nobody_else_is(li
         assert world[3]._is_watched
         # The control plane still tells of deaths.
         with contextlib.suppress(OSError):
-            world[3]._formation._attendance._control._sock.shutdown(2)
+            world[3]._formation._attendance._control.stream.shut_down()
         eventually(lambda: 3 not in world[1].alive)
 
 

@@ -186,7 +186,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_closing(peer, connect):
             near.send((0, Channel.MESSAGE, 0), ([bytes(1000)], 1000), Deadline(0.0))
     closing = Running(peer.close, CLOSED, Deadline(0.05))
     closing.result(5.0)
-    assert wait_for(far._sock, select.POLLIN | select.POLLHUP, 0.0) & select.POLLHUP
+    assert wait_for(far.stream, select.POLLIN | select.POLLHUP, 0.0) & select.POLLHUP
 
 
 def test_a_peer_closed_twice_is_closed(peer, connect):

@@ -69,4 +69,4 @@ def install(backend: Any, peer: int, point: str = "") -> None:
     if int(nbytes) < 1:
         raise ValueError("a failpoint is after one byte or more")
     connection = backend._peers[peer].messages
-    connection._sock = FailingSocket(connection._sock, int(nbytes), action)
+    connection.stream = FailingSocket(connection.stream, int(nbytes), action)

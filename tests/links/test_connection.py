@@ -174,8 +174,8 @@ def test_header_and_payload_leave_in_one_system_call(make_link):
 
     for nbytes in (0, 100, 16384, 100_000):
         link = make_link()
-        sock = link.connection._sock
-        link.connection._sock = Proxied(
+        sock = link.connection.stream
+        link.connection.stream = Proxied(
             sock, send=counted(sock.send), sendmsg=counted(sock.sendmsg)
         )
         send(link.connection, bytes(nbytes))
@@ -244,8 +244,8 @@ def hold(connection, payload, **options):
 
 def test_held_frames_leave_in_order_with_the_next_one(link):
     calls = []
-    sock = link.connection._sock
-    link.connection._sock = Proxied(sock, send=lambda data: calls.append(1) or sock.send(data))
+    sock = link.connection.stream
+    link.connection.stream = Proxied(sock, send=lambda data: calls.append(1) or sock.send(data))
     for number in range(3):
         hold(link.connection, bytes([number]), tag=number)
     assert not calls
@@ -289,7 +289,7 @@ def test_what_is_held_is_bounded(connections):
 
 def test_held_frames_stay_held_when_nothing_could_be_sent_in_time(link):
     hold(link.connection, b"0", tag=0)
-    filler = fill(link.connection._sock)
+    filler = fill(link.connection.stream)
     for impatient in (
         lambda: link.connection.flush(Deadline(0.05)),
         lambda: send(link.connection, b"1", tag=1, timeout=0.05),
@@ -339,7 +339,7 @@ def test_threads_that_hold_send_and_flush_lose_and_double_nothing(connections):
 
 
 def test_a_send_of_which_nothing_has_left_leaves_the_connection_usable(link):
-    filler = fill(link.connection._sock)
+    filler = fill(link.connection.stream)
     deadline = Deadline(0.1)
     for payload in (b"small", bytes(100_000)):
         deadline = Deadline(0.1)
@@ -356,7 +356,7 @@ def test_a_send_of_which_nothing_has_left_leaves_the_connection_usable(link):
 
 
 def test_a_send_without_patience_is_refused_at_once(link):
-    fill(link.connection._sock)
+    fill(link.connection.stream)
     before = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         send(link.connection, b"x", timeout=0.0)
@@ -460,7 +460,7 @@ def test_input_that_never_stops_does_not_prolong_the_deadline(make_link, spin):
         buffer[: len(piece)] = piece
         return len(piece)
 
-    link.connection._sock = Proxied(link.connection._sock, recv_into=recv_into)
+    link.connection.stream = Proxied(link.connection.stream, recv_into=recv_into)
     assert link.connection.read(Deadline(0.1)) == []
 
 
@@ -480,7 +480,7 @@ class ReadsItself:
         self.frames = []
 
     def watch(self):
-        return [self.connection.fileno()]
+        return [self.connection.stream]
 
     def read(self):
         self.frames += self.connection.read_ready() or []
@@ -500,13 +500,13 @@ def test_reading_what_comes_while_a_send_is_blocked_lets_both_ends_send_first(co
 
 def test_a_send_that_is_blocked_notices_what_there_is_to_read_only_later(link):
     """Such as a connection that comes in meanwhile: the peer may be blocked in a send, too."""
-    filler = fill(link.connection._sock)
+    filler = fill(link.connection.stream)
 
     class Later(ReadsItself):
         comes = Deadline(0.1)
 
         def watch(self):
-            return [link.raw.fileno()] if self.comes.expired else []
+            return [link.raw] if self.comes.expired else []
 
         def read(self):
             if self.comes.expired and not self.frames:
@@ -519,7 +519,7 @@ def test_a_send_that_is_blocked_notices_what_there_is_to_read_only_later(link):
 def test_input_that_waits_to_be_read_does_not_prolong_the_deadline_of_a_send(link):
     # Another thread has the reading role, or the peer sends faster than this one reads.
     link.raw.sendall(frame_bytes(b"unread"))
-    fill(link.connection._sock)
+    fill(link.connection.stream)
     reads = []
 
     class NothingCanBeRead(ReadsItself):
@@ -696,7 +696,7 @@ def test_a_message_whose_bytes_look_like_a_farewell_is_none(link):
 
 
 def test_a_farewell_to_a_peer_that_takes_nothing_gives_up_in_time(link):
-    fill(link.connection._sock)
+    fill(link.connection.stream)
     before = time.monotonic()
     link.connection.farewell(Deadline(0.1))
     assert time.monotonic() - before < SOON
@@ -1373,7 +1373,7 @@ def test_a_withdrawn_loan_says_so_to_whoever_takes_it(lending):
 
 def test_a_loan_whose_frame_cannot_be_sent_is_withdrawn(lending):
     near, far = lending
-    filler = fill(near._sock)
+    filler = fill(near.stream)
     with pytest.raises(DeadlineExceededError):
         send(near, noise(LARGE), timeout=0.05)
     assert near.failure is None

@@ -554,7 +554,7 @@ def test_the_failure_of_the_connection_ends_all_waiting_each_with_an_error_of_it
 
 def test_garbage_ends_all_waiting(post):
     waiting = [post.start(tag) for tag in range(3)]
-    post.sender._sock.send(b"\xff" * 100)
+    post.sender.stream.send(b"\xff" * 100)
     assert {type(running.error(SOON)) for running in waiting} == {ProtocolError}
 
 
@@ -661,7 +661,7 @@ def test_a_peer_that_fails_before_it_has_sent_anything_ends_all_waiting(sockets)
 @on_both_transports
 def test_half_a_message_at_the_end_is_not_delivered(post):
     post.send(1, b"whole")
-    sock = post.sender._sock
+    sock = post.sender.stream
     sock.send(b"\1\0\0\0\1\0\0\0" + bytes(8) + b"\1" + bytes(7) + b"\x0a" + bytes(7) + b"half")
     post.sender.close()
     assert post.recv(1) == b"whole"
@@ -1269,12 +1269,12 @@ def test_there_is_something_to_watch_only_if_somebody_can_read_it(connections):
     assert post.inbox.watch() == []
     post.inbox.read()
     assert post.inbox.attach(post.connection)
-    assert post.inbox.watch() == [post.connection.fileno()]
+    assert post.inbox.watch() == [post.connection.stream]
     reader = post.start(1)
     assert post.inbox.watch() == []
     post.send(1, b"x")
     assert reader.result() == b"x"
-    assert post.inbox.watch() == [post.connection.fileno()]
+    assert post.inbox.watch() == [post.connection.stream]
     post.send(2, b"large")
     eventually(lambda: post.inbox.read() or post.inbox.unmatched_nbytes)
     assert post.inbox.watch() == [], "no more is read for now"

@@ -9,7 +9,6 @@ import mmap
 import os
 import random
 import socket
-import struct
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from rankwire.links import lender as lender_module
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import lend
 from rankwire.links.process_memory import probe
+from rankwire.links.stream import SocketStream
 from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, LoanRevokedError, unpack_loan
 from worlds import PATIENCE, Running, spawn_ranks
 
@@ -520,7 +520,7 @@ def test_what_can_be_read_is_read_at_once_while_waiting():
                 if near.recv(1, socket.MSG_DONTWAIT):
                     loaned.parcel.give_back()
 
-        waiting = Running(settle, loaned.lent, meanwhile=Watched([near.fileno()], on_read))
+        waiting = Running(settle, loaned.lent, meanwhile=Watched([near], on_read))
         time.sleep(0.02)
         far.send(b"x")
         waiting.result(SOON)
@@ -533,7 +533,7 @@ def test_waiting_does_not_eat_the_processor(what):
         meanwhile = {
             "nothing": None,
             "no descriptors": Watched(),
-            "a silent one": Watched([near.fileno()]),
+            "a silent one": Watched([near]),
         }[what]
         loaned = Loaned(b"abc")
         before = time.thread_time()
@@ -599,7 +599,7 @@ def lender(folder):
 
 def allowed(sock):
     """Return the process at the other end, or skip the test where the kernel says no."""
-    pid, reason = probe(sock)
+    pid, reason = probe(SocketStream(sock))
     if not pid:
         pytest.skip(reason)
     return pid
@@ -658,19 +658,19 @@ def pair():
 
 
 def test_the_process_at_the_other_end_is_told_by_the_kernel(pair):
-    assert probe(pair[0]) == (os.getpid(), "")
+    assert probe(SocketStream(pair[0])) == (os.getpid(), "")
 
 
 def test_a_tcp_socket_has_no_process_at_its_other_end():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname()) as sock:
-            assert probe(sock) == (0, "it is not connected by a Unix socket")
+            assert probe(SocketStream(sock)) == (0, "it is not connected by a Unix socket")
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ESRCH])
 def test_a_refusal_of_the_kernel_is_named(pair, monkeypatch, number):
     monkeypatch.setattr(process_memory, "transfer", lambda *_: (-1, number))
-    pid, reason = probe(pair[0])
+    pid, reason = probe(SocketStream(pair[0]))
     assert pid == 0
     assert os.strerror(number) in reason
     assert str(os.getpid()) in reason
@@ -684,16 +684,16 @@ def test_a_process_that_may_read_but_not_write_cannot_borrow(pair, monkeypatch):
         return (-1, errno.EPERM) if is_write else transfer(call, *args)
 
     monkeypatch.setattr(process_memory, "transfer", transfer_one_way)
-    assert probe(pair[0])[0] == 0
-    assert "not permitted" in probe(pair[0])[1]
+    assert probe(SocketStream(pair[0]))[0] == 0
+    assert "not permitted" in probe(SocketStream(pair[0]))[1]
 
 
 def test_a_process_of_another_pid_namespace_is_not_visible():
     class Foreign:
-        family = socket.AF_UNIX
+        transport = "unix"
 
-        def getsockopt(self, *_):
-            return struct.pack("3i", 0, os.getuid(), os.getgid())
+        def peer_pid(self):
+            return 0
 
     pid, reason = probe(Foreign())
     assert pid == 0
@@ -704,7 +704,7 @@ def test_a_platform_without_the_call_says_so(pair, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert process_memory._system_calls() is None
     monkeypatch.setattr(process_memory, "CALLS", None)
-    assert probe(pair[0]) == (0, "darwin has no process_vm_readv")
+    assert probe(SocketStream(pair[0])) == (0, "darwin has no process_vm_readv")
 
 
 def test_a_library_without_the_call_has_none(monkeypatch):
@@ -715,7 +715,7 @@ def test_a_library_without_the_call_has_none(monkeypatch):
 def test_probing_changes_nothing(pair):
     word = process_memory._probe_word.value
     for _ in range(3):
-        assert probe(pair[0])[0] == os.getpid()
+        assert probe(SocketStream(pair[0]))[0] == os.getpid()
     assert process_memory._probe_word.value == word
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from rankwire.deadline import Deadline
+from rankwire.links.stream import SocketStream
 from rankwire.links.tcp_info import Unanswered, unsent_nbytes
 
 
@@ -37,7 +38,7 @@ def test_a_closed_socket_has_nothing_to_tell():
     sock = socket.socket()
     sock.close()
     assert unsent_nbytes(sock) == 0
-    assert Unanswered().look(sock) is None
+    assert Unanswered().look(SocketStream(sock)) is None
 
 
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)
@@ -47,11 +48,11 @@ def test_an_idle_connection_is_not_unanswered_and_neither_is_the_first_message_a
     near.send(b"x")
     assert far.recv(1) == b"x"
     for _ in range(3):
-        assert looker.look(near) is None
+        assert looker.look(SocketStream(near)) is None
         time.sleep(0.3)
     near.send(b"after a pause")
     time.sleep(0.1)
-    assert looker.look(near) is None
+    assert looker.look(SocketStream(near)) is None
 
 
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)
@@ -66,7 +67,7 @@ def test_a_peer_that_does_not_read_is_not_unanswered(sockets):
             near.send(bytes(65536))
         except BlockingIOError:
             time.sleep(0.05)
-        silence = looker.look(near)
+        silence = looker.look(SocketStream(near))
         longest = max(longest, 0.0 if silence is None else silence.waited)
     assert longest < 2.5
 
@@ -75,4 +76,4 @@ def test_a_peer_that_does_not_read_is_not_unanswered(sockets):
 def test_unix_sockets_need_no_answer(sockets):
     near, _ = sockets
     near.send(b"x")
-    assert Unanswered().look(near) is None
+    assert Unanswered().look(SocketStream(near)) is None

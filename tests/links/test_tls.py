@@ -175,7 +175,7 @@ def peek_socket(stream, nbytes):
 def test_an_end_of_the_socket_is_an_end_of_the_stream(streams):
     near, far = streams
     near.send(b"last")
-    near.shutdown(socket.SHUT_RDWR)
+    near.shut_down()
     assert receive_all(far, 4) == b"last"
     assert far.recv_into(memoryview(bytearray(10))) == 0
     assert far.recv(1, socket.MSG_PEEK) == b""
@@ -225,7 +225,7 @@ def test_one_read_takes_all_that_a_poller_would_not_see(pair):
         frames += pair[1].read(Deadline(PATIENCE))
         # Nothing whole is left inside when the reader may go to sleep.
         with pytest.raises(BlockingIOError):
-            pair[1]._sock.recv_pending(memoryview(bytearray(0x10000)))
+            pair[1].stream.recv_pending(memoryview(bytearray(0x10000)))
     assert [frame.envelope[2] for frame in frames] == list(range(200))
 
 
@@ -270,7 +270,7 @@ def test_a_send_that_is_not_taken_in_time_still_arrives_whole(pair):
 
 def test_a_violation_behind_good_frames_ends_the_connection_after_them(pair):
     pair[0].send((0, 1, 1), ((b"good",), 4), Deadline(PATIENCE))
-    pair[0]._sock.send(b"\xff" * 32)
+    pair[0].stream.send(b"\xff" * 32)
     frames = []
     while not frames:
         frames = pair[1].read(Deadline(PATIENCE))

@@ -141,7 +141,7 @@ def test_a_spoofed_reply_from_another_peer_is_ignored():
         assert agents[0].rpc_sync(2, "hello") == "from 2"
         future = agents[0].rpc_async(1, "wait")
         # Rank 2 answers with the id of the call that rank 1 is working on.
-        (connection,) = agents[2]._port._incoming.values()
+        (connection,) = agents[2]._port._incoming
         buffers, nbytes = agents[2]._server.encode_value("spoofed")
         from rankwire.deadline import Deadline
 

@@ -19,7 +19,7 @@ from rankwire import (
 )
 from rankwire.backends.calls import IncomingCall
 from rankwire.deadline import Deadline
-from rankwire.links import connection as connection_module
+from rankwire.links import stream as stream_module
 from rankwire.rpc import serving as serving_module
 from rankwire.testing import simulated_world, tcp_world
 from rankwire.wire.frames import Channel
@@ -122,7 +122,7 @@ def test_the_end_of_an_old_agents_connection_does_not_cancel_the_new_ones_calls(
 
     old = RpcAgent(first)
     assert old.rpc_sync(1, "hello") == "hello"
-    (old_connection,) = callee._port._incoming.values()
+    (old_connection,) = callee._port._incoming
     read, late = callee._port._read, threading.Event()
 
     def slowly(connection):  # as if the old connection's end were late on its way
@@ -345,7 +345,7 @@ def test_a_reply_held_back_while_another_worker_flushes_is_sent(agents):
     caller, callee = agents
     callee.register("fine", lambda: 1)
     caller.rpc_sync(1, "fine")
-    (connection,) = callee._port._incoming.values()
+    (connection,) = callee._port._incoming
     request_id = next(caller._ids)
     inbox = caller._port._outgoing[1]
     receive = Receive((caller._port.service, Channel.REPLY, request_id))
@@ -403,7 +403,7 @@ def test_a_discarded_connection_is_not_attended_again(world):
     error_of(caller.rpc_sync, 1, "fine", timeout=1)
     error_of(caller.rpc_sync, 1, "fine", timeout=1)
     try:
-        assert not port._attended
+        assert not port._poller._keys
     finally:
         caller.close(0.0)
 
@@ -430,7 +430,7 @@ def test_closing_the_backend_ends_a_call_that_is_about_to_sleep(world, monkeypat
     caller, callee = RpcAgent(first), RpcAgent(second)
     go_on = threading.Event()
     callee.register("wait", lambda: go_on.wait(4))
-    wait_for = connection_module.wait_for
+    wait_for = stream_module.wait_for
     closing = []
 
     def late(sock, *args):
@@ -439,7 +439,7 @@ def test_closing_the_backend_ends_a_call_that_is_about_to_sleep(world, monkeypat
             closing[0].join(1)
         return wait_for(sock, *args)
 
-    monkeypatch.setattr(connection_module, "wait_for", late)
+    monkeypatch.setattr(stream_module, "wait_for", late)
     error = error_of(caller.rpc_sync, 1, "wait", timeout=3)
     monkeypatch.undo()
     go_on.set()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
+from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.links.spin import Spin, default_spin
@@ -66,7 +66,9 @@ from rankwire.wire.mailbox import Receive
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    import socket
+
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["MAX_CONNECTIONS_OF_A_RANK", "TcpBackend", "Transport"]
 
@@ -366,6 +368,10 @@ class TcpBackend(Backend):
             port.adopt(connection)
         return port
 
+    def new_poller(self) -> EpollPoller:
+        """Return what a port waits with for calls."""
+        return EpollPoller()
+
     def forget_port(self, port: TcpCallPort) -> None:
         """Called by a port that is closed."""
         with self._lock:
@@ -492,7 +498,7 @@ class TcpBackend(Backend):
             raise NoConnectionError(f"{error.detail} for {limit.limit:g} s") from error
 
     def _wrap(
-        self, peer: Peer, sock: Stream, seals: Seals | None, *, incoming: bool = False
+        self, peer: Peer, sock: AnySocket, seals: Seals | None, *, incoming: bool = False
     ) -> Connection:
         return Connection(
             sock,
@@ -535,7 +541,7 @@ class TcpBackend(Backend):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         peer = self._peers[hello.rank]
         connection = self._wrap(peer, sock, seals, incoming=True)

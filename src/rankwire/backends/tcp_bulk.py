@@ -10,6 +10,7 @@ from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
 from rankwire.links.lender import Lent
+from rankwire.links.stream import Stream
 from rankwire.wire.loans import LoanRefusedError
 
 __all__ = ["Link", "ReadingAll", "ReadingAndChecking", "TcpOffer"]
@@ -34,9 +35,9 @@ class ReadingAll:
     def __init__(self, peers: dict[int, Peer]) -> None:
         self._peers = peers
 
-    def watch(self) -> list[int]:
+    def watch(self) -> list[Stream]:
         """See ``Meanwhile``."""
-        return [number for peer in self._peers.values() for number in peer.inbox.watch()]
+        return [stream for peer in self._peers.values() for stream in peer.inbox.watch()]
 
     def read(self) -> None:
         """See ``Meanwhile``."""

@@ -2,9 +2,9 @@
 
 Outgoing, each peer that is called gets one connection, dialled by the first call; its replies are
 read by the threads that wait for them (``Inbox``). Incoming connections are those that other ranks'
-agents dialled; they are read only in ``poll``, by one thread at a time, through one epoll. Replies
+agents dialled; they are read only in ``poll``, by one thread at a time, through one poller. Replies
 of calls that no thread waits for (``rpc_async``) are read there too, on request (``attend``): an
-outgoing connection is then armed in the same epoll for one shot, so that a thread that reads it
+outgoing connection is then armed in the same poller for one shot, so that a thread that reads it
 meanwhile is not disturbed again and again.
 
 Lock: ``_lock`` guards the two tables of connections; nothing else is taken under it.
@@ -13,8 +13,6 @@ Lock: ``_lock`` guards the two tables of connections; nothing else is taken unde
 from __future__ import annotations
 
 import logging
-import os
-import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -54,7 +52,6 @@ __all__ = ["TcpCallPort"]
 
 _log = logging.getLogger("rankwire")
 
-_ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 _FAREWELL_PATIENCE = 0.2
 _POLLER_PATIENCE = 1.0
 _CANCEL_AGAIN = 0.005
@@ -80,8 +77,7 @@ class TcpCallPort(CallPort):
         self._closed: ChannelClosedError | None = None
         self._ended: RankwireError | None = None
         self._outgoing: dict[int, Inbox] = {}
-        self._attended: dict[int, Inbox] = {}
-        self._incoming: dict[int, Connection] = {}
+        self._incoming: set[Connection] = set()
         self._dial_locks: dict[int, threading.Lock] = {}
         self._last_caller: Connection | None = None
         self._holding: set[Connection] = set()  # these have something to be flushed
@@ -90,9 +86,7 @@ class TcpCallPort(CallPort):
         self._turns: dict[int, int] = {}
         self._is_polled = False
         self._spin = Spin(backend.spin)
-        self._epoll = select.epoll()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
-        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._poller = backend.new_poller()
         guard(self)
 
     # -- outgoing ----------------------------------------------------------------------------------
@@ -298,7 +292,7 @@ class TcpCallPort(CallPort):
         with self._lock:
             if self._outgoing.get(dst) is inbox:
                 del self._outgoing[dst]
-            self._unattend(inbox)
+            self._poller.unregister(inbox.connection.stream)
         inbox.close(inbox.connection.failure)
         self._backend.release(inbox.connection)
 
@@ -308,8 +302,8 @@ class TcpCallPort(CallPort):
         """Take a connection that another rank's agent dialled."""
         with self._lock:
             if self._closed is None:
-                self._incoming[connection.fileno()] = connection
-                self._epoll.register(connection.fileno(), select.EPOLLIN)
+                self._incoming.add(connection)
+                self._poller.register(connection.stream, connection)
                 return
         self._dismiss(connection, Deadline(_FAREWELL_PATIENCE))
 
@@ -331,12 +325,12 @@ class TcpCallPort(CallPort):
             events = self._spin_for_events()
             if events is None:
                 patience = _CANCEL_AGAIN if self._unsent_cancels else deadline.sleep_limit()
-                ready = self._epoll.poll(patience, 1)
-                events = self._handle(ready[0][0]) if ready else []
+                ready = self._poller.poll(patience)
+                events = [] if ready is None else self._handle(ready)
         except ValueError as error:
             if self._closed is None:
                 raise
-            raise self._closed.copy() from error  # so slow that the epoll was closed meanwhile
+            raise self._closed.copy() from error  # so slow that the poller was closed meanwhile
         finally:
             self._is_polled = False
         return events
@@ -360,30 +354,24 @@ class TcpCallPort(CallPort):
                 if events:
                     spin.paid()
                     return events
-            elif ready := self._epoll.poll(0, 1):
+            elif (ready := self._poller.poll(0)) is not None:
                 spin.paid()
-                return self._handle(ready[0][0])
+                return self._handle(ready)
             look += 1
             if perf_counter() >= limit:
                 spin.wasted()
                 return None
 
-    def _handle(self, descriptor: int) -> list[PortEvent]:
-        """Do what a descriptor that is ready asks for."""
-        connection = self._incoming.get(descriptor)
-        if connection is not None:
-            self._last_caller = connection
-            return self._read(connection)
-        inbox = self._attended.get(descriptor)
-        if inbox is not None:
-            inbox.read_quietly()
-            if inbox.in_flight and not inbox.is_read:
-                self._arm(inbox)
-            if inbox.due:
-                return [RepliesDue(inbox.call_back_due)]
-        elif descriptor == self._wakeup:
-            os.eventfd_read(self._wakeup)
-        return []
+    def _handle(self, ready: object) -> list[PortEvent]:
+        """Read a caller's connection, or replies that no thread waits for."""
+        if isinstance(ready, Connection):
+            self._last_caller = ready
+            return self._read(ready)
+        assert isinstance(ready, Inbox)
+        ready.read_quietly()
+        if ready.in_flight and not ready.is_read:
+            self._arm(ready)
+        return [RepliesDue(ready.call_back_due)] if ready.due else []
 
     def _read(self, connection: Connection) -> list[PortEvent]:
         try:
@@ -409,9 +397,9 @@ class TcpCallPort(CallPort):
 
     def _drop(self, connection: Connection) -> None:
         with self._lock:
-            descriptor = connection.fileno()
-            if self._incoming.pop(descriptor, None) is not None:
-                self._epoll.unregister(descriptor)
+            if connection in self._incoming:
+                self._incoming.remove(connection)
+                self._poller.unregister(connection.stream)
         connection.close()
         self._backend.release(connection)
 
@@ -502,26 +490,15 @@ class TcpCallPort(CallPort):
         with self._lock:
             if self._outgoing.get(inbox.peer) is not inbox or inbox.connection is None:
                 return
-            descriptor = inbox.connection.fileno()
-            if descriptor in self._attended:
-                self._epoll.modify(descriptor, _ONE_SHOT)
-            elif descriptor >= 0:
-                self._attended[descriptor] = inbox
-                self._epoll.register(descriptor, _ONE_SHOT)
-
-    def _unattend(self, inbox: Inbox) -> None:
-        assert inbox.connection is not None
-        descriptor = inbox.connection.fileno()
-        if self._attended.pop(descriptor, None) is not None:
-            self._epoll.unregister(descriptor)
+            self._poller.arm(inbox.connection.stream, inbox)
 
     # -- ending ------------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """See ``CallPort.wake``."""
-        with self._lock:  # or the descriptor might be closed, and somebody else's by now
+        with self._lock:  # or the poller might be closed
             if self._closed is None:
-                os.eventfd_write(self._wakeup, 1)
+                self._poller.wake()
 
     def shut_down(self, cause: ChannelClosedError) -> None:
         """End every wait and ``poll`` with ``cause``, because the backend closes.
@@ -534,13 +511,12 @@ class TcpCallPort(CallPort):
             inbox.fail(cause)
 
     def forsake(self) -> None:
-        """See ``Forkable``. The epoll is shared with the parent: nothing is unregistered."""
+        """See ``Forkable``. The poller is shared with the parent: nothing is unregistered."""
         self._ended = ForkedProcessError("this agent")
         self._lock = threading.Lock()
         if self._closed is None:
             self._closed = ChannelClosedError(self._ended.message)
-            self._epoll.close()
-            os.close(self._wakeup)
+            self._poller.close()
 
     def close(self) -> None:
         """See ``CallPort.close``. When the backend closes, farewells are left to that."""
@@ -552,16 +528,14 @@ class TcpCallPort(CallPort):
             is_alone = self._ended is None
             self._ended = self._ended or cause
             outgoing, self._outgoing = dict(self._outgoing), {}
-            incoming, self._incoming = list(self._incoming.values()), {}
-            self._attended = {}
+            incoming, self._incoming = self._incoming, set()
         # First of all: who dials from now on is told at the door.
         self._backend.forget_port(self)
-        os.eventfd_write(self._wakeup, 1)
+        self._poller.wake()
         patience = Deadline(_POLLER_PATIENCE)
         while self._is_polled and not patience.expired:
             sleep(0.0005)  # it was woken up, and leaves
-        self._epoll.close()
-        os.close(self._wakeup)
+        self._poller.close()
         if not is_alone:
             return
         patience = Deadline(_FAREWELL_PATIENCE)

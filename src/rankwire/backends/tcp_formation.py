@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -50,7 +49,9 @@ from rankwire.wire.keys import KEY_NBYTES, Key, RankKey, rank_key, unwrap
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    import socket
+
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["Formation"]
 
@@ -64,7 +65,7 @@ class _Owner(Audience, Protocol):
     world_size: int
 
     def admit(self, hello: Hello) -> tuple[Status, int]: ...
-    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None: ...
+    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None: ...
     def on_formed(self, world: World) -> None: ...
     def look_for_silence(self) -> None: ...
 
@@ -273,7 +274,7 @@ class Formation:
             return Status.OTHER_EPOCH, 0
         return self._owner.admit(hello)
 
-    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
         """Give an authenticated connection to whom it is for."""
         if hello.purpose is not Purpose.JOIN:
             self._owner.enter(hello, sock, seals)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from rankwire.backends import connect, schedulers, tracebacks
-from rankwire.rendezvous.handover import Handover
+from rankwire.links.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
 __all__ = ["Child", "Ending", "JobSettings"]

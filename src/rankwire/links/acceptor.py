@@ -45,7 +45,7 @@ from rankwire.wire.handshake import (
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["Acceptor", "House"]
 
@@ -65,7 +65,7 @@ class House(Protocol):
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge an authenticated peer: the status, and a number for the text of a refusal."""
 
-    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
         """Take a connection whose peer was welcomed, and the seals of its frames."""
 
 
@@ -180,7 +180,9 @@ class Acceptor:
 
         self.call_soon(begin)
 
-    def _register(self, file: Stream | Connection, events: int, action: Callable[[], None]) -> None:
+    def _register(
+        self, file: AnySocket | Connection, events: int, action: Callable[[], None]
+    ) -> None:
         number = file.fileno()
         if number in self._selector.get_map():  # one that was closed elsewhere
             self._selector.unregister(number)
@@ -365,7 +367,7 @@ class _Timer:
 class _Stranger:
     """A connection in its handshake: which message it owes and what has come of it."""
 
-    def __init__(self, sock: Stream, key: Key) -> None:
+    def __init__(self, sock: AnySocket, key: Key) -> None:
         self.sock = sock
         self._in_tls_handshake = not isinstance(sock, socket.socket)
         self.responder = Responder(

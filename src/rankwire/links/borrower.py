@@ -16,8 +16,8 @@ from time import sleep
 
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, ProtocolError, RankwireError
+from rankwire.links.allocation import allocate
 from rankwire.links.process_memory import CALLS, WORD_NBYTES, Vector, address_of, transfer
-from rankwire.wire.frames import allocate
 from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan, LoanRevokedError, Parcel
 
 __all__ = ["Borrowed"]

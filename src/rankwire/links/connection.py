@@ -23,13 +23,11 @@ exceptions end here: above, only errors of this package are seen.
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -41,12 +39,13 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import guard
+from rankwire.links.allocation import allocate
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import Lent, Meanwhile, lend
 from rankwire.links.process_memory import probe
-from rankwire.links.sockets import wait_for, wait_patiently
 from rankwire.links.spin import Spin
-from rankwire.links.tcp_info import Unanswered, unsent_nbytes
+from rankwire.links.stream import Stream, stream_of
+from rankwire.links.tcp_info import Unanswered
 from rankwire.texts import MAX_REASON, one_line
 from rankwire.wire.frames import (
     HEADER_NBYTES,
@@ -62,9 +61,6 @@ from rankwire.wire.frames import (
 )
 from rankwire.wire.loans import LoanRefusedError, unpack_loan, whole_of
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
 
 __all__ = ["Connection"]
 
@@ -107,8 +103,7 @@ class Connection:
     """A stream of frames to and from one peer.
 
     Args:
-        sock: Connected, authenticated and non-blocking; or TLS around such a one. Owned from now
-            on.
+        sock: Connected and authenticated: a stream, or a non-blocking socket. Owned from now on.
         peer: The rank at the other end, for errors.
         max_nbytes: Largest payload accepted from the peer.
         spin: How long a reader polls before it sleeps.
@@ -130,7 +125,7 @@ class Connection:
 
     def __init__(
         self,
-        sock: Stream,
+        sock: socket.socket | Stream,
         *,
         peer: int,
         max_nbytes: int,
@@ -145,19 +140,24 @@ class Connection:
         self._on_rest = on_rest
         self._max_nbytes = max_nbytes
         # Whether we can read the peer's memory, and whether it can read ours, once it has said so.
-        self._pid, self._why_not_borrow = probe(sock) if single_copy else (0, "it is turned off")
-        self.can_lend: bool | None = None if sock.family == socket.AF_UNIX else False
+        self.stream = stream = stream_of(sock)
+        self.transport = stream.transport
+        self._pid, self._why_not_borrow = probe(stream) if single_copy else (0, "it is turned off")
+        self.can_lend: bool | None = None if self.transport == "unix" else False
         self.why_not_lend = "" if self.can_lend is None else self._why_not_borrow
         self.peer = peer
         self.failure: RankwireError | None = None
         self._ending: RankwireError | None = None  # the first cause, while its owner is asked
         self._on_lost = on_lost
         self._on_left = on_left
-        self._sock = sock
-        self._is_inside_tls = not isinstance(sock, socket.socket)
+        self._stream_write = stream.write
+        self._stream_read = stream.read
         self._seal = None if seals is None else seals.outgoing
         self._parser = FrameParser(
-            max_nbytes=max_nbytes, seal=None if seals is None else seals.incoming
+            max_nbytes=max_nbytes,
+            seal=None if seals is None else seals.incoming,
+            allocate=allocate,
+            buffer_nbytes=stream.buffer_nbytes,
         )
         self._spin = spin or Spin(0.0)
         self._used = not incoming
@@ -168,11 +168,6 @@ class Connection:
         self._outgoing: _Outgoing = (0, ())
         self._writing: _Writing | None = None
         guard(self)
-
-    @property
-    def transport(self) -> str:
-        """``"unix"`` or ``"tcp"``."""
-        return "unix" if self._sock.family == socket.AF_UNIX else "tcp"
 
     @property
     def is_holding(self) -> bool:
@@ -187,19 +182,19 @@ class Connection:
     @property
     def queued_nbytes(self) -> int:
         """Bytes that the peer has not taken: held back here, or in the kernel."""
-        return sum(map(len, self._outgoing[1])) + unsent_nbytes(self._sock)
+        return sum(map(len, self._outgoing[1])) + self.stream.unsent_nbytes()
 
     def is_unanswered(self, seconds: float) -> bool:
         """Whether the peer's host has not acknowledged what is under way for so long.
 
         To be asked again and again, by one thread: it compares with what it saw before.
         """
-        waiting = self._unanswered.look(self._sock)
+        waiting = self._unanswered.look(self.stream)
         return waiting is not None and waiting.waited >= seconds
 
     def fileno(self) -> int:
         """Return the file descriptor, for pollers."""
-        return self._sock.fileno()
+        return self.stream.fileno()
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -296,7 +291,7 @@ class Connection:
         """Raise if the connection has ended, also if nobody reads it. Safe from any thread."""
         if self.failure is None:
             try:
-                waiting = self._sock.recv(_PEEK_NBYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                waiting = self.stream.peek(_PEEK_NBYTES)
                 if waiting and not self._is_only_a_farewell(waiting):
                     return  # whoever reads this connection will come to it
                 cause = _left(self.peer) if waiting else self._end_of_stream()
@@ -407,10 +402,12 @@ class Connection:
                 while pieces:
                     is_taken = True
                     try:
-                        if len(pieces) == 1:
-                            counts.extend(map(self._sock.send, pieces))
+                        if self._stream_write is not None:
+                            self._stream_write(pieces, counts)
+                        elif len(pieces) == 1:
+                            counts.extend(map(self.stream.send, pieces))
                         else:
-                            counts.extend(map(self._sock.sendmsg, (pieces[:_MAX_VECTORS],)))
+                            counts.extend(map(self.stream.sendmsg, (pieces[:_MAX_VECTORS],)))
                     except BlockingIOError:
                         # No ``continue`` here: CPython looks for signals at that jump, and has no
                         # handler for it.
@@ -484,23 +481,23 @@ class Connection:
         reader.
         """
         try:
-            waiting = self._sock.recv(_PEEK_NBYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            waiting = self.stream.peek(_PEEK_NBYTES)
         except OSError:
             return False
         return self._parser.is_farewell(waiting)
 
     def _wait_writable(self, deadline: Deadline, meanwhile: Meanwhile | None) -> None:
         if meanwhile is None:
-            if not wait_for(self._sock, select.POLLOUT, deadline.sleep_limit()):
+            if not self.stream.wait_writable(deadline.sleep_limit()):
                 raise self._not_taken(deadline)
             return
         # Now and then it looks up: by then there may be more connections to read.
         patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
-        if not wait_for(self._sock, select.POLLOUT, patience, meanwhile.watch()):
+        if not self.stream.wait_writable(patience, meanwhile.watch()):
             meanwhile.read()
             # If another thread has the reading role the input stays; do not look at it all the
             # time.
-            wait_for(self._sock, select.POLLOUT, min(deadline.sleep_limit(), _BLOCKED_NAP))
+            self.stream.wait_writable(min(deadline.sleep_limit(), _BLOCKED_NAP))
             if deadline.expired:
                 raise self._not_taken(deadline)
 
@@ -532,13 +529,17 @@ class Connection:
         try:
             if parser.violation is not None:
                 raise parser.violation
-            if parser.read(self._sock.recv_into) == 0:
+            if self._stream_read is None:
+                count = parser.read(self.stream.recv_into)
+            else:
+                count = parser.read_by(self._stream_read)
+            if not count:
                 self._note_if_given_up()
                 raise self.fail(self._end_of_stream())
             self._used = True
             self._parse()
-            if self._is_inside_tls:
-                self._read_pending()
+            if self.stream.recv_pending is not None:
+                self._read_pending(self.stream.recv_pending)
         except BlockingIOError:
             return None
         except ProtocolError as error:
@@ -562,12 +563,11 @@ class Connection:
             self._take_courtesies(state[0])
         self._parser.commit(state)
 
-    def _read_pending(self) -> None:
+    def _read_pending(self, recv_pending: Callable[[memoryview], int]) -> None:
         """Read all that TLS has taken from the socket, which a poller would not see there."""
-        assert not isinstance(self._sock, socket.socket)
         while True:
             try:
-                self._parser.read(self._sock.recv_pending)
+                self._parser.read(recv_pending)
                 self._parse()
             except BlockingIOError:
                 return
@@ -636,7 +636,7 @@ class Connection:
         if self._used or self.failure is not None:
             return self._given_up
         try:
-            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return not self.stream.peek(1)
         except BlockingIOError:
             return False
         except OSError:
@@ -670,7 +670,7 @@ class Connection:
             if frames is not None:  # a part of a frame; there may be more of it
                 late_reads += patience <= 0.0
             # Now and then the reader looks up: what it waits for may have ended in another way.
-            elif patience <= 0.0 or not wait_for(self._sock, select.POLLIN, patience):
+            elif patience <= 0.0 or not self.stream.wait_readable(patience):
                 break
         return ()
 
@@ -704,7 +704,7 @@ class Connection:
         """
         # First of all, for what follows can wait and be interrupted: nothing can be sent any more.
         cause = self._ending = self._ending or cause
-        self._shut_down()
+        self.stream.shut_down()
         if self.failure is None:
             if self._on_lost is not None and not isinstance(cause, ChannelClosedError):
                 cause = self._on_lost(cause)
@@ -747,27 +747,24 @@ class Connection:
         """
         while self.can_lend is None and self.failure is None:
             if self.read_ready() is None and self.can_lend is None:
-                if not wait_patiently(self._sock, select.POLLIN, deadline, check):
-                    raise DeadlineExceededError(deadline.limit, waiting_for=[self.peer])
+                patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
+                if not self.stream.wait_readable(patience):
+                    check()
+                    if deadline.expired:
+                        raise DeadlineExceededError(deadline.limit, waiting_for=[self.peer])
 
     def close(self) -> None:
         """Close the socket. Only when no thread uses it any more."""
         if self.failure is None:
             self.failure = ChannelClosedError("this connection is closed").during(peer=self.peer)
-        self._shut_down()
-        self._sock.close()
+        self.stream.shut_down()
+        self.stream.close()
 
     def forsake(self) -> None:
         """See ``Forkable``. Closed, not shut down: that would end the parent's connection."""
         self.failure = ForkedProcessError("this connection")
         self._send_lock = threading.Lock()
-        self._sock.close()
-
-    def _shut_down(self) -> None:
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # not connected any more: nothing to wake up
+        self.stream.close()
 
     def __repr__(self) -> str:
         state = "open" if self.failure is None else f"failed: {self.failure.message}"

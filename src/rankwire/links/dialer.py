@@ -33,7 +33,7 @@ from rankwire.wire.handshake import (
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["HANDSHAKE_LIMIT", "authenticate"]
 
@@ -49,7 +49,7 @@ def authenticate(
     deadline: Deadline,
     check: Callable[[], None] = lambda: None,
     policy: Policy = UNPROTECTED,
-) -> tuple[Stream, Seals | None]:
+) -> tuple[AnySocket, Seals | None]:
     """Prove to the other end that this one has the key, and have it prove the same.
 
     Args:
@@ -108,7 +108,7 @@ def authenticate(
     return stream, initiator.seals()
 
 
-def _receive(sock: Stream, nbytes: int, deadline: Deadline, check: Callable[[], None]) -> bytes:
+def _receive(sock: AnySocket, nbytes: int, deadline: Deadline, check: Callable[[], None]) -> bytes:
     """Return exactly ``nbytes``, or less at the end of the stream."""
     data = b""
     while len(data) < nbytes:

@@ -39,6 +39,7 @@ from rankwire.errors import (
 from rankwire.fork import guard
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
+from rankwire.links.stream import Stream
 from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.mailbox import Mailbox, Receive, pop_first
 
@@ -197,13 +198,12 @@ class Inbox:
         with self._mutex:
             return self._mailbox.tags_wanted()
 
-    def watch(self) -> list[int]:
+    def watch(self) -> list[Stream]:
         """See ``Meanwhile``: what a thread that cannot send now reads from this peer."""
         connection = self.connection
         if connection is None or connection.failure is not None or self._reader is not None:
             return []
-        number = connection.fileno()
-        return [] if number < 0 or self._mailbox.full else [number]
+        return [] if self._mailbox.full else [connection.stream]
 
     def read(self) -> None:
         """See ``Meanwhile``."""

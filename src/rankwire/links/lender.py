@@ -22,7 +22,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
@@ -37,6 +37,9 @@ from rankwire.wire.loans import (
     LoanRefusedError,
     pack_loan,
 )
+
+if TYPE_CHECKING:
+    from rankwire.links.stream import Watched
 
 __all__ = ["Lent", "Meanwhile", "lend"]
 
@@ -61,8 +64,8 @@ class Meanwhile(Protocol):
     It reads, so that ranks which all send first do not wait for each other.
     """
 
-    def watch(self) -> list[int]:
-        """Return the descriptors on which something to read may come."""
+    def watch(self) -> Sequence[Watched]:
+        """Return the streams on which something to read may come."""
 
     def read(self) -> None:
         """Read what is there, without waiting. Must not send, nor call anything that may."""
@@ -238,8 +241,9 @@ class Lent:
         return True
 
 
-def _wait_readable(descriptors: list[int], seconds: float) -> None:
+def _wait_readable(streams: Sequence[Watched], seconds: float) -> None:
     poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
+    for stream in streams:
+        if (number := stream.fileno()) >= 0:
+            poller.register(number, select.POLLIN)
     poller.poll(int(seconds * 1000))

@@ -11,8 +11,6 @@ import ctypes
 import errno
 import mmap
 import os
-import socket
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,7 +20,7 @@ import numpy as np
 from rankwire.wire.frames import Buffer
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    from rankwire.links.stream import Stream
 
 __all__ = ["CALLS", "WORD_NBYTES", "Vector", "address_of", "probe", "transfer"]
 
@@ -54,7 +52,7 @@ def _system_calls() -> tuple[Callable[..., int], Callable[..., int]] | None:
 CALLS = _system_calls()
 
 
-def probe(sock: Stream) -> tuple[int, str]:
+def probe(stream: Stream) -> tuple[int, str]:
     """Ask whether this process may read the memory of the one at the other end of a Unix socket.
 
     The process id is the kernel's word, not the peer's.
@@ -64,11 +62,10 @@ def probe(sock: Stream) -> tuple[int, str]:
     """
     if CALLS is None:
         return 0, f"{sys.platform} has no process_vm_readv"
-    if sock.family != socket.AF_UNIX:
+    if stream.transport != "unix":
         return 0, "it is not connected by a Unix socket"
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid = int(struct.unpack("3i", credentials)[0])
-    if pid <= 0:
+    pid = stream.peer_pid()
+    if not pid:
         return 0, "its process is not visible here: it is in another pid namespace"
     # Permission is checked before the address: a bad address is the good answer.
     for call in CALLS:

@@ -23,7 +23,7 @@ from rankwire.links.sockets import TcpAddress, is_loopback_connection
 from rankwire.wire.seals import Protection
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    from rankwire.links.tls import AnySocket
     from rankwire.links.tls_contexts import TlsContexts
 
 __all__ = [
@@ -118,7 +118,7 @@ class Policy:
     full_mac: bool = False
     tls: TlsContexts | None = None
 
-    def protection_of(self, sock: socket.socket | Stream) -> Protection:
+    def protection_of(self, sock: AnySocket) -> Protection:
         """Return how the frames of a connection must be protected, seen from this end."""
         if self.sealing == "never" or sock.family == socket.AF_UNIX:
             return Protection.NONE
@@ -126,9 +126,7 @@ class Policy:
             return Protection.NONE
         return Protection.SEALED | (Protection.FULL_MAC if self.full_mac else Protection.NONE)
 
-    def dial(
-        self, sock: socket.socket, deadline: Deadline, check: Callable[[], None]
-    ) -> socket.socket | Stream:
+    def dial(self, sock: socket.socket, deadline: Deadline, check: Callable[[], None]) -> AnySocket:
         """Put TLS around a socket that this end has connected, where the policy wants it.
 
         Raises as ``TlsContexts.dial`` does.
@@ -137,13 +135,13 @@ class Policy:
             return sock
         return self.tls.dial(sock, deadline, check)
 
-    def accept(self, sock: socket.socket) -> socket.socket | Stream:
+    def accept(self, sock: socket.socket) -> AnySocket:
         """Do the same for one that this end has accepted; its TLS handshake is still to come."""
         if self.tls is None or sock.family == socket.AF_UNIX:
             return sock
         return self.tls.accept(sock)
 
-    def objection_to(self, stream: socket.socket | Stream, who: int) -> str:
+    def objection_to(self, stream: AnySocket, who: int) -> str:
         """Return why the other end of a connection cannot be this rank or ``LAUNCHER``.
 
         By the certificate that it has shown; an empty text if it can be, or if there is no TLS.

@@ -26,7 +26,7 @@ from rankwire.errors import (
 )
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    from rankwire.links.tls import AnySocket
 
 __all__ = [
     "TcpAddress",
@@ -132,7 +132,7 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS)
 
 
-def is_loopback_connection(sock: Stream) -> bool:
+def is_loopback_connection(sock: AnySocket) -> bool:
     """Whether both ends of a TCP connection are on loopback, so that no other host sees it."""
     return _is_loopback(sock.getsockname()[0]) and _is_loopback(sock.getpeername()[0])
 
@@ -144,7 +144,7 @@ def _is_loopback(host: str) -> bool:
     return found.is_loopback
 
 
-def expect_prompt_reading(sock: Stream) -> None:
+def expect_prompt_reading(sock: AnySocket) -> None:
     """Give up a TCP connection whose other end takes nothing for some seconds.
 
     For control connections, which are always read. Elsewhere a peer may be busy for long, and the

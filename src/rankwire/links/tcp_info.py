@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from rankwire.deadline import Deadline
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    from rankwire.links.sockets import Pollable
+    from rankwire.links.stream import Stream
+    from rankwire.links.tls import AnySocket
 
-__all__ = ["Unanswered", "unsent_nbytes"]
+__all__ = ["Unanswered", "tcp_info", "unsent_nbytes"]
 
 _TCP_INFO_NBYTES = 60
 _TCPI_UNACKED, _TCPI_LAST_ACK = 24, 56  # offsets of two 32-bit numbers in struct tcp_info
@@ -38,14 +40,11 @@ class Unanswered:
         self._since: Deadline | None = None
         self._acknowledged = 0.0
 
-    def look(self, sock: Stream) -> Deadline | None:
+    def look(self, stream: Stream) -> Deadline | None:
         """Return what was begun when the silence was first seen; None if there is none."""
-        if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+        info = stream.tcp_info()
+        if info is None:
             return None
-        try:
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
-        except OSError:
-            return None  # it is closed
         (under_way,) = struct.unpack_from("=I", info, _TCPI_UNACKED)
         (last_ms,) = struct.unpack_from("=I", info, _TCPI_LAST_ACK)
         acknowledged = monotonic() - last_ms / 1000
@@ -57,7 +56,17 @@ class Unanswered:
         return self._since
 
 
-def unsent_nbytes(sock: Stream) -> int:
+def tcp_info(sock: AnySocket) -> bytes | None:
+    """Return the beginning of the kernel's ``struct tcp_info``; None if it is closed."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+    except OSError:
+        return None
+
+
+def unsent_nbytes(sock: Pollable) -> int:
     """Return how many bytes wait in the kernel for the other end to take them."""
     if sys.platform != "linux":
         return 0

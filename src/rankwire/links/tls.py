@@ -34,11 +34,13 @@ from rankwire.errors import (
     AuthenticationError,
     ProtocolError,
 )
+from rankwire.links.stream import DescriptorStream
+from rankwire.links.tcp_info import tcp_info
 
 if TYPE_CHECKING:
     from rankwire.wire.frames import Buffer
 
-__all__ = ["Stream", "TlsStream"]
+__all__ = ["AnySocket", "TlsStream"]
 
 # Encrypted or read in one go: long enough to be efficient, short enough for the lock.
 _CHUNK_NBYTES = 256 << 10
@@ -49,7 +51,7 @@ _VERSION = "TLSv1.3"
 _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
 
 
-class TlsStream:
+class TlsStream(DescriptorStream):
     """A TCP connection inside TLS.
 
     One reader and one writer at a time, in any threads; the handshakes come before both.
@@ -58,6 +60,8 @@ class TlsStream:
         binding: The SHA-256 of the listener's certificate.
         session: OpenSSL's view of the connection; its certificates, once hands are shaken.
     """
+
+    transport = "tcp"
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         self.binding = b""
@@ -213,7 +217,7 @@ class TlsStream:
             self._has_ended = True
         except ssl.SSLError as error:
             self._failure = _reason(error)
-            self.shutdown(socket.SHUT_RDWR)  # whoever sleeps until there is more wakes up
+            self.shut_down()  # whoever sleeps until there is more wakes up
         if self._encrypted.pending:
             with suppress(OSError):  # the next send says so
                 self._flush()  # an answer of TLS itself, or an alert
@@ -316,17 +320,29 @@ class TlsStream:
         """Set an option of the socket."""
         self._sock.setsockopt(level, option, value)
 
-    def shutdown(self, how: int) -> None:
+    def peek(self, nbytes: int) -> bytes:
+        """See ``Stream``."""
+        return self.recv(nbytes, socket.MSG_PEEK)
+
+    def tcp_info(self) -> bytes | None:
+        """See ``Stream``."""
+        return tcp_info(self._sock)
+
+    def peer_pid(self) -> int:
+        """See ``Stream``. It is on another host, or could be."""
+        return 0
+
+    def shut_down(self) -> None:
         """End the connection, without a farewell of TLS: frames have their own."""
         with suppress(OSError):
-            self._sock.shutdown(how)
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
 
 
-Stream = socket.socket | TlsStream
+AnySocket = socket.socket | TlsStream  # what handshakes are done on
 
 
 class _Records:

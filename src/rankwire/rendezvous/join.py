@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -49,7 +48,9 @@ from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    import socket
+
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["join"]
 
@@ -182,7 +183,7 @@ class _Attempt:
             sock.close()
             raise
 
-    def _authenticate(self, sock: socket.socket) -> tuple[Stream, Seals | None]:
+    def _authenticate(self, sock: socket.socket) -> tuple[AnySocket, Seals | None]:
         key = self._find_key()
         if key is None:
             raise self._no_secret()

@@ -9,7 +9,6 @@ A link is used by one thread, the launcher's own.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 import msgspec
@@ -251,7 +250,7 @@ def dial_launcher(
     """
     limit = deadline.sooner(HANDSHAKE_LIMIT)
     where = TcpAddress.parse(address)
-    sock: socket.socket = connect_tcp(where, limit, check=check)
+    sock = connect_tcp(where, limit, check=check)
     try:
         hello = Hello(Purpose.LAUNCH, job_id(LAUNCH_JOB), 0, nodes, node, 0)
         stream, seals = authenticate(

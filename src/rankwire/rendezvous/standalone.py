@@ -7,7 +7,6 @@ launchers of other hosts are let in too, as ``launchers`` describes. Owns an acc
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,7 +29,9 @@ from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import Stream
+    import socket
+
+    from rankwire.links.tls import AnySocket
 
 __all__ = ["CoordinatorHost", "bind"]
 
@@ -152,7 +153,7 @@ class CoordinatorHost:
             return Status.INVALID_RANK, self._nodes
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, sock: Stream, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
         """See ``House``."""
         expect_prompt_reading(sock)
         is_launcher = hello.purpose is Purpose.LAUNCH

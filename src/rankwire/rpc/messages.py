@@ -25,7 +25,7 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.texts import one_line, printable
-from rankwire.wire.frames import Buffer, allocate
+from rankwire.wire.frames import Buffer
 
 __all__ = [
     "Chain",
@@ -139,13 +139,7 @@ def encode_result(codec: Codec, value: Any) -> Encoded:
 def copied(encoded: Encoded) -> Encoded:
     """Return the same message in memory of its own."""
     buffers, nbytes = encoded
-    return [piece if type(piece) is bytes else _copy(piece) for piece in buffers], nbytes
-
-
-def _copy(piece: Buffer) -> bytearray:
-    memory = allocate(len(piece))
-    memoryview(memory)[:] = piece
-    return memory
+    return [piece if type(piece) is bytes else bytearray(piece) for piece in buffers], nbytes
 
 
 def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded:

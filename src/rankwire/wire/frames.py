@@ -26,9 +26,7 @@ on. It does not know sockets: its owner hands it what receives.
 
 from __future__ import annotations
 
-import ctypes
 import struct
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from rankwire.wire.seals import Impression, Seal
 
 __all__ = [
+    "DEFAULT_BUFFER_NBYTES",
     "DEFAULT_MAX_MESSAGE_NBYTES",
     "HEADER_NBYTES",
     "LARGE_SEALED_NBYTES",
@@ -54,7 +53,6 @@ __all__ = [
     "FrameParser",
     "Message",
     "Payload",
-    "allocate",
     "is_farewell",
     "pack_header",
 ]
@@ -79,11 +77,11 @@ _SEQUENCE_MASK = 0xFFFF_FFFF
 
 # One recv() takes what fits here. A payload that does not fit is received straight into memory of
 # its own, so this bounds the bytes that are copied once more, not the speed of large messages.
-_BUFFER_NBYTES = 1 << 16
+DEFAULT_BUFFER_NBYTES = 1 << 16
 
 # On a sealed connection, the header of a frame that does not fit there has a seal of its own before
 # the payload: for these, memory is taken before the whole of it can be checked.
-LARGE_SEALED_NBYTES = _BUFFER_NBYTES - HEADER_NBYTES - SEAL_NBYTES
+LARGE_SEALED_NBYTES = DEFAULT_BUFFER_NBYTES - HEADER_NBYTES - SEAL_NBYTES
 
 
 class Channel(IntEnum):
@@ -127,11 +125,6 @@ def pack_header(envelope: Envelope, nbytes: int, sequence: int) -> bytes:
     return _HEADER.pack(channel, sequence & _SEQUENCE_MASK, group, tag, nbytes)
 
 
-_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_new_bytearray.restype = ctypes.py_object
-_new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
-
-
 def is_farewell(tail: bytes) -> bool:
     """Whether a stream that ends with these bytes ends with a farewell, which is a bare header.
 
@@ -141,39 +134,6 @@ def is_farewell(tail: bytes) -> bool:
         return False
     channel, _, group, tag, nbytes = _HEADER.unpack_from(tail, len(tail) - HEADER_NBYTES)
     return bool(channel == Channel.FAREWELL and group == tag == nbytes == 0)
-
-
-def allocate(nbytes: int) -> bytearray:
-    """Return a bytearray whose content is whatever was there before.
-
-    ``bytearray(n)`` writes zeros first: 43 ms for 64 MiB against 0.03 ms here, and the pages of
-    memory that is never written are never taken from the system, so a peer that announces much and
-    sends little costs little.
-    """
-    memory: bytearray = _new_bytearray(None, nbytes)
-    if nbytes >= _HUGE_FROM:
-        _want_huge_pages(memory)
-    return memory
-
-
-# Above 32 MiB malloc takes fresh pages from the system each time. To fill 64 MiB then takes 30 ms
-# in pages of 4 KiB and 8 ms in huge ones (5 ms if they are there already).
-_HUGE_FROM = 4 << 20
-_PAGE_NBYTES = 4096
-_MADV_HUGEPAGE = 14
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-if _madvise is not None:
-    _madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-
-
-def _want_huge_pages(memory: bytearray) -> None:
-    """Ask for them; a kernel without them says no, which changes nothing."""
-    if _madvise is not None:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        first = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES
-        _madvise(
-            first, (start + len(memory) - first) // _PAGE_NBYTES * _PAGE_NBYTES, _MADV_HUGEPAGE
-        )
 
 
 class _Large(NamedTuple):
@@ -210,17 +170,35 @@ class FrameParser:
     Args:
         max_nbytes: Largest payload that is accepted.
         seal: Checks the seals of this direction; None if there are none.
+        allocate: Makes the memory of large payloads; what is in it is overwritten.
+        buffer_nbytes: The size of the buffer, made at the first read. What does not fit there is
+            large. Sealed frames need the default.
     """
 
-    __slots__ = ("_max_nbytes", "_seal", "_seal_nbytes", "_state", "violation")
+    __slots__ = (
+        "_allocate",
+        "_buffer_nbytes",
+        "_max_nbytes",
+        "_seal",
+        "_seal_nbytes",
+        "_state",
+        "violation",
+    )
 
     def __init__(
-        self, *, max_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES, seal: Seal | None = None
+        self,
+        *,
+        max_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
+        seal: Seal | None = None,
+        allocate: Callable[[int], bytearray] = bytearray,
+        buffer_nbytes: int = DEFAULT_BUFFER_NBYTES,
     ) -> None:
+        self._allocate = allocate
+        self._buffer_nbytes = buffer_nbytes
         self._max_nbytes = max_nbytes
         self._seal = seal
         self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
-        buffer = bytearray(_BUFFER_NBYTES)
+        buffer = bytearray()
         self._state: _State = (deque(), [], 0, 0, 0, 0, buffer, memoryview(buffer), None)
         # Sticky. Frames before it are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
@@ -241,7 +219,13 @@ class FrameParser:
         _, _, _, end, _, _, _, view, large = self._state
         if large is not None and large.filled < len(large.body):
             return memoryview(large.body)[large.filled :]
-        return view[end:] if end else view
+        return view[end:] if end else view or self._first_buffer()
+
+    def _first_buffer(self) -> memoryview:
+        buffer = bytearray(self._buffer_nbytes)
+        view = memoryview(buffer)
+        self._state = (*self._state[:6], buffer, view, self._state[8])
+        return view
 
     def read(self, receive_into: Callable[[memoryview], int]) -> int:
         """Receive, and return how many bytes came; those of an interrupted reader come first.
@@ -253,6 +237,17 @@ class FrameParser:
         counts = self._state[1]
         if not counts:
             counts.extend(map(receive_into, (self.receive_buffer(),)))
+        return counts[0]
+
+    def read_by(self, read: Callable[[memoryview, list[int]], None]) -> int:
+        """Do the same with a stream that is not written in C.
+
+        Args:
+            read: Receives into a buffer, and notes how much in the list, as one step.
+        """
+        counts = self._state[1]
+        if not counts:
+            read(self.receive_buffer(), counts)
         return counts[0]
 
     def received(self, count: int) -> None:
@@ -347,7 +342,7 @@ class FrameParser:
                 if channel >= _FIRST_SPECIAL:
                     is_special = True
                 sequence = (sequence + 1) & _SEQUENCE_MASK
-            elif stop + seal_nbytes - start > _BUFFER_NBYTES and end - body >= seal_nbytes:
+            elif stop + seal_nbytes - start > self._buffer_nbytes and end - body >= seal_nbytes:
                 envelope = (group, channel, tag)
                 large = self._begin_large(envelope, nbytes, view[start:end], sealed)
                 if large is None:
@@ -365,7 +360,7 @@ class FrameParser:
             start = end = 0
         elif start:
             # The rest of the frame must fit behind it. Copied, not moved: the old state stands.
-            rest = allocate(_BUFFER_NBYTES)
+            rest = self._allocate(self._buffer_nbytes)
             rest[: end - start] = view[start:end]
             buffer, view, start, end = rest, memoryview(rest), 0, end - start
         return (frames, [], start, end, sequence, sealed, buffer, view, large), is_special
@@ -411,7 +406,7 @@ class FrameParser:
                 return None
             impression = self._seal.begin(number, header, envelope[1], nbytes)
         try:
-            body = allocate(nbytes)
+            body = self._allocate(nbytes)
         except MemoryError as error:
             self.violation = ProtocolError(f"no memory for a message of {nbytes} bytes")
             self.violation.__cause__ = error
