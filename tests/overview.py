@@ -8,6 +8,7 @@ Seconds are those of all workers together; the processor's are those of a worker
 children: those that have been waited for, and those of its children that live.
 """
 
+import contextlib
 import os
 import resource
 import sys
@@ -70,13 +71,11 @@ def _processor_seconds() -> float:
 def _of_living_children() -> float:
     """Return the processor's seconds of the children, and of those that they have waited for."""
     ticks = 0
-    try:
-        pids = Path("/proc/thread-self/children").read_text().split()
-        for pid in pids:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[_TIMES]))
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0  # one has just ended, or this system tells nothing of it
+    with contextlib.suppress(FileNotFoundError):  # this system tells nothing of them
+        for pid in Path("/proc/thread-self/children").read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(map(int, fields[_TIMES]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
