@@ -11,6 +11,7 @@ from functools import partial
 import fault_programs as programs
 import pytest
 
+from faults.sizes import trials
 from rankwire import RpcAgent, TcpBackend, shutdown
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.testing import simulated_world
@@ -256,7 +257,7 @@ SUDDEN = {"exception": 1, "os._exit": 3, "SIGTERM": -signal.SIGTERM}
 @pytest.mark.fault(36, "a process ends within 2 s, and its peers see an orderly end or a loss")
 @pytest.mark.parametrize("way", [*ORDERLY, *SUDDEN])
 def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way, measured):
-    for _ in range(4):
+    for _ in range(trials(4, 4, quick=1)):
         listener = bound_socket()
         process = programs.start(LEAVING, way, address_of(listener))
         with TcpBackend(0, 2, address_of(listener), listener=listener) as backend:
@@ -375,8 +376,8 @@ INTERRUPTED = """
 @pytest.mark.fault(37, "Ctrl-C raises within 0.2 s, and whoever catches it has the same links")
 @pytest.mark.parametrize("kind", ["send", "recv", "rpc_sync", "result"])
 def test_f37_an_interrupt_leaves_the_link_as_it_was(kind, measured):
-    interrupts = 0
-    for seed in range(2):
+    interrupts, seeds = 0, trials(2, 2, quick=1)
+    for seed in range(seeds):
         listener = bound_socket()
         arguments = (kind, address_of(listener), str(seed), "60")
         process = programs.start(INTERRUPTED, *arguments)
@@ -393,7 +394,7 @@ def test_f37_an_interrupt_leaves_the_link_as_it_was(kind, measured):
                 measured("the slowest interrupt", float(slowest), limit=0.2)
                 interrupts += int(done)
                 assert echoing.result() is not None
-    assert interrupts == 120
+    assert interrupts == 60 * seeds
 
 
 def _receive_all(backend):
