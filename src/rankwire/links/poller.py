@@ -36,6 +36,8 @@ class Poller(Protocol):
     def poll(self, seconds: float) -> object | None:
         """Return the key of a stream that can be read; None after the time, or when woken.
 
+        Without any time it is a mere look, which does not use up a wake: that is for who waits.
+
         Raises:
             ValueError: It was closed.
         """
@@ -84,7 +86,8 @@ class EpollPoller:
             return None
         number = ready[0][0]
         if number == self._wakeup:
-            os.eventfd_read(self._wakeup)
+            if seconds:
+                os.eventfd_read(self._wakeup)
             return None
         return self._keys.get(number)
 
