@@ -1,4 +1,4 @@
-"""What `make test` leaves out is shown by a quicker test: each promise, and each conformance check."""
+"""What `make test` leaves out is shown by a quicker test: each promise, each conformance check."""
 
 import json
 import subprocess
