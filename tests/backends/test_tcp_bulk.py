@@ -259,6 +259,7 @@ def test_two_ranks_that_both_send_first_do_not_wait_for_each_other(pair):
     assert [each.result() for each in running] == [[True, True], [True, True]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [KINDS["lent"], KINDS["tcp"]], ids=["lent", "tcp"])
 def test_two_processes_that_both_send_256_mib_first_do_not_wait_for_each_other(options):
     code = (

@@ -162,14 +162,14 @@ FORKING = """
 @pytest.mark.parametrize(
     ("where", "way"),
     [
-        ("main", "os._exit"),
+        pytest.param("main", "os._exit", marks=pytest.mark.slow),
         ("main", "sys.exit"),
         ("main", "multiprocessing"),
         ("main", "subprocess"),
         ("thread", "os._exit"),
-        ("thread", "sys.exit"),
-        ("thread", "multiprocessing"),
-        ("fork", "os._exit"),
+        pytest.param("thread", "sys.exit", marks=pytest.mark.slow),
+        pytest.param("thread", "multiprocessing", marks=pytest.mark.slow),
+        pytest.param("fork", "os._exit", marks=pytest.mark.slow),
         ("fork", "sys.exit"),
         ("fork_in_loop", "os._exit"),
     ],

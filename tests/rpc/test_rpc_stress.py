@@ -86,7 +86,7 @@ def call_every_rank(backend):
     return backend.rank
 
 
-@pytest.mark.parametrize("backend", ["tcp", "unix"])
+@pytest.mark.parametrize("backend", [pytest.param("tcp", marks=pytest.mark.slow), "unix"])
 def test_every_ordered_pair_of_four_processes_calls_at_once(backend):
     assert run_ranks(4, call_every_rank, backend=backend, processes=True) == [0, 1, 2, 3]
 
