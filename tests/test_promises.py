@@ -1,6 +1,7 @@
-"""What `make test` leaves out is shown by a quicker test: each promise, each conformance check."""
+"""What `make test` leaves out is shown by a quicker test: each promise, check, and rule."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,11 @@ def test_every_promise_has_a_quick_test(items):
 def test_every_conformance_check_has_a_quick_test(items):
     quick = "\n".join(name for name, _, is_slow in items if not is_slow)
     assert [check for check in CHECKS if f"-{check}]" not in quick] == []
+
+
+@pytest.mark.slow
+def test_every_test_that_the_page_of_the_seeds_names_is_quick(items):
+    quick = "\n".join(name for name, _, is_slow in items if not is_slow)
+    named = re.findall(r"`(test_\w+\.py): (test_\w+)`", (ROOT / "docs/seeds.md").read_text())
+    assert named
+    assert [test for file, test in named if f"/{file}::{test}" not in quick] == []
