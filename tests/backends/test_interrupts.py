@@ -11,7 +11,7 @@ from rankwire.links import lender
 from rankwire.links.connection import Connection
 from worlds import LEND_FROM, PATIENCE, Running, eventually, tcp_world
 
-SOON = 3.0
+SOON = 8.0
 # A socket that was just opened is closed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -34,7 +34,7 @@ from rankwire.wire.seals import Protection, make_seals
 from worlds import LEND_FROM, PATIENCE, Running, eventually, noting
 
 MIB = 1 << 20
-SOON = 5.0  # seconds for what takes milliseconds, on a machine that is busy with other things
+SOON = 8.0  # seconds for what takes milliseconds, on a machine that is busy with other things
 
 
 def send(connection, payload, *, tag=0, timeout=PATIENCE, **options):
@@ -1394,10 +1394,10 @@ def test_a_lender_learns_that_its_peer(lending, how):
         far.farewell(Deadline(PATIENCE))
     began = time.monotonic()
     far.close()
-    error = sending.error(2.0)
+    error = sending.error(SOON)
     assert isinstance(error, PeerLostError if how == "vanishes" else ChannelClosedError)
     assert error.peer == 1
-    assert sending.ended - began < 1.0
+    assert sending.ended - began < SOON
 
 
 @pytest.mark.parametrize("end", ["fail", "close"])

@@ -297,14 +297,14 @@ def test_a_caller_that_reads_no_replies_does_not_stop_the_callee_from_serving_ot
         deaf._port._send_held(deaf._port._outgoing[1], Deadline(1))
         time.sleep(0.3)
         begin = time.monotonic()
-        result = error_of(other.rpc_sync, 1, "fine", timeout=2)
+        result = error_of(other.rpc_sync, 1, "fine", timeout=20)
         seconds = time.monotonic() - begin
         del deaf._port.attend
         for agent in agents:
             agent.close(0.0)
         assert len(futures) == 3000
         assert result == "fine", repr(result)
-        assert seconds < 0.9
+        assert seconds < 8
 
 
 # -- held back frames ----------------------------------------------------------------------------
@@ -539,13 +539,13 @@ def test_calls_to_oneself_end_when_the_backend_is_closed(make):
         backend.close()
         time.sleep(0.1)
         begin = time.monotonic()
-        error = error_of(agent.rpc_sync, 0, "fine", timeout=1.5)
+        error = error_of(agent.rpc_sync, 0, "fine", timeout=20)
         seconds = time.monotonic() - begin
         future = error_of(agent.rpc_async, 0, "fine", timeout=0.5)
         ended = not isinstance(future, RankwireError) and wait([future], timeout=1).done
         agent.close(0.0)
         assert isinstance(error, ChannelClosedError), repr(error)
-        assert seconds < 1
+        assert seconds < 8
         assert isinstance(future, RankwireError) or ended
 
 
@@ -553,13 +553,13 @@ def test_calls_to_oneself_end_when_the_backend_is_closed(make):
 def test_a_function_may_close_the_agent_that_serves_it(make):
     with make(2) as world:
         agents = [RpcAgent(backend) for backend in world]
-        agents[1].register("shut_down", lambda: agents[1].close(2.0))
+        agents[1].register("shut_down", lambda: agents[1].close(20.0))
         begin = time.monotonic()
-        error_of(agents[0].rpc_sync, 1, "shut_down", timeout=4)
+        error_of(agents[0].rpc_sync, 1, "shut_down", timeout=20)
         seconds = time.monotonic() - begin
         for agent in agents:
             agent.close(0.0)
-        assert seconds < 1.5  # nobody waits for itself
+        assert seconds < 8  # nobody waits for itself
 
 
 def test_a_coroutine_may_close_the_agent_that_serves_it():
