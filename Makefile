@@ -4,11 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BENCH := .venv-bench
 N ?= 4
+WORKERS ?= 4
+SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
 TORCH_TESTS := tests/codec/test_torch_tensors.py tests/backends/test_torch_arrays.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
 	tests/backends/test_schedulers.py
 
-.PHONY: help demo test check bench test-torch what-we-hold nightly format clean
+.PHONY: help demo test test-all test-loaded check bench test-torch what-we-hold nightly format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,8 +28,16 @@ $(BENCH)/ready: pyproject.toml
 demo: $(VENV)/ready  ## train a model with a parameter server on N=4 ranks of this machine
 	$(VENV)/bin/rankwire run -n $(N) examples/parameter_server.py
 
-test: $(VENV)/ready  ## run the tests (about 12 minutes on 2 cores)
-	$(VENV)/bin/pytest
+test: $(VENV)/ready  ## run the tests but the slow ones (under 4 minutes on 2 cores, with set-up)
+	RANKWIRE_QUICK=1 $(SUITE) -m 'not slow'
+
+test-all: $(VENV)/ready  ## run all tests, as CI does
+	$(SUITE)
+
+test-loaded: $(VENV)/ready  ## run what `make test` runs beside two busy loops: it must pass there too
+	@busy() { exec $(VENV)/bin/python -c 'while True: pass'; }; \
+	busy & one=$$!; busy & two=$$!; trap "kill $$one $$two" EXIT; \
+	RANKWIRE_QUICK=1 $(SUITE) -m 'not slow'
 
 check: $(VENV)/ready  ## lint and type-check
 	$(VENV)/bin/ruff check .

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import settings
 
+from nursery import Nursery, nursery
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.runtime_dir import runtime_folder
 from worlds import LEND_FROM
@@ -27,7 +28,7 @@ settings.load_profile("rankwire")
 
 _PASSED = pytest.StashKey[bool]()
 
-pytest_plugins = ["faults.plugin"]
+pytest_plugins = ["surroundings", "faults.plugin", "overview"]
 
 
 class Belongings(NamedTuple):
@@ -63,7 +64,7 @@ def _descriptors() -> dict[Any, str]:
             target = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
             continue  # the one that lists the folder
-        if int(number) != resource_tracker._resource_tracker._fd:
+        if int(number) not in _descriptors_of_helpers():
             found[number, target] = f"{number} -> {target}"
     return found
 
@@ -77,9 +78,24 @@ def _children() -> dict[Any, str]:
         except OSError:
             continue  # a thread that has just ended, or a kernel without this file
         for pid in pids:
-            if int(pid) != resource_tracker._resource_tracker._pid:
+            if int(pid) not in _helpers():
                 found[pid] = f"{pid} ({_command(pid)})"
     return found
+
+
+def _helpers() -> set[int | None]:
+    """Return the processes that live as long as the session once they are needed."""
+    processes = {resource_tracker._resource_tracker._pid}
+    if Nursery.current is not None and Nursery.current.process is not None:
+        processes.add(Nursery.current.process.pid)
+    return processes
+
+
+def _descriptors_of_helpers() -> set[int | None]:
+    descriptors = {resource_tracker._resource_tracker._fd}
+    if Nursery.current is not None and Nursery.current.socket is not None:
+        descriptors.add(Nursery.current.socket.fileno())
+    return descriptors
 
 
 def _command(pid: str) -> str:
@@ -119,6 +135,12 @@ def own_runtime_folder() -> Iterator[str]:
     else:
         os.environ["XDG_RUNTIME_DIR"] = before
     shutil.rmtree(base)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_nursery(own_runtime_folder: str) -> Iterator[None]:
+    with nursery():
+        yield
 
 
 @pytest.fixture

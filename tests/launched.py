@@ -3,10 +3,11 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from children import Child
 
 COMMAND = [sys.executable, "-m", "rankwire", "run"]
 
@@ -23,9 +24,7 @@ class Launched:
     """A launcher that runs."""
 
     def __init__(self, command: list[str]) -> None:
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        self.process = Child(command)
         self.pids: list[int] = []
 
     def read_pids(self, count: int) -> None:
@@ -52,8 +51,7 @@ class Launched:
             time.sleep(0.02)
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self.process.close()
         for pid in filter(is_running, self.pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

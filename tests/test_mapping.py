@@ -13,6 +13,11 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "links/event_thread": "links/test_acceptor.py",
+    "backends/receiving": "backends/test_payloads.py",
+    "backends/arguments": "backends/test_base.py",
+    "rendezvous/control_channel": "rendezvous/test_coordinator.py",
+    "rendezvous/roster": "rendezvous/test_coordinator.py",
     "collectives/targets": "collectives/test_operations.py",
     "links/tls_contexts": "links/test_tls.py",
     "links/borrower": "links/test_single_copy.py",
@@ -39,7 +44,10 @@ SHOWN_IN = {
     "backends/tcp": "backends/test_tcp_backend.py",
     "backends/tcp_calls": "backends/test_call_port.py",
     "launch/child": "launch/test_run.py",
+    "launch/attempt": "launch/test_run.py",
     "launch/job": "launch/test_run.py",
+    "launch/parts": "launch/test_nodes.py",
+    "launch/reporter": "launch/test_run.py",
     "launch/loop": "launch/test_run.py",
     "launch/signals": "launch/test_run.py",
     "backends/sub_agreement": "backends/test_sub.py",

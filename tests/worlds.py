@@ -1,7 +1,6 @@
 """Worlds for tests: ranks in threads of this process, ranks in processes of their own, raw peers.
 
 Nothing here outlives its ``with`` block: threads are joined, backends closed, processes reaped.
-Run as a script, this module is the nursery of the rank processes.
 """
 
 import contextlib
@@ -14,8 +13,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nursery import Nursery, nursery
 from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
@@ -214,48 +212,11 @@ def joined_ranks() -> set[int]:
         rank
         for thing in gc.get_objects()
         if type(thing) is Coordinator and thing._state.name == "FORMING"
-        for rank in thing._members
+        for rank in thing._roster.members
     }
 
 
 # -- ranks in processes
-
-
-class Nursery:
-    """A process that has imported everything and forks rank processes: 10 ms each, not 400."""
-
-    _current: "Nursery | None" = None
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
-            )
-
-    def fork(self, pipe: multiprocessing.connection.Connection) -> int:
-        """Start a rank process that obeys the pipe; return its process id."""
-        folder = os.environ.get("XDG_RUNTIME_DIR", "").encode()
-        socket.send_fds(self._socket, [b"fork " + folder], [pipe.fileno()])
-        return int(self._socket.recv(64))
-
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait()
-
-
-@contextlib.contextmanager
-def nursery() -> Iterator[Nursery]:
-    """Share one nursery among all worlds of processes in this block."""
-    if Nursery._current is not None:
-        yield Nursery._current
-        return
-    Nursery._current = mine = Nursery()
-    try:
-        yield mine
-    finally:
-        Nursery._current = None
-        mine.close()
 
 
 class RankProcess:
@@ -265,13 +226,13 @@ class RankProcess:
     (with ``backend`` and this module's names).
     """
 
-    def __init__(self, rank: int, nursery: Nursery) -> None:
+    def __init__(self, rank: int, nursery: Nursery, *, network: str = "") -> None:
         self.rank = rank
         self._pipe, theirs = multiprocessing.Pipe()
         self._commands = 0
         self._answers: dict[int, tuple[Any, BaseException | None, float]] = {}
         with theirs:
-            self.pid = nursery.fork(theirs)
+            self.pid = nursery.fork_rank(theirs, network)
         self._pidfd = os.pidfd_open(self.pid)
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> "Command":
@@ -293,6 +254,12 @@ class RankProcess:
         """Send a signal; return when that was."""
         signal.pidfd_send_signal(self._pidfd, number)
         return time.monotonic()
+
+    def stop(self) -> float:
+        """Stop it, and return when that was, once all its threads stand still."""
+        now = self.signal(signal.SIGSTOP)
+        eventually(lambda: state_of(self.pid) == "T")
+        return now
 
     def kill(self) -> float:
         """Kill it, and return when that was, once it is dead."""
@@ -356,6 +323,14 @@ def spawn_ranks(world_size: int) -> Iterator[list[RankProcess]]:
         ]
 
 
+def state_of(pid: int) -> str:
+    """Return the letter that Linux has for what all threads of a process do; or an empty text."""
+    states = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states.pop() if len(states) == 1 else ""
+
+
 def free_port() -> int:
     with bound_socket() as sock:
         return sock.getsockname()[1]
@@ -390,8 +365,9 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _serve(pipe: multiprocessing.connection.Connection) -> None:
-    """Do what the pipe says until its other end is closed."""
+def serve_commands(pipe: multiprocessing.connection.Connection) -> None:
+    """In a fork of the nursery, do what the pipe says until its other end is closed."""
+    Connection.lend_from = LEND_FROM
     names: dict[str, Any] = {**globals(), "backend": None}
     lock = threading.Lock()
 
@@ -414,25 +390,3 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
         while True:
             threading.Thread(target=run, args=pipe.recv(), daemon=True).start()
     os._exit(0)
-
-
-def _fork_on_request(requests: socket.socket) -> None:
-    """Be a nursery until the other end is closed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead children are reaped at once
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(requests, 4096, 1)
-        if not request:
-            return
-        pid = os.fork()
-        if pid == 0:
-            requests.close()
-            Connection.lend_from = LEND_FROM
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.environ["XDG_RUNTIME_DIR"] = request.removeprefix(b"fork ").decode()
-            _serve(multiprocessing.connection.Connection(descriptors[0]))
-        os.close(descriptors[0])
-        requests.send(str(pid).encode())
-
-
-if __name__ == "__main__":
-    _fork_on_request(socket.socket(fileno=int(sys.argv[1])))

@@ -35,7 +35,6 @@ from worlds import (
     PATIENCE,
     Running,
     eventually,
-    nursery,
     process_world,
     runtime_folder_of_its_own,
     tcp_world,
@@ -43,20 +42,14 @@ from worlds import (
 
 MIB = 1 << 20
 LARGE = MIB
-SOON = 1.0  # within which a death is noticed; measured: milliseconds
-QUICK = 3.0  # seconds for what takes milliseconds, on a machine that is busy with other things
+SOON = 8.0  # within which a death is noticed; measured: milliseconds
+QUICK = 8.0  # seconds for what takes milliseconds, on a machine that is busy with other things
 
 KINDS = {
     "lent": {"transport": "auto"},
     "stream": {"transport": "auto", "single_copy": False},
     "tcp": {"transport": "tcp"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_nursery():
-    with nursery():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -266,6 +259,7 @@ def test_two_ranks_that_both_send_first_do_not_wait_for_each_other(pair):
     assert [each.result() for each in running] == [[True, True], [True, True]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [KINDS["lent"], KINDS["tcp"]], ids=["lent", "tcp"])
 def test_two_processes_that_both_send_256_mib_first_do_not_wait_for_each_other(options):
     code = (
@@ -620,7 +614,7 @@ def without_rank_0(ranks, how):
 
 def test_a_receiver_that_is_stopped_and_goes_on_loses_nothing():
     with lending_processes(2) as ranks:
-        ranks[1].signal(signal.SIGSTOP)
+        ranks[1].stop()
         sending = offer_from(ranks[0], LARGE, 1, fill=7)
         late = ranks[0].start("eval", "backend.send(bytes(1 << 20), 1, 5, timeout=0.2)")
         assert isinstance(late.error(), DeadlineExceededError)
@@ -633,7 +627,7 @@ def test_a_receiver_that_is_stopped_and_goes_on_loses_nothing():
 def test_a_sender_that_is_stopped_is_read_all_the_same():
     with lending_processes(2) as ranks:
         sending = offer_from(ranks[0], LARGE, 1, fill=7)
-        ranks[0].signal(signal.SIGSTOP)
+        ranks[0].stop()
         assert ranks[1].call("recv", 0) == b"\7" * LARGE
         ranks[0].signal(signal.SIGCONT)
         sending.result()
@@ -959,7 +953,7 @@ def test_a_caller_that_cancels_before_its_large_reply_does_not_stop_the_server(l
     for future in futures:
         assert future.cancel()
     eventually(
-        lambda: all(job.call.cancelled for job in list(lending_agents[1]._server._active.values()))
+        lambda: all(job.call.cancelled for job in list(lending_agents[1]._server.active.values()))
     )
     slow.go.set()
     began = time.monotonic()
@@ -1030,7 +1024,7 @@ def test_a_callee_that_is_killed_while_a_large_argument_waits_is_lost():
             rank.call("eval", "exec(code, globals())", code=AGENT)
         for rank in (0, 2):
             assert ranks[rank].call("eval", "agent.rpc_sync(1, 'echo', 5)") == 5
-        ranks[1].signal(signal.SIGSTOP)
+        ranks[1].stop()
         call = f"agent.rpc_sync(1, 'echo', np.zeros({LARGE}, np.uint8))"
         calling = ranks[0].start("eval", call)
         future = f"agent.rpc_async(1, 'echo', np.zeros({LARGE}, np.uint8)).result()"
@@ -1052,10 +1046,10 @@ def test_a_caller_that_is_killed_while_its_large_reply_is_offered_does_not_stop_
         )
         call = "[agent.rpc_async(1, 'large') for _ in range(4)] and None"
         ranks[0].call("eval", call)
-        ranks[0].signal(signal.SIGSTOP)
+        ranks[0].stop()
         time.sleep(0.3)
         killed = ranks[0].kill()
         assert ranks[2].call("eval", "agent.rpc_sync(1, 'echo', 5)") == 5
         assert time.monotonic() - killed < QUICK
-        active = "len(agent._server._active)"
+        active = "len(agent._server.active)"
         eventually(lambda: ranks[1].call("eval", active) == 0, QUICK)

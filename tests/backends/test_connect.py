@@ -11,8 +11,8 @@ import pytest
 from rankwire.backends import connect as connect_module
 from rankwire.backends.connect import connect
 from rankwire.errors import ConfigurationError, RendezvousError
+from rankwire.links.handover import Handover
 from rankwire.links.security import Tls
-from rankwire.rendezvous.handover import Handover
 
 VARIABLES = {
     "RANKWIRE_RANK": "0",

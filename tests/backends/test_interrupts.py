@@ -12,7 +12,7 @@ from rankwire.links.connection import Connection
 from rankwire.testing import simulated_world
 from worlds import LEND_FROM, PATIENCE, Running, eventually, tcp_world
 
-SOON = 3.0
+SOON = 8.0
 # A socket that was just opened is closed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

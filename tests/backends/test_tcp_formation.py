@@ -44,19 +44,12 @@ from worlds import (
     eventually,
     free_port,
     joined_ranks,
-    nursery,
     process_world,
     raw_peer,
     runtime_folder_of_its_own,
     spawn_ranks,
     tcp_world,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_nursery():
-    with nursery():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +203,7 @@ def test_missing_ranks_are_named_on_all_that_are_there():
             assert isinstance(error, RendezvousError)
             assert error.missing == [2, 4]
             assert "[2, 4]" in str(error)
-            assert rank.seconds < 3.0
+            assert rank.seconds < 8.0
 
 
 @pytest.mark.parametrize("first", ["rank 0", "rank 1"])
@@ -235,10 +228,10 @@ def test_a_missing_rank_0_is_named_on_all_others():
 
 def test_a_rank_that_left_while_forming_is_named_as_missing():
     with Forming(4) as forming:
-        zero = forming.start(0, join_timeout=1.0)
-        one = forming.start(1, join_timeout=0.9)
+        zero = forming.start(0, join_timeout=4.0)
+        one = forming.start(1, join_timeout=3.8)
         eventually(lambda: joined_ranks() == {0, 1})
-        two = forming.start(2, join_timeout=0.2)
+        two = forming.start(2, join_timeout=0.5)
         assert two.error().missing == [3]
         assert one.error().missing == [2, 3]
         assert set(zero.error().missing) >= {2, 3}
@@ -511,7 +504,7 @@ def test_a_duplicate_rank_is_refused_and_the_first_keeps_its_place():
         error = duplicate.error()
         assert isinstance(error, RendezvousError)
         assert f"pid {os.getpid()}" in str(error)
-        assert duplicate.seconds < 5.0
+        assert duplicate.seconds < 8.0
         assert not first.done
         two = forming.start(2)
         say_hello([zero.result(), first.result(), two.result()])
@@ -523,7 +516,7 @@ def test_a_surplus_worker_learns_that_it_is_one():
             began = time.monotonic()
             with pytest.raises(RendezvousError, match=text):
                 TcpBackend(rank, world_size, world[0].address, join_timeout=PATIENCE)
-            assert time.monotonic() - began < 5.0
+            assert time.monotonic() - began < 8.0
         say_hello(world)
 
 
@@ -558,7 +551,7 @@ def test_a_rank_that_disagrees_is_refused_with_the_reason_and_the_world_forms_wi
         error = wrong.error()
         assert isinstance(error, RendezvousError)
         assert text in str(error)
-        assert wrong.seconds < 5.0
+        assert wrong.seconds < 8.0
         assert not zero.done
         workers = [forming.start(rank) for rank in (1, 2)]
         say_hello([rank.result() for rank in (zero, *workers)])
@@ -574,7 +567,7 @@ def test_a_rank_with_another_secret_is_refused_and_the_world_forms_without_it(ri
         error = wrong.error()
         assert isinstance(error, AuthenticationError)
         assert "secret" in str(error)
-        assert wrong.seconds < 5.0
+        assert wrong.seconds < 8.0
         assert not zero.done
         one = forming.start(1)
         say_hello([zero.result(), one.result()])

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headers import pack_header
 from rankwire import RpcAgent
 from rankwire.backends.mesh import MAX_CONNECTIONS_OF_A_RANK
 from rankwire.backends.tcp import TcpBackend
@@ -41,7 +42,7 @@ from rankwire.rendezvous.control_messages import (
 )
 from rankwire.rendezvous.launchers import LAUNCH_JOB
 from rankwire.rendezvous.standalone import CoordinatorHost
-from rankwire.wire.frames import Channel, pack_header
+from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     LAUNCHER,

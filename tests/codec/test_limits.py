@@ -55,7 +55,21 @@ def packed(value: Any) -> memoryview:
         [frozenset({i, j}) for i in range(-100, 100) for j in range(-100, i)],
         [(frozenset({-1, str(i)}), x) for i in range(1000) for x in (-1, -2)],
     ],
-    ids=lambda keys: repr(keys[:2]),
+    ids=[
+        "none",
+        "ints",
+        "floats",
+        "powers",
+        "strings",
+        "tuples",
+        "points",
+        "complex",
+        "primes",
+        "grid",
+        "two sets",
+        "pairs",
+        "sets in tuples",
+    ],
 )
 def test_honest_keys_pass(keys):
     check_keys(keys)
@@ -69,7 +83,7 @@ def test_honest_keys_pass(keys):
         [tuple(-1 - (i >> bit & 1) for bit in range(9)) for i in range(400)],
         [complex(-1000003 * i, i) for i in range(400)],
     ],
-    ids=lambda keys: repr(keys[:2]),
+    ids=["primes", "strings and primes", "tuples", "complex"],
 )
 def test_many_keys_of_one_hash_are_refused(keys):
     with pytest.raises(InvalidMessageError, match="same hash"):

@@ -28,10 +28,10 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
-from worlds import Running, deaf, nursery, process_world, runtime_folder_of_its_own
+from worlds import Running, deaf, process_world, runtime_folder_of_its_own
 
-SOON = 1.0  # measured: up to 0.06 s, with 32 worlds at once
-TIMEOUT = 10.0
+SOON = 8.0  # measured: up to 0.06 s with 32 worlds at once, on a busy machine more than 1
+TIMEOUT = 20.0
 COUNT = 12  # elements of one rank
 
 
@@ -518,14 +518,8 @@ def test_a_value_that_one_rank_cannot_decode_ends_the_others(monkeypatch):
 # -- processes
 
 
-@pytest.fixture(scope="module")
-def shared_nursery():
-    with nursery():
-        yield
-
-
 @pytest.fixture
-def folder(shared_nursery):
+def folder():
     """Who is killed leaves the file of its socket here."""
     with runtime_folder_of_its_own():
         yield
@@ -663,7 +657,7 @@ def test_a_death_ends_also_a_rank_that_cannot_send_on():
 def test_a_process_that_stops_is_named_at_the_time_limit():
     with process_world(3) as ranks:
         connect(ranks)
-        ranks[1].signal(signal.SIGSTOP)
+        ranks[1].stop()
         operation = ALL_REDUCE.format(count=10).replace("ones(10)", "ones(10), timeout=0.3")
         for command in start_all([ranks[0], ranks[2]], operation).values():
             error = command.error()

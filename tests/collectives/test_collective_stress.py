@@ -17,7 +17,7 @@ from test_mismatch import Call, Op, random_op
 import rankwire
 from rankwire.errors import CollectiveAbortedError, ConfigurationError, DeadlineExceededError
 from rankwire.testing import in_parallel, simulated_world, tcp_world
-from worlds import Running, nursery, process_world, runtime_folder_of_its_own
+from worlds import Running, process_world, runtime_folder_of_its_own
 
 WORLDS = {
     "simulated": simulated_world,
@@ -262,7 +262,7 @@ def test_what_was_passed_may_be_changed_at_once(make_world, size):
 
 @pytest.fixture
 def folder():
-    with nursery(), runtime_folder_of_its_own():
+    with runtime_folder_of_its_own():
         yield
 
 

@@ -21,7 +21,7 @@ from rankwire.errors import (
 from rankwire.testing import in_parallel, simulated_world, tcp_world
 from worlds import Running
 
-SOON = 1.5  # seconds; measured: 0.1 to 0.3
+SOON = 8.0  # seconds; measured: 0.1 to 0.3 on an idle machine
 TIMEOUT = 20.0
 MANY = _FEW + 4
 # For each rank, beside the log2(N) of the operation: an answer, the roll, a question near the end
@@ -48,14 +48,15 @@ def check_works(world) -> None:
         assert (result == len(world)).all()
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("absent", [(5,), (0,), (0, 1, 2, 50)])
 def test_all_name_exactly_the_missing_at_a_few_messages_for_each(size, absent):
     """Everyone to everyone would be 63 and 127 for each, or more. The first may be missing too."""
     with counting(size) as world:
-        runs = start(world, partial(rankwire.barrier, timeout=1.5), absent)
+        limit = size // 16  # seconds: all of them must have been heard by then, on a busy machine
+        runs = start(world, partial(rankwire.barrier, timeout=limit), absent)
         noun = "rank" if len(absent) == 1 else "ranks"
-        text = f"no result within 1.5 s waiting for {noun} {', '.join(map(str, absent))}"
+        text = f"no result within {limit} s waiting for {noun} {', '.join(map(str, absent))}"
         for rank, run in runs.items():
             error = run.error()
             assert isinstance(error, (DeadlineExceededError, CollectiveAbortedError))
@@ -165,7 +166,7 @@ def test_many_ranks_over_sockets():
     with tcp_world(_FEW + 2, timeout=TIMEOUT) as world:
         check_works(world)
         for absent in (0, 4):
-            runs = start(world, partial(rankwire.barrier, timeout=0.6), [absent])
+            runs = start(world, partial(rankwire.barrier, timeout=3.0), [absent])
             for run in runs.values():
                 error = run.error()
                 assert isinstance(error, (DeadlineExceededError, CollectiveAbortedError))

@@ -528,6 +528,7 @@ def be_one_of_several_processes(backend):
     return wrong
 
 
+@pytest.mark.slow
 def test_large_arrays_between_processes():
     assert run_ranks(3, be_one_of_several_processes, backend="auto", processes=True) == [[]] * 3
 
@@ -726,7 +727,11 @@ def make_groups(world, members):
 @pytest.mark.fault(51, "overlapping groups work at the same time")
 @pytest.mark.parametrize(
     "make_world",
-    [simulated_world, tcp_world, partial(tcp_world, transport="tcp")],
+    [
+        simulated_world,
+        tcp_world,
+        pytest.param(partial(tcp_world, transport="tcp"), marks=pytest.mark.slow),
+    ],
     ids=["simulated", "auto", "tcp"],
 )
 def test_groups_that_overlap_and_their_parent_at_once(make_world):

@@ -1,4 +1,4 @@
-"""What tests of faults share: ranks that start quickly, and a runtime folder for each test."""
+"""What tests of faults share: a runtime folder for each test, and hosts where there can be some."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 
 from faults import netns
-from worlds import nursery, runtime_folder_of_its_own
-
-
-@pytest.fixture(scope="package", autouse=True)
-def shared_nursery() -> Iterator[None]:
-    with nursery():
-        yield
+from worlds import runtime_folder_of_its_own
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,8 @@ import ipaddress
 import os
 import re
 import shutil
-import socket
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import worlds
 
@@ -59,8 +56,8 @@ class Hosts:
         self.count = count
         self._own = f"{_PREFIX}-{os.getpid()}-{id(self) & 0xFFFF:x}"
         self._switch = f"{self._own}-switch"
-        self._nurseries: dict[int, HostNursery] = {}
         self._stack = contextlib.ExitStack()
+        self._nursery = self._stack.enter_context(worlds.nursery())
         sweep()
         try:
             self._add(self._switch)
@@ -81,11 +78,8 @@ class Hosts:
     def rank(self, rank: int, *, host: int | None = None) -> worlds.RankProcess:
         """Return a rank process on a host (that of its own number), without a backend yet."""
         where = rank if host is None else host
-        if where not in self._nurseries:
-            self._nurseries[where] = self._stack.enter_context(
-                contextlib.closing(HostNursery(self.namespace(where)))
-            )
-        process = worlds.RankProcess(rank, self._nurseries[where])
+        network = f"/run/netns/{self.namespace(where)}"
+        process = worlds.RankProcess(rank, self._nursery, network=network)
         self._stack.callback(process.close)
         return process
 
@@ -169,20 +163,6 @@ class Hosts:
     def close(self) -> None:
         """End the ranks and remove the hosts."""
         self._stack.close()
-
-
-class HostNursery(worlds.Nursery):
-    """A nursery of rank processes inside a network namespace."""
-
-    def __init__(self, namespace: str) -> None:
-        self._socket, theirs = socket.socketpair()
-        inside = ["nsenter", f"--net=/run/netns/{namespace}"]
-        script = str(Path(worlds.__file__))
-        with theirs:
-            self._process = subprocess.Popen(
-                [*inside, sys.executable, script, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-            )
 
 
 @contextlib.contextmanager

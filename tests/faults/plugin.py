@@ -8,7 +8,8 @@ A test says which fault it produces and what it shows to hold under it::
 
 With ``--what-we-hold=PATH`` the run writes all of it as JSON: row, promise, test, outcome, figures.
 ``tools/what_we_hold.py`` makes the page of it. A figure with a limit fails its test when its 99th
-percentile is above the limit. This module knows nothing of rankwire.
+percentile is above the limit, which is strict only in such a run: others share the machine with
+tests beside them, or with anybody. This module knows nothing of rankwire.
 """
 
 import json
@@ -23,6 +24,7 @@ import pytest
 from faults.sizes import NIGHTLY
 
 ROWS = range(1, 61)
+_LENIENT = 5  # times the limit where nothing is written down
 _FAULTS = "faults"
 _FIGURES = "figures"
 
@@ -67,8 +69,9 @@ def measured(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     yield figures
     summaries = figures.summaries()
     request.node.user_properties.append((_FIGURES, summaries))
+    leniency = 1 if request.config.getoption("--what-we-hold") else _LENIENT
     for figure in summaries:
-        if figure["limit"] is not None and figure["p99"] > figure["limit"]:
+        if figure["limit"] is not None and figure["p99"] > figure["limit"] * leniency:
             pytest.fail(f"above the limit: {figure}", pytrace=False)
 
 

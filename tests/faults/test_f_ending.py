@@ -11,6 +11,7 @@ from functools import partial
 import fault_programs as programs
 import pytest
 
+from faults.sizes import trials
 from rankwire import RpcAgent, TcpBackend, shutdown
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.testing import simulated_world
@@ -32,7 +33,7 @@ FORKING = """
         try:
             use()
         except ForkedProcessError:
-            assert time.monotonic() - begin < 1
+            assert time.monotonic() - begin < 8
         else:
             raise AssertionError(f"{use} went through")
 
@@ -161,14 +162,14 @@ FORKING = """
 @pytest.mark.parametrize(
     ("where", "way"),
     [
-        ("main", "os._exit"),
+        pytest.param("main", "os._exit", marks=pytest.mark.slow),
         ("main", "sys.exit"),
         ("main", "multiprocessing"),
         ("main", "subprocess"),
         ("thread", "os._exit"),
-        ("thread", "sys.exit"),
-        ("thread", "multiprocessing"),
-        ("fork", "os._exit"),
+        pytest.param("thread", "sys.exit", marks=pytest.mark.slow),
+        pytest.param("thread", "multiprocessing", marks=pytest.mark.slow),
+        pytest.param("fork", "os._exit", marks=pytest.mark.slow),
         ("fork", "sys.exit"),
         ("fork_in_loop", "os._exit"),
     ],
@@ -255,8 +256,8 @@ SUDDEN = {"exception": 1, "os._exit": 3, "SIGTERM": -signal.SIGTERM}
 
 @pytest.mark.fault(36, "a process ends within 2 s, and its peers see an orderly end or a loss")
 @pytest.mark.parametrize("way", [*ORDERLY, *SUDDEN])
-def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way):
-    for _ in range(4):
+def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way, measured):
+    for _ in range(trials(4, 4, quick=1)):
         listener = bound_socket()
         process = programs.start(LEAVING, way, address_of(listener))
         with TcpBackend(0, 2, address_of(listener), listener=listener) as backend:
@@ -265,11 +266,11 @@ def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way):
                 agent.register("wait", lambda go_on=go_on: go_on.wait(PATIENCE))
                 assert backend.recv(1, timeout=PATIENCE) == b"hello"
                 futures = [agent.rpc_async(1, name) for name in ("wait", "wait_async")]
-                eventually(lambda agent=agent: len(agent._server._active) == 4)
+                eventually(lambda agent=agent: len(agent._server.active) == 4)
                 backend.send(b"go", 1)
                 begin = time.monotonic()
                 _, err = process.communicate(timeout=PATIENCE)
-                assert time.monotonic() - begin < 2
+                measured("the process has ended", time.monotonic() - begin, limit=2.0)
                 assert process.returncode == {**ORDERLY, **SUDDEN}[way]
                 if way != "closed backend":  # that one ended its own threads' calls
                     assert err.count("Traceback") == (way == "exception"), err
@@ -374,9 +375,9 @@ INTERRUPTED = """
 
 @pytest.mark.fault(37, "Ctrl-C raises within 0.2 s, and whoever catches it has the same links")
 @pytest.mark.parametrize("kind", ["send", "recv", "rpc_sync", "result"])
-def test_f37_an_interrupt_leaves_the_link_as_it_was(kind):
-    interrupts = 0
-    for seed in range(2):
+def test_f37_an_interrupt_leaves_the_link_as_it_was(kind, measured):
+    interrupts, seeds = 0, trials(2, 2, quick=1)
+    for seed in range(seeds):
         listener = bound_socket()
         arguments = (kind, address_of(listener), str(seed), "60")
         process = programs.start(INTERRUPTED, *arguments)
@@ -390,10 +391,10 @@ def test_f37_an_interrupt_leaves_the_link_as_it_was(kind):
                 assert process.returncode == 0, err
                 assert "Traceback" not in err, err
                 done, slowest = out.split()[-3], out.split()[-1]
-                assert float(slowest) < 0.2
+                measured("the slowest interrupt", float(slowest), limit=0.2)
                 interrupts += int(done)
                 assert echoing.result() is not None
-    assert interrupts == 120
+    assert interrupts == 60 * seeds
 
 
 def _receive_all(backend):

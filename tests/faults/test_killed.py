@@ -41,7 +41,7 @@ def assert_lost(command, victim):
 @pytest.mark.fault(1, "operations among the survivors go on")
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_f01_a_rank_is_killed_while_idle(world_size, measured):
-    for trial in range(trials(10, 100)):
+    for trial in range(trials(10, 100, quick=3)):
         with process_world(world_size) as ranks:
             if trial % 2:
                 introduce(*ranks)
@@ -64,7 +64,7 @@ def test_f01_a_rank_is_killed_while_idle(world_size, measured):
 
 @pytest.mark.fault(47, "all survivors of a barrier name the same killed rank")
 def test_f47_all_of_8_survivors_agree_on_who_died(measured):
-    for trial in range(trials(10, 100)):
+    for trial in range(trials(10, 100, quick=3)):
         with process_world(9) as ranks:
             victim = ranks[trial % 9]
             others = [rank for rank in ranks if rank is not victim]

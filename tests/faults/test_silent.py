@@ -49,7 +49,7 @@ def test_f03_a_stopped_rank_with_tight_limits(measured):
             introduce(*ranks)
             ranks[0].call("eval", LISTEN)
             pending = [rank.start("recv", 2) for rank in ranks[:2]]
-            stopped = ranks[2].signal(signal.SIGSTOP)
+            stopped = ranks[2].stop()
             for command in pending:
                 assert_unresponsive(command, 2)
                 measured(
@@ -70,7 +70,7 @@ def test_f03_a_stopped_rank_with_default_limits(measured):
         introduce(*ranks)
         ranks[0].call("eval", LISTEN)
         pending = ranks[0].start("recv", 2)
-        stopped = ranks[2].signal(signal.SIGSTOP)
+        stopped = ranks[2].stop()
         assert_unresponsive(pending, 2)
         measured("stopped: failed, default limits", pending.ended - stopped, limit=FAIL_LIMIT)
         (heard,) = ranks[0].call("eval", "suspected")
@@ -85,7 +85,7 @@ def test_f03_a_stopped_rank_that_goes_on():
         introduce(*ranks)
         ranks[0].call("eval", LISTEN)
         received = ranks[1].start("eval", "[bytes(backend.recv(0)) for _ in range(50)]")
-        ranks[1].signal(signal.SIGSTOP)
+        ranks[1].stop()
         sent = ranks[0].start("eval", "[backend.send(b'%d' % n, 1) for n in range(50)] and None")
         eventually(lambda: ranks[0].call("eval", "suspected"))
         ranks[1].signal(signal.SIGCONT)
@@ -134,7 +134,7 @@ EXCHANGE = """
 def test_f11_a_rank_does_not_read(transport, measured):
     with process_world(3, transport=transport, single_copy=False) as ranks:
         introduce(*ranks)
-        ranks[2].signal(signal.SIGSTOP)
+        ranks[2].stop()
         before = resident(ranks[0])
         ranks[0].call("eval", SEND_TO_2)
         talking = [ranks[n].start("eval", EXCHANGE.format(peer=1 - n)) for n in (0, 1)]

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from faults.sizes import NIGHTLY, time_limit
+from faults.sizes import NIGHTLY, QUICK, time_limit
 from faults.soak import WORLD_SIZE, Soak
 
 MINUTES = float(os.environ.get("RANKWIRE_SOAK_MINUTES", "5"))
@@ -23,7 +23,7 @@ VICTIMS = (3, 5, 7)
     24, "what lives through many worlds keeps no memory, descriptor or thread of them"
 )
 def test_soak(measured):
-    rounds, seconds = (int(MINUTES * 6 * NIGHTLY), 9.0) if NIGHTLY else (4, 0.5)
+    rounds, seconds = (int(MINUTES * 6 * NIGHTLY), 9.0) if NIGHTLY else (4, 0.2 if QUICK else 0.5)
     with contextlib.closing(Soak(measured)) as soak:
         for number in range(rounds):
             soak.round(VICTIMS[number % len(VICTIMS)], seconds)

@@ -2,12 +2,12 @@
 
 import contextlib
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from children import Child, Ended
 from launched import COMMAND, PREAMBLE, Launched
 
 
@@ -22,14 +22,12 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def run(script) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(script) -> Callable[..., Ended]:
     """Run a script to its end."""
 
-    def run_to_end(body: str, *options: str, ranks: int = 2, args: tuple[str, ...] = (), **kwargs):
+    def run_to_end(body: str, *options: str, ranks: int = 2, args: tuple[str, ...] = (), **where):
         command = [*COMMAND, "-n", str(ranks), *options, script(body), *args]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=30, check=False, **kwargs
-        )
+        return Child(command, **where).result(timeout=30)
 
     return run_to_end
 

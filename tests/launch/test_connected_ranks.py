@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from rankwire.backends.tracebacks import FULL_TRACEBACK
 from worlds import free_port
 
@@ -23,6 +25,7 @@ with rankwire.connect(transport="tcp") as backend:
     assert all(low <= int(port) <= low + 50 for port in done.stdout.split())
 
 
+@pytest.mark.slow
 def test_one_world_of_processes_after_another(run):
     done = run(
         """
@@ -78,6 +81,7 @@ def test_the_first_failure_is_printed_once_and_one_line_for_each_other(run, tmp_
     assert lines[-1].startswith("rankwire: failed too: ")
 
 
+@pytest.mark.slow
 def test_everything_if_that_is_wanted(run):
     done = run(CASCADE, ranks=2, env=os.environ | {FULL_TRACEBACK: "1"})
     assert done.stderr.count("Traceback") == 3

@@ -64,6 +64,7 @@ def test_a_table_for_people():
     assert "\x1b[" not in done.stdout
 
 
+@pytest.mark.slow
 def test_in_a_world_of_another_start():
     command = [sys.executable, "-m", "rankwire", "run", "-n", "2", "-m", "rankwire.launch.doctor"]
     done = examine("--nbytes", "100000", command=command)
@@ -71,6 +72,7 @@ def test_in_a_world_of_another_start():
     assert "[rank 0] from row to column" in done.stdout
 
 
+@pytest.mark.slow
 def test_too_few_files_for_the_world_is_bad():
     limited = ["sh", "-c", 'ulimit -n 60; exec "$@"', "sh", *DOCTOR]
     done = examine("-n", "2", command=limited)

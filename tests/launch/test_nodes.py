@@ -130,6 +130,7 @@ def test_one_world_with_ranks_numbered_by_node(hosts):
     assert len({line.partition(" ")[2] for host in lines for line in host}) == 1
 
 
+@pytest.mark.slow
 def test_launchers_in_any_order_and_a_wrong_node_count(hosts):
     hosts.write(CONNECT + "print('sum', backend.world_size); backend.close()")
     late = hosts.launch(1)
@@ -293,6 +294,7 @@ time.sleep(60)
     assert [(code, out.count("saved")) for code, out, _ in results] == [(143, 2)] * 2, results
 
 
+@pytest.mark.slow
 def test_all_hosts_start_anew_after_a_failure(hosts):
     launched = hosts.start(
         CONNECT
@@ -336,6 +338,7 @@ def first_with(launched, words):
     return next(line for line in launched.process.stderr if words in line)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_waits_for_others_says_so_without_a_terminal(hosts):
     """Each waits for the one before it: node 0 for node 2, node 1 for node 0 to start."""
     follower = launch_impatient(hosts, 1)
@@ -460,7 +463,7 @@ def _catches(pid: int, number: int) -> bool:
 # -- in network namespaces -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("security", ["auth", "tls"])
+@pytest.mark.parametrize("security", ["auth", pytest.param("tls", marks=pytest.mark.slow)])
 def test_a_world_across_two_networks(hosts, two_networks, request, security):
     hosts.networks, hosts.master = two_networks, f"{HOSTS[0]}:29400"
     body = CONNECT + (

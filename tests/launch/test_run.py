@@ -59,7 +59,7 @@ def test_what_a_rank_is_told(run):
     done = run(
         """
 import socket, hashlib
-from rankwire.rendezvous.handover import ask_for_secret
+from rankwire.links.handover import ask_for_secret
 secret = ask_for_secret(int(os.environ["RANKWIRE_SECRET_FD"]), named="fd")
 seen = b"".join(open(f"/proc/{pid}/{name}", "rb").read()
                 for pid in ("self", os.getppid()) for name in ("environ", "cmdline"))
@@ -363,7 +363,8 @@ if rank != 1:
             line.startswith(f"[rank {rank}] fell because of rank 1: RendezvousError: {words}")
             for line in lines
         )
-    assert lines[-1].startswith("rankwire: failed because of that: rank ")
+    # One of the two may be stopped before it has ended by itself.
+    assert any(line.startswith("rankwire: failed because of that: rank ") for line in lines)
 
 
 def test_who_raised_first_is_known_from_the_coordinator(run):
@@ -407,7 +408,7 @@ backend.recv(1)
     ("fall", "code", "words"),
     [
         ('raise ValueError("the reason")', 1, "exit code 1 (it raised ValueError: the reason)"),
-        ("sys.exit(3)", 3, "exit code 3\n"),
+        pytest.param("sys.exit(3)", 3, "exit code 3\n", marks=pytest.mark.slow),
     ],
     ids=["by an error", "by a code"],
 )
@@ -419,6 +420,7 @@ def test_who_is_slow_to_end_is_blamed_all_the_same(run, fall, code, words):
     assert "stopped" not in done.stderr
 
 
+@pytest.mark.slow
 def test_who_began_it_and_does_not_end_is_stopped_and_named(run):
     fall = "raise ValueError('the reason')"
     done = run(SLOW_TO_END.format(seconds=60, fall=fall), "--grace", "0.5", ranks=3)
@@ -427,6 +429,7 @@ def test_who_began_it_and_does_not_end_is_stopped_and_named(run):
     assert "stopped: rank 1\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_who_fell_in_an_earlier_world_is_not_blamed_for_what_happens_in_the_next(run):
     done = run(
         """
@@ -615,6 +618,7 @@ def test_a_killed_launcher_leaves_no_one_in_another_session(start):
     launched.wait_until_all_gone(10)
 
 
+@pytest.mark.slow
 def test_nobody_reads_our_output(start):
     launched = start("\nready()\nwhile True: print('x' * 1000)", "--grace", "0.5")
     time.sleep(0.3)  # enough to fill every pipe on the way
@@ -696,6 +700,7 @@ with rankwire.connect() as backend:
         assert (tmp_path / f"rank_{rank}.log").read_text() == "attempt 0\nattempt 1\nattempt 2\n"
 
 
+@pytest.mark.slow
 def test_a_restart_blames_nobody_who_fell_because_a_rank_never_joined(run):
     done = run(
         """
@@ -732,6 +737,7 @@ def test_a_job_that_was_stopped_is_not_started_anew(start):
 # -- output --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_lot_of_output_on_both_streams(run):
     done = run(
         """
@@ -825,6 +831,7 @@ with rankwire.connect() as backend:
     assert sorted(lines) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_counted_as_suspected(script):
     body = """
 import rankwire

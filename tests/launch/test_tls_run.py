@@ -105,6 +105,7 @@ NESTED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner_has_tls", [False, True])
 def test_a_job_inside_a_job_has_tls_only_if_asked_for(run, tls_dir, tmp_path, inner_has_tls):
     (tmp_path / "show.py").write_text("import os" + SHOW)

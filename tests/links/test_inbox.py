@@ -26,7 +26,7 @@ from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox, Receive
 from worlds import PATIENCE, Running, eventually
 
-SOON = 3.0  # seconds for what takes milliseconds, on a machine that is busy with other things
+SOON = 8.0  # seconds for what takes milliseconds, on a machine that is busy with other things
 KIB = 1 << 10
 
 
@@ -354,7 +354,9 @@ def _send_a_few(post):
             post.send(tag, b"%d%d" % (tag, number))
 
 
-@pytest.mark.parametrize("gap", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize(
+    "gap", [1, *(pytest.param(gap, marks=pytest.mark.slow) for gap in (2, 3, 5, 8)), 13]
+)
 def test_a_second_interrupt_costs_the_interrupted_receive_its_message_at_most(make_pair, gap):
     def run(interrupting):
         post = Post(make_pair("unix", introduced=False))

@@ -70,3 +70,11 @@ def test_waking_ends_one_poll(poller):
     assert poller.poll(PATIENCE) is None
     assert time.monotonic() - begin < PATIENCE
     assert poller.poll(0.01) is None
+
+
+def test_a_look_leaves_the_wake_to_who_waits(poller):
+    poller.wake()
+    assert poller.poll(0) is None
+    begin = time.monotonic()
+    assert poller.poll(PATIENCE) is None
+    assert time.monotonic() - begin < PATIENCE

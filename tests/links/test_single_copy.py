@@ -31,7 +31,7 @@ from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, LoanRevokedError, 
 from worlds import PATIENCE, Running, spawn_ranks
 
 MIB = 1 << 20
-SOON = 3.0  # seconds for what takes milliseconds, on a machine that is busy with other things
+SOON = 8.0  # seconds for what takes milliseconds, on a machine that is busy with other things
 
 
 class Loaned:

@@ -5,6 +5,7 @@ import socket
 import stat
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +26,10 @@ def folder(monkeypatch):
     monkeypatch.delenv("RANKWIRE_SECRET_FILE", raising=False)
     monkeypatch.setattr(secret_module, "_from_environment", None)
     with runtime_folder_of_its_own() as path:
+        # The folders that all jobs of this user share may have a job on the same port.
+        monkeypatch.setattr(runtime_dir, "_SHARED", path.parent)
+        nowhere = SimpleNamespace(pw_dir=str(path / "no home"))
+        monkeypatch.setattr(runtime_dir.pwd, "getpwuid", lambda _: nowhere)
         yield path
 
 
@@ -256,18 +261,14 @@ def test_the_end_of_an_earlier_job_does_not_remove_a_later_jobs_secret():
     assert AgreedSecret(29500).read() == second
 
 
-def test_a_folder_open_to_others_is_not_used(folder, monkeypatch, tmp_path):
+def test_a_folder_open_to_others_is_not_used(folder):
     AgreedSecret(29500).publish()
     folder.chmod(0o755)
-    monkeypatch.setattr(runtime_dir, "_SHARED", tmp_path)
     assert AgreedSecret(29500).read() is None
 
 
-def test_ranks_find_each_other_when_the_way_was_cleared_between_their_choices(
-    folder, monkeypatch, tmp_path
-):
+def test_ranks_find_each_other_when_the_way_was_cleared_between_their_choices(folder):
     """Another user holds the first folder while rank 0 looks, and lets it go for rank 1."""
-    monkeypatch.setattr(runtime_dir, "_SHARED", tmp_path)
     folder.touch()
     published = AgreedSecret(29500).publish()
     folder.unlink()

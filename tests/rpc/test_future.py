@@ -48,22 +48,22 @@ def test_the_calls_own_deadline_ends_it_although_nobody_waits(agents):
 
 
 def test_waiting_in_vain_does_not_end_the_call(agents):
-    future = agents[0].rpc_async(1, "nap", 0.3)
+    future = agents[0].rpc_async(1, "nap", 3.0)
     begin = time.monotonic()
     with pytest.raises(TimeoutError):
         future.result(0.05)
-    assert time.monotonic() - begin < 0.25
+    assert time.monotonic() - begin < 2.5
     assert not future.done()
     assert future.result(10) is None
 
 
 @pytest.mark.fault(44, "a cancelled future is settled at once")
 def test_a_cancelled_future_is_settled_at_once(agents):
-    future = agents[0].rpc_async(1, "nap", 0.5)
+    future = agents[0].rpc_async(1, "nap", 3.0)
     begin = time.monotonic()
     assert future.cancel()
     assert future.cancelled()
-    assert time.monotonic() - begin < 0.2
+    assert time.monotonic() - begin < 2.5
     with pytest.raises(concurrent.futures.CancelledError):
         future.result()
     assert not agents[0]._futures

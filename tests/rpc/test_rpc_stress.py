@@ -47,6 +47,11 @@ def test_a_hundred_threads_call_one_peer_and_replies_come_out_of_order(agents):
     assert agents[0]._port.in_flight() == 0
 
 
+@pytest.mark.parametrize(
+    "agents",
+    [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tcp", "simulated")), "unix"],
+    indirect=True,
+)
 def test_ten_thousand_asynchronous_calls_need_no_more_threads(agents):
     agents[1].register("echo", lambda x: x)
     agents[0].rpc_sync(1, "echo", 0)
@@ -63,9 +68,9 @@ def test_ten_thousand_asynchronous_calls_need_no_more_threads(agents):
     assert not agents[0]._futures
     assert agents[0]._port.in_flight() == 0
     deadline = Deadline(5)
-    while agents[1]._server._active and not deadline.expired:
+    while agents[1]._server.active and not deadline.expired:
         time.sleep(0.001)
-    assert not agents[1]._server._active
+    assert not agents[1]._server.active
 
 
 def call_every_rank(backend):
@@ -86,7 +91,7 @@ def call_every_rank(backend):
     return backend.rank
 
 
-@pytest.mark.parametrize("backend", ["tcp", "unix"])
+@pytest.mark.parametrize("backend", [pytest.param("tcp", marks=pytest.mark.slow), "unix"])
 def test_every_ordered_pair_of_four_processes_calls_at_once(backend):
     assert run_ranks(4, call_every_rank, backend=backend, processes=True) == [0, 1, 2, 3]
 

@@ -29,10 +29,10 @@ from rankwire.backends.tracebacks import install
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.fork import renew_in_child
+from rankwire.links.handover import ask_for_secret
 from rankwire.links.listening import ListeningPlace
+from rankwire.links.rank_zero import find_rank_0, own_address
 from rankwire.links.security import Tls, files_of
-from rankwire.rendezvous.handover import ask_for_secret
-from rankwire.rendezvous.rank_zero import find_rank_0, own_address
 from rankwire.rendezvous.secret import RankKey
 
 __all__ = ["Place", "connect"]
@@ -133,7 +133,7 @@ def _join(arguments: dict[str, Any]) -> TcpBackend:
         try:
             return TcpBackend(**arguments)
         except RendezvousError as error:
-            # At the same address, a world that has formed refuses whoever comes later.
+            # At the same address, a world that has formed refuses ranks that come later.
             is_old_world = _memory.has_connected and not error.missing
             if not is_old_world or deadline.remaining() <= _PAUSE:
                 raise

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Self
 
-from rankwire.backends.base import check_rank
+from rankwire.backends.arguments import check_rank
 from rankwire.errors import ConfigurationError
 
 __all__ = ["FaultPlan", "Link", "Timetable", "link_between"]
@@ -75,12 +75,7 @@ class FaultPlan:
     # -- what users call ---------------------------------------------------------------------------
 
     def delay(
-        self,
-        seconds: float,
-        *,
-        jitter: float = 0.0,
-        src: int | None = None,
-        dst: int | None = None,
+        self, seconds: float, *, jitter: float = 0.0, src: int | None = None, dst: int | None = None
     ) -> Self:
         """Let messages take their time; those of one link still arrive in order.
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from rankwire.backends.base import Backend
 from rankwire.backends.blame import Losses
 from rankwire.backends.bulk import LentOffer, Link, ReadingAll, ReadingAndChecking
+from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import Fall, fall_by
 from rankwire.backends.peers import Peer
 from rankwire.backends.status import PeerStatus
-from rankwire.backends.tcp_calls import TcpCallPort
 from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -86,7 +86,7 @@ class Mesh(Backend):
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._lock = threading.Lock()
-        self._ports: dict[int, TcpCallPort] = {}
+        self._ports: dict[int, MeshCallPort] = {}
         self._services_closed: set[int] = set()
         self._callers_waiting: dict[int, dict[int, Connection]] = {}  # by service and rank
         self._peers = peers
@@ -223,9 +223,9 @@ class Mesh(Backend):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def open_calls(self, service: int) -> TcpCallPort:
+    def open_calls(self, service: int) -> MeshCallPort:
         """See ``Backend.open_calls``."""
-        port = TcpCallPort(self, service)
+        port = MeshCallPort(self, service)
         refusal: RankwireError | None = None
         waiting: list[Connection] = []
         with self._lock:
@@ -246,7 +246,7 @@ class Mesh(Backend):
             port.adopt(connection)
         return port
 
-    def forget_port(self, port: TcpCallPort) -> None:
+    def forget_port(self, port: MeshCallPort) -> None:
         """Called by a port that is closed."""
         with self._lock:
             if self._ports.get(port.service) is port:

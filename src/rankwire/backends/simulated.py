@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
-from rankwire.backends.base import DEFAULT_TIMEOUT, check_world
+from rankwire.backends.arguments import check_world
+from rankwire.backends.base import DEFAULT_TIMEOUT
+from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.simulated_network import Network
-from rankwire.backends.tcp_calls import TcpCallPort
 from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -171,7 +172,7 @@ class SimulatedBackend(Mesh):
         }
         return sorted(heard | self.network.gone_for(self.rank))
 
-    def open_calls(self, service: int) -> TcpCallPort:
+    def open_calls(self, service: int) -> MeshCallPort:
         """See ``Backend.open_calls``."""
         self._check_alive()
         return super().open_calls(service)

@@ -23,7 +23,7 @@ from functools import partial
 from time import monotonic
 from typing import Protocol
 
-from rankwire.backends.base import check_rank
+from rankwire.backends.arguments import check_rank
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError

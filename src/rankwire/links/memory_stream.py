@@ -587,8 +587,8 @@ class MemoryPoller:
         self._news += 1
         _wake(self._sleepers)
 
-    def poll(self, seconds: float) -> object | None:
-        """See ``Poller``."""
+    def poll(self, seconds: float, spin: object = None) -> object | None:
+        """Return the key of a stream that can be read. Nobody spins in one process."""
         limit = monotonic() + seconds
         while True:
             news = self._news

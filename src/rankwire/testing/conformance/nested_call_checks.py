@@ -8,13 +8,9 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
-from rankwire.errors import (
-    CallCancelledError,
-    DeadlineExceededError,
-    RemoteError,
-)
+from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.context import current_call
+from rankwire.rpc.call import current_call
 from rankwire.testing.conformance.tools import agents_of, expect
 from rankwire.testing.worlds import MakeWorld
 
@@ -76,7 +72,10 @@ def a_late_call_says_what_its_callee_does(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2) as (caller, callee):
         caller.register("inner", lambda: go_on.wait(20))
         callee.register("outer", outer)
-        error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "outer", timeout=0.5))
+        for _ in range(5):  # on a busy machine a callee may not answer within the little time
+            error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "outer", timeout=0.5))
+            if "rank 1 has had" in error.detail:
+                break
         assert "rank 1 has had 'outer' for" in error.detail
         assert "rank 0 'inner'" in error.detail
         nested = expect(RemoteError, lambda: caller.rpc_sync(1, "outer", timeout=10))

@@ -7,8 +7,8 @@ import pytest
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RendezvousError
-from rankwire.rendezvous import rank_zero
-from rankwire.rendezvous.rank_zero import find_rank_0, own_address
+from rankwire.links import rank_zero
+from rankwire.links.rank_zero import find_rank_0, own_address
 from worlds import bound_socket
 
 
