@@ -13,8 +13,10 @@ from interrupts import Interrupt, every_interrupt
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
 from rankwire.links.connection import Connection
-from rankwire.links.memory_stream import Course, Gate, MemoryPoller, memory_pair
-from rankwire.wire.frames import HEADER_NBYTES, Channel, pack_header
+from rankwire.links.course import Course, Gate
+from rankwire.links.memory_poller import MemoryPoller
+from rankwire.links.memory_stream import memory_pair
+from rankwire.wire.frames import HEADER, HEADER_NBYTES, Channel
 from worlds import PATIENCE, Running
 
 SHORT = 0.05
@@ -22,7 +24,7 @@ LARGE = 1 << 30
 
 
 def frame(payload=b"", *, channel=Channel.MESSAGE, sequence=0):
-    return pack_header((0, channel, 0), len(payload), sequence) + payload
+    return HEADER.pack(channel, sequence, 0, 0, len(payload)) + payload
 
 
 def take(stream, nbytes=1 << 16):

@@ -36,7 +36,8 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.memory_stream import MemoryPoller, MemoryStream
+from rankwire.links.memory_poller import MemoryPoller
+from rankwire.links.memory_stream import MemoryStream
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal

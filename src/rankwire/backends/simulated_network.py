@@ -27,7 +27,8 @@ from rankwire.backends.arguments import check_rank
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
-from rankwire.links.memory_stream import Course, Gate, MemoryStream, memory_pair
+from rankwire.links.course import Course, Gate
+from rankwire.links.memory_stream import MemoryStream, memory_pair
 from rankwire.wire.handshake import Purpose
 
 __all__ = ["Member", "Network"]
