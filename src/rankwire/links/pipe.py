@@ -302,9 +302,11 @@ class Pipe:
         """Call who waits for room, if there is any; return whether somebody was called."""
         if self._room() <= 0:
             return False
-        flushers, self._flushers = self._flushers, []
+        flushers = list(self._flushers)
         for flush in flushers:
             flush()
+            with suppress(ValueError):
+                self._flushers.remove(flush)  # not before: an interrupt may fall into it
         return bool(flushers)
 
     def wake_readers(self) -> None:
