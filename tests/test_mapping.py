@@ -13,6 +13,10 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "links/course": "links/test_memory_stream.py",
+    "links/memory_poller": "links/test_memory_stream.py",
+    "links/pipe": "links/test_memory_stream.py",
+    "links/sleepers": "links/test_memory_stream.py",
     "links/event_thread": "links/test_acceptor.py",
     "backends/receiving": "backends/test_payloads.py",
     "backends/arguments": "backends/test_base.py",

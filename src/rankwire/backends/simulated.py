@@ -26,6 +26,7 @@ from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.simulated_network import Network
+from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -35,7 +36,8 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.memory_stream import MemoryPoller, MemoryStream
+from rankwire.links.memory_poller import MemoryPoller
+from rankwire.links.memory_stream import MemoryStream
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
@@ -46,6 +48,7 @@ _log = logging.getLogger("rankwire")
 
 DEFAULT_QUEUE_NBYTES = 64 << 20  # NATS lets a slow consumer keep as much pending
 _NOW = Deadline(0.0)
+_PID = os.getpid()
 
 
 class _Peers(dict[int, Peer]):
@@ -136,10 +139,21 @@ class SimulatedBackend(Mesh):
 
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
         """See ``Backend.transmit``. The bytes are copied."""
-        self._check_alive()
-        if message[1] > self.max_message_nbytes:
-            raise MessageTooLargeError(message[1], self.max_message_nbytes)
+        self._check_sending(message)
         super().transmit(dst, envelope, message, deadline)
+
+    def offer(
+        self,
+        dst: int,
+        envelope: Envelope,
+        message: Message,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> Offer | None:
+        """See ``Backend.offer``. The same: nothing is lent within a process."""
+        self._check_sending(message)
+        return super().offer(dst, envelope, message, deadline, check=check)
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
@@ -163,6 +177,11 @@ class SimulatedBackend(Mesh):
         """See ``Backend.open_calls``."""
         self._check_alive()
         return super().open_calls(service)
+
+    def _check_sending(self, message: Message) -> None:
+        self._check_alive()
+        if message[1] > self.max_message_nbytes:
+            raise MessageTooLargeError(message[1], self.max_message_nbytes)
 
     def _check_alive(self) -> None:
         if self._gone is not None:
@@ -209,11 +228,12 @@ class SimulatedBackend(Mesh):
                 self.flush_when_possible(connection)
 
     def _meet(self, rank: int) -> Peer:
+        self._check_peer(rank)
         with self._lock:
             peer = self._peers.get(rank)
             if peer is None:
                 peer = self._peers[rank] = Peer(
-                    Member(rank, os.getpid(), "", 0, "", ""),
+                    Member(rank, _PID, "", 0, "", ""),
                     ask=partial(self.hear_of, rank),
                     on_lost=self._note_loss,
                     explain=self._losses.explain,

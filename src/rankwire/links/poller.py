@@ -2,7 +2,7 @@
 
 Who registers a stream gives a *key*, which ``poll`` returns when there is something to read. A
 stream is watched all the time, or armed for one shot, so that another thread may read it meanwhile
-without disturbing the poller again and again. The in-memory twin is ``memory_stream.MemoryPoller``.
+without disturbing the poller again and again. The in-memory twin is ``memory_poller.MemoryPoller``.
 """
 
 from __future__ import annotations
