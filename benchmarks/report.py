@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from textwrap import fill
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,7 @@ from benchmarks.targets import Verdict, judge, speedup
 
 __all__ = [
     "COLUMNS",
+    "LINE_LENGTH",
     "Column",
     "format_factor",
     "format_rate",
@@ -22,6 +24,8 @@ __all__ = [
     "print_report",
     "print_verdicts",
 ]
+
+LINE_LENGTH = 120  # of the pages
 
 
 def format_time(seconds: float) -> str:
@@ -108,9 +112,10 @@ def markdown(results: Results) -> str:
         label = f"**{_label(result)}**" if name in OURS else _label(result)
         lines.append(f"| {label} | " + " | ".join(_cells(results, name)) + " |")
     lines += ["", "In brackets: how many times as good as torch RPC.", ""]
-    lines += [_method(results)]
+    method = _method(results)
     if results.startup is not None:
-        lines[-1] += " " + _startup_sentence(results)
+        method += " " + _startup_sentence(results)
+    lines += [fill(method, LINE_LENGTH, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,7 @@ import gc
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,10 +34,14 @@ class Interrupting:
 
     A tracer that raised would be the last one that is called. So it only says that a signal has
     come, as a handler in C does, and the interpreter raises where it looks next. That must be in
-    the traced code: between the signal and the tracer's return there is no call.
+    the traced code: between the signal and the tracer's return there is no call. Where a function
+    in C raises, the interpreter looks next when it calls the tracer; that is passed on to the next
+    place, or a read that finds nothing would end all that ``every_interrupt`` tries.
 
     Args:
         numbers: Which places, counted from 0.
+        since: If given, places count from the first one on at which it returns True.
+        apart_from: Names of files whose places do not count.
 
     Attributes:
         happened: How many of the interrupts have been raised.
@@ -46,13 +50,21 @@ class Interrupting:
 
     _operations: ClassVar[dict[CodeType, dict[int, str]]] = {}
 
-    def __init__(self, *numbers: int) -> None:
+    def __init__(
+        self,
+        *numbers: int,
+        since: Callable[[], bool] | None = None,
+        apart_from: Sequence[str] = (),
+    ) -> None:
         self._numbers = set(numbers)
+        self._since = since
+        self._apart_from = tuple(apart_from)
         self._count = 0
         # Looking up a number that is not there sends the signal.
-        self._signal: defaultdict[int, int] = defaultdict(
+        self._signal: defaultdict[int | None, int] = defaultdict(
             partial(ctypes.pythonapi.PyErr_SetInterruptEx, int(_SIGNAL))
         )
+        self._is_missed = False  # a signal was seen in the tracer
         self._before: Any = None
         self.happened = 0
         self.where: list[str] = []
@@ -69,11 +81,16 @@ class Interrupting:
         gc.enable()
 
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
-        at = frame
+        at, is_missed = frame, False
         while at is not None and not at.f_code.co_filename.startswith(LIBRARY):
-            if at.f_code.co_filename == __file__:
-                return  # the operation ended before the interpreter looked
+            is_missed = is_missed or at.f_code.co_filename == __file__
             at = at.f_back
+        if at is None:
+            return  # the operation ended before the interpreter looked
+        if is_missed:
+            self._is_missed = True
+            self._signal.clear()
+            return
         assert frame is not None
         self.happened += 1
         name = Path(frame.f_code.co_filename).name
@@ -81,21 +98,35 @@ class Interrupting:
         raise Interrupt
 
     def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(LIBRARY):
+        name = frame.f_code.co_filename
+        if not name.startswith(LIBRARY) or name.endswith(self._apart_from):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        number, self._count = self._count, self._count + 1
-        if number in self._numbers:
+        number = self._next()
+        if number in self._numbers or self._is_missed:
+            self._is_missed = False
             self._signal[number]
         return self._on_event
 
     def _on_event(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "opcode" and self._operation(frame).startswith(_LOOKS):
-            number, self._count = self._count, self._count + 1
+            number = self._next()
             if number in self._numbers:
                 self._signal[number]
+        if self._is_missed:
+            self._is_missed = False
+            self._signal[None]
         return self._on_event
+
+    def _next(self) -> int:
+        """Return the number of a place; -1 if places do not count yet."""
+        if self._since is not None:
+            if not self._since():
+                return -1
+            self._since = None
+        number, self._count = self._count, self._count + 1
+        return number
 
     def _operation(self, frame: FrameType) -> str:
         code = frame.f_code
@@ -107,7 +138,11 @@ class Interrupting:
 
 
 def every_interrupt(
-    run: Callable[[Interrupting], None], *, second_after: int | None = None, step: int = 1
+    run: Callable[[Interrupting], None],
+    *,
+    second_after: int | None = None,
+    step: int = 1,
+    apart_from: Sequence[str] = (),
 ) -> int:
     """Call ``run`` with an interrupt at each place in turn; return how many places there were.
 
@@ -115,10 +150,11 @@ def every_interrupt(
         run: Runs the operation within ``with interrupting:`` and checks what holds afterwards.
         second_after: So many places after each interrupt comes another one.
         step: 2 tries every other place, and so on.
+        apart_from: Names of files whose places are not tried.
     """
     for number in _numbers(step):
         numbers = (number,) if second_after is None else (number, number + second_after)
-        interrupting = Interrupting(*numbers)
+        interrupting = Interrupting(*numbers, apart_from=apart_from)
         try:
             run(interrupting)
         except BaseException as error:

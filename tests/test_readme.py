@@ -1,4 +1,4 @@
-"""The README shows only what runs."""
+"""The README shows only what runs, and the pages can be read."""
 
 import re
 import subprocess
@@ -53,3 +53,15 @@ def test_its_commands_are_targets_of_the_makefile():
     makefile = (README.parent / "Makefile").read_text()
     for target in set(re.findall(r"(?:`|\$ )make ([a-z-]+)", README.read_text())):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_no_line_of_the_pages_is_too_long_to_read():
+    """Rows of tables apart, which cannot be broken."""
+    root = README.parent
+    long = [
+        f"{page.relative_to(root)}:{number}"
+        for page in (*root.glob("*.md"), *root.glob("docs/*.md"))
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 180 and not line.startswith("|")
+    ]
+    assert not long

@@ -212,7 +212,7 @@ def joined_ranks() -> set[int]:
         rank
         for thing in gc.get_objects()
         if type(thing) is Coordinator and thing._state.name == "FORMING"
-        for rank in thing._members
+        for rank in thing._roster.members
     }
 
 

@@ -6,6 +6,7 @@ Each table is first a list of rows of text, the head first, then printed one way
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,7 @@ from benchmarks.collectives.figures import FIGURES, KIB, MIB, WORLD_SIZES, Figur
 from benchmarks.collectives.messages import message_table
 from benchmarks.collectives.results import CandidateResult, Results
 from benchmarks.collectives.targets import judge
-from benchmarks.report import format_factor, format_time, print_verdicts
+from benchmarks.report import LINE_LENGTH, format_factor, format_time, print_verdicts
 
 __all__ = ["markdown", "print_report"]
 
@@ -55,7 +56,8 @@ def markdown(results: Results) -> str:
     if results.message_counts:
         lines += ["", f"{COUNTED}, for 2 and more ranks:", ""]
         lines += _markdown_table(message_table(results.message_counts))
-    return "\n".join([*lines, "", _method(results)]) + "\n"
+    method = fill(_method(results), LINE_LENGTH, break_on_hyphens=False)
+    return "\n".join([*lines, "", method]) + "\n"
 
 
 def comparison_table(results: Results) -> list[list[str]]:

@@ -16,7 +16,7 @@ from rankwire.codec.codec import Codec
 from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.context import Call, current_call
+from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
 from rankwire.version import __version__
 
@@ -81,38 +81,26 @@ __all__ = [
     *_errors,
 ]
 
-_ARRAYS = "rankwire.collectives.operations"
-_OBJECTS = "rankwire.collectives.objects"
 _LOADED_LATER = {
-    "FaultPlan": "rankwire.backends.faults",
-    "SimulatedBackend": "rankwire.backends.simulated",
-    "SubBackend": "rankwire.backends.sub",
-    "DeviceMesh": "rankwire.mesh",
-    "Tls": "rankwire.links.security",
-    "Work": "rankwire.collectives.work",
-    "all_gather": _ARRAYS,
-    "all_reduce": _ARRAYS,
-    "all_reduce_coalesced": _ARRAYS,
-    "all_to_all": _ARRAYS,
-    "barrier": _ARRAYS,
-    "broadcast": _ARRAYS,
-    "gather": _ARRAYS,
-    "reduce": _ARRAYS,
-    "reduce_scatter": _ARRAYS,
-    "scatter": _ARRAYS,
-    "all_gather_object": _OBJECTS,
-    "all_to_all_object": _OBJECTS,
-    "broadcast_object": _OBJECTS,
-    "gather_object": _OBJECTS,
-    "scatter_object": _OBJECTS,
+    "backends.faults": "FaultPlan",
+    "backends.simulated": "SimulatedBackend",
+    "backends.sub": "SubBackend",
+    "mesh": "DeviceMesh",
+    "links.security": "Tls",
+    "collectives.work": "Work",
+    "collectives.operations": "all_gather all_reduce all_reduce_coalesced all_to_all barrier "
+    "broadcast gather reduce reduce_scatter scatter",
+    "collectives.objects": "all_gather_object all_to_all_object broadcast_object gather_object "
+    "scatter_object",
 }
+_HOME = {name: module for module, names in _LOADED_LATER.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     """Load one of the names that most jobs do not use."""
-    if name not in _LOADED_LATER:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_LOADED_LATER[name]), name)
+    value = getattr(import_module(f"rankwire.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -58,13 +58,11 @@ def run(
         str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.")
     ],
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="Passed to the script, options too."),
+        list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script, options too.")
     ] = None,
     *,
     ranks: Annotated[
-        int,
-        typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on this host."),
+        int, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on this host.")
     ],
     is_module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
@@ -199,8 +197,7 @@ def certificates(
     ],
     *,
     ranks: Annotated[
-        int,
-        typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on all hosts."),
+        int, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on all hosts.")
     ],
     days: Annotated[
         float, typer.Option(metavar="D", help="How long they are good; longer than the job runs.")

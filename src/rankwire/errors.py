@@ -33,8 +33,10 @@ Tree::
 
 Contract: an error carries its data as attributes and survives pickling. The context that every
 operation knows (``op``, ``rank``, ``peer``, ``tag``, ``waited``) is in the base class and printed
-after the message. Nothing here imports the rest of the package, and nobody classifies an error by
-its text.
+after the message. Nothing here imports the rest of the package, and no error is classified by its
+text.
+
+Size: users look for all errors in one place, and the tree above is of no use without its leaves.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A child must neither use what it inherited (a lock may be held for ever, by a thread that is not
 there) nor harm it (a socket that it shuts down is shut down in the parent too). So whatever has
 descriptors, locks or threads is *guarded*: in the child its ``forsake`` is called, once, before
-anything else runs there. It closes its copies of descriptors, without a word to anybody, so that
+anything else runs there. It closes its copies of descriptors, without a word to peers, so that
 the child does not keep a connection open which its parent has ended by dying.
 
 What users hold is also *disowned*: every use of it raises ``ForkedProcessError`` at once. That is
@@ -44,7 +44,7 @@ def guard(thing: Forkable) -> None:
 
 
 def renew_in_child(lock: threading.Lock) -> None:
-    """Have a module's lock free in every child, where whoever held it is not there."""
+    """Have a module's lock free in every child, where the thread that held it is not there."""
     # As the standard library does for its own: there is no public way to free a lock whose holder
     # is gone, and replacing it would not reach those who have it by name.
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from rankwire.backends.base import Backend, check_rank, check_world
+from rankwire.backends.arguments import check_rank, check_world
+from rankwire.backends.base import Backend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import ConfigurationError
 

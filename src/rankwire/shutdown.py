@@ -1,13 +1,13 @@
-"""The end of the interpreter: what nobody has closed leaves in good order.
+"""The end of the interpreter: what the program has not closed leaves in good order.
 
 Peers then hear a farewell, and not the sudden end of a connection, which means a death; unless the
-program ends by an error that nobody caught, which they are told with its traceback. Agents and
+program ends by an error that it did not catch, which they are told with its traceback. Agents and
 backends put themselves on the list; they are closed in reverse order, so that an agent goes before
 its backend. A process that ends without the interpreter's help (``os._exit``, a signal) says no
 farewell, and its peers report it as lost: that is what happened.
 
 Threads of the user's that do not keep the process alive (daemons) may still be in a call. They get
-its error, but nobody is there any more to read its traceback, so none is printed.
+its error, but the program that would read its traceback is gone, so none is printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Leaving(Protocol):
         """Close, without waiting for long. If it is closed already, do nothing.
 
         Args:
-            error: What the program ends by, if nobody caught it.
+            error: What the program ends by, if it did not catch that.
         """
 
 

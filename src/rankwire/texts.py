@@ -36,12 +36,12 @@ def shortened(text: str, longest: int) -> str:
 
 
 def printable(text: str, longest: int = MAX_TRACEBACK) -> str:
-    """Return what may be printed of a text that somebody else made: its lines, shortened."""
+    """Return what may be printed of a text that another process made: its lines, shortened."""
     return shortened(_UNPRINTABLE.sub(_escaped, shortened(text, longest)), longest)
 
 
 def one_line(text: str, longest: int = MAX_REASON) -> str:
-    """Return the same as one line, whose end is cut."""
+    """Return what may be printed of a text as one line, whose end is cut."""
     line = " ".join(printable(text[: longest + 1], longest + 100).splitlines())
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 

@@ -144,18 +144,26 @@ def test_a_plan_serves_several_worlds_and_may_grow_afterwards(make_world):
 
 
 def test_things_happen_in_the_order_of_their_times():
-    lock = threading.Lock()
-    table = Timetable(lock, lambda: lock)
+    table = Timetable()
     done = []
-    with lock:
-        now = monotonic()
-        for name, when in (("c", now + 0.03), ("a", now), ("b", now + 0.01), ("b2", now + 0.01)):
-            table.plan(when, lambda name=name: done.append(name))
-        table.plan(now + 0.04, table.end)
-        table.plan(now + 0.05, lambda: done.append("never"))
-        table.start()
-    table.join()
+    ended = threading.Event()
+    now = monotonic()
+    for name, when in (("c", now + 0.03), ("a", now), ("b", now + 0.01), ("b2", now + 0.01)):
+        table.plan(when, lambda name=name: done.append(name))
+    table.plan(now + 0.04, ended.set)
+    table.plan(now + LATER, lambda: done.append("never"))
+    assert ended.wait(SOON)
+    table.end()
     assert done == ["a", "b", "b2", "c"]
+    assert threads() == []
+
+
+def test_a_timetable_ends_from_within_and_before_its_beginning():
+    table = Timetable()
+    table.plan(monotonic(), table.end)
+    table._thread.join(SOON)
+    assert not table._thread.is_alive()
+    Timetable().end()
 
 
 # -- delays ----------------------------------------------------------------------------------------
@@ -326,7 +334,7 @@ def test_calls_count_as_messages(make_world):
     with pytest.raises(PeerLostError) as caught:
         ports[0].wait(1, receive, Deadline(LATER))
     assert caught.value.peer == 0
-    events = ports[1].poll(Deadline(LATER))
+    events = [*ports[1].poll(Deadline(LATER)), *ports[1].poll(Deadline(LATER))]
     assert [type(event).__name__ for event in events] == ["IncomingCall", "CallerGone"]
 
 
@@ -360,7 +368,15 @@ def test_a_slow_reader_blocks_its_senders(make_world):
 # -- threads ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [None, FaultPlan(), FaultPlan().drop_link(0, 1).kill(2, after=9)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        None,
+        FaultPlan(),
+        FaultPlan().drop_link(0, 1).kill(2, after=9),
+        FaultPlan().delay(60.0).slow_reader(1, 60.0),
+    ],
+)
 def test_no_thread_without_a_need(make_world, plan):
     make_world(3, plan)
     assert threads() == []
@@ -369,8 +385,6 @@ def test_no_thread_without_a_need(make_world, plan):
 @pytest.mark.parametrize(
     "plan",
     [
-        FaultPlan().delay(60.0),
-        FaultPlan().slow_reader(1, 60.0),
         FaultPlan().kill(1, after_seconds=1e12),
         FaultPlan().partition([[0], [1, 2]], after=60.0),
     ],
@@ -389,7 +403,9 @@ def test_the_thread_ends_with_the_last_rank(plan, order):
 
 
 def test_the_thread_ends_when_the_rest_was_killed():
-    world = SimulatedBackend.create_group(3, faults=FaultPlan().delay(60.0))
+    plan = FaultPlan().kill(1, after_seconds=1e12)
+    world = SimulatedBackend.create_group(3, faults=plan)
+    assert len(threads()) == 1
     world[0].network.kill(0)
     world[0].network.kill(2)
     world[1].close()
@@ -397,7 +413,9 @@ def test_the_thread_ends_when_the_rest_was_killed():
 
 
 def test_no_thread_when_all_are_dead_from_the_start():
-    world = SimulatedBackend.create_group(2, faults=FaultPlan().delay(60.0).kill(0).kill(1))
+    world = SimulatedBackend.create_group(
+        2, faults=FaultPlan().kill(0).kill(1).kill(0, after_seconds=60.0)
+    )
     assert threads() == []
     world[0].close()
 
@@ -411,25 +429,6 @@ def test_a_lost_message_does_not_hold_up_the_others(make_world):
     assert world[2].recv(1) == b"not lost"
 
 
-def test_a_callback_may_wait_for_the_network(make_world):
-    one, other = make_world(2, FaultPlan().delay(0.01))
-    ports = [backend.open_calls(1) for backend in (one, other)]
-    received = []
-    heard = threading.Event()
-
-    def on_reply(receive):
-        received.append(one.recv(1))
-        heard.set()
-
-    ports[0].call(1, 1, [b"x"], 1, Deadline(LATER), on_reply)
-    (call,) = ports[1].poll(Deadline(LATER))
-    ports[1].reply(call, [b"y"], 1, Deadline(LATER))
-    sleep(0.03)  # the callback waits by now
-    other.send(b"comes later", 0)
-    assert heard.wait(SOON)
-    assert received == [b"comes later"]
-
-
 def test_a_callback_that_a_close_causes_runs_in_the_closing_thread(make_world):
     one, other = make_world(2, FaultPlan().delay(60.0))
     ports = [backend.open_calls(1) for backend in (one, other)]
@@ -441,8 +440,27 @@ def test_a_callback_that_a_close_causes_runs_in_the_closing_thread(make_world):
     assert seen == [threading.current_thread()]
 
 
+def test_a_callback_that_a_timed_fault_causes_may_wait_for_the_network(make_world):
+    plan = FaultPlan().kill(1, after_seconds=0.02).kill(2, after_seconds=0.04)
+    world = make_world(4, plan)
+    ports = [backend.open_calls(1) for backend in world]
+    received = []
+    heard = threading.Event()
+
+    def on_reply(receive):
+        received.append(world[0].recv(3))
+        heard.set()
+
+    ports[1].call(0, 1, [b"x"], 1, Deadline(LATER), on_reply)
+    with pytest.raises(PeerLostError):  # the next fault is not late because of that
+        world[3].recv(2, timeout=SOON)
+    world[3].send(b"comes later", 0)
+    assert heard.wait(SOON)
+    assert received == [b"comes later"]
+
+
 def test_closing_from_a_callback_does_not_wait_for_itself():
-    world = SimulatedBackend.create_group(2, faults=FaultPlan().delay(0.01))
+    world = SimulatedBackend.create_group(2, faults=FaultPlan().kill(1, after_seconds=0.02))
     ports = [backend.open_calls(1) for backend in world]
     closed = threading.Event()
 
@@ -451,9 +469,7 @@ def test_closing_from_a_callback_does_not_wait_for_itself():
             backend.close()
         closed.set()
 
-    ports[0].call(1, 1, [b"x"], 1, Deadline(LATER), close_all)
-    (call,) = ports[1].poll(Deadline(LATER))
-    ports[1].reply(call, [b"y"], 1, Deadline(LATER))
+    ports[1].call(0, 1, [b"x"], 1, Deadline(LATER), close_all)
     assert closed.wait(SOON)
     limit = monotonic() + SOON
     while threads() and monotonic() < limit:

@@ -14,8 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headers import pack_header
 from rankwire import RpcAgent
-from rankwire.backends.tcp import MAX_CONNECTIONS_OF_A_RANK, TcpBackend
+from rankwire.backends.mesh import MAX_CONNECTIONS_OF_A_RANK
+from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -40,7 +42,7 @@ from rankwire.rendezvous.control_messages import (
 )
 from rankwire.rendezvous.launchers import LAUNCH_JOB
 from rankwire.rendezvous.standalone import CoordinatorHost
-from rankwire.wire.frames import Channel, pack_header
+from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     LAUNCHER,
@@ -494,7 +496,7 @@ def test_connections_of_one_member_are_bounded_and_it_is_named(caplog):
             for _ in range(3):
                 with pytest.raises(OverloadedError, match=r"rank 0 has 128 connections of rank 2"):
                     connect(MAX_CONNECTIONS_OF_A_RANK)
-            assert len(world[0]._peers[HOSTILE]._all()) <= MAX_CONNECTIONS_OF_A_RANK + 1
+            assert len(world[0]._peers[HOSTILE].connections()) <= MAX_CONNECTIONS_OF_A_RANK + 1
             warnings = [record.getMessage() for record in caplog.records]
             assert len([text for text in warnings if "rank 2 has 128 connections" in text]) == 1
             say_hello(*world)

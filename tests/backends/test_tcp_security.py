@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from headers import pack_header
 from rankwire import Codec, RpcAgent, SubBackend, TcpBackend, Tls, all_gather_object
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -29,7 +30,7 @@ from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialer import authenticate
 from rankwire.links.security import choose_policy, files_of
 from rankwire.links.sockets import TcpAddress, connect_tcp, listen_tcp
-from rankwire.wire.frames import HEADER_NBYTES, SEAL_NBYTES, Channel, pack_header
+from rankwire.wire.frames import HEADER_NBYTES, SEAL_NBYTES, Channel
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     HELLO_NBYTES,
@@ -111,7 +112,7 @@ def test_leaving_in_good_order_is_seen_as_such(mode, files):
 
 def connections_of(backend):
     for peer in backend._peers.values():
-        yield from peer._all()
+        yield from peer.connections()
 
 
 @pytest.mark.parametrize("security", ["auto", "local"])

@@ -16,7 +16,8 @@ import numpy as np
 from msgspec import Raw
 from msgspec.msgpack import Ext
 
-from rankwire.wire.frames import Channel, pack_header
+from headers import pack_header
+from rankwire.wire.frames import Channel
 
 PRIME = sys.hash_info.modulus  # ints that differ by a multiple of it have the same hash
 _pack = msgspec.msgpack.Encoder().encode

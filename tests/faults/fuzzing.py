@@ -30,6 +30,7 @@ import numpy as np
 
 from faults.adversary import Adversary
 from faults.mutator import Mutator
+from headers import pack_header
 from rankwire import errors
 from rankwire.codec.codec import Codec
 from rankwire.collectives import notices
@@ -37,7 +38,7 @@ from rankwire.links.allocation import allocate
 from rankwire.rendezvous import control_messages as control
 from rankwire.rpc import messages as rpc
 from rankwire.wire.array_messages import pack_array, unpack_head
-from rankwire.wire.frames import LOAN, Channel, FrameParser, pack_header
+from rankwire.wire.frames import LOAN, Channel, FrameParser
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     HELLO_NBYTES,

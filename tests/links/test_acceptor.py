@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import pytest
 
+from headers import pack_header
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -39,7 +40,7 @@ from rankwire.links.sockets import (
     listen_unix,
     start_listening,
 )
-from rankwire.wire.frames import Channel, pack_header
+from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     HELLO_NBYTES,

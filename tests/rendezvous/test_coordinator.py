@@ -245,7 +245,7 @@ def test_a_world_that_no_socket_takes_at_once_arrives(meet):
     for rank, connection in zip(ranks, connections, strict=True):
         if rank == 63:
             # Who is missing was told to all, in sockets that had room for it.
-            eventually(lambda: len(meeting.coordinator._members) == 63)
+            eventually(lambda: len(meeting.coordinator._roster.members) == 63)
             for near in (1, 2):
                 sock = meeting.coordinator._controls[near].stream._sock
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -297,7 +297,8 @@ def test_a_rank_that_joins_again_and_again_is_called_back_once_at_a_time(meet, m
     """Each try has a thread and a socket for seconds, if nobody answers."""
     tries = []
     monkeypatch.setattr(
-        coordinator_module, "call_back", lambda member, tell: tries.append((member.pid, tell))
+        "rankwire.rendezvous.reachability.call_back",
+        lambda member, tell: tries.append((member.pid, tell)),
     )
     meeting = meet(2)
     for pid in range(5):

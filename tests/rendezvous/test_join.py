@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from headers import pack_header
 from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -34,7 +35,7 @@ from rankwire.rendezvous.control_messages import (
 )
 from rankwire.rendezvous.join import join
 from rankwire.rendezvous.runtime_dir import host_id
-from rankwire.wire.frames import Channel, pack_header
+from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     HELLO_NBYTES,

@@ -149,7 +149,7 @@ def test_a_launcher_that_was_given_up_while_it_stood_still_blames_no_rank(launch
 
 def test_who_waits_for_a_rank_that_has_ended_is_told_at_once(launcher):
     early = launcher.join(0, 3)
-    eventually(lambda: 0 in launcher.host._coordinator._members)
+    eventually(lambda: 0 in launcher.host._coordinator._roster.members)
     launcher.host.expect_never(2, "rank 2 ended (exit code 0) before it joined")
     late = launcher.join(1, 3)
     for joining in (early, late):

@@ -1,22 +1,28 @@
 """What a rank tells of the calls that it serves."""
 
 from rankwire.deadline import Deadline
+from rankwire.links.inbox import Inbox
+from rankwire.links.reply import Reply
 from rankwire.rpc.accounts import give_account
+from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import Key
-from rankwire.rpc.context import Call
-from rankwire.rpc.outgoing import Outgoing, Wait
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.mailbox import Mailbox
 
 RANK = 1
 
 
-class Job:
+class Job(Call):
     def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):
-        self.call = Call(0, name, Deadline(5.0), [0, "x"] * depth)
-        self.call.worker = worker
-        self.call.waiting = waiting
-        self.depth = depth
+        super().__init__(0, name, Deadline(5.0), [0, "x"] * depth)
+        self.worker = worker
+        self.waiting = waiting
         self.needs_event_loop = is_async
+
+
+def made_call(request_id):
+    """Return a call of "g" on rank 2 that is in flight."""
+    inbox = Inbox(2, Mailbox(keep_unmatched=False))
+    return MadeCall(None, 2, "g", Reply((0, 0, request_id), None, inbox))
 
 
 def account(jobs, *asked, queued=(), workers=2):
@@ -40,24 +46,24 @@ def test_what_is_not_served_is_not_told_of():
 
 def test_calls_in_flight_are_mentioned():
     job = Job(worker=object())
-    job.call.began(Outgoing(None, 2, 77, "g", Receive((0, 0, 77))))
+    job.began(made_call(77))
     assert account({1: job}, 1)[1].doing == "is running and has calls in flight: rank 2 'g'"
     assert account({1: job}, 1)[1].needs == ()
 
 
 def test_a_call_that_waited_until_its_deadline_says_for_whom():
     job = Job(worker=object())
-    job.call.began(Outgoing(None, 2, 77, "g", Receive((0, 0, 77))))
-    job.call.deadline = Deadline(0.0)
-    job.call.ended(77)
+    job.began(made_call(77))
+    job.deadline = Deadline(0.0)
+    job.ended(77)
     doing = "is running after it waited for rank 2 'g' until its deadline"
     assert account({1: job}, 1)[1].doing == doing
 
 
 def test_a_call_that_was_answered_in_time_is_not_mentioned():
     job = Job(worker=object())
-    job.call.began(Outgoing(None, 2, 77, "g", Receive((0, 0, 77))))
-    job.call.ended(77)
+    job.began(made_call(77))
+    job.ended(77)
     assert account({1: job}, 1)[1].doing == "is running"
 
 

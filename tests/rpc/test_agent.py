@@ -238,7 +238,7 @@ def test_closing_only_the_backend_ends_all_that_its_agents_hold(make_world):
         for agent in agents:
             agent.rpc_sync(1 - agent.rank, "wait", 0.0)
         running = agents[0].rpc_async(1, "wait", 60.0)
-        eventually(lambda: agents[1]._server._active)
+        eventually(lambda: agents[1]._server.active)
         for backend in world:
             backend.close()
         assert isinstance(running.exception(10), ChannelClosedError)
@@ -265,7 +265,7 @@ def test_a_rank_that_falls_by_an_error_says_why_before_its_coroutines_are_answer
         close = formation.close
 
         def close_late(*args):
-            eventually(lambda: not agents[1]._server._active)
+            eventually(lambda: not agents[1]._server.active)
             close(*args)
 
         monkeypatch.setattr(formation, "close", close_late)

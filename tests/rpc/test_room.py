@@ -198,11 +198,11 @@ class Office:
 
     def block(self):
         future = self.caller.rpc_async(1, "block")
-        eventually(lambda: self.callee._server._pool.busy == 1)
+        eventually(lambda: self.callee._server.pool.busy == 1)
         return future
 
     def waiting_nbytes(self):
-        return sum(len(job.incoming.payload) for job in self.callee._server._pool.queued())
+        return sum(len(job.incoming.payload) for job in self.callee._server.pool.queued())
 
     def fill(self, count, dst=1, agent=None):
         """Make so many large calls in a thread of its own; return it and the list of futures."""

@@ -175,7 +175,7 @@ def test_a_result_that_no_one_could_foresee_does_not_end_serving(agents, quiet_t
         error = error_of(agents[0].rpc_sync, 1, function.__name__, timeout=1)
         assert isinstance(error, RemoteError), (function, error)
         assert agents[0].rpc_sync(1, "fine", timeout=1) == "fine"
-    eventually(lambda: not callee._server._active)
+    eventually(lambda: not callee._server.active)
 
 
 def test_a_result_that_changes_while_it_is_encoded_is_the_functions_error(agents):
@@ -270,7 +270,7 @@ def test_a_future_made_while_the_standby_falls_asleep_is_looked_after(agents, mo
     caller, callee = agents
     callee.register("nap", lambda: time.sleep(0.02))
     caller.rpc_sync(1, "nap")
-    pool = caller._server._pool
+    pool = caller._server.pool
     sleep_between_looks = pool._sleep_between_looks
     futures = []
 
@@ -410,7 +410,7 @@ def test_a_discarded_connection_is_not_attended_again(world):
 
 def test_waking_a_port_that_closes_at_that_moment_touches_no_closed_descriptor(world, monkeypatch):
     agent = RpcAgent(world[0])
-    agent._server._pool.close(Deadline(1))
+    agent._server.pool.close(Deadline(1))
     write = os.eventfd_write
 
     def late(descriptor, value):
@@ -578,7 +578,7 @@ def test_a_coroutine_may_close_the_agent_that_serves_it():
         closed = callee._port._closed is not None
         caller.close(0.0)
         if not closed:
-            callee._server._pool.close(Deadline(1))
+            callee._server.pool.close(Deadline(1))
             callee._port.close()
         assert errors == [None]
         assert closed
@@ -613,7 +613,7 @@ def test_looking_for_more_jobs_bears_that_another_thread_takes_the_last():
 
     with simulated_world(1) as (backend,):
         agent = RpcAgent(backend)
-        pool = agent._server._pool
+        pool = agent._server.pool
         time.sleep(0.02)
         arrived, pool._arrived = pool._arrived, Raced()
         more = error_of(pool.has_more, pool._poller)

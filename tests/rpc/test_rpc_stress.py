@@ -68,9 +68,9 @@ def test_ten_thousand_asynchronous_calls_need_no_more_threads(agents):
     assert not agents[0]._futures
     assert agents[0]._port.in_flight() == 0
     deadline = Deadline(5)
-    while agents[1]._server._active and not deadline.expired:
+    while agents[1]._server.active and not deadline.expired:
         time.sleep(0.001)
-    assert not agents[1]._server._active
+    assert not agents[1]._server.active
 
 
 def call_every_rank(backend):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headers import pack_header
 from rankwire.errors import MessageTooLargeError, ProtocolError
 from rankwire.links.allocation import allocate
 from rankwire.wire.frames import (
@@ -20,7 +21,6 @@ from rankwire.wire.frames import (
     Channel,
     Frame,
     FrameParser,
-    pack_header,
 )
 
 BUFFER = 65536  # what one read takes at most; a frame that is larger gets memory of its own
@@ -348,7 +348,7 @@ def test_a_replayed_stream_is_refused():
 
 def test_the_sequence_wraps_at_32_bits():
     parser = FrameParser()
-    frames, counts, start, end, _, *rest = parser._state
+    frames, counts, start, end, _, *rest = parser.state
     parser.commit((frames, counts, start, end, 2**32 - 2, *rest))
     frames = [(1, 0, tag, bytes(size)) for tag, size in enumerate((1, 100_000, 1, 100_000))]
     assert feed(parser, stream_of(frames, first=2**32 - 2)) == frames

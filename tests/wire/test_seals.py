@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headers import pack_header
 from rankwire.errors import ProtocolError
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     SEAL_NBYTES,
     Channel,
     FrameParser,
-    pack_header,
 )
 from rankwire.wire.seals import BULK_NBYTES, Protection, Seal, make_seals
 
@@ -268,7 +268,7 @@ def test_swapped_frames_are_refused():
 
 def after_four_billion_frames():
     receiver = parser()
-    frames, counts, start, end, sequence, _, *rest = receiver._state
+    frames, counts, start, end, sequence, _, *rest = receiver.state
     receiver.commit((frames, counts, start, end, sequence, 1 << 32, *rest))
     return receiver
 

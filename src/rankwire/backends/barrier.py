@@ -43,7 +43,7 @@ def meet(ranks: Transport, epoch: int, deadline: Deadline) -> None:
 def _tell_entered(ranks: Transport, untold: list[int], epoch: int, deadline: Deadline) -> list[int]:
     """Tell ranks that this one has entered; return those that are slow to take it."""
     still_untold, failure = [], None
-    for dst in untold:  # all of them, also when one is lost: nobody must wait for us in vain
+    for dst in untold:  # all of them, also when one is lost: no rank must wait for us in vain
         patience = deadline.sooner(_LOOK)
         try:
             ranks.transmit(dst, (ranks.group, Channel.BARRIER, epoch), ((), 0), patience)

@@ -10,48 +10,41 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
+from rankwire.backends.arguments import (
+    Sendable,
+    as_buffers,
+    check_rank,
+    check_tag,
+    check_world,
+    flat_view,
+)
 from rankwire.backends.barrier import meet
 from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
 from rankwire.backends.payloads import check_out, copy_into, share_memory, to_array
+from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
 from rankwire.backends.status import WorldStatus
-from rankwire.backends.transport import Offer, Transport
-from rankwire.codec.references import holds_references
+from rankwire.backends.transport import Transport
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
-    InvalidRankError,
-    InvalidWorldSizeError,
     MessageTooLargeError,
     RankwireError,
     SelfSendError,
 )
 from rankwire.fork import disown, guard
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.frames import (
-    DEFAULT_MAX_MESSAGE_NBYTES,
-    Buffer,
-    Channel,
-    Message,
-    Payload,
-)
-from rankwire.wire.loans import LoanRevokedError, whole_of
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Message
+from rankwire.wire.loans import whole_of
 
-__all__ = ["DEFAULT_TIMEOUT", "Backend", "Sendable"]
+__all__ = ["DEFAULT_TIMEOUT", "Backend"]
 
 DEFAULT_TIMEOUT = 60.0
-_MAX_TAG = (1 << 64) - 1
-_LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
-_NOW = Deadline(0.0)
-
-Sendable = Buffer | Sequence[Buffer]
-T = TypeVar("T")
 
 
 class Backend(Transport):
@@ -143,7 +136,7 @@ class Backend(Transport):
         deadline = Deadline.of(timeout, self.timeout)
         try:
             src, tag = self._check(src, tag)
-            return self._taken(src, tag, deadline, None, whole_of)
+            return take(self, src, tag, deadline, None, whole_of)
         except RankwireError as error:
             raise self._explained(error, "recv", src, tag, deadline) from error.__cause__
 
@@ -167,7 +160,7 @@ class Backend(Transport):
             view = flat_view(buffer)
             if view.readonly:
                 raise ConfigurationError("recv_into needs a writable buffer")
-            self._taken(src, tag, deadline, view.nbytes, lambda payload: copy_into(payload, view))
+            take(self, src, tag, deadline, view.nbytes, lambda payload: copy_into(payload, view))
             return view.nbytes
         except RankwireError as error:
             raise self._explained(error, "recv_into", src, tag, deadline) from error.__cause__
@@ -211,7 +204,7 @@ class Backend(Transport):
         try:
             src, tag = self._check(src, tag)
             check_out(out)
-            return self._taken(src, tag, deadline, None, lambda payload: to_array(payload, out))
+            return take(self, src, tag, deadline, None, lambda payload: to_array(payload, out))
         except RankwireError as error:
             raise self._explained(error, "recv_array", src, tag, deadline) from error.__cause__
 
@@ -254,9 +247,9 @@ class Backend(Transport):
                 (self.group, Channel.MESSAGE, tag),
                 message,
                 deadline,
-                check=lambda: self._raise_if_lost(src, tag),
+                check=lambda: raise_if_lost(self, src, tag),
             )
-            received = self._received_meanwhile(src, tag, deadline, out, offer)
+            received = take_array_meanwhile(self, src, tag, deadline, out, offer)
             if offer is not None and not offer.wait(deadline):
                 raise DeadlineExceededError(deadline.limit, waiting_for=[dst])
             return received
@@ -269,54 +262,11 @@ class Backend(Transport):
                 finally:
                     offer.revoke()  # an interrupt may have fallen into the first
 
-    def _received_meanwhile(
-        self, src: int, tag: int, deadline: Deadline, out: Any, offer: Offer | None
-    ) -> Any:
-        """Return an array; look up now and then whether the taker of an offer still lives."""
-        while True:
-            patience = deadline if offer is None else deadline.sooner(_LOOK_EVERY)
-            try:
-                return self._taken(src, tag, patience, None, lambda payload: to_array(payload, out))
-            except DeadlineExceededError:
-                if patience is deadline:
-                    raise
-                assert offer is not None
-                if offer.wait(_NOW):
-                    offer = None  # it has been taken: whatever becomes of its taker now
-
-    def _raise_if_lost(self, src: int, tag: int) -> None:
-        """Raise if a rank is gone and left no message."""
-        failure = self.failure_of(src)
-        if failure is not None and not self.has_arrived(src, (self.group, Channel.MESSAGE, tag)):
-            raise failure.copy()
-
     def _as_message(self, data: Sendable) -> Message:
-        buffers, nbytes = _as_buffers(data)
+        buffers, nbytes = as_buffers(data)
         if nbytes > self.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self.max_message_nbytes)
         return buffers, nbytes
-
-    def _taken(
-        self,
-        src: int,
-        tag: int,
-        deadline: Deadline,
-        nbytes: int | None,
-        use: Callable[[Payload], T],
-    ) -> T:
-        """Receive the next message that its sender has not taken back, and use it."""
-        envelope = (self.group, Channel.MESSAGE, tag)
-        while True:
-            payload = self.receive(src, envelope, deadline, nbytes=nbytes)
-            try:
-                return use(payload)
-            except LoanRevokedError:
-                continue  # the sender's time was up: this message was never sent
-            except BaseException:
-                if not isinstance(payload, bytearray):  # the sender must not wait for a thread
-                    with suppress(LoanRevokedError):  # that was interrupted
-                        payload.give_back()
-                raise
 
     def barrier(self, timeout: float | None = None) -> None:
         """Return once every rank has entered.
@@ -395,13 +345,13 @@ class Backend(Transport):
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
 
     def forsake(self) -> None:
-        """See ``Forkable``."""
+        """Make every use of it in a forked child an error at once."""
         disown(self)
 
     # -- checks ------------------------------------------------------------------------------------
 
     def _check(self, peer: int, tag: int) -> tuple[int, int]:
-        return self._check_peer(peer), _check_tag(tag)
+        return self._check_peer(peer), check_tag(tag)
 
     def _check_peer(self, peer: int) -> int:
         peer = check_rank(peer, self.world_size)
@@ -410,86 +360,7 @@ class Backend(Transport):
         return peer
 
     def _explained(
-        self,
-        error: RankwireError,
-        op: str,
-        peer: int | None,
-        tag: int | None,
-        deadline: Deadline,
+        self, error: RankwireError, op: str, peer: int | None, tag: int | None, deadline: Deadline
     ) -> RankwireError:
         """Add what this operation knows to an error that passes."""
         return error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)
-
-
-def check_world(rank: int, world_size: int) -> None:
-    """Raise unless ``rank`` is one of ``world_size`` ranks."""
-    try:
-        valid = operator.index(world_size) >= 1
-    except TypeError:
-        valid = False
-    if not valid:
-        raise InvalidWorldSizeError(world_size)
-    check_rank(rank, world_size)
-
-
-def check_rank(rank: int, world_size: int) -> int:
-    """Return a rank as a plain integer; raise unless it is one of ``world_size`` ranks.
-
-    Any integer will do, numpy's too; they would neither travel nor be found in all tables.
-    """
-    try:
-        index = operator.index(rank)
-    except TypeError:
-        index = -1
-    if not 0 <= index < world_size:
-        raise InvalidRankError(rank, world_size)
-    return index
-
-
-def check_pickle(backend: Backend, allowed: bool) -> None:
-    """Raise if values may travel as pickles where anyone can send them."""
-    if allowed and backend.security == "insecure":
-        raise ConfigurationError(
-            'allow_pickle=True together with security="insecure" would let whoever reaches this '
-            "rank run code on it"
-        )
-
-
-def _check_tag(tag: int) -> int:
-    try:
-        index = operator.index(tag)
-    except TypeError:
-        index = -1
-    if not 0 <= index <= _MAX_TAG:
-        raise ConfigurationError(f"a tag is an integer from 0 to 2**64 - 1, not {tag!r}")
-    return index
-
-
-def flat_view(buffer: Any) -> memoryview:
-    """Return a contiguous buffer as bytes, uncopied.
-
-    Raises:
-        ConfigurationError: It is no buffer, or has gaps, or holds references to objects.
-    """
-    try:
-        view = memoryview(buffer)
-        refers = holds_references(view)
-        # cast() refuses shapes with a zero in them; without elements there is nothing to share.
-        flat = view.cast("B") if view.nbytes else memoryview(bytearray())
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"a message is one or more contiguous buffers, not {type(buffer).__name__}: {error}"
-        ) from error
-    if refers:
-        raise ConfigurationError(
-            f"this {type(buffer).__name__} holds references to objects, which mean nothing to "
-            "another process; convert it, or send its values by a call"
-        )
-    return flat
-
-
-def _as_buffers(data: Sendable) -> tuple[list[Buffer], int]:
-    """Return the pieces as flat bytes, uncopied, and their total size."""
-    pieces: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]
-    views: list[Buffer] = [flat_view(piece) for piece in pieces]
-    return views, sum(map(len, views))

@@ -1,10 +1,10 @@
 """Blame: which rank's failure began it. Pure.
 
 A failure spreads: rank 1 raises, rank 0 falls because it lost rank 1, rank 3 because it lost rank
-0. Whoever is told of a loss wants to hear of the first one. Every error that another rank's failure
-has caused carries that rank as its ``root``, a rank of the world also in groups; a rank that falls
-by such an error tells the root along (``exit_report``), and those who lose it look up here what
-they know of the root.
+0. A rank that is told of a loss wants to hear of the first one. Every error that another rank's
+failure has caused carries that rank as its ``root``, a rank of the world also in groups; a rank
+that falls by such an error tells the root along (``exit_report``), and those who lose it look up
+here what they know of the root.
 
 What is known of losses comes in the order in which the coordinator tells it, the root before its
 consequences. Without a coordinator a rank that falls cannot tell why: then an end without a reason

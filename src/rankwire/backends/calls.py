@@ -1,9 +1,9 @@
 """The call port: how requests and replies travel on a backend, for the RPC layer above.
 
 A port belongs to one agent: its *service* number is the same at all ranks, and ports of different
-services never meet. Outgoing: ``call`` sends a request, and the thread that wants the reply waits
-in ``wait`` (and reads the connection itself where there is one). Incoming: one thread at a time
-waits in ``poll`` for what other ranks ask.
+services never meet. Outgoing: ``call`` sends a request and returns its ``Reply``, and the thread
+that wants it waits in that (and reads the connection itself). Incoming: one thread at a time waits
+in ``poll`` for what other ranks ask, or this one itself.
 
 The port does not know what is in a payload, functions or futures.
 """
@@ -11,14 +11,14 @@ The port does not know what is in a payload, functions or futures.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from rankwire.deadline import Deadline
-from rankwire.errors import RankwireError
-from rankwire.wire.frames import Buffer
+from rankwire.links.reply import Reply
+from rankwire.wire.frames import Message
 from rankwire.wire.mailbox import Receive
 
 __all__ = [
@@ -48,20 +48,16 @@ class IncomingCall:
         src: The rank that calls.
         request_id: Its number for the call.
         payload: The request.
-        origin: The port's own note of where the reply goes; ``OWN`` for a call of this rank to
-            itself, which no port has carried.
-        link: What it came over, if its end is reported apart from the rank's (``CallerGone``).
+        origin: Where the reply goes and what the request came over, known to the port; its end is
+            reported as ``CallerGone``. ``OWN`` for a call of this rank to itself.
         is_wanted: Whether the caller wants the reply, as far as is known here.
     """
 
     # By hand: a frozen dataclass takes 0.63 us to make, this one 0.17, and there is one a call.
-    __slots__ = ("is_wanted", "link", "origin", "payload", "request_id", "src")
+    __slots__ = ("is_wanted", "origin", "payload", "request_id", "src")
 
-    def __init__(
-        self, src: int, request_id: int, payload: bytearray, origin: Any, link: Any = None
-    ) -> None:
+    def __init__(self, src: int, request_id: int, payload: bytearray, origin: Any) -> None:
         self.is_wanted = True
-        self.link = link
         self.src = src
         self.request_id = request_id
         self.payload = payload
@@ -81,13 +77,10 @@ class CallCancelled:
 
 @dataclass(frozen=True, slots=True)
 class CallerGone:
-    """No reply can reach that rank's agent any more.
-
-    If ``link`` is given, that is so for the calls that came over it; otherwise for all.
-    """
+    """No reply can reach the calls any more that came over ``origin``."""
 
     src: int
-    link: Any = None
+    origin: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,47 +104,25 @@ class CallPort(ABC):
         self,
         dst: int,
         request_id: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        message: Message,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
         *,
         hold: bool = False,
-    ) -> Receive:
-        """Send a request; return what its reply will end.
+        limit: float = float("inf"),
+    ) -> Reply | None:
+        """Send a request; return its pending reply, or None if there is no room for it.
 
         Args:
             dst: The rank to call.
             request_id: Unique for this port.
-            buffers: The payload; free again on return.
-            nbytes: Its size.
+            message: The payload; its buffers are free again on return.
             deadline: For connecting and sending.
-            hold: Whether it may be sent a moment later, together with others; ``wait``, ``drive``,
-                ``attend``, or the next call to that rank sends it.
             on_reply: Called once the reply, or the peer's failure, is known; in any thread, without
                 locks held.
-        """
-
-    @abstractmethod
-    def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
-        """Return the reply.
-
-        Raises as ``Inbox.wait`` does; on a timeout the receive is taken back.
-        """
-
-    @abstractmethod
-    def drive(self, dst: int, receive: Receive, deadline: Deadline) -> bool:
-        """Wait for the reply; False if the deadline passes first, and then it may still come."""
-
-    @abstractmethod
-    def forget(self, dst: int, receive: Receive) -> bool:
-        """Give up a reply; False if it has come already."""
-
-    @abstractmethod
-    def abort(self, dst: int, receive: Receive, error: RankwireError) -> bool:
-        """End a call with an error at this end, as if that were its reply; False if it has come.
-
-        Whoever waits for it gets the error within 0.1 s.
+            hold: Whether it may be sent a moment later, together with others; waiting for it,
+                ``attend``, or the next call to that rank sends it.
+            limit: Calls to that rank that may be in flight.
         """
 
     @abstractmethod
@@ -182,10 +153,10 @@ class CallPort(ABC):
         """
 
     @abstractmethod
-    def poll(self, deadline: Deadline) -> list[PortEvent]:
+    def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
         """Return what other ranks ask, or nothing at the deadline or after ``wake``.
 
-        One thread at a time.
+        One thread at a time. Without a deadline it waits for as long as that takes.
 
         Raises:
             ChannelClosedError: The backend is closed; there is nothing more to wait for.
@@ -197,31 +168,24 @@ class CallPort(ABC):
 
     @abstractmethod
     def reply(
-        self,
-        call: IncomingCall,
-        buffers: Sequence[Buffer],
-        nbytes: int,
-        deadline: Deadline,
-        *,
-        hold: bool = False,
+        self, call: IncomingCall, message: Message, deadline: Deadline, *, hold: bool = False
     ) -> None:
         """Answer a request.
 
         Args:
             call: The request.
-            buffers: The payload; free again on return.
-            nbytes: Its size.
+            message: The payload; its buffers are free again on return.
             deadline: For sending.
             hold: Whether it may be sent a moment later, together with others; ``flush`` or the next
                 ``poll`` sends it.
         """
 
+    @abstractmethod
     def drop_reply(self, call: IncomingCall) -> None:
         """Note that the caller does not want the reply; one that it is just reading is taken back.
 
         Safe also while another thread is in ``reply`` for the same call.
         """
-        call.is_wanted = False
 
     @abstractmethod
     def flush(self) -> None:

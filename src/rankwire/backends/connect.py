@@ -133,7 +133,7 @@ def _join(arguments: dict[str, Any]) -> TcpBackend:
         try:
             return TcpBackend(**arguments)
         except RendezvousError as error:
-            # At the same address, a world that has formed refuses whoever comes later.
+            # At the same address, a world that has formed refuses ranks that come later.
             is_old_world = _memory.has_connected and not error.missing
             if not is_old_world or deadline.remaining() <= _PAUSE:
                 raise

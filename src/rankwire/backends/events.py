@@ -1,8 +1,8 @@
 """Events: telling the user's callbacks that a peer is lost or silent.
 
 Callbacks run one at a time, in order, on a thread of their own that exists only while there is
-something to tell: whoever notices a loss must not wait for a callback. This module knows nothing of
-how a loss is noticed.
+something to tell: the thread that notices a loss must not wait for a callback. This module knows
+nothing of how a loss is noticed.
 
 Lock: ``_lock`` guards the lists; it is a leaf, callbacks run without it.
 """
@@ -78,7 +78,7 @@ class PeerEvents:
             self._is_telling = True
         try:
             threading.Thread(target=self._run, name="rankwire-events", daemon=True).start()
-        except RuntimeError as error:  # whoever noticed the loss must be able to go on
+        except RuntimeError as error:  # the thread that noticed the loss must go on
             _log.warning("callbacks for lost and silent peers must wait: %s", error)
             with self._lock:
                 self._is_telling = False  # the next one tries again, and tells all

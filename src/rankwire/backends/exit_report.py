@@ -25,7 +25,7 @@ class Fall(NamedTuple):
         reason: In one line.
         traceback: Of the error.
         cause: The rank because of whose failure it fell; None for a reason of its own.
-        exit_code: What the interpreter exits with if nobody catches the error.
+        exit_code: What the interpreter exits with if the program does not catch the error.
     """
 
     reason: str

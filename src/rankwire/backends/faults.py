@@ -5,12 +5,10 @@ messages or seconds something breaks. Every decision depends on the seed and on 
 destination, kind of traffic) alone, never on how threads happen to run: the n-th message of a link
 is delayed alike in every run with the same seed.
 
-``Timetable`` does things at their time, in the one thread that a world with delays or timed faults
-has.
+``Timetable`` does things at their time, in the one thread that a world with timed faults has.
 
 What a delay or a break means to the ranks is the business of ``simulated_network``; neither class
-knows ranks' state, lanes or messages. Lock: the timetable is guarded by its owner's, and has none
-of its own.
+knows ranks' state, streams or messages.
 """
 
 from __future__ import annotations
@@ -21,20 +19,17 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Self
 
-from rankwire.backends.base import check_rank
+from rankwire.backends.arguments import check_rank
 from rankwire.errors import ConfigurationError
 
 __all__ = ["FaultPlan", "Link", "Timetable", "link_between"]
 
 Link = tuple[int, int]  # two ranks, the lower first: both directions
 
-# A user's callback may still run in the thread; closing the world does not wait for it for ever.
-_JOIN_LIMIT = 5.0
 _LONGEST_SLEEP = 86_400.0  # condition variables do not take any number of seconds
 
 
@@ -80,12 +75,7 @@ class FaultPlan:
     # -- what users call ---------------------------------------------------------------------------
 
     def delay(
-        self,
-        seconds: float,
-        *,
-        jitter: float = 0.0,
-        src: int | None = None,
-        dst: int | None = None,
+        self, seconds: float, *, jitter: float = 0.0, src: int | None = None, dst: int | None = None
     ) -> Self:
         """Let messages take their time; those of one link still arrive in order.
 
@@ -151,16 +141,6 @@ class FaultPlan:
     # -- what the simulated network asks -----------------------------------------------------------
 
     @property
-    def takes_time(self) -> bool:
-        """Whether anything happens later than the call that causes it."""
-        return bool(
-            self._delays
-            or self.reader_seconds
-            or self.kill_after_seconds
-            or self.break_after_seconds
-        )
-
-    @property
     def counts_messages(self) -> bool:
         """Whether anything happens after a number of messages."""
         return bool(self.kill_after_messages or self.break_after_messages)
@@ -179,9 +159,10 @@ class FaultPlan:
             kind: Which traffic; each kind has a sequence of its own.
         """
         rules = [rule for rule in self._delays if rule.concerns(src, dst)]
-        if rules:
-            return _drawn(rules, random.Random(f"{self.seed}/{src}/{dst}/{kind}"))
-        return itertools.repeat(0.0) if dst in self.reader_seconds else None
+        if not rules:
+            return None
+        generator = random.Random(f"{self.seed}/{src}/{dst}/{kind}")
+        return map(_draw, itertools.repeat(rules), itertools.repeat(generator))
 
     def _added(self, ranks: Iterable[int]) -> Self:
         self._ranks.update(ranks)
@@ -193,69 +174,49 @@ class FaultPlan:
 
 
 class Timetable:
-    """One thread that does things at their time.
+    """One thread that does things at their time. It begins with the first thing that is planned."""
 
-    ``start``, ``plan`` and ``end`` need the owner's lock held, the rest must not have it.
-
-    Args:
-        lock: The owner's.
-        holding: Holds that lock around every action, and does whatever the owner does when it lets
-            go of it.
-    """
-
-    def __init__(
-        self, lock: threading.Lock, holding: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self.ending = False
-        self._holding = holding
+    def __init__(self) -> None:
+        self._has_ended = False
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._changed = threading.Condition(lock)
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rankwire-timetable", daemon=True)
-        self._helpers: list[threading.Thread] = []
-
-    def start(self) -> None:
-        """Begin, unless it has been ended already."""
-        if not self.ending:
-            self._thread.start()
 
     def plan(self, when: float, action: Callable[[], None]) -> None:
-        """Do something at a point in monotonic time; at the same time, what was planned first."""
-        heapq.heappush(self._agenda, (when, next(self._order), action))
-        self._changed.notify()
+        """Do something at a point in monotonic time; at the same time, what was planned first.
+
+        Args:
+            when: The time.
+            action: What to do; it must not wait, for others would come too late.
+        """
+        with self._changed:
+            heapq.heappush(self._agenda, (when, next(self._order), action))
+            self._changed.notify()
+            if self._thread.ident is None and not self._has_ended:
+                self._thread.start()
 
     def end(self) -> None:
         """Do nothing more, and end the thread."""
-        self.ending = True
-        self._agenda.clear()
-        self._changed.notify()
-
-    def keep_free(self, action: Callable[[], None]) -> None:
-        """Do something that may take long: not in this thread, on which everything else waits."""
-        if threading.current_thread() is not self._thread:
-            action()
-            return
-        helper = threading.Thread(target=action, name="rankwire-callback", daemon=True)
-        self._helpers = [*(other for other in self._helpers if other.is_alive()), helper]
-        helper.start()
-
-    def join(self) -> None:
-        """Wait for the end of its threads, save those that never began and the one that asks."""
-        for thread in (self._thread, *self._helpers):
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(_JOIN_LIMIT)
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _run(self) -> None:
-        while not self.ending:
-            with self._holding():
-                self._do_next_or_sleep()
+        while (action := self._next()) is not None:
+            action()
 
-    def _do_next_or_sleep(self) -> None:
-        left = self._agenda[0][0] - monotonic() if self._agenda else _LONGEST_SLEEP
-        if left <= 0.0:
-            heapq.heappop(self._agenda)[2]()
-        elif not self.ending:
-            self._changed.wait(min(left, _LONGEST_SLEEP))
+    def _next(self) -> Callable[[], None] | None:
+        """Sleep until something is to be done; None at the end."""
+        with self._changed:
+            while not self._has_ended:
+                left = self._agenda[0][0] - monotonic() if self._agenda else _LONGEST_SLEEP
+                if left <= 0.0:
+                    return heapq.heappop(self._agenda)[2]
+                self._changed.wait(min(left, _LONGEST_SLEEP))
+        return None
 
 
 def link_between(a: int, b: int) -> Link:
@@ -265,9 +226,8 @@ def link_between(a: int, b: int) -> Link:
     return (a, b) if a < b else (b, a)
 
 
-def _drawn(rules: Sequence[_Delay], generator: random.Random) -> Iterator[float]:
-    while True:
-        yield sum(rule.draw(generator) for rule in rules)
+def _draw(rules: Sequence[_Delay], generator: random.Random) -> float:
+    return sum(rule.draw(generator) for rule in rules)
 
 
 def _seconds(value: float) -> float:

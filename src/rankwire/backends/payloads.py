@@ -17,7 +17,7 @@ from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
 from rankwire.wire.frames import Payload
 from rankwire.wire.loans import LoanRevokedError, whole_of
 
-# Not every byte is a bool or a character: these are looked at before they are anybody's.
+# Not every byte is a bool or a character: these are looked at before the user has them.
 _CHECKED_KINDS = "bU"
 
 __all__ = ["check_out", "copy_into", "share_memory", "to_array"]

@@ -1,7 +1,7 @@
 """Schedulers: what each kind of launcher tells a process about its rank, by environment variables.
 
 Pure: a mapping in, a ``Place`` out. One small function per launcher, and ``LAUNCHERS`` lists them
-with the innermost first: whoever is started by one launcher inside another belongs to the inner
+with the innermost first: a process that one launcher starts inside another belongs to the inner
 one. A launcher counts as found when all variables in its ``needs`` are set. Nothing here reads the
 secret or opens anything; that is ``connect``'s part.
 
@@ -233,7 +233,7 @@ def read_mpich(environ: Environment) -> Place | None:
     if not is_one_host:
         named = environ.get("MASTER_ADDR")
         hosts = [named] if named else _hosts_of_allocation(environ)
-        # Each host has a proxy of its own: its number is nobody else's.
+        # Each host has a proxy of its own: its number is no other's.
         seed = f"several {environ.get('SLURM_JOB_ID') or environ.get('LSB_JOBID') or ''}"
     address, advice = _address(
         environ, hosts[0] if hosts else "", seed and f"mpich {seed}", "MPICH"

@@ -1,30 +1,31 @@
 """SimulatedBackend: all ranks of a world in one process, with faults on demand.
 
-It keeps the contract of the TCP backend (bounded queues, deadlines, tags, orderly leave, sudden
-death, calls), so that a program can be tested without processes and sockets; each rank is an
-object, usually used by a thread of its own. Time is real.
+It is the same mesh as that of processes (``mesh``: connections, inboxes, call ports), over streams
+in memory instead of sockets, so that a program can be tested without processes; each rank is an
+object, usually used by a thread of its own. Dialling is a call of a function, and who is gone is
+known to the network at once. Time is real.
 
-How messages travel and fail is in ``simulated_network``, calls are in ``simulated_calls``, fault
-plans in ``faults``. This module knows what a rank is: its inboxes, and what it means to it to
-leave, to die and to lose a peer. It knows no socket and no other backend.
-
-Lock: the network's; *lock held* means inside ``Network.changing()``. There is no other, save that
-``Backend.barrier`` holds its own around several operations.
+What befalls streams and ranks is in ``simulated_network``, fault plans are in ``faults``. This
+module knows what a rank is, and what it means to it to leave, to die and to lose a peer. A peer is
+met when it is first needed: a world of a thousand ranks costs what it uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
-from rankwire.backends.base import DEFAULT_TIMEOUT, Backend, check_world
-from rankwire.backends.exit_report import fall_by
+from rankwire.backends.arguments import check_world
+from rankwire.backends.base import DEFAULT_TIMEOUT
+from rankwire.backends.call_port import MeshCallPort
+from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan
-from rankwire.backends.simulated_calls import SimulatedCallPort, Switchboard
-from rankwire.backends.simulated_lanes import Inbox, Wanted
+from rankwire.backends.mesh import Mesh
+from rankwire.backends.peers import Peer
 from rankwire.backends.simulated_network import Network
-from rankwire.backends.status import PeerStatus, describe_wanted, state_of
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -33,17 +34,32 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.links.connection import Connection
+from rankwire.links.memory_stream import MemoryPoller, MemoryStream
+from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
-from rankwire.wire.mailbox import Mailbox
+from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 
 __all__ = ["DEFAULT_QUEUE_NBYTES", "SimulatedBackend"]
 
+_log = logging.getLogger("rankwire")
+
 DEFAULT_QUEUE_NBYTES = 64 << 20  # NATS lets a slow consumer keep as much pending
+_NOW = Deadline(0.0)
 
-_MESSAGES = "messages"
+
+class _Peers(dict[int, Peer]):
+    """Peers by rank, each made when it is first asked for."""
+
+    def __init__(self, meet: Callable[[int], Peer]) -> None:
+        super().__init__()
+        self._meet = meet
+
+    def __missing__(self, rank: int) -> Peer:
+        return self._meet(rank)
 
 
-class SimulatedBackend(Backend):
+class SimulatedBackend(Mesh):
     """One rank of a world in this process, made by ``create_group``.
 
     Every method is safe from any thread. What is sent is copied, so the sender's buffers are free
@@ -58,20 +74,22 @@ class SimulatedBackend(Backend):
         self,
         rank: int,
         network: Network,
-        switchboard: Switchboard,
         world: Sequence[SimulatedBackend],
         *,
         timeout: float,
         max_message_nbytes: int,
     ) -> None:
         super().__init__(
-            rank, network.world_size, timeout=timeout, max_message_nbytes=max_message_nbytes
+            rank,
+            network.world_size,
+            timeout=timeout,
+            max_message_nbytes=max_message_nbytes,
+            peers=_Peers(self._meet),
+            single_copy=False,
         )
         self.network = network
-        self._switchboard = switchboard
         self._world = world
-        self._inboxes: dict[int, Inbox] = {}
-        self._closed = False
+        self._gone: RankwireError | None = None  # why this rank can do nothing more
 
     @classmethod
     def create_group(
@@ -89,9 +107,10 @@ class SimulatedBackend(Backend):
             world_size: How many, at least 1.
             timeout: Seconds for every operation without a limit of its own.
             max_message_nbytes: Largest message sent or accepted.
-            queue_nbytes: Bytes from one rank to another that nobody has received, above which the
-                sender waits. One message larger than that may be sent when there is no other. Calls
-                have queues of their own.
+            queue_nbytes: Bytes on the way from one rank to another that it has not read, above
+                which the sender waits. One message larger than that may be sent when there is no
+                other. Calls have queues of their own. A rank that waits for a message reads those
+                before it and keeps them, as on a network.
             faults: What goes wrong, and when; time begins now. The world takes a copy.
 
         Raises:
@@ -105,184 +124,192 @@ class SimulatedBackend(Backend):
         faults = FaultPlan() if faults is None else faults
         faults.check(world_size)
         network = Network(world_size, queue_nbytes=queue_nbytes, faults=faults)
-        switchboard = Switchboard(network, max_message_nbytes=max_message_nbytes)
         world: list[Self] = []
         for rank in range(world_size):
             world.append(
-                cls(
-                    rank,
-                    network,
-                    switchboard,
-                    world,
-                    timeout=timeout,
-                    max_message_nbytes=max_message_nbytes,
-                )
+                cls(rank, network, world, timeout=timeout, max_message_nbytes=max_message_nbytes)
             )
         network.start(world)
         return list(world)
 
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
-
     # -- messages ----------------------------------------------------------------------------------
 
-    def transmit(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-    ) -> None:
+    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
         """See ``Backend.transmit``. The bytes are copied."""
-        self._check_peer(dst)
-        buffers, nbytes = message
-        if nbytes > self.max_message_nbytes:
-            raise MessageTooLargeError(nbytes, self.max_message_nbytes)
-        payload = bytearray().join(buffers)
-        with self.network.changing():
-            self._raise_if_gone()
-            lane = self.network.lane(self.rank, dst, _MESSAGES)
-            self.network.wait_for_room(lane, nbytes, deadline)
-            inbox = self._world[dst].inbox_from(self.rank)
-            landing = partial(inbox.land, envelope, payload)
-            self.network.dispatch(lane, nbytes, landing)
+        self._check_alive()
+        if message[1] > self.max_message_nbytes:
+            raise MessageTooLargeError(message[1], self.max_message_nbytes)
+        super().transmit(dst, envelope, message, deadline)
 
     def receive(
-        self,
-        src: int,
-        envelope: Envelope,
-        deadline: Deadline,
-        *,
-        nbytes: int | None = None,
+        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
-        """See ``Backend.receive``."""
-        self._check_peer(src)
-        wanted = Wanted(envelope, nbytes=nbytes)
-        with self.network.changing():
-            self._raise_if_gone()
-            inbox = self.inbox_from(src)
-            inbox.post(wanted)
-            return inbox.wait(wanted, deadline)
-
-    def has_arrived(self, src: int, envelope: Envelope) -> bool:
-        """See ``Backend.has_arrived``."""
-        inbox = self._inboxes.get(src)
-        return inbox is not None and inbox.has_arrived(envelope)
+        """See ``Backend.receive``. A rank that is dead receives nothing more."""
+        self._check_alive()
+        return super().receive(src, envelope, deadline, nbytes=nbytes)
 
     def sources(self, envelope: Envelope) -> list[int]:
         """See ``Backend.sources``: exactly those. In one process, asking all is what costs."""
-        with self.network.changing():
-            if self.network.why_lost(self.rank, self.rank) is not None:
-                return super().sources(envelope)
-            found = {src for src, inbox in self._inboxes.items() if inbox.has_arrived(envelope)}
-            return sorted(found | self.network.gone_for(self.rank))
+        if self._gone is not None:
+            return super().sources(envelope)
+        heard = {
+            rank
+            for rank, peer in list(self._peers.items())
+            if peer.inbox.has_arrived(envelope) or _has_input(peer)
+        }
+        return sorted(heard | self.network.gone_for(self.rank))
 
-    def abandon(self, group: int, cause: RankwireError) -> None:
-        """See ``Backend.abandon``."""
-        with self.network.changing():
-            for inbox in self._inboxes.values():
-                inbox.abandon(group, cause)
+    def open_calls(self, service: int) -> MeshCallPort:
+        """See ``Backend.open_calls``."""
+        self._check_alive()
+        return super().open_calls(service)
 
-    def refuse(self, envelope: Envelope) -> None:
-        """See ``Backend.refuse``."""
-        with self.network.changing():
-            for inbox in self._inboxes.values():
-                inbox.refuse(envelope)
+    def _check_alive(self) -> None:
+        if self._gone is not None:
+            raise self._gone.copy()
 
-    # -- calls -------------------------------------------------------------------------------------
+    # -- connections -------------------------------------------------------------------------------
 
-    def open_calls(self, service: int) -> SimulatedCallPort:
-        """See ``Backend.open_calls``.
+    def open_stream(
+        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
+    ) -> tuple[MemoryStream, None]:
+        """See ``Mesh.open_stream``. The other rank takes its end in this thread."""
+        rank = peer.member.rank
+        self.hear_of(rank)
+        peer.check()
+        hello = Hello(purpose, b"", 0, self.world_size, self.rank, rank, service)
+        other = self._world[rank]
+        other._meet(self.rank)
+        status, detail = other.admit(hello)
+        if status is not Status.WELCOME:
+            raise refusal(status, detail, hello)
+        near, far = self.network.connect(self.rank, rank, purpose, service)
+        try:
+            other.enter(hello, far, None)
+        except BaseException:
+            near.shut_down()  # interrupted: to the other end, this one gave up
+            raise
+        return near, None
 
-        Raises:
-            ConfigurationError: This rank has an open port for the service already.
-            ChannelClosedError: This backend is closed.
-        """
-        with self.network.changing():
-            self._raise_if_gone()
-            return self._switchboard.open(self.rank, service)
+    def new_poller(self) -> MemoryPoller:
+        """See ``Mesh.new_poller``."""
+        return MemoryPoller()
 
-    # -- ending ------------------------------------------------------------------------------------
+    def flush_when_possible(self, connection: Connection) -> None:
+        """See ``Mesh.flush_when_possible``: whoever reads at the other end does it."""
+        assert isinstance(connection.stream, MemoryStream)
+        connection.stream.flush_when_possible(partial(self._flush, connection))
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.flush(_NOW)
+        except RankwireError as error:
+            _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
+            if connection.failure is None and connection.is_holding:
+                self.flush_when_possible(connection)
+
+    def _meet(self, rank: int) -> Peer:
+        with self._lock:
+            peer = self._peers.get(rank)
+            if peer is None:
+                peer = self._peers[rank] = Peer(
+                    Member(rank, os.getpid(), "", 0, "", ""),
+                    ask=partial(self.hear_of, rank),
+                    on_lost=self._note_loss,
+                    explain=self._losses.explain,
+                )
+        self.hear_of(rank)
+        return peer
+
+    def _note_loss(self, error: PeerLostError) -> None:
+        if error.peer != self.rank:  # else it is this rank that is lost to all others
+            self._events.lost(error)
+
+    # -- what the network asks ---------------------------------------------------------------------
+
+    def cut(self, peer: int) -> None:
+        """See ``Member``."""
+        if peer in self._peers:
+            for connection in self._peers[peer].connections():
+                assert isinstance(connection.stream, MemoryStream)
+                connection.stream.abort()
+
+    def die(self) -> None:
+        """See ``Member``."""
+        told = self.network.verdict(self.rank, self.rank)
+        assert told is not None
+        self._gone = told[0]
+        for rank in list(self._peers):
+            self.cut(rank)
+
+    def end(self) -> None:
+        """See ``Member``."""
+        assert self._gone is not None
+        with self._lock:
+            ports = list(self._ports.values())
+        for port in ports:
+            port.shut_down(self._gone)
+        for rank in list(self._peers):
+            self.hear_of(rank)
+
+    def hear_of(self, peer: int) -> None:
+        """See ``Member``. The root of a failure is heard of before its consequences."""
+        told = self.network.verdict(self.rank, peer)
+        if told is None:
+            return
+        error, cause = told
+        root = None if cause is None else self.network.verdict(self.rank, cause)
+        if cause is not None and root is not None and cause not in (self.rank, peer):
+            self._take(cause, *root)
+        self._take(peer, error, cause)
+
+    def _take(self, rank: int, error: RankwireError, cause: int | None) -> None:
+        peer = self._peers.get(rank) or self._peers[rank]
+        if peer.failure is not None:
+            return
+        if isinstance(error, ChannelClosedError):
+            peer.leave(error)
+        else:
+            peer.judge(self._losses.explain(error, cause=cause))
+
+    def failure_of(self, rank: int) -> RankwireError | None:
+        """See ``Backend.failure_of``."""
+        if self.network.verdict(self.rank, self._check_peer(rank)) is None:
+            return None
+        self.hear_of(rank)
+        return super().failure_of(rank)
+
+    # -- leaving -----------------------------------------------------------------------------------
 
     def close(self, *, error: BaseException | None = None) -> None:
         """See ``Backend.close``. Call ports of this rank are closed too.
 
         What this rank has sent can still be received. The last rank to close also waits for the
-        thread that some fault plans need.
+        threads that some fault plans need.
         """
-        with self.network.changing():
-            if not self._closed:
-                self._closed = True
-                fall = fall_by(error, first_lost=self.network.losses.first)
-                if fall is None:
-                    self._leave()
-                else:
-                    self.network.fall(self.rank, fall)
-                    self.end(ChannelClosedError("this backend is closed"))
-        self.network.settle()
+        super().close(error=error)
+        self.network.depart()
 
-    def _leave(self) -> None:
+    def tell_leaving(self) -> None:
+        """See ``Mesh.tell_leaving``: whoever sees a stream end from now on knows why."""
+        self._gone = ChannelClosedError("this backend is closed")
         self.network.leave(self.rank)
-        self._switchboard.leave(self.rank)
-        for peer in self._world:
-            inbox = peer._inboxes.get(self.rank)
-            if inbox is not None:
-                left = ChannelClosedError(f"rank {self.rank} has left").during(peer=self.rank)
-                self.network.farewell(inbox.lane, partial(inbox.fail, left))
-        self.end(ChannelClosedError("this backend is closed"))
 
-    # -- what the network tells and other ranks ask, lock held -------------------------------------
+    def tell_fall(self, fall: Fall) -> None:
+        """See ``Mesh.tell_fall``."""
+        self.network.fall(self.rank, fall)
+        self._gone = ChannelClosedError("this backend is closed")
 
-    def inbox_from(self, src: int) -> Inbox:
-        """Return where the messages of a rank land, new if need be."""
-        inbox = self._inboxes.get(src)
-        if inbox is None:
-            lane = self.network.lane(src, self.rank, _MESSAGES)
-            inbox = self._inboxes[src] = Inbox(self.network, lane, Mailbox())
-            loss = self.network.why_lost(self.rank, src)
-            if loss is not None:
-                inbox.fail(loss)
-        return inbox
+    def depart(self) -> None:
+        """See ``Mesh.depart``."""
+        for other in self._world:
+            if self.rank in other._peers:
+                other.hear_of(self.rank)
 
-    def end(self, error: RankwireError) -> None:
-        """End everything this rank waits for, because it has left or died."""
-        self._switchboard.end(self.rank, error)
-        for inbox in self._inboxes.values():
-            inbox.fail(error)
-        self._inboxes.clear()
 
-    def lose(self, peer: int, error: RankwireError) -> None:
-        """End everything that is wanted of a peer that is out of reach."""
-        if peer in self._inboxes:
-            self._inboxes[peer].fail(error)
-        self._switchboard.lose(self.rank, peer, error)
-        if isinstance(error, PeerLostError):
-            self._events.lost(error)
-
-    # -- the other ranks ---------------------------------------------------------------------------
-
-    def failure_of(self, rank: int) -> RankwireError | None:
-        """See ``Backend.failure_of``."""
-        with self.network.changing():
-            return self.network.why_lost(self.rank, rank)
-
-    def status_of(self, rank: int) -> PeerStatus:
-        """See ``Backend.status_of``."""
-        with self.network.changing():
-            failure = self.network.why_lost(self.rank, rank)
-            inbox = self._inboxes.get(rank)
-            return PeerStatus(
-                rank,
-                state_of(failure, is_suspected=False),
-                reason="" if failure is None else failure.message,
-                queued_nbytes=self.network.lane(self.rank, rank, _MESSAGES).load_nbytes,
-                in_flight=self._switchboard.in_flight(self.rank, rank),
-                waiting_for=describe_wanted(inbox.wanted()) if inbox is not None else (),
-            )
-
-    def _raise_if_gone(self) -> None:
-        loss = self.network.why_lost(self.rank, self.rank)
-        if loss is not None:
-            raise loss
+def _has_input(peer: Peer) -> bool:
+    """Whether a peer has sent something that was not looked at, or has gone."""
+    connection = peer.inbox.connection
+    if connection is None:
+        return False
+    return bool(connection.undelivered) or connection.stream.wait_readable(0.0)

@@ -1,18 +1,16 @@
-"""The simulated network: how traffic gets from rank to rank in one process, and how it fails to.
+"""The simulated network: who of a world in one process is gone, and what befalls the streams.
 
-Traffic goes over lanes and lands in inboxes (``simulated_lanes``). What is sent is a *landing*, a
-function that hands the message over; without delays it runs in the sender's own thread, else in the
-timetable's.
+It knows who has left, who was killed and which links are broken, makes the streams that ranks are
+connected by (``links.memory_stream``) and applies the fault plan to them. It does not know messages
+and ports: its members tell it who they are (``Member``), cut their streams when it says so, and ask
+it what has become of a peer.
 
-The network knows who has left, who was killed and which links are broken, and applies the fault
-plan. It does not know what travels, nor backends and ports: its members tell it who they are
-(``Member``) and hear from it whom they have lost.
+A fault happens in two steps. First it is noted and the streams are cut, at once and in any thread,
+a sender's included: from then on whoever uses one finds it ended and asks here why. Then everybody
+is told, also those who use none. That runs callbacks of the user's, so a thread of its own does it,
+unless it is the user who makes the fault.
 
-Locks: one for the whole world, ``Network.lock``; every condition variable here and in
-``simulated_calls`` stands on it. It is never held while a callback runs: ``Network.changing`` runs
-those of the receives that ended once the lock is free, and never in the timetable's thread, so a
-callback may wait for the network. *Lock held* in a docstring means that the caller is inside
-``changing()``.
+Lock: ``_lock`` guards the state; nothing is called under it.
 """
 
 from __future__ import annotations
@@ -21,84 +19,80 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from typing import Protocol
 
-from rankwire.backends.base import check_rank
-from rankwire.backends.blame import Losses
+from rankwire.backends.arguments import check_rank
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
-from rankwire.backends.simulated_lanes import Landing, Lane
-from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    PeerLostError,
-    RankwireError,
-)
-from rankwire.wire.mailbox import Receive
+from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
+from rankwire.links.memory_stream import Course, Gate, MemoryStream, memory_pair
+from rankwire.wire.handshake import Purpose
 
 __all__ = ["Member", "Network"]
 
 _KILLED = Fall("it was killed", "")
+# A user's callback may still run in a thread; closing the world does not wait for it for ever.
+_JOIN_LIMIT = 5.0
 
 
 class Member(Protocol):
-    """One rank as the network sees it. Both methods are called with the lock held."""
+    """One rank as the network sees it."""
 
-    def end(self, error: RankwireError) -> None:
-        """This rank is dead: end everything it waits for with ``error``."""
+    def cut(self, peer: int) -> None:
+        """End the streams to a peer, at this moment. Must not wait nor call back."""
 
-    def lose(self, peer: int, error: RankwireError) -> None:
-        """``peer`` is out of reach: end everything that is wanted of it with ``error``."""
+    def die(self) -> None:
+        """Be dead: end all streams, at this moment. Must not wait nor call back."""
+
+    def hear_of(self, peer: int) -> None:
+        """Ask what has become of a peer, and end what is wanted of it."""
+
+    def end(self) -> None:
+        """End everything that this rank waits for, because it is dead."""
 
 
 class Network:
-    """The lanes of one world and the state of its ranks. Safe from any thread.
+    """The state of a world's ranks and links. Safe from any thread.
 
     Args:
         world_size: How many ranks.
-        queue_nbytes: Load of one lane above which senders wait. One larger message may be sent when
-            there is no other.
-        faults: What goes wrong, and when.
+        queue_nbytes: What a stream holds.
+        faults: What goes wrong, and when; a copy is taken.
     """
 
     def __init__(self, world_size: int, *, queue_nbytes: int, faults: FaultPlan) -> None:
-        self.lock = threading.Lock()
         self.world_size = world_size
-        self.queue_nbytes = queue_nbytes
+        self._queue_nbytes = queue_nbytes
         self._faults = copy.deepcopy(faults)
+        self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
+        self._delays: dict[tuple[int, int, str], Iterator[float] | None] = {}
         self._members: Sequence[Member] = ()
+        self._lock = threading.Lock()
         self._left: set[int] = set()
-        self._killed: set[int] = set()
-        self._falls: dict[int, Fall] = {}
-        self._ends: dict[int, RankwireError] = {}
-        self.losses = Losses()
+        self._killed: dict[int, Fall] = {}
         self._broken: set[Link] = set()
-        self._lanes: dict[tuple[int, int, str], Lane] = {}
         self._sent: Counter[int] = Counter()
         self._carried: Counter[Link] = Counter()
-        self._reader_free_at: dict[int, float] = {}
-        self._ended: list[Receive] = []
-        self._timetable = Timetable(self.lock, self.changing) if faults.takes_time else None
+        self._timetable = Timetable()
+        self._telling: list[threading.Thread] = []
 
     def start(self, members: Sequence[Member]) -> None:
         """Take the ranks; time begins for the fault plan."""
-        with self.changing():
-            self._members = members
-            for rank, count in self._faults.kill_after_messages.items():
-                if count == 0:
-                    self._kill(rank)
-            for link, count in self._faults.break_after_messages.items():
-                if count == 0:
-                    self._break(link)
-            if self._timetable is not None:
-                for rank, seconds in self._faults.kill_after_seconds.items():
-                    self._timetable.plan(monotonic() + seconds, partial(self._kill, rank))
-                for link, seconds in self._faults.break_after_seconds.items():
-                    self._timetable.plan(monotonic() + seconds, partial(self._break, link))
-                self._timetable.start()
+        self._members = members
+        for rank, count in self._faults.kill_after_messages.items():
+            if count == 0:
+                self.kill(rank)
+        for link, count in self._faults.break_after_messages.items():
+            if count == 0:
+                self.break_link(*link)
+        now = monotonic()
+        for rank, seconds in self._faults.kill_after_seconds.items():
+            self._timetable.plan(now + seconds, partial(self._kill_in_passing, rank))
+        for link, seconds in self._faults.break_after_seconds.items():
+            self._timetable.plan(now + seconds, partial(self._break_in_passing, link))
+        self._end_if_empty()
 
     # -- faults on demand --------------------------------------------------------------------------
 
@@ -109,218 +103,155 @@ class Network:
         left cannot die.
         """
         rank = check_rank(rank, self.world_size)
-        with self.changing():
-            self._kill(rank)
+        if self._kill(rank, _KILLED):
+            self._tell_death(rank)
 
     def break_link(self, a: int, b: int) -> None:
         """Break the link between two ranks now: each sees the other as lost.
 
         What is under way is lost, what has arrived stays receivable.
         """
-        a, b = (check_rank(rank, self.world_size) for rank in (a, b))
-        with self.changing():
-            self._break(link_between(a, b))
+        link = link_between(check_rank(a, self.world_size), check_rank(b, self.world_size))
+        self._break(link)
+        self._tell_break(link)
 
     # -- for members -------------------------------------------------------------------------------
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Hold the lock; once it is free, call back for the receives that ended meanwhile."""
-        ended: list[Receive] = []
-        try:
-            with self.lock:
-                try:
-                    yield
-                finally:
-                    ended, self._ended = self._ended, ended
-        finally:
-            if ended and self._timetable is not None:
-                self._timetable.keep_free(partial(_call_back, ended))
-            else:
-                _call_back(ended)
+    def verdict(self, rank: int, peer: int) -> tuple[RankwireError, int | None] | None:
+        """Return why ``rank`` cannot reach ``peer`` (which may be itself); None if it can.
 
-    def call_back(self, receive: Receive) -> None:
-        """Have ``on_done`` of an ended receive called when the lock is free. Lock held."""
-        if receive.on_done is not None:
-            self._ended.append(receive)
-
-    def lane(self, src: int, dst: int, kind: str) -> Lane:
-        """Return the lane for a kind of traffic, new if need be. Lock held."""
-        lane = self._lanes.get((src, dst, kind))
-        if lane is None:
-            lane = Lane(src, dst, self._faults.delays(src, dst, kind))
-            lane.failure = self.why_lost(src, dst)
-            self._lanes[src, dst, kind] = lane
-        return lane
-
-    def close_lane(self, src: int, dst: int, kind: str, error: RankwireError) -> None:
-        """The end at ``dst`` is gone: senders get ``error``; a new lane may follow. Lock held."""
-        lane = self._lanes.pop((src, dst, kind), None)
-        if lane is not None:
-            lane.abort(error)
-
-    def wait_for_room(
-        self, lane: Lane, nbytes: int, deadline: Deadline, *, check: Callable[[], object] = int
-    ) -> None:
-        """Return when the lane takes ``nbytes``. Lock held on return, free while waiting.
-
-        Args:
-            lane: The lane.
-            nbytes: The size of what is to be sent.
-            deadline: For the wait.
-            check: Called after each wait; raises if the sender may not send any more.
-
-        Raises:
-            DeadlineExceededError: There was no room in time.
-            RankwireError: One of the two ends is gone, or the link is broken.
+        Returns:
+            The error, and the rank because of which the peer fell, if it said so.
         """
-        lane.wait_for_room(nbytes, self.queue_nbytes, self.lock, deadline, check)
-
-    def dispatch(self, lane: Lane, nbytes: int, landing: Landing) -> None:
-        """Send something for which there is room. Lock held, and again when ``landing`` runs."""
-        arrival = lane.next_arrival()
-        if arrival is None:
-            landing()
-        else:
-            self._carry(lane, arrival, nbytes, landing)
-        if self._faults.counts_messages:
-            self._count(lane)
-
-    def farewell(self, lane: Lane, landing: Landing) -> None:
-        """Send the last thing of an orderly end. Lock held.
-
-        It lands after all that is under way, at once if nothing is. Senders that wait for room look
-        again whether they still may.
-        """
-        lane.wake_senders()
-        if lane.under_way:
-            self._carry(lane, monotonic(), 0, landing)
-        else:
-            landing()
-
-    def why_lost(self, rank: int, peer: int) -> RankwireError | None:
-        """Return why ``rank`` cannot reach ``peer`` (which may be itself), or None. Lock held."""
-        if rank in self._left:
-            return ChannelClosedError("this backend is closed")
-        if rank in self._killed:
-            return PeerLostError(rank, "this rank itself was killed")
-        if peer in self._killed:
-            return self._ends[peer].copy()
-        if rank != peer and link_between(rank, peer) in self._broken:
-            return PeerLostError(peer, "the link to it is broken")
-        if peer in self._left:
-            left = ChannelClosedError(f"rank {peer} has left").during(peer=peer)
-            return self.losses.explain(left)
+        with self._lock:
+            if rank in self._left:
+                return ChannelClosedError("this backend is closed"), None
+            if rank in self._killed:
+                return PeerLostError(rank, "this rank itself was killed"), None
+            if peer in self._killed:
+                fall = self._killed[peer]
+                loss = PeerLostError(peer, fall.reason, remote_traceback=fall.traceback)
+                return loss, fall.cause
+            if rank != peer and link_between(rank, peer) in self._broken:
+                return PeerLostError(peer, "the link to it is broken"), None
+            if peer in self._left:
+                return ChannelClosedError(f"rank {peer} has left").during(peer=peer), None
         return None
 
     def gone_for(self, rank: int) -> set[int]:
-        """Return the ranks that a rank cannot reach. Lock held."""
-        cut = {other for link in self._broken if rank in link for other in link}
-        return (self._killed | self._left | cut) - {rank}
+        """Return the ranks that a rank cannot reach."""
+        with self._lock:
+            cut = {other for link in self._broken if rank in link for other in link}
+            return (self._killed.keys() | self._left | cut) - {rank}
+
+    def connect(
+        self, src: int, dst: int, purpose: Purpose, service: int
+    ) -> tuple[MemoryStream, MemoryStream]:
+        """Return the ends of a new stream, of the rank that dials and of the other one."""
+        if purpose is Purpose.MESSAGES:
+            there, back = "messages", "courtesies"
+        else:
+            there, back = f"requests {service}", f"replies {service}"
+        courses = self._course(src, dst, there), self._course(dst, src, back)
+        return memory_pair(self._queue_nbytes, *courses)
 
     def leave(self, rank: int) -> None:
-        """Let nothing more go to a rank or from it; what it sent still arrives. Lock held."""
-        self._left.add(rank)
-        for lane in self._lanes.values():
-            if lane.dst == rank:
-                self._abort(lane)
-            elif lane.src == rank:
-                lane.refuse(ChannelClosedError("this backend is closed"))
-        self._end_if_empty()
+        """Note that a rank leaves in good order: from now on its streams may end."""
+        with self._lock:
+            self._left.add(rank)
 
     def fall(self, rank: int, fall: Fall) -> None:
-        """Let a rank leave because of an error: its peers lose it and learn why. Lock held."""
-        self._falls.setdefault(rank, fall)
-        self._kill(rank)
-        self._left.add(rank)
+        """Let a rank leave because of an error: its peers lose it and learn why."""
+        is_new = self._kill(rank, fall)
+        self.leave(rank)
+        if is_new:
+            self._tell_others(rank)
 
-    def settle(self) -> None:
-        """Wait for the end of the timetable's thread if all ranks are gone. Without the lock."""
-        if self._timetable is not None and self._timetable.ending:
-            self._timetable.join()
+    def depart(self) -> None:
+        """Wait for the end of the threads of faults if all ranks are gone."""
+        if self._end_if_empty():
+            for thread in self._telling:
+                if thread is not threading.current_thread():
+                    thread.join(_JOIN_LIMIT)
 
-    # -- how messages travel, lock held ------------------------------------------------------------
+    # -- what befalls messages ---------------------------------------------------------------------
 
-    def _carry(self, lane: Lane, arrival: float, nbytes: int, landing: Landing) -> None:
-        lane.under_way.append((arrival, nbytes, landing))
-        lane.under_way_nbytes += nbytes
-        if len(lane.under_way) == 1:  # the others are planned in their turn: the lane stays FIFO
-            self._plan_hand_over(lane, arrival)
+    def _course(self, src: int, dst: int, kind: str) -> Course | None:
+        with self._lock:  # a stream that is opened again goes on where the last one stopped
+            if (src, dst, kind) not in self._delays:
+                self._delays[src, dst, kind] = self._faults.delays(src, dst, kind)
+            delays = self._delays[src, dst, kind]
+        gate = self._gates.get(dst)
+        if self._faults.counts_messages:
+            return Course(delays, gate, partial(self._count, src, dst))
+        return None if delays is None and gate is None else Course(delays, gate)
 
-    def _plan_hand_over(self, lane: Lane, when: float) -> None:
-        assert self._timetable is not None
-        self._timetable.plan(when, partial(self._hand_over, lane))
+    def _count(self, src: int, dst: int) -> None:
+        link = link_between(src, dst)
+        with self._lock:
+            self._sent[src] += 1
+            self._carried[link] += 1
+            breaks = self._carried[link] == self._faults.break_after_messages.get(link)
+            kills = self._sent[src] == self._faults.kill_after_messages.get(src)
+        if breaks:
+            self._break_in_passing(link)
+        if kills:
+            self._kill_in_passing(src)
 
-    def _hand_over(self, lane: Lane) -> None:
-        if not lane.under_way:
-            return  # it was lost
-        now = monotonic()
-        free_at = self._reader_free_at.get(lane.dst, now)
-        if free_at > now:
-            self._plan_hand_over(lane, free_at)
-            return
-        if lane.dst in self._faults.reader_seconds:
-            self._reader_free_at[lane.dst] = now + self._faults.reader_seconds[lane.dst]
-        _, nbytes, landing = lane.under_way.popleft()
-        lane.under_way_nbytes -= nbytes
-        if lane.under_way:
-            self._plan_hand_over(lane, lane.under_way[0][0])
-        landing()
-        lane.room_made()
+    # -- what befalls ranks and links --------------------------------------------------------------
 
-    def _count(self, lane: Lane) -> None:
-        link = link_between(lane.src, lane.dst)
-        self._sent[lane.src] += 1
-        self._carried[link] += 1
-        if self._carried[link] == self._faults.break_after_messages.get(link):
-            self._break(link)
-        if self._sent[lane.src] == self._faults.kill_after_messages.get(lane.src):
-            self._kill(lane.src)
-
-    # -- what happens to ranks and links, lock held ------------------------------------------------
-
-    def _kill(self, rank: int) -> None:
-        if rank in self._killed or rank in self._left:
-            return
-        self._killed.add(rank)
-        fall = self._falls.get(rank, _KILLED)
-        loss = PeerLostError(rank, fall.reason, remote_traceback=fall.traceback)
-        self._ends[rank] = self.losses.explain(loss, cause=fall.cause)
-        for lane in self._lanes.values():
-            if rank in (lane.src, lane.dst):
-                self._abort(lane)
-        self._members[rank].end(self._loss(rank, rank))
-        for other in range(self.world_size):
-            self._tell_loss(other, rank)
-        self._end_if_empty()
+    def _kill(self, rank: int, fall: Fall) -> bool:
+        with self._lock:
+            if rank in self._killed or rank in self._left:
+                return False
+            self._killed[rank] = fall
+        self._members[rank].die()
+        return True
 
     def _break(self, link: Link) -> None:
-        self._broken.add(link)
-        for lane in self._lanes.values():
-            if link_between(lane.src, lane.dst) == link:
-                self._abort(lane)
+        with self._lock:
+            self._broken.add(link)
         a, b = link
-        self._tell_loss(a, b)
-        self._tell_loss(b, a)
+        self._members[a].cut(b)
 
-    def _tell_loss(self, rank: int, peer: int) -> None:
-        if rank not in self._left and rank not in self._killed:
-            self._members[rank].lose(peer, self._loss(rank, peer))
+    def _kill_in_passing(self, rank: int) -> None:
+        if self._kill(rank, _KILLED):
+            self._tell_in_background(partial(self._tell_death, rank))
 
-    def _abort(self, lane: Lane) -> None:
-        lane.abort(self._loss(lane.src, lane.dst))
+    def _break_in_passing(self, link: Link) -> None:
+        self._break(link)
+        self._tell_in_background(partial(self._tell_break, link))
 
-    def _loss(self, rank: int, peer: int) -> RankwireError:
-        error = self.why_lost(rank, peer)
-        assert error is not None
-        return error
+    def _tell_in_background(self, tell: Callable[[], None]) -> None:
+        thread = threading.Thread(target=tell, name="rankwire-tidings", daemon=True)
+        with self._lock:
+            self._telling = [*(each for each in self._telling if each.is_alive()), thread]
+        thread.start()
 
-    def _end_if_empty(self) -> None:
-        if self._timetable is not None and len(self._left | self._killed) == self.world_size:
+    def _tell_death(self, rank: int) -> None:
+        self._members[rank].end()
+        self._tell_others(rank)
+        self._end_if_empty()
+
+    def _tell_others(self, rank: int) -> None:
+        for other, member in enumerate(self._members):
+            if other != rank and not self._is_gone(other):
+                member.hear_of(rank)
+
+    def _tell_break(self, link: Link) -> None:
+        a, b = link
+        for rank, peer in ((a, b), (b, a)):
+            if not self._is_gone(rank):
+                self._members[rank].hear_of(peer)
+
+    def _is_gone(self, rank: int) -> bool:
+        with self._lock:
+            return rank in self._killed or rank in self._left
+
+    def _end_if_empty(self) -> bool:
+        """End the timetable if all ranks are gone; return whether they are."""
+        with self._lock:
+            is_empty = len(self._killed.keys() | self._left) == self.world_size
+        if is_empty:
             self._timetable.end()
-
-
-def _call_back(receives: list[Receive]) -> None:
-    for receive in receives:
-        assert receive.on_done is not None
-        receive.on_done(receive)
+        return is_empty

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from time import sleep
 
-from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.arguments import check_rank
+from rankwire.backends.base import Backend
 from rankwire.backends.calls import CallPort
 from rankwire.backends.events import OnLost, OnSuspected
 from rankwire.backends.status import PeerStatus
@@ -230,7 +231,7 @@ class SubBackend(Backend):
         failure = self._parent.failure_of(self.to_global(rank))
         if failure is not None:
             failure = failure.copy()
-            self._adopt(failure, rank)
+            self.adopt(rank, None, failure)
         return failure
 
     def status_of(self, rank: int) -> PeerStatus:
@@ -243,7 +244,7 @@ class SubBackend(Backend):
         def lost(error: PeerLostError) -> None:
             rank = self.to_local(error.peer) if error.peer is not None else None
             if rank is not None:
-                self._adopt(error, rank)
+                self.adopt(rank, None, error)
                 callback(error)
 
         return self._parent.on_peer_lost(lost)
@@ -303,10 +304,21 @@ class SubBackend(Backend):
         try:
             yield parent_rank
         except RankwireError as error:
-            self._adopt(error, rank)
+            self.adopt(rank, None, error)
             raise
 
-    def _adopt(self, error: RankwireError, peer: int) -> None:
+    def adopt(
+        self, peer: int, first: Callable[[RankwireError], None] | None, error: RankwireError
+    ) -> None:
+        """Give an error this group's ranks, and a note.
+
+        Args:
+            peer: The rank of this group that it is about.
+            first: What puts it into the terms of the parent, if that is a group too.
+            error: With ranks of the parent.
+        """
+        if first is not None:
+            first(error)
         if error.rank == self._parent.rank:
             error.rank = self.rank
         if error.peer in self._members:

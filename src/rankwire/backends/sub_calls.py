@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 from rankwire.backends.calls import (
@@ -16,7 +17,8 @@ from rankwire.backends.calls import (
 )
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
-from rankwire.wire.frames import Buffer
+from rankwire.links.reply import Reply
+from rankwire.wire.frames import Message
 from rankwire.wire.mailbox import Receive
 
 __all__ = ["SubCallPort"]
@@ -30,6 +32,9 @@ class _Group(Protocol):
     def to_global(self, local: int) -> int: ...
     def translating(self, rank: int) -> AbstractContextManager[int]: ...
     def to_local(self, parent_rank: int) -> int | None: ...
+    def adopt(
+        self, peer: int, first: Callable[[RankwireError], None] | None, error: RankwireError
+    ) -> None: ...
     def forget_port(self, port: SubCallPort) -> None: ...
 
 
@@ -49,89 +54,69 @@ class SubCallPort(CallPort):
         self,
         dst: int,
         request_id: int,
-        buffers: Sequence[Buffer],
-        nbytes: int,
+        message: Message,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
         *,
         hold: bool = False,
-    ) -> Receive:
-        """See ``CallPort.call``."""
+        limit: float = float("inf"),
+    ) -> Reply | None:
+        """Send a request to a rank of the group."""
         with self._group.translating(dst) as rank:
-            return self._port.call(rank, request_id, buffers, nbytes, deadline, on_reply, hold=hold)
-
-    def wait(self, dst: int, receive: Receive, deadline: Deadline) -> bytearray:
-        """See ``CallPort.wait``."""
-        with self._group.translating(dst) as rank:
-            return self._port.wait(rank, receive, deadline)
-
-    def drive(self, dst: int, receive: Receive, deadline: Deadline) -> bool:
-        """See ``CallPort.drive``."""
-        with self._group.translating(dst) as rank:
-            return self._port.drive(rank, receive, deadline)
-
-    def forget(self, dst: int, receive: Receive) -> bool:
-        """See ``CallPort.forget``."""
-        return self._port.forget(self._group.to_global(dst), receive)
-
-    def abort(self, dst: int, receive: Receive, error: RankwireError) -> bool:
-        """See ``CallPort.abort``."""
-        return self._port.abort(self._group.to_global(dst), receive, error)
+            reply = self._port.call(
+                rank, request_id, message, deadline, on_reply, hold=hold, limit=limit
+            )
+        if reply is not None:
+            reply.translate = partial(self._group.adopt, dst, reply.translate)
+        return reply
 
     def cancel(self, dst: int, request_id: int) -> None:
-        """See ``CallPort.cancel``."""
+        """Tell a rank of the group that the reply is not wanted."""
         self._port.cancel(self._group.to_global(dst), request_id)
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
-        """See ``CallPort.wait_for_room``."""
+        """Wait until fewer than ``limit`` calls are in flight; False if the time passes first."""
         with self._group.translating(dst) as rank:
             return self._port.wait_for_room(rank, limit, deadline)
 
     def calls_to(self, dst: int) -> list[int]:
-        """See ``CallPort.calls_to``."""
+        """Return the request ids of the calls to a rank of the group that are in flight."""
         return self._port.calls_to(self._group.to_global(dst))
 
     def attend(self, *, patiently: bool = False) -> bool:
-        """See ``CallPort.attend``."""
+        """Have replies that no thread waits for looked after by whoever is in ``poll``."""
         return self._port.attend(patiently=patiently)
 
-    def poll(self, deadline: Deadline) -> list[PortEvent]:
-        """See ``CallPort.poll``."""
+    def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
+        """Return what ranks of the group ask."""
         with self._group.translating(self._group.rank):
             return [self._translated(event) for event in self._port.poll(deadline)]
 
     def wake(self) -> None:
-        """See ``CallPort.wake``."""
+        """Make ``poll`` return."""
         self._port.wake()
 
     def reply(
-        self,
-        call: IncomingCall,
-        buffers: Sequence[Buffer],
-        nbytes: int,
-        deadline: Deadline,
-        *,
-        hold: bool = False,
+        self, call: IncomingCall, message: Message, deadline: Deadline, *, hold: bool = False
     ) -> None:
-        """See ``CallPort.reply``."""
+        """Answer a request of a rank of the group."""
         with self._group.translating(call.src):
-            self._port.reply(call.origin, buffers, nbytes, deadline, hold=hold)
+            self._port.reply(call, message, deadline, hold=hold)
 
     def drop_reply(self, call: IncomingCall) -> None:
-        """See ``CallPort.drop_reply``."""
-        super().drop_reply(call)
-        self._port.drop_reply(call.origin)
+        """Note that the caller does not want the reply."""
+        self._port.drop_reply(call)
 
     def flush(self) -> None:
-        """See ``CallPort.flush``."""
+        """Send the replies that were held back."""
         self._port.flush()
 
     def in_flight(self) -> int:
-        """See ``CallPort.in_flight``."""
+        """Return how many calls of this port wait for a reply."""
         return self._port.in_flight()
 
     def close(self) -> None:
-        """See ``CallPort.close``."""
+        """Close the port of the parent, and be forgotten by the group."""
         self._port.close()
         self._group.forget_port(self)
 
@@ -142,10 +127,9 @@ class SubCallPort(CallPort):
         assert src is not None  # the service number is known to members alone
         match event:
             case IncomingCall():
-                # Kept in one place, so that whoever lets go of it lets go of the memory.
-                payload, event.payload = event.payload, bytearray()
-                return IncomingCall(src, event.request_id, payload, event, event.link)
+                event.src = src  # where the reply goes does not depend on it
+                return event
             case CallCancelled():
                 return CallCancelled(src, event.request_id)
             case CallerGone():
-                return CallerGone(src, event.link)
+                return CallerGone(src, event.origin)

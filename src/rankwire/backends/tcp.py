@@ -1,14 +1,12 @@
 """TcpBackend: ranks in processes of one or several hosts.
 
 Construction is the rendezvous: rank 0 listens and coordinates, the others join, and all return when
-the whole world is up. Afterwards any two ranks talk directly. Whoever sends or calls first dials,
-in its own thread: one connection for messages (one way) and one for each agent's calls (requests
-out, replies back), over a Unix socket where both ranks are on one host and over TCP otherwise.
+the whole world is up. Afterwards it is a ``mesh``: over Unix sockets where both ranks are on one
+host and over TCP otherwise. This module knows where peers are, how they are dialled, and what the
+control plane says of them.
 
 Threads: the doorkeeper accepts connections and hears who has gone; everything else happens in the
-threads of the user. Locks, in order: a peer's ``dial_lock``, ``_lock`` (ports and parked
-connections), then the locks inside peers, inboxes and connections. ``docs/thread-model.md`` has the
-whole table.
+threads of the user.
 """
 
 from __future__ import annotations
@@ -17,20 +15,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
-from rankwire.backends.blame import Losses
-from rankwire.backends.exit_report import fall_by
+from rankwire.backends.base import DEFAULT_TIMEOUT
+from rankwire.backends.exit_report import Fall
+from rankwire.backends.mesh import Mesh
+from rankwire.backends.peers import Peer
 from rankwire.backends.status import PeerStatus
-from rankwire.backends.tcp_bulk import Link, ReadingAll, ReadingAndChecking, TcpOffer
-from rankwire.backends.tcp_calls import TcpCallPort
 from rankwire.backends.tcp_formation import Formation
-from rankwire.backends.tcp_peers import Peer
-from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -48,7 +42,7 @@ from rankwire.links.dialer import authenticate
 from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
-from rankwire.links.spin import Spin, default_spin
+from rankwire.links.spin import default_spin
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     SHORTEST_FAIL_AFTER,
@@ -60,9 +54,8 @@ from rankwire.rendezvous.control_messages import (
 )
 from rankwire.rendezvous.runtime_dir import has_removed, remove_socket_file
 from rankwire.shutdown import close_at_exit
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
-from rankwire.wire.handshake import Hello, Purpose, Status
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
+from rankwire.wire.handshake import Purpose
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -70,20 +63,16 @@ if TYPE_CHECKING:
 
     from rankwire.links.tls import AnySocket
 
-__all__ = ["MAX_CONNECTIONS_OF_A_RANK", "TcpBackend", "Transport"]
+__all__ = ["TcpBackend", "Transport"]
 
 _log = logging.getLogger("rankwire")
 
 Transport = Literal["auto", "tcp", "unix"]
 
 DEFAULT_JOIN_TIMEOUT = 300.0
-# One for messages and one for each agent that calls this rank; a rank that was taken over might
-# open them without end.
-MAX_CONNECTIONS_OF_A_RANK = 128
 # A peer that refuses connections has died or is leaving; the control connection says which within
 # this time.
 _REFUSED_PATIENCE = 0.5
-_FAREWELL_PATIENCE = 0.2
 _INTRODUCTION_DELAY = 0.2
 # For introductions under way to notice that this rank has closed. One that looks up a name does
 # not; it is left to end by itself.
@@ -93,7 +82,7 @@ _CONNECT_LIMIT = 5.0
 _UNANSWERED_LIMIT = 4.5
 
 
-class TcpBackend(Backend):
+class TcpBackend(Mesh):
     """A rank of a world of processes.
 
     Construction returns when all ranks are up, or fails on all of them, naming the ranks that are
@@ -168,7 +157,14 @@ class TcpBackend(Backend):
         tls: Tls | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
+        super().__init__(
+            rank,
+            world_size,
+            timeout=timeout,
+            max_message_nbytes=max_message_nbytes,
+            peers={},
+            single_copy=single_copy,
+        )
         if transport not in ("auto", "tcp", "unix"):
             raise ConfigurationError(f'transport is "auto", "tcp" or "unix", not {transport!r}')
         suspect_after, fail_after = Deadline(suspect_after).limit, Deadline(fail_after).limit
@@ -183,16 +179,7 @@ class TcpBackend(Backend):
                 f"fail_after={fail_after!r}"
             )
         self._transport = transport
-        self._single_copy = single_copy
         self._wanted_spin = spin
-        self._closed = False
-        self._close_lock = threading.RLock()  # a callback of closing may close
-        self._lock = threading.Lock()
-        self._ports: dict[int, TcpCallPort] = {}
-        self._services_closed: set[int] = set()
-        self._callers_waiting: dict[int, dict[int, Connection]] = {}  # by service and rank
-        self._peers: dict[int, Peer] = {}
-        self._losses = Losses()
         self._is_watched = True
         self._closing = threading.Event()
         self._introductions = threading.Thread(
@@ -228,18 +215,15 @@ class TcpBackend(Backend):
         self.spin = default_spin(local) if self._wanted_spin is None else self._wanted_spin
         self._hosts = [member.host_id for member in world.members]
         self._coordinator = world.coordinator
-        self._peers = {
-            member.rank: Peer(
-                member,
-                expects_verdict=self._expects_verdict,
-                catch_up=self._formation.catch_up,
-                on_lost=self._events.lost,
-                explain=self._explain_end,
-            )
-            for member in world.members
-            if member.rank != self.rank
-        }
-        self._meanwhile = ReadingAll(self._peers)
+        for member in world.members:
+            if member.rank != self.rank:
+                self._peers[member.rank] = Peer(
+                    member,
+                    expects_verdict=self._expects_verdict,
+                    catch_up=self._formation.catch_up,
+                    on_lost=self._events.lost,
+                    explain=self._explain_end,
+                )
 
     @property
     def hosts(self) -> Sequence[object]:
@@ -251,160 +235,21 @@ class TcpBackend(Backend):
         """``host:port`` at which rank 0 listens, with the port that was chosen."""
         return str(self._formation.address)
 
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
-
-    # -- messages ----------------------------------------------------------------------------------
-
-    def transmit(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-    ) -> None:
-        """See ``Backend.transmit``."""
-        peer = self._peers[dst]
-        connection = peer.messages
-        if connection is None:
-            connection = self._dial_messages(peer, deadline)
-        connection.send(envelope, message, deadline, meanwhile=self._meanwhile)
-
-    def offer(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-        *,
-        check: Callable[[], None] | None = None,
-    ) -> Offer | None:
-        """See ``Backend.offer``."""
-        peer = self._peers[dst]
-        connection = peer.messages
-        if connection is None:
-            connection = self._dial_messages(peer, deadline)
-        meanwhile = self._meanwhile if check is None else ReadingAndChecking(self._peers, check)
-        lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
-        if lent is None:
-            return None
-
-        def send_by_stream() -> None:
-            limit = Deadline(self.timeout)  # once begun, it must be finished
-            connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
-
-        try:
-            return TcpOffer(connection, lent, self._meanwhile, send_by_stream)
-        except BaseException:
-            lent.revoke()  # interrupted: nobody else knows of it
-            raise
-
-    def receive(
-        self,
-        src: int,
-        envelope: Envelope,
-        deadline: Deadline,
-        *,
-        nbytes: int | None = None,
-    ) -> Payload:
-        """See ``Backend.receive``."""
-        inbox = self._peers[src].inbox
-        return inbox.take(Receive(envelope, nbytes=nbytes), deadline)
-
-    def has_arrived(self, src: int, envelope: Envelope) -> bool:
-        """See ``Backend.has_arrived``."""
-        return self._peers[src].inbox.has_arrived(envelope)
-
-    def abandon(self, group: int, cause: RankwireError) -> None:
-        """See ``Backend.abandon``."""
-        for peer in self._peers.values():
-            peer.inbox.abandon(group, cause)
-
-    def refuse(self, envelope: Envelope) -> None:
-        """See ``Backend.refuse``."""
-        for peer in self._peers.values():
-            peer.inbox.refuse(envelope)
-
-    def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
-        grip: list[bool] = []
-        try:
-            if not deadline.take(peer.dial_lock, grip):
-                raise DeadlineExceededError(
-                    deadline.limit,
-                    waiting_for=[peer.member.rank],
-                    detail="another thread is still connecting to it",
-                )
-            if peer.messages is not None:
-                return peer.messages
-            return self.dial(peer.member.rank, Purpose.MESSAGES, 0, deadline, peer.send_on)
-        finally:
-            if grip[-1:] == [True]:
-                peer.dial_lock.release()
-
-    # -- calls -------------------------------------------------------------------------------------
-
-    def open_calls(self, service: int) -> TcpCallPort:
-        """See ``Backend.open_calls``."""
-        port = TcpCallPort(self, service)
-        refusal: RankwireError | None = None
-        waiting: list[Connection] = []
-        with self._lock:
-            if self._closed:
-                refusal = ChannelClosedError("this backend is closed")
-            elif service in self._ports:
-                refusal = ConfigurationError(
-                    "there is an agent of this name already; close it, or give this one a name"
-                )
-            else:
-                waiting = list(self._callers_waiting.pop(service, {}).values())
-                self._ports[service] = port
-                self._services_closed.discard(service)
-        if refusal is not None:
-            port.close()
-            raise refusal
-        for connection in waiting:
-            port.adopt(connection)
-        return port
-
-    def new_poller(self) -> EpollPoller:
-        """Return what a port waits with for calls."""
-        return EpollPoller()
-
-    def forget_port(self, port: TcpCallPort) -> None:
-        """Called by a port that is closed."""
-        with self._lock:
-            if self._ports.get(port.service) is port:
-                del self._ports[port.service]
-                self._services_closed.add(port.service)
-
     # -- connections -------------------------------------------------------------------------------
 
-    def dial(
-        self,
-        rank: int,
-        purpose: Purpose,
-        service: int,
-        deadline: Deadline,
-        keep: Callable[[Connection], None],
-    ) -> Connection:
-        """Open a connection of our own to a peer.
+    def new_poller(self) -> EpollPoller:
+        """See ``Mesh.new_poller``."""
+        return EpollPoller()
 
-        Args:
-            rank: The peer.
-            purpose: What the connection is for.
-            service: Which agent it is for.
-            deadline: For all of it.
-            keep: Called with the connection once the peer takes an end of it for a death, also if
-                the caller is interrupted at that moment; perhaps twice.
+    def flush_when_possible(self, connection: Connection) -> None:
+        """See ``Mesh.flush_when_possible``: the doorkeeper does it."""
+        self._formation.flush_when_possible(connection)
 
-        Raises:
-            PeerLostError: The peer has gone.
-            ChannelClosedError: It has left, or this backend is closed.
-            DeadlineExceededError: No answer in time.
-        """
-        peer = self._peers[rank]
+    def open_stream(
+        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
+    ) -> tuple[AnySocket, Seals | None]:
+        """See ``Mesh.open_stream``."""
+        rank = peer.member.rank
         hello = self._formation.hello(purpose, rank, service)
         patience = Deadline(_REFUSED_PATIENCE)
         while True:
@@ -412,7 +257,7 @@ class TcpBackend(Backend):
             try:
                 sock = self._connect(peer, deadline)
                 try:
-                    stream, seals = authenticate(
+                    return authenticate(
                         sock,
                         hello,
                         key=self._formation.key_with(rank),
@@ -423,42 +268,11 @@ class TcpBackend(Backend):
                 except BaseException:
                     sock.close()
                     raise
-                break
             except (NoConnectionError, AuthenticationError) as error:
                 # All have proved the secret when the world formed: who hangs up now is going.
                 if patience.expired or deadline.expired:
                     raise self._unreachable(peer, error) from error
                 time.sleep(0.005)
-        try:
-            connection = self._wrap(peer, stream, seals)
-        except BaseException:
-            stream.close()
-            raise
-        try:
-            peer.add(connection)
-            connection.await_introduction(deadline, peer.check)
-            if connection.failure is not None:  # the peer went, or this backend, at this moment
-                peer.check()
-                raise connection.failure.copy()
-            connection.introduce()  # from now on the peer takes an end for a death
-            keep(connection)
-            return connection
-        except BaseException:
-            if connection.frames_sent and connection.failure is None:
-                keep(connection)
-            else:
-                self._discard(peer, connection)
-            raise
-
-    def link_to(self, rank: int, timeout: float | None = None) -> Link:
-        """Return how messages to a rank travel; connects if that has not happened yet."""
-        deadline = Deadline.of(timeout, self.timeout)
-        try:
-            peer = self._peers[self._check_peer(rank)]
-            connection = peer.messages or self._dial_messages(peer, deadline)
-        except RankwireError as error:
-            raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
-        return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
 
     def _unreachable(self, peer: Peer, error: RankwireError) -> RankwireError:
         """Return what has become of a peer that lets nobody in, if nobody has told.
@@ -469,10 +283,6 @@ class TcpBackend(Backend):
         if member.host_id == self._me.host_id and has_removed(member.unix_path):
             return ChannelClosedError(f"rank {rank} has left").during(peer=rank)
         return PeerLostError(rank, error.message)
-
-    def _discard(self, peer: Peer, connection: Connection) -> None:
-        connection.close()
-        peer.remove(connection)
 
     def _connect(self, peer: Peer, deadline: Deadline) -> socket.socket:
         member = peer.member
@@ -497,79 +307,7 @@ class TcpBackend(Backend):
                 raise
             raise NoConnectionError(f"{error.detail} for {limit.limit:g} s") from error
 
-    def _wrap(
-        self, peer: Peer, sock: AnySocket, seals: Seals | None, *, incoming: bool = False
-    ) -> Connection:
-        return Connection(
-            sock,
-            peer=peer.member.rank,
-            max_nbytes=self.max_message_nbytes,
-            spin=Spin(self.spin),
-            on_lost=peer.fail,
-            on_left=peer.explain_farewell,
-            on_rest=self._formation.flush_when_possible,
-            incoming=incoming,
-            single_copy=self._single_copy,
-            seals=seals,
-        )
-
-    def release(self, connection: Connection) -> None:
-        """Called by a port for a connection that it has closed."""
-        self._peers[connection.peer].remove(connection)
-
     # -- the house of the doorkeeper, on its thread ------------------------------------------------
-
-    def admit(self, hello: Hello) -> tuple[Status, int]:
-        """Judge an authenticated peer that opens a connection."""
-        if self._closed:
-            return Status.CLOSED, 0
-        peer = self._peers.get(hello.rank)
-        is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
-        if peer is None or hello.peer != self.rank or not is_of_a_rank:
-            return Status.INVALID_RANK, self.world_size
-        if hello.purpose is Purpose.MESSAGES:
-            peer.inbox.drop_given_up()
-            if peer.inbox.connection is not None:
-                return Status.DUPLICATE_RANK, peer.member.pid
-        if peer.incoming_count() >= MAX_CONNECTIONS_OF_A_RANK:
-            if not peer.has_too_many:
-                peer.has_too_many = True  # said once
-                limit = MAX_CONNECTIONS_OF_A_RANK
-                _log.warning("rank %d has %d connections to this rank: no more", hello.rank, limit)
-            return Status.TOO_MANY_CONNECTIONS, MAX_CONNECTIONS_OF_A_RANK
-        if hello.purpose is Purpose.CALLS and hello.service in self._services_closed:
-            return Status.CLOSED, 0
-        return Status.WELCOME, 0
-
-    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
-        """Take a connection that a peer opened."""
-        peer = self._peers[hello.rank]
-        connection = self._wrap(peer, sock, seals, incoming=True)
-        peer.add(connection, incoming=True)
-        with suppress(RankwireError):  # the connection has failed, then
-            connection.introduce()
-        if connection.failure is not None:
-            self._discard(peer, connection)
-            return
-        if hello.purpose is Purpose.MESSAGES:
-            if not peer.inbox.attach(connection):
-                self._discard(peer, connection)
-            return
-        older: Connection | None = None
-        with self._lock:
-            port = self._ports.get(hello.service)
-            has_closed = self._closed or hello.service in self._services_closed
-            if port is None and not has_closed:
-                waiting = self._callers_waiting.setdefault(hello.service, {})
-                older = waiting.get(hello.rank)
-                waiting[hello.rank] = connection
-        if older is not None:  # of an agent that was closed since: each has one
-            self._discard(peer, older)
-        if port is not None:
-            port.adopt(connection)
-        elif has_closed:  # since it was let in
-            connection.farewell(Deadline(0.0))
-            self._discard(peer, connection)
 
     def on_gone(self, gone: Gone) -> None:
         """Hear from the control plane that a rank has died or left."""
@@ -642,22 +380,11 @@ class TcpBackend(Backend):
     def _expects_verdict(self) -> bool:
         return self._is_watched and not self._closed and not self._formation.is_doorkeeper
 
-    def failure_of(self, rank: int) -> RankwireError | None:
-        """See ``Backend.failure_of``."""
-        return self._peers[self._check_peer(rank)].failure
-
     def status_of(self, rank: int) -> PeerStatus:
         """See ``Backend.status_of``."""
-        rank = self._check_peer(rank)
-        with self._lock:
-            ports = list(self._ports.values())
-        status = self._peers[rank].status()
+        status = super().status_of(rank)
         silences = self._formation.silences()
-        return replace(
-            status,
-            silent_for=silences.get(rank, status.silent_for),
-            in_flight=sum(port.in_flight_to(rank) for port in ports),
-        )
+        return replace(status, silent_for=silences.get(status.rank, status.silent_for))
 
     def _introduce(self) -> None:
         """Connect to everyone, because the coordinator is gone.
@@ -694,35 +421,20 @@ class TcpBackend(Backend):
     # -- leaving -----------------------------------------------------------------------------------
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """See ``Backend.close``. Agents on this backend are ended too."""
-        with self._close_lock:
-            with self._lock:
-                if self._closed:
-                    return
-                self._closed = True
-                self._closing.set()
-                ports = list(self._ports.values())
-                waiting = [c for parked in self._callers_waiting.values() for c in parked.values()]
-                self._callers_waiting.clear()
-            cause = ChannelClosedError("this backend is closed")
-            for port in ports:
-                port.shut_down(cause)
-            patience = Deadline(_FAREWELL_PATIENCE)
-            fall = fall_by(error, first_lost=self._losses.first)
-            if fall is not None:  # first of all, before anyone sees a connection end
-                for peer in self._peers.values():
-                    peer.turn_away(cause)
-                root = None if fall.cause == self.rank else fall.cause
-                self._formation.close(Fallen(fall.reason, fall.traceback, root, fall.exit_code))
-            for peer in self._peers.values():
-                peer.close(cause, patience, orderly=fall is None)
-            for connection in waiting:
-                connection.close()
-            for port in ports:  # whether or not its agent is still there to do it
-                port.close()
-            self._formation.close()
-            if self._introductions.ident is not None:
-                self._introductions.join(_INTRODUCTIONS_PATIENCE)
+        """See ``Mesh.close``. Introductions under way are told to end."""
+        self._closing.set()
+        super().close(error=error)
+
+    def tell_fall(self, fall: Fall) -> None:
+        """See ``Mesh.tell_fall``: the last words on the control connection."""
+        root = None if fall.cause == self.rank else fall.cause
+        self._formation.close(Fallen(fall.reason, fall.traceback, root, fall.exit_code))
+
+    def depart(self) -> None:
+        """See ``Mesh.depart``."""
+        self._formation.close()
+        if self._introductions.ident is not None:
+            self._introductions.join(_INTRODUCTIONS_PATIENCE)
 
     def leave_at_exit(self, error: BaseException | None) -> None:
         """See ``Leaving``."""

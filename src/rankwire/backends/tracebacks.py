@@ -6,8 +6,8 @@ one line of a rank that falls because of another, which prints its own; one line
 interrupted. ``RANKWIRE_FULL_TRACEBACK=1`` prints everything; with ``--log-dir`` the rank's log
 always has everything.
 
-``connect()`` installs this, under ``rankwire run`` only, and only if nobody else has installed a
-hook for uncaught errors. What happens before that, and in other threads, is printed by Python.
+``connect()`` installs this, under ``rankwire run`` only, and only if the program has not installed
+a hook for uncaught errors. What happens before that, and in other threads, is printed by Python.
 """
 
 from __future__ import annotations

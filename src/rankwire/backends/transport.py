@@ -122,7 +122,7 @@ class Transport(ABC):
     def refuse(self, envelope: Envelope) -> None:
         """Drop the messages of an envelope, and of those whose tag differs in the lower 16 bits.
 
-        Now and when they come: nobody will ask for them any more.
+        Now and when they come: this rank will not ask for them any more.
         """
 
     @abstractmethod

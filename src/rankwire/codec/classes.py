@@ -1,4 +1,4 @@
-"""The classes that a codec carries because somebody registered them.
+"""The classes that a codec carries because the user registered them.
 
 They are enums, dataclasses and msgspec Structs. The wire names a class by its registered name and
 never by a path to import, so a message cannot reach any other class. Here is how an instance

@@ -28,13 +28,7 @@ import msgspec
 from rankwire.codec.classes import ClassTable
 from rankwire.codec.limits import DEFAULT_MAX_ITEMS, MIN_SCANNED_NBYTES
 from rankwire.codec.reader import Reader
-from rankwire.codec.values import (
-    ALIGNMENT,
-    ALWAYS_PLAIN,
-    MIN_BUFFER_NBYTES,
-    PLAIN,
-    is_flat,
-)
+from rankwire.codec.values import ALIGNMENT, ALWAYS_PLAIN, MIN_BUFFER_NBYTES, PLAIN, is_flat
 from rankwire.codec.writer import Refusal, Writer
 from rankwire.errors import InvalidMessageError, MessageTooLargeError, UnsupportedTypeError
 from rankwire.texts import one_line
@@ -46,6 +40,7 @@ Buffers: TypeAlias = list[bytes | memoryview]
 
 _HEAD_NBYTES = struct.Struct("<I")
 _MAX_HEAD_NBYTES = 2**32 - 1
+_CONTAINERS = frozenset((list, dict))
 _PADDING = [bytes(nbytes) for nbytes in range(ALIGNMENT)]
 
 # What msgspec raises for an int of more than 64 bits and for a string with a lone surrogate.
@@ -168,11 +163,15 @@ class Codec:
             levels: 2 if the containers in it do not count either, only what is in those.
         """
         for item in record:
-            if not (type(item) in PLAIN or is_flat(item)):
+            kind = type(item)
+            if not (kind in PLAIN or (kind in _CONTAINERS and not item) or is_flat(item)):
                 break
         else:
             try:
-                return _join(_pack(record), ())
+                head = _pack(record)
+                if len(head) < MIN_BUFFER_NBYTES:  # as ``_join`` does
+                    return [_HEAD_NBYTES.pack(len(head)) + head], _HEAD_NBYTES.size + len(head)
+                return _join(head, ())
             except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
                 pass  # the walk says what and where
         return self._encode_by_walk(lambda writer: writer.lower_record(record, paths, levels), "")

@@ -220,7 +220,7 @@ def _groups(keys: Sequence[Any]) -> Iterable[list[Any]]:
 
 
 def _groups_of_many(keys: Sequence[Any], is_set: bool) -> Iterable[list[Any]]:
-    """Return the same without a table of hashes, and look at the one that there will be."""
+    """Return what ``_groups`` does, without a table of hashes; check the one that there will be."""
     hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
     order = np.argsort(hashes, kind="stable")
     is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0

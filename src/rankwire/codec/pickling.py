@@ -1,6 +1,6 @@
 """Pickle, for codecs that were made with ``allow_pickle=True``. Nothing else imports this module.
 
-Whoever may send a pickle may run code on the receiving rank. So ``pickle`` is imported here and
+A sender of pickles may run code on the receiving rank. So ``pickle`` is imported here and
 nowhere else in the package, the codec imports this module only when the option is on, and a codec
 without the option refuses pickles before it would get here. There is no "restricted unpickler":
 those have been bypassed, and a half-safe format invites trust.

@@ -17,23 +17,7 @@ from rankwire.codec import arrays, limits, scalars
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.limits import DEFAULT_MAX_ITEMS, ItemCount
 from rankwire.codec.probing import MANY_KEYS
-from rankwire.codec.values import (
-    ALIGNMENT,
-    ARRAY,
-    BYTEARRAY,
-    BYTES,
-    DICT,
-    ENUM,
-    FROZENSET,
-    MAX_DEPTH,
-    NBYTES,
-    NUMPY_SCALAR,
-    PICKLE,
-    RECORD,
-    SET,
-    TENSOR,
-    TUPLE,
-)
+from rankwire.codec.values import ALIGNMENT, MAX_DEPTH, NBYTES, Code
 from rankwire.errors import InvalidMessageError
 
 __all__ = ["Reader"]
@@ -208,18 +192,18 @@ class Reader:
 
 
 _LIFT: dict[int, Callable[[Reader, memoryview], Any]] = {
-    TUPLE: Reader._tuple,
-    SET: Reader._set,
-    FROZENSET: Reader._frozenset,
-    DICT: Reader._dict,
-    BYTES: Reader._bytes,
-    BYTEARRAY: Reader._bytearray,
-    PICKLE: Reader._pickle,
-    ARRAY: Reader._array,
-    NUMPY_SCALAR: Reader._numpy_scalar,
-    TENSOR: Reader._tensor,
-    ENUM: Reader._enum,
-    RECORD: Reader._record,
+    Code.TUPLE: Reader._tuple,
+    Code.SET: Reader._set,
+    Code.FROZENSET: Reader._frozenset,
+    Code.DICT: Reader._dict,
+    Code.BYTES: Reader._bytes,
+    Code.BYTEARRAY: Reader._bytearray,
+    Code.PICKLE: Reader._pickle,
+    Code.ARRAY: Reader._array,
+    Code.NUMPY_SCALAR: Reader._numpy_scalar,
+    Code.TENSOR: Reader._tensor,
+    Code.ENUM: Reader._enum,
+    Code.RECORD: Reader._record,
 }
 
 Carried = TypeVar("Carried", EnumClass, RecordClass)

@@ -1,6 +1,6 @@
 """Which buffers hold references: addresses of objects, which mean nothing in another process.
 
-Sent as bytes, they would be somebody else's pointers at the receiver, and looking at one ends the
+Sent as bytes, they would be another process's pointers at the receiver, and looking at one ends the
 process. An array of objects is such a buffer, a record with an object in it, and ctypes arrays of
 ``py_object`` or of pointers. Pure: types and formats in, a yes or no out.
 """

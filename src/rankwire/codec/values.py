@@ -22,23 +22,12 @@ from rankwire.codec.limits import MAX_NATIVE_MAP
 __all__ = [
     "ALIGNMENT",
     "ALWAYS_PLAIN",
-    "ARRAY",
-    "BYTEARRAY",
-    "BYTES",
-    "DICT",
-    "ENUM",
-    "FROZENSET",
     "MAX_DEPTH",
     "MIN_BUFFER_NBYTES",
     "MIN_LONG_LIST",
     "NBYTES",
-    "NUMPY_SCALAR",
-    "PICKLE",
     "PLAIN",
-    "RECORD",
-    "SET",
-    "TENSOR",
-    "TUPLE",
+    "Code",
     "is_flat",
 ]
 
@@ -56,13 +45,17 @@ MIN_LONG_LIST = 4096
 PLAIN: frozenset[type] = frozenset({type(None), bool, int, float, str})
 ALWAYS_PLAIN = PLAIN - {int, str}
 
-# Types of extensions; those below 10 are in scalars.
-TUPLE, SET, FROZENSET, DICT = 10, 11, 12, 13
-BYTES, BYTEARRAY, PICKLE = 20, 21, 22
-ENUM, RECORD = 30, 31
-ARRAY, NUMPY_SCALAR, TENSOR = 40, 41, 42
 
 NBYTES = struct.Struct("<Q")
+
+
+class Code:
+    """Types of extensions; those below 10 are in ``scalars``."""
+
+    TUPLE, SET, FROZENSET, DICT = 10, 11, 12, 13
+    BYTES, BYTEARRAY, PICKLE = 20, 21, 22
+    ENUM, RECORD = 30, 31
+    ARRAY, NUMPY_SCALAR, TENSOR = 40, 41, 42
 
 
 def is_flat(value: Any) -> bool:

@@ -13,25 +13,7 @@ from msgspec.msgpack import Ext
 from rankwire.codec import arrays, limits, scalars
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.references import holds_references
-from rankwire.codec.values import (
-    ARRAY,
-    BYTEARRAY,
-    BYTES,
-    DICT,
-    ENUM,
-    FROZENSET,
-    MAX_DEPTH,
-    MIN_BUFFER_NBYTES,
-    MIN_LONG_LIST,
-    NBYTES,
-    NUMPY_SCALAR,
-    PICKLE,
-    PLAIN,
-    RECORD,
-    SET,
-    TENSOR,
-    TUPLE,
-)
+from rankwire.codec.values import MAX_DEPTH, MIN_BUFFER_NBYTES, MIN_LONG_LIST, NBYTES, PLAIN, Code
 
 __all__ = ["Refusal", "Writer"]
 
@@ -114,13 +96,13 @@ class Writer:
         return self._each(value, value, "[{}]".format)
 
     def _tuple(self, value: tuple[Any, ...]) -> Ext:
-        return Ext(TUPLE, _pack(self._each(value, value, "[{}]".format)))
+        return Ext(Code.TUPLE, _pack(self._each(value, value, "[{}]".format)))
 
     def _set(self, value: set[Any]) -> Ext:
-        return Ext(SET, _pack(self._each(value, value, "{{element {}}}".format)))
+        return Ext(Code.SET, _pack(self._each(value, value, "{{element {}}}".format)))
 
     def _frozenset(self, value: frozenset[Any]) -> Ext:
-        return Ext(FROZENSET, _pack(self._each(value, value, "{{element {}}}".format)))
+        return Ext(Code.FROZENSET, _pack(self._each(value, value, "{{element {}}}".format)))
 
     def _dict(self, value: dict[Any, Any]) -> Any:
         keys, values = list(value), list(value.values())
@@ -131,7 +113,7 @@ class Writer:
         if len(keys) <= limits.MAX_NATIVE_MAP and self._plain.issuperset(map(type, keys)):
             return dict(zip(keys, self._each(value, values, name), strict=True))
         lowered_keys = self._each(value, keys, "{{key {}}}".format)
-        return Ext(DICT, _pack([lowered_keys, self._each(value, values, name)]))
+        return Ext(Code.DICT, _pack([lowered_keys, self._each(value, values, name)]))
 
     def _int(self, value: int) -> Any:
         return value if value in _NATIVE_INTS else self._scalar(value)
@@ -152,17 +134,17 @@ class Writer:
             return self._unsupported(value, str(error), error)
 
     def _bytes(self, value: bytes) -> Any:
-        return value if len(value) < MIN_BUFFER_NBYTES else self._buffer(BYTES, value)
+        return value if len(value) < MIN_BUFFER_NBYTES else self._buffer(Code.BYTES, value)
 
     def _bytearray(self, value: bytearray) -> Ext:
-        return self._buffer(BYTEARRAY, memoryview(value))
+        return self._buffer(Code.BYTEARRAY, memoryview(value))
 
     def _memoryview(self, value: memoryview) -> Any:
         if holds_references(value):
             return self._unsupported(value, "It holds references to objects: send the objects.")
         if value.nbytes < MIN_BUFFER_NBYTES or not value.c_contiguous:
             return self._bytes(value.tobytes())
-        return self._buffer(BYTES, value.cast("B"))
+        return self._buffer(Code.BYTES, value.cast("B"))
 
     def _buffer(self, code: int, buffer: bytes | memoryview) -> Ext:
         self._put_beside(buffer)
@@ -178,14 +160,16 @@ class Writer:
             what = f"dtype {value.dtype} or {value.ndim} dimensions"
             return self._unsupported(value, f"Arrays of {what} are not carried: convert it.")
         self._put_beside(arrays.array_bytes(value))
-        return Ext(ARRAY, body)
+        return Ext(Code.ARRAY, body)
 
     def _numpy_scalar(self, value: np.generic) -> Any:
         parts = arrays.scalar_parts(value)
         if parts is None:
             return self._unsupported(value, "Its dtype is not carried: convert it.")
         code, content = parts
-        return Ext(NUMPY_SCALAR, _pack([code, self.lower(content) if code == "U" else content]))
+        return Ext(
+            Code.NUMPY_SCALAR, _pack([code, self.lower(content) if code == "U" else content])
+        )
 
     def _tensor(self, value: Any) -> Any:
         advice = arrays.tensor_advice(value)
@@ -193,10 +177,10 @@ class Writer:
             return self._unsupported(value, advice)
         body, data = arrays.tensor_body(value)
         self._put_beside(data)
-        return Ext(TENSOR, body)
+        return Ext(Code.TENSOR, body)
 
     def _enum(self, carried: EnumClass, value: Any) -> Ext:
-        return Ext(ENUM, _pack([carried.name, self.lower(carried.key_of(value))]))
+        return Ext(Code.ENUM, _pack([carried.name, self.lower(carried.key_of(value))]))
 
     def _record(self, carried: RecordClass, value: Any) -> Any:
         try:
@@ -204,7 +188,7 @@ class Writer:
         except AttributeError as error:
             return self._unsupported(value, f"One of its fields was never set: {error}.", error)
         lowered = self._each(value, values, lambda index: f".{carried.fields[index]}")
-        return Ext(RECORD, _pack([carried.name, carried.signature, lowered]))
+        return Ext(Code.RECORD, _pack([carried.name, carried.signature, lowered]))
 
     def _other(self, value: Any) -> Any:
         carried = self._classes.by_class.get(type(value))
@@ -223,7 +207,7 @@ class Writer:
         if self._pickling is None:
             raise Refusal(value, advice) from cause
         try:
-            return self._buffer(PICKLE, self._pickling.dumps(value))
+            return self._buffer(Code.PICKLE, self._pickling.dumps(value))
         except Exception as error:
             raise Refusal(value, f"{advice} Its pickling raised {error!r}.") from error
 

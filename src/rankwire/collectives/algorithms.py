@@ -177,7 +177,7 @@ def broadcast_directly(x: Exchange, array: Array, root: int) -> None:
 
 
 def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
-    """Scatter it, then gather all parts everywhere: nobody sends more than 2 of it.
+    """Scatter it, then gather all parts everywhere: no rank sends more than 2 of it.
 
     Van de Geijn's: for large arrays between hosts, where the root's link is the bottleneck.
     """

@@ -96,7 +96,7 @@ class Convening:
                 self._ask_in_time()
 
     def end(self) -> None:
-        """It went well here: whoever still waits must not count on this rank any more."""
+        """It went well here: ranks that still wait must not count on this rank any more."""
         if self._is_convener and not self._is_few:
             self._operations.tell(replace(self._waiting, state="done"))
 

@@ -123,7 +123,7 @@ class Exchange:
 
     @property
     def others(self) -> list[int]:
-        """All ranks but this one, the next one first: so no rank is everybody's first."""
+        """All ranks but this one, the next one first: so no rank is the first of all."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @property

@@ -53,15 +53,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     sequence: int
     description: str
     state: Literal[
-        "waiting",
-        "convening",
-        "asking",
-        "roll",
-        "done",
-        "mismatch",
-        "lost",
-        "failed",
-        "refused",
+        "waiting", "convening", "asking", "roll", "done", "mismatch", "lost", "failed", "refused"
     ] = "waiting"
     text: str = ""
     culprit: int = -1

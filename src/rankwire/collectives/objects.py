@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rankwire.backends.base import Backend, check_pickle, check_rank
+from rankwire.backends.arguments import check_pickle, check_rank
+from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.collectives import algorithms
 from rankwire.collectives.calling import collective
@@ -52,7 +53,7 @@ def all_gather_object(
     buffers, nbytes = codec.encode(value)
 
     def run(x: Exchange) -> list[Any]:
-        algorithms.meet(x)  # nobody knows how much the others are about to send
+        algorithms.meet(x)  # no rank knows how much the others are about to send
         for dst in x.others:
             x.send_buffers(dst, _STEP, buffers, nbytes)
         return _received_from_all(x, codec, value)

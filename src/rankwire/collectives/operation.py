@@ -1,7 +1,7 @@
 """Operation: one collective on one rank, from its turn to its end.
 
 It runs the steps, looks up for other ranks' trouble while they wait, and on any error tells the
-others, so that nobody waits for this rank. Numbers, turns and what others told are the
+others, so that no rank waits for this one. Numbers, turns and what others told are the
 ``sequence``'s. Used by the thread that runs it.
 """
 
@@ -82,7 +82,7 @@ class Operation:
         self._others_tags: set[int] = set()  # of messages that ranks send who call it otherwise
 
     def run(self, run: Run[T]) -> T:
-        """Do the steps; on any error tell the others, so that nobody waits for this rank."""
+        """Do the steps; on any error tell the others, so that no rank waits for this one."""
         operations, exchange = self._operations, None
         try:
             assert self.sequence is not None
@@ -133,7 +133,7 @@ class Operation:
 
     def _hear_at_the_end(self) -> None:
         """Something was told while this rank did its part: perhaps another one has given up."""
-        with suppress(PeerLostError):  # whoever has died since had done its part
+        with suppress(PeerLostError):  # a rank that has died since had done its part
             self._operations.hear()
         self._raise_if_failed()
 
@@ -153,10 +153,10 @@ class Operation:
             error = self._why_gone(error)
         if not isinstance(error, RankwireError) or not error.is_reported:
             self._tell_failure(error)
-        elif self._tags:  # whoever could not even begin does not know what we have sent to it
+        elif self._tags:  # a rank that refused does not know what we have sent to it
             operations.tell(self._waiting(), operations.refusing(self._number))
         self._others_tags |= operations.tags_at(self._number)
-        # Whoever knew of a failure that came as news here has sent under the epoch after it.
+        # A rank that knew of a failure that came as news here has sent under the epoch after it.
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *self._others_tags}:
             backend.refuse((backend.group, Channel.COLLECTIVE, tag))

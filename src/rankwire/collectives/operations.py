@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.arguments import check_rank
+from rankwire.backends.base import Backend
 from rankwire.backends.payloads import to_array
 from rankwire.collectives import algorithms, selection
 from rankwire.collectives.algorithms import split

@@ -12,12 +12,7 @@ from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.reductions import Reduction
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "reduce",
-]
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce"]
 
 # Up to here two ranks give each other everything.
 EXCHANGE_UP_TO = 64 << 10

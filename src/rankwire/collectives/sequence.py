@@ -4,12 +4,13 @@ Every operation gets the next number of the group, and they run one after the ot
 in whatever threads: what is sent ahead for a later one cannot stand in the way of an earlier one.
 If an operation goes well, its own messages are all that is sent. Ranks that have waited for 50 ms
 tell each other where they are (``convening``), and look every 50 ms at what others tell. So ranks
-that are in different operations find out, whoever waits for whom, and a rank whose time is up knows
-who never came. A rank that fails tells all others, and they fail too; also one that refuses to
-begin, because of its arguments: that call has a number as on the other ranks, so all stay in step.
+that are in different operations find out, whichever waits for which, and a rank whose time is up
+knows who never came. A rank that fails tells all others, and they fail too; also one that refuses
+to begin, because of its arguments: that call has a number as on the other ranks, so all stay in
+step.
 
 A rank may hear too late that an operation has failed elsewhere: it has done its part and goes on.
-Those who know go on in another *epoch*, and messages of different epochs do not match. So nobody
+Those who know go on in another *epoch*, and messages of different epochs do not match. So no rank
 gets past the next operation; there the rank is told, and that operation fails on all. Afterwards
 all are in one epoch again.
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rankwire.backends.base import Backend, check_rank
+from rankwire.backends.arguments import check_rank
+from rankwire.backends.base import Backend
 from rankwire.collectives.algorithms import Array
 from rankwire.collectives.operands import Operand, new_like, operand
 from rankwire.collectives.reductions import Reduction, reduction

@@ -65,7 +65,7 @@ class Work(Future[T]):
             raise error.during(op="wait", waited=timeout) from None
 
     def forsake(self) -> None:
-        """See ``Forkable``. Nobody will end it in the child."""
+        """Make every use of it in a forked child an error: no thread will end it there."""
         disown(self)
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -214,7 +214,7 @@ def signal_name(number: int) -> str:
 
 
 def _is_any_running(group: int) -> bool:
-    """Whether a process of the group runs: in containers, nobody may collect the dead ones."""
+    """Whether a process of the group runs: in containers, no process may collect the dead ones."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             # "pid (name) state parent group ...", and the name may hold anything
@@ -230,7 +230,7 @@ def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
     """Return the environment without what concerns a world that this launcher is itself in."""
     environ = dict(os.environ)
     unwanted = [*_OTHER_SECRETS, connect.SECRET_FD, connect.TLS_DIR, tracebacks.LOG_FILE]
-    if has_tls:  # else they stay, so that whoever wants TLS is not left without it unawares
+    if has_tls:  # else they stay, so that a rank that wants TLS is not left without it unawares
         unwanted += connect.TLS_FILES
     for name in unwanted:
         environ.pop(name, None)

@@ -50,13 +50,15 @@ class _Phase(Enum):
 
 
 class LocalRanks:
-    """See the module. One thread.
+    """The processes of this host's ranks, and what state they are in. One thread.
+
+    Size: of its 17 attributes eight are what it was given to work with.
 
     Args:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         count: How many ranks this host has.
         grace: Seconds between the request to stop and SIGKILL.
-        selector: Where to register; whoever owns it calls ``key.data()`` for each event.
+        selector: Where to register; its owner calls ``key.data()`` for each event.
         output: Where their output goes.
         reaper: Ends them if this process dies.
         strays: Finds what they started and what left their process groups.
@@ -194,7 +196,7 @@ class LocalRanks:
                 child.send_group(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill whoever is left. Idempotent."""
+        """Kill the ranks that are left. Idempotent."""
         for child in self._children:
             child.close()
 

@@ -2,9 +2,9 @@
 
 In a shared folder such as ``/tmp`` another user may have put something in the way: a link that
 leads to a file of this user, which would then be overwritten; a file that he can read; a FIFO that
-nobody reads. So a log is a new file, or a regular one of this user's own without other names,
+no process reads. So a log is a new file, or a regular one of this user's own without other names,
 reached through the folder as it was opened at first and through no link. The folder itself may be
-a link of this user (``~/logs`` to a larger disk), but not one that somebody else has put into a
+a link of this user (``~/logs`` to a larger disk), but not one that another user has put into a
 folder that others can write.
 """
 
@@ -103,7 +103,7 @@ class LogFolder:
         status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode):
             raise OSError(0, f"it is a symbolic link; {_ADVICE}")
-        _check_regular(status)  # the kernel's word for a FIFO without a reader helps nobody
+        _check_regular(status)  # the kernel's word for a FIFO without a reader is of no help
         descriptor = os.open(name, _FLAGS, dir_fd=self._descriptor)
         try:
             _check_own(os.fstat(descriptor))
@@ -128,7 +128,7 @@ def _check_regular(status: os.stat_result) -> None:
 
 
 def _refuse_planted_links(path: Path) -> None:
-    """Refuse a way that leads over a link which somebody put where everyone can."""
+    """Refuse a way that leads over a link which another user put where all can."""
     way = Path(os.path.abspath(path))
     for place in (*reversed(way.parents), way):
         link, folder = place.lstat(), place.parent.stat()

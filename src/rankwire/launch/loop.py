@@ -1,7 +1,8 @@
 """The launcher's loop: one thread and one selector for output, signals, links and other threads.
 
-Whoever has something to wait for registers a handler with the selector; ``turn`` waits and calls
-them. What a signal means is left to the caller, which gets those that ask the launcher to end.
+A part that has something to wait for registers a handler with the selector; ``turn`` waits and
+calls them. What a signal means is left to the caller, which gets those that ask the launcher to
+end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MAX_SLEEP = 1.0
 
 
 class Loop:
-    """See the module. One thread.
+    """Waits for output, ends and signals, and passes them on. One thread.
 
     Attributes:
         selector: Handlers are the data of its keys.
@@ -74,7 +75,7 @@ class Loop:
     def write_rest(self, code: int, *, patience: float = math.inf) -> int:
         """Write all output that is left, and return the exit code.
 
-        A reader that is slow may take its time, unless someone wants us to end.
+        A reader that is slow may take its time, unless the user wants us to end.
 
         Args:
             code: The exit code if all can be written.

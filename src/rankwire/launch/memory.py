@@ -20,7 +20,7 @@ class OomCounter:
         self._seen = self._count()
 
     def has_grown(self) -> bool:
-        """Whether the kernel has killed someone since the last look."""
+        """Whether the kernel has killed a process since the last look."""
         before, self._seen = self._seen, self._count()
         return self._seen > before
 

@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -60,6 +60,8 @@ class RemoteRanks:
         link: The connection to its launcher.
     """
 
+    wake_in = math.inf  # it is the other launcher that looks
+
     def __init__(self, node: int, loop: Loop, link: LauncherLink) -> None:
         self.node = node
         self.host = ""
@@ -69,20 +71,19 @@ class RemoteRanks:
         self.stopped: list[int] = []
         self.killed: list[int] = []
         self.is_over = True
-        self.wake_in = math.inf
-        self.on_here: Callable[[], None] = lambda: None
         self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
         self.on_asked: Callable[[int], None] = lambda number: None
         self.on_trouble: Callable[[str, int], None] = lambda text, code: None
         self.on_lost: Callable[[RankwireError], None] = lambda error: None
         self._errors: dict[int, list[str]] = {}
-        self._loop = loop
         self._link = link
-        self._is_closed = False
+        self._hanging_up = ExitStack()
+        self._hanging_up.callback(link.close)
         loop.selector.register(link, selectors.EVENT_READ, self._hear)
+        self._hanging_up.callback(loop.selector.unregister, link)
 
     def start(self, world: JobSettings, first_rank: int) -> None:
-        """See ``LocalRanks``."""
+        """Have the launcher start all its ranks, numbered from ``first_rank``."""
         self.ranks = range(first_rank, first_rank + self.count)
         self.alive = list(self.ranks)
         self.stopped, self.killed, self._errors = [], [], {}
@@ -90,18 +91,18 @@ class RemoteRanks:
         self._link.tell(Start(world.size, first_rank, world.job, world.attempt))
 
     def stop(self, number: int) -> None:
-        """See ``LocalRanks``."""
+        """Have it ask all its ranks to end, once."""
         self._link.tell(Stop(number))
 
     def kill(self) -> None:
-        """See ``LocalRanks``."""
+        """Have it end all that is left, now."""
         self._link.tell(Kill())
 
     def look(self) -> None:
-        """See ``LocalRanks``; here the other launcher looks."""
+        """Do nothing: the other launcher looks at its ranks itself."""
 
     def errors_of(self, rank: int) -> list[str]:
-        """See ``LocalRanks``."""
+        """Return the last lines that a rank wrote to stderr, which came with its end."""
         return self._errors.get(rank, [])
 
     def finish(self, code: int, text: str, *, was_asked: bool) -> None:
@@ -113,10 +114,7 @@ class RemoteRanks:
 
     def close(self) -> None:
         """Hang up. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._loop.selector.unregister(self._link)
-            self._link.close()
+        self._hanging_up.close()
 
     def _hear(self) -> None:
         try:
@@ -133,7 +131,6 @@ class RemoteRanks:
         match message:
             case Here(ranks, host):
                 self.count, self.host = ranks, host
-                self.on_here()
             case Ended(rank, code, number, is_oom, by_itself) if rank in self.alive:
                 self.alive.remove(rank)
                 self.on_ended(rank, Ending(code, number, is_oom), by_itself)

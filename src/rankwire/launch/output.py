@@ -1,12 +1,12 @@
 """The ranks' output on the launcher's own: whole lines, each with the rank it came from.
 
-``Sink`` is one of the launcher's outputs, ``Stream`` one pipe of one rank, and ``Output`` joins
+``Sink`` is one of the launcher's outputs, ``RankOutput`` one pipe of one rank, and ``Output`` joins
 them on the launcher's selector. Nothing here starts, stops or judges a rank.
 
 Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
 stdout does not read. When too much waits for an output, the ranks that write to it are no longer
-read, so that they wait, as they would with that output as their own. What in the end nobody took is
-counted by rank, and said.
+read, so that they wait, as they would with that output as their own. What in the end no reader took
+is counted by rank, and said.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rankwire.deadline import Deadline
 from rankwire.launch.lines import LineSplitter
 from rankwire.launch.logfiles import Log, LogFolder
 
-__all__ = ["Output", "Sink", "Stream"]
+__all__ = ["Output", "Sink", "RankOutput"]
 
 # The capacity of a Linux pipe, so one read empties it.
 _READ_NBYTES = 64 * 1024
@@ -130,7 +130,7 @@ class Sink:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether someone watches who can see a line change."""
+        """Whether a person may watch, who can see a line change."""
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def write(self) -> None:
@@ -170,16 +170,11 @@ class Sink:
             nbytes -= min(owned, nbytes)
 
 
-class Stream:
+class RankOutput:
     """One pipe of one rank, on its way to a sink."""
 
     def __init__(
-        self,
-        rank: int,
-        pipe: IO[bytes],
-        sink: Sink,
-        prefix: bytes,
-        log: Log | None,
+        self, rank: int, pipe: IO[bytes], sink: Sink, prefix: bytes, log: Log | None
     ) -> None:
         os.set_blocking(pipe.fileno(), False)
         self.rank = rank
@@ -225,7 +220,7 @@ class Output:
     """All output of a job. One thread; handlers in the selector's data are called by its owner.
 
     Args:
-        selector: Where to register; whoever owns it calls ``key.data()`` for each event.
+        selector: Where to register; its owner calls ``key.data()`` for each event.
         has_prefix: Whether lines begin with ``[rank N]``.
         log_dir: Where to write each rank's bytes, unchanged, as ``rank_N.log``.
     """
@@ -247,8 +242,8 @@ class Output:
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
         self._remind_at = monotonic() + REMIND_AFTER
-        self._streams: list[Stream] = []
-        self._errors: dict[int, Stream] = {}
+        self._streams: list[RankOutput] = []
+        self._errors: dict[int, RankOutput] = {}
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Read both pipes of a rank from now on; they are closed here."""
@@ -260,7 +255,7 @@ class Output:
             prefix = b""
             if self._has_prefix:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            stream = Stream(rank, pipe, sink, prefix, log)
+            stream = RankOutput(rank, pipe, sink, prefix, log)
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
         self._errors[rank] = stream
@@ -346,7 +341,7 @@ class Output:
         if self._logs is not None:
             self._logs.close()
 
-    def _reader(self, stream: Stream) -> Handler:
+    def _reader(self, stream: RankOutput) -> Handler:
         def read() -> None:
             if stream.is_paused:
                 return  # by another stream, in the same turn of the selector
@@ -363,7 +358,7 @@ class Output:
 
         return write
 
-    def _end(self, stream: Stream) -> None:
+    def _end(self, stream: RankOutput) -> None:
         self._streams.remove(stream)
         if not stream.is_paused:
             self._selector.unregister(stream.pipe)

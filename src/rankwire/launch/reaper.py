@@ -113,7 +113,7 @@ class Reaper:
         try:
             self._process.stdin.write(line.encode())
         except BrokenPipeError:
-            pass  # someone killed it; the job goes on without
+            pass  # it was killed; the job goes on without
 
 
 def keep(grace: float) -> None:

@@ -124,7 +124,7 @@ def run(
             return follow(
                 loop, local, address=master, secret=secret, policy=policy, node=node, nodes=nodes
             )
-        # Bound before anything is told to anyone: nobody can take the port in between.
+        # Bound before anything is told to anyone: no other process can take the port in between.
         listener = bind(master) if master is not None else _bind_loopback()
         host, port = listener.getsockname()[:2]
         if nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):

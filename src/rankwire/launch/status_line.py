@@ -28,7 +28,7 @@ class Counts(NamedTuple):
 
 
 def describe(counts: Counts, seconds: float) -> str:
-    """Return the line; states with nobody in them are left out."""
+    """Return the line; states with no rank in them are left out."""
     if counts.missing_nodes:
         plural = "" if counts.missing_nodes == 1 else "s"
         parts = [f"waiting for {counts.missing_nodes} node{plural}"]

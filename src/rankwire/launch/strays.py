@@ -27,11 +27,11 @@ _COLLECT_EVERY = 0.5
 
 
 class Strays:
-    """See the module. Adopts from its construction until ``close``."""
+    """Finds and ends what ranks have started. Adopts from its construction until ``close``."""
 
     def __init__(self) -> None:
-        # Whoever calls us, or was this process before, may have children of its own: without
-        # knowing them, nobody is taken for a stray.
+        # The caller, or what was this process before, may have children of its own: without
+        # knowing them, none is taken for a stray.
         self.is_adopting = _can_list_children() and _set_subreaper(True)
         self._others = set(_children())
         self._adopted: set[int] = set()  # and told to the reaper
@@ -64,7 +64,7 @@ class Strays:
         return found
 
     def exempt(self, pid: int) -> None:
-        """``pid`` is a child of the launcher that is nobody's rank."""
+        """``pid`` is a child of the launcher that is no rank."""
         self._others.add(pid)
 
     def send(self, number: int, groups: Collection[int]) -> bool:
@@ -97,7 +97,7 @@ class Strays:
         self._adopted = alive
 
     def close(self) -> None:
-        """Adopt nobody any more. Idempotent."""
+        """Adopt no more. Idempotent."""
         if self.is_adopting:
             _set_subreaper(False)
 

@@ -12,7 +12,7 @@ __all__ = ["Wakeup"]
 
 
 class Wakeup:
-    """Actions posted by any thread, run by whoever serves the selector."""
+    """Actions posted by any thread, run by the thread that serves the selector."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector

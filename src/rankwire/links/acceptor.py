@@ -6,9 +6,8 @@ stranger costs a slot for at most five seconds: silent, garbage and wrong-secret
 dropped without a word, and when all slots are taken the oldest goes. With TLS, its handshake is
 a part of the same five seconds.
 
-It also reads the *control connections* handed to ``watch``: their frames, and their end, are
-reported to the owner on this thread, and it does small things at regular times (``call_every``).
-All state belongs to the thread; other threads only use ``call_soon`` and ``close``.
+As an ``EventThread`` it also reads the *control connections* handed to ``watch``, and does small
+things at regular times. All state belongs to the thread.
 """
 
 from __future__ import annotations
@@ -18,22 +17,15 @@ import logging
 import os
 import selectors
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from secrets import token_bytes
-from time import sleep
 from typing import TYPE_CHECKING, Protocol
 
 from rankwire.deadline import Deadline
-from rankwire.errors import RankwireError
-from rankwire.fork import guard
-from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT
+from rankwire.links.event_thread import EventThread
 from rankwire.links.security import UNPROTECTED, Policy
 from rankwire.links.sockets import tune, unix_peer_uid
-from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     NONCE_NBYTES,
@@ -54,7 +46,6 @@ _log = logging.getLogger("rankwire")
 _MAX_STRANGERS = 256
 _ACCEPTS_A_ROUND = 64
 _ACCEPT_PAUSE = 0.05  # seconds, when the process is out of file descriptors or memory
-_CATCHING_UP_NAP = 0.001
 
 Key = bytes | Callable[[Hello], bytes]
 
@@ -69,7 +60,7 @@ class House(Protocol):
         """Take a connection whose peer was welcomed, and the seals of its frames."""
 
 
-class Acceptor:
+class Acceptor(EventThread):
     """Runs from ``start`` to ``close``.
 
     Args:
@@ -82,22 +73,10 @@ class Acceptor:
         self._house = house
         self._key = key
         self._policy = policy
-        self._selector = selectors.DefaultSelector()
-        self._wake_lock = threading.Lock()  # guards the pipe against being used once closed
-        self._has_pipe = True
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
-        self._posted: deque[Callable[[], None]] = deque()
-        self._timers: list[_Timer] = []
         self._listeners: list[socket.socket] = []
         self._accepting_again: Deadline | None = None
         self._strangers: dict[_Stranger, None] = {}
-        self._closing = False
-        self._rounds = 0
-        self._thread = threading.Thread(target=self._run, name="rankwire-acceptor", daemon=True)
-        guard(self)
+        super().__init__("rankwire-acceptor")
 
     def listen(self, listener: socket.socket) -> None:
         """Accept on this socket too; owned from now on. Before ``start``."""
@@ -105,163 +84,22 @@ class Acceptor:
         self._listeners.append(listener)
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def call_soon(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on the acceptor's thread. Safe from any thread; ignored once closed."""
-        self._posted.append(action)
-        self._wake()
-
-    def catch_up(self, deadline: Deadline) -> None:
-        """Wait until all is read that has come by now. Safe from any thread but its own."""
-        seen = self._rounds + 2  # one round is under way; the next one sees what is there
-        while self._rounds < seen and not self._closing and not deadline.expired:
-            self._wake()
-            sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
-
-    def call_every(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run ``action`` again and again. On the acceptor's thread, or before ``start``.
-
-        Connections that are readable at the same moment are read first.
-        """
-        self._timers.append(_Timer(seconds, action))
-
-    def call_no_more(self, action: Callable[[], None]) -> None:
-        """End what ``call_every`` began. On the acceptor's thread, or after it has stopped."""
-        self._timers = [timer for timer in self._timers if timer.action != action]
-
-    @property
-    def is_current_thread(self) -> bool:
-        """Whether the caller runs on the acceptor's thread."""
-        return threading.current_thread() is self._thread
-
-    def _wake(self) -> None:
-        with self._wake_lock:  # or the descriptor might be closed, and somebody else's by now
-            if self._has_pipe:
-                with suppress(BlockingIOError):  # full of wake-ups: it will wake up
-                    os.write(self._wake_write, b"\0")
-
-    def watch(
-        self,
-        connection: Connection,
-        on_frames: Callable[[list[Frame]], None],
-        on_end: Callable[[RankwireError], None],
-    ) -> None:
-        """Read a control connection. On the acceptor's thread, or before ``start``."""
-
-        def readable() -> None:
-            try:
-                frames = connection.read_ready()
-                if frames:
-                    on_frames(frames)
-            except RankwireError as error:
-                self.unwatch(connection)
-                connection.fail(error)
-                on_end(error)
-
-        self._register(connection, selectors.EVENT_READ, readable)
-
-    def flush_when_possible(self, connection: Connection) -> None:
-        """Send what a connection holds back as soon as its peer takes it. Safe from any thread."""
-
-        def writable() -> None:
-            try:
-                connection.flush(Deadline(0.0))
-            except RankwireError as error:
-                _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
-            if connection.failure is not None or not connection.is_holding:
-                self.unwatch(connection)
-
-        def begin() -> None:
-            if connection.failure is None and connection.fileno() >= 0:
-                self._register(connection, selectors.EVENT_WRITE, writable)
-
-        self.call_soon(begin)
-
-    def _register(
-        self, file: AnySocket | Connection, events: int, action: Callable[[], None]
-    ) -> None:
-        number = file.fileno()
-        if number in self._selector.get_map():  # one that was closed elsewhere
-            self._selector.unregister(number)
-        self._selector.register(file, events, action)
-
-    def unwatch(self, connection: Connection) -> None:
-        """Stop reading a control connection."""
-        number = connection.fileno()
-        if number >= 0 and number in self._selector.get_map():
-            self._selector.unregister(number)
-
-    def close(self) -> None:
-        """Stop the thread, close the listening sockets and drop strangers. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
-        self._wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
-        for listener in self._listeners:
-            listener.close()
-        for stranger in list(self._strangers):
-            stranger.sock.close()
-        self._strangers.clear()
-        self._selector.close()
-        with self._wake_lock:
-            self._has_pipe = False
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-
-    def forsake(self) -> None:
-        """See ``Forkable``."""
-        self._wake_lock = threading.Lock()
+    def _let_go(self) -> None:
         for sock in (*self._listeners, *(stranger.sock for stranger in self._strangers)):
             sock.close()
-        if not self._closing:  # else the numbers may be somebody else's by now
-            self._closing = True
-            self._has_pipe = False
-            self._selector.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+        self._strangers.clear()
 
-    # -- the thread --------------------------------------------------------------------------------
+    def _look(self) -> None:
+        for stranger in [s for s in self._strangers if s.deadline.expired]:
+            self._drop(stranger, "no handshake in time")
+        if self._accepting_again is not None and self._accepting_again.expired:
+            self._resume_accepting()
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._rounds += 1
-            for key, _ in self._selector.select(self._patience()):
-                if self._closing:
-                    return
-                # A handler may have ended another one's registration in the same round, and its
-                # number may have been taken by a newcomer.
-                if self._selector.get_map().get(key.fd) is key:
-                    self._handle(key.data)
-            self._drop_late_strangers()
-            for timer in self._timers:
-                if timer.deadline.expired:
-                    timer.deadline = Deadline(timer.seconds)
-                    self._handle(timer.action)
-            if self._accepting_again is not None and self._accepting_again.expired:
-                self._resume_accepting()
-
-    def _handle(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:  # a mistake with one visitor must not close the door to all others
-            _log.exception("the acceptor could not handle an event")
-
-    def _patience(self) -> float | None:
+    def _waits(self) -> list[float]:
         waits = [stranger.deadline.remaining() for stranger in self._strangers]
-        waits += [timer.deadline.remaining() for timer in self._timers]
         if self._accepting_again is not None:
             waits.append(self._accepting_again.remaining())
-        return min(waits) if waits else None
-
-    def _run_posted(self) -> None:
-        os.read(self._wake_read, 4096)
-        while self._posted and not self._closing:
-            self._handle(self._posted.popleft())
+        return waits + super()._waits()
 
     # -- accepting ---------------------------------------------------------------------------------
 
@@ -344,24 +182,11 @@ class Acceptor:
         # sends and leaves is still heard.
         self._house.enter(hello, stranger.sock, stranger.responder.seals())
 
-    def _drop_late_strangers(self) -> None:
-        for stranger in [s for s in self._strangers if s.deadline.expired]:
-            self._drop(stranger, "no handshake in time")
-
     def _drop(self, stranger: _Stranger, reason: str) -> None:
         _log.debug("dropped a connection: %s", reason)
         if self._strangers.pop(stranger, self) is None:
             self._selector.unregister(stranger.sock)
             stranger.sock.close()
-
-
-class _Timer:
-    """Something to do every ``seconds``."""
-
-    def __init__(self, seconds: float, action: Callable[[], None]) -> None:
-        self.seconds = seconds
-        self.action = action
-        self.deadline = Deadline(seconds)
 
 
 class _Stranger:

@@ -74,7 +74,7 @@ class Borrowed(Parcel):
             return self._revoked or self._guard() == self._loan.number | REVOKED
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """See ``Parcel``."""
+        """Copy a part of the payload into a view, out of the sender's memory."""
         if len(view):
             with self._lock:
                 if self._memory is not None:  # read as a whole by a thread that was interrupted
@@ -83,7 +83,7 @@ class Borrowed(Parcel):
                     self._pull(start, view)
 
     def whole(self) -> bytearray:
-        """See ``Parcel``."""
+        """Return all of the payload, copied once, and give the sender its memory back."""
         with self._lock:
             if self._memory is None:
                 try:
@@ -96,7 +96,7 @@ class Borrowed(Parcel):
             return self._memory
 
     def give_back(self) -> None:
-        """See ``Parcel``."""
+        """Write the receipt: the sender may change its memory again."""
         with self._lock:
             self._give_back()
 

@@ -1,10 +1,10 @@
-"""How a rank gets the secret from its launcher, and nobody else does.
+"""How a rank gets the secret from its launcher, and no other process does.
 
 A rank is started with one end of a socket pair, and whatever it starts before it connects may
 inherit that, by ``fork`` or past ``exec``. So nothing lies in it to be read. The rank asks: it
 sends one end of a new pair along, and the kernel tells the launcher which process asked. If that is
 the process which the launcher started, and no child of it, the secret is written into that new
-pair, which nobody else has. It is told once.
+pair, which no other process has. It is told once.
 
 A program that replaces itself (``exec``) stays the same process and can ask afterwards.
 """
@@ -53,7 +53,7 @@ class Handover:
         self._selector = selector
 
     def close(self) -> None:
-        """Answer nobody any more. Idempotent."""
+        """Answer no more. Idempotent."""
         if self._selector is not None:
             self._selector.unregister(self._ours)
             self._selector = None

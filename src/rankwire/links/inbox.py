@@ -22,6 +22,7 @@ themselves: they are in the connection, in the mailbox or with their receive, an
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -41,15 +42,16 @@ from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.stream import Stream
 from rankwire.wire.frames import Envelope, Frame, Payload
-from rankwire.wire.mailbox import Mailbox, Receive, pop_first
+from rankwire.wire.mailbox import ONCE, Mailbox, Receive, payload_of
 
 __all__ = ["Inbox"]
+
+_log = logging.getLogger("rankwire")
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 # After the deadline: what has come by then may lie behind other messages. But a peer that goes on
 # sending those must not hold the reader for ever.
 _LATE_READS = 16
-_ONCE = ((),)
 _release = methodcaller("release")
 
 
@@ -81,6 +83,7 @@ class Inbox:
         self._reader: object | None = None
         self.due: deque[Receive] = deque()  # done, and to be called back
         mailbox.due = self.due
+        self.wanted_by = mailbox.wanted_by
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
         self._parked: dict[Receive, list[threading.Lock]] = {}
         guard(self)
@@ -96,7 +99,6 @@ class Inbox:
 
     def post(self, receive: Receive) -> None:
         """Ask for a message; it may be done on return."""
-        receive.home = self
         with self._mutex:
             self._mailbox.post(receive)
             # Taking a message may have made room for reading on, for which parked threads wait.
@@ -146,8 +148,15 @@ class Inbox:
         token = object()
         try:
             while not receive.done and receive.posted:
-                lock = self._take_role_or_park(receive, token)
-                if lock is None:
+                # Both in one step, so that no wake-up falls between the look at the role and the
+                # sleep.
+                with self._mutex:
+                    if self._reader is None and self.connection and not self._mailbox.full:
+                        self._reader = token
+                        self.turns += 1
+                    else:
+                        lock = self._park(receive)
+                if self._reader is token:
                     self._read_until(receive, deadline, token)
                 else:
                     self._sleep(receive, lock, deadline)
@@ -162,6 +171,25 @@ class Inbox:
                 self._recover(token)
             self.call_back_due()
             raise
+
+    def send_held(self, deadline: Deadline) -> None:
+        """Send what was held back; if that fails, so does the connection, and with it receives."""
+        try:
+            if self.connection is not None and self.connection.is_holding:
+                self.connection.flush(deadline, meanwhile=self)
+        except RankwireError as error:
+            _log.debug("requests to rank %d were not sent: %s", self.peer, error)
+        finally:
+            if self.due:
+                self.call_back_due()
+
+    def put(self, envelope: Envelope, payload: Payload) -> None:
+        """Deliver a message that came over no connection: this rank's own."""
+        with self._mutex:
+            receive = self._mailbox.deliver(envelope, payload)
+            if receive is not None:
+                self._wake(receive)
+        self.call_back_due()
 
     def withdraw(self, receive: Receive) -> bool:
         """Take back a receive; False if it is done already. Whoever waits for it stops waiting."""
@@ -246,7 +274,7 @@ class Inbox:
             hand: list[Receive] = []
             try:
                 with suppress(IndexError):  # another thread was faster
-                    hand.extend(starmap(self.due.popleft, _ONCE))
+                    hand.extend(starmap(self.due.popleft, ONCE))
                 for receive in hand:
                     _call_back(receive)
             except Exception:
@@ -339,7 +367,7 @@ class Inbox:
     @property
     def in_flight(self) -> int:
         """How many receives wait for a message."""
-        return self._mailbox.keys_wanted
+        return len(self.wanted_by)
 
     def wanted(self) -> list[Envelope]:
         """Return what is waited for."""
@@ -374,21 +402,13 @@ class Inbox:
             self.turns += 1
             return True
 
-    def _take_role_or_park(self, receive: Receive, token: object) -> threading.Lock | None:
-        """Take the role, or return what to sleep on.
-
-        Both in one step, so that no wake-up falls between the look at the role and the sleep.
-        """
-        with self._mutex:
-            if self._reader is None and self.connection is not None and not self._mailbox.full:
-                self._reader = token
-                self.turns += 1
-                return None
-            lock = threading.Lock()
-            if not receive.done and receive.posted:
-                lock.acquire()
-                self._parked.setdefault(receive, []).append(lock)
-            return lock
+    def _park(self, receive: Receive) -> threading.Lock:
+        """Return what to sleep on until a receive is done or the role is free. Mutex held."""
+        lock = threading.Lock()
+        if not receive.done and receive.posted:
+            lock.acquire()
+            self._parked.setdefault(receive, []).append(lock)
+        return lock
 
     def _leave_role(self, token: object) -> None:
         with self._mutex:
@@ -413,7 +433,11 @@ class Inbox:
                         break
         except RankwireError as error:
             self._ended(error)
-        self._leave_role(token)
+        with self._mutex:
+            if self._reader is token:
+                self._reader = None
+            if self._parked:
+                self._wake_a_parked()
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if self.due:
             self.call_back_due()
@@ -462,16 +486,19 @@ class Inbox:
             self._deliver_parcels(frames)
             return
         with self._mutex:
-            while frames:
-                self._match(frames)
+            self._match(frames, len(frames))
 
-    def _match(self, frames: deque[Frame]) -> None:
-        """Match the first frame. Mutex held."""
-        envelope, payload = frames[0]
-        receive = self._mailbox.deliver(envelope, payload, pop_first(frames))
-        if receive is not None and self._parked:
-            self._wake(receive)
-        self._wake_misfits()
+    def _match(self, frames: deque[Frame], count: int = 1) -> None:
+        """Match the first frames. Mutex held."""
+        mailbox = self._mailbox
+        for _ in range(count):
+            envelope, payload = frames[0]
+            source = map(payload_of, starmap(frames.popleft, ONCE))
+            receive = mailbox.deliver(envelope, payload, source)
+            if receive is not None and self._parked:
+                self._wake(receive)
+            if mailbox.misfits:
+                self._wake_misfits()
 
     def _wake_misfits(self) -> None:
         """Wake those whom a message of another size has ended. Mutex held."""
@@ -558,7 +585,7 @@ class Inbox:
         locks = self._parked.get(receive, [])
         woken = bool(locks)
         while locks:
-            deque(map(_release, starmap(locks.pop, _ONCE)), 0)
+            deque(map(_release, starmap(locks.pop, ONCE)), 0)
         self._parked.pop(receive, None)
         return woken
 

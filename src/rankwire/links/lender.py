@@ -29,14 +29,7 @@ from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.fork import guard
 from rankwire.links.process_memory import WORD_NBYTES, address_of
 from rankwire.wire.frames import Buffer
-from rankwire.wire.loans import (
-    DECIDING,
-    MAX_PIECES,
-    REFUSED,
-    REVOKED,
-    LoanRefusedError,
-    pack_loan,
-)
+from rankwire.wire.loans import DECIDING, MAX_PIECES, REFUSED, REVOKED, LoanRefusedError, pack_loan
 
 if TYPE_CHECKING:
     from rankwire.links.stream import Watched
@@ -98,7 +91,7 @@ class _Arena:
             return self._free.pop()
 
     def forsake(self) -> None:
-        """See ``Forkable``. What the parent has lent is its own business."""
+        """Begin anew in a forked child: what the parent has lent stays the parent's."""
         self._lock = threading.Lock()
         self.fence = threading.Lock()
         self._free = []
@@ -234,7 +227,7 @@ class Lent:
                 return False
             if meanwhile is not None and waited > patience:
                 _wait_readable(meanwhile.watch(), _LONGEST_NAP)
-                if pair[1] != number:  # else what has come is best left to whoever wants it
+                if pair[1] != number:  # else what has come is best left to the thread that wants it
                     meanwhile.read()
             else:
                 sleep(max(_SHORTEST_NAP, min(waited / 8, _LONGEST_NAP)))

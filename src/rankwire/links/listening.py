@@ -23,7 +23,7 @@ _ADDRESS_OFFSET = 20
 
 @dataclass(frozen=True, slots=True)
 class ListeningPlace:
-    """Where to listen; an empty host and port 0 are chosen by whoever listens."""
+    """Where to listen; an empty host and port 0 are chosen when it is listened there."""
 
     host: str = ""
     low: int = 0

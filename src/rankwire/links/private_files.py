@@ -5,7 +5,7 @@ file a moment later. So a file is opened once and everything else happens to the
 ``fstat`` says whose it is, and its content comes from there. Only regular files are read.
 
 A symbolic link is followed if it belongs to this user or to root, as in the folders of Kubernetes
-and of certbot. One that somebody else has made is refused: it could lead to a file of this user
+and of certbot. One that another user has made is refused: it could lead to a file of this user
 whose content others know.
 """
 

@@ -1,8 +1,8 @@
 """Which of several addresses is rank 0's, where its launcher leaves that open.
 
 Rank 0 takes the first that is its own host's and that others can reach; the others look at all of
-them, again and again, until someone listens. Who that is is proved later, when the world is joined:
-here nothing is said and nothing believed.
+them, again and again, until one is listened at. Who listens is proved later, when the world is
+joined: here nothing is said and nothing believed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _is_here(host: str) -> bool:
 
 
 def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
-    """Return the first address at which someone listens, and wait for that.
+    """Return the first address at which a process listens, and wait for that.
 
     Raises:
-        RendezvousError: Nobody did in time.
+        RendezvousError: None did in time.
     """
     while True:
         for address in addresses:

@@ -57,7 +57,7 @@ class Tls:
         names: The name in the certificate of each rank, with ``{rank}`` for its number: a DNS name
             or URI among its subjectAltNames, compared letter by letter. The certificate of a
             launcher has ``launcher``. Who shows the certificate of one rank cannot act as another.
-            ``"any"`` is weaker: names are not looked at, and whoever holds a certificate of the
+            ``"any"`` is weaker: names are not looked at, and a holder of any certificate of the
             authority, and the secret, may act as any rank.
     """
 
@@ -136,7 +136,7 @@ class Policy:
         return self.tls.dial(sock, deadline, check)
 
     def accept(self, sock: socket.socket) -> AnySocket:
-        """Do the same for one that this end has accepted; its TLS handshake is still to come."""
+        """Put TLS around a socket that this end has accepted; its handshake is still to come."""
         if self.tls is None or sock.family == socket.AF_UNIX:
             return sock
         return self.tls.accept(sock)

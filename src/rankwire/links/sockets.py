@@ -209,7 +209,7 @@ def connect_tcp(
         check: Called now and then while waiting; what it raises ends the wait.
 
     Raises:
-        NoConnectionError: Nobody listens there.
+        NoConnectionError: No process listens there.
         DeadlineExceededError: No answer in time.
     """
     candidates = _resolve(address)

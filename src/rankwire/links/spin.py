@@ -9,14 +9,18 @@ soon as polling finds data, and tried anew now and then.
 from __future__ import annotations
 
 import os
+from fcntl import ioctl
+from termios import FIONREAD
+from time import perf_counter
 
-__all__ = ["DEFAULT_SPIN", "Spin", "default_spin"]
+__all__ = ["DEFAULT_SPIN", "NOTHING_TO_READ", "Spin", "default_spin"]
 
 DEFAULT_SPIN = 100e-6
 # Below this a budget is not worth the system calls; one reader in _RETRY_EVERY tries again with the
 # full one.
 _SMALLEST = 10e-6
 _RETRY_EVERY = 16
+NOTHING_TO_READ = bytes(4)  # what FIONREAD writes
 
 
 class Spin:
@@ -25,12 +29,38 @@ class Spin:
     Races between readers only blur it.
     """
 
-    __slots__ = ("_most", "_skips", "budget")
+    __slots__ = ("_most", "_skips", "_waiting", "budget")
 
     def __init__(self, most: float) -> None:
         self._most = most
         self._skips = 0
+        self._waiting = bytearray(4)
         self.budget = most
+
+    def finds_input(self, descriptor: int) -> bool:
+        """Look at a socket until something can be read, or the budget is spent.
+
+        By asking how many bytes are there: a read that fails costs an exception, 0.9 us more, and
+        that is how late the byte is noticed which comes meanwhile. For one thread at a time. The
+        end of the stream is not seen here.
+        """
+        if self.budget <= 0.0:
+            self.skipped()
+            return False
+        waiting = self._waiting
+        limit = perf_counter() + self.budget
+        try:
+            while True:
+                ioctl(descriptor, FIONREAD, waiting)
+                if waiting != NOTHING_TO_READ:
+                    self.budget = self._most
+                    return True
+                if perf_counter() >= limit:
+                    break
+        except (OSError, ValueError):
+            return True  # it was closed, which the next read says
+        self.wasted()
+        return False
 
     def paid(self) -> None:
         """Data came while polling."""

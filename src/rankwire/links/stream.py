@@ -94,7 +94,7 @@ class Stream(Protocol):
         """Return the descriptor; -1 if there is none."""
 
     def shut_down(self) -> None:
-        """End both directions: whoever waits wakes up. Idempotent; safe from any thread."""
+        """End both directions: threads that wait wake up. Idempotent; safe from any thread."""
 
     def close(self) -> None:
         """Give back what the system has lent. Only when no thread uses it any more."""
@@ -114,20 +114,20 @@ class DescriptorStream:
     read = None
 
     def fileno(self) -> int:
-        """See ``Stream``."""
+        """Return the descriptor; -1 if there is none."""
         raise NotImplementedError
 
     def wait_readable(self, seconds: float) -> bool:
-        """See ``Stream``."""
+        """Sleep until there is something to read, the end included; False if the time passes."""
         return wait_for(self, select.POLLIN, seconds) != 0
 
     def wait_writable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
-        """See ``Stream``."""
+        """Sleep until something can be written, or one of the others has something to read."""
         numbers = [number for other in beside if (number := other.fileno()) >= 0]
         return wait_for(self, select.POLLOUT, seconds, numbers) != 0
 
     def unsent_nbytes(self) -> int:
-        """See ``Stream``."""
+        """Return how many bytes have been written that the other end has not taken."""
         return unsent_nbytes(self)
 
 
@@ -146,21 +146,21 @@ class SocketStream(DescriptorStream):
         self.close = sock.close
 
     def peek(self, nbytes: int) -> bytes:
-        """See ``Stream``."""
+        """Return the beginning of what is there to read, and leave it; empty at the end."""
         return self._sock.recv(nbytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
     def tcp_info(self) -> bytes | None:
-        """See ``Stream``."""
+        """Return what the kernel knows of a TCP connection; None if it is none, or closed."""
         return None if self.transport == "unix" else tcp_info(self._sock)
 
     def peer_pid(self) -> int:
-        """See ``Stream``. The kernel's word, not the peer's."""
+        """Return the process at the other end of a Unix socket by the kernel's word, or 0."""
         nbytes = struct.calcsize("3i")
         credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, nbytes)
         return max(int(struct.unpack("3i", credentials)[0]), 0)
 
     def shut_down(self) -> None:
-        """See ``Stream``."""
+        """End both directions: a thread that waits wakes up."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:

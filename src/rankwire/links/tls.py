@@ -15,7 +15,8 @@ Two things are not as with a socket:
   the owner takes what ``recv_pending`` has before it sleeps. During the handshakes, ``recv`` takes
   single records from the socket, so that nothing is ever left over.
 - Encrypted bytes may lie here although the socket takes no more. Then the last byte of what was
-  sent counts as not sent; whoever repeats it, as after any partial send, makes the rest leave.
+  sent counts as not sent; the sender repeats it, as after any partial send, and makes the rest
+  leave.
 
 An interrupt (Ctrl-C) that falls between two steps of encrypting or decrypting ends the connection:
 what OpenSSL had in hand at that moment is lost. While waiting, it harms nothing.
@@ -30,10 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rankwire.errors import (
-    AuthenticationError,
-    ProtocolError,
-)
+from rankwire.errors import AuthenticationError, ProtocolError
 from rankwire.links.stream import DescriptorStream
 from rankwire.links.tcp_info import tcp_info
 
@@ -53,6 +51,8 @@ _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
 
 class TlsStream(DescriptorStream):
     """A TCP connection inside TLS.
+
+    Size: it has all methods of a stream, and those of a socket that handshakes use.
 
     One reader and one writer at a time, in any threads; the handshakes come before both.
 
@@ -217,7 +217,7 @@ class TlsStream(DescriptorStream):
             self._has_ended = True
         except ssl.SSLError as error:
             self._failure = _reason(error)
-            self.shut_down()  # whoever sleeps until there is more wakes up
+            self.shut_down()  # a thread that sleeps until there is more wakes up
         if self._encrypted.pending:
             with suppress(OSError):  # the next send says so
                 self._flush()  # an answer of TLS itself, or an alert
@@ -252,7 +252,7 @@ class TlsStream(DescriptorStream):
         return self.sendmsg((data,))
 
     def sendmsg(self, pieces: Sequence[Buffer]) -> int:
-        """Do the same with a message in pieces."""
+        """Send what can be sent now of a message in pieces; return how much of it has left."""
         with self._lock:
             count = self._encrypt(pieces)
         self._is_encrypting = False  # after the lock, with nothing between it and the return
@@ -321,15 +321,15 @@ class TlsStream(DescriptorStream):
         self._sock.setsockopt(level, option, value)
 
     def peek(self, nbytes: int) -> bytes:
-        """See ``Stream``."""
+        """Return the beginning of what is there to read, decrypted, and leave it."""
         return self.recv(nbytes, socket.MSG_PEEK)
 
     def tcp_info(self) -> bytes | None:
-        """See ``Stream``."""
+        """Return what the kernel knows of the connection; None once it is closed."""
         return tcp_info(self._sock)
 
     def peer_pid(self) -> int:
-        """See ``Stream``. It is on another host, or could be."""
+        """Return 0: the other end is on another host, or could be."""
         return 0
 
     def shut_down(self) -> None:

@@ -25,23 +25,19 @@ import secrets
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from time import monotonic
+from typing import NamedTuple
 
 import msgspec
 
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    DeadlineExceededError,
-    ProtocolError,
-    RankwireError,
-    RendezvousError,
-)
+from rankwire.errors import ChannelClosedError, ProtocolError, RankwireError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import TcpAddress
+from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import (
-    CONTROL,
     DEFAULT_PATIENCE,
     Beat,
     Failed,
@@ -55,19 +51,18 @@ from rankwire.rendezvous.control_messages import (
     Waiting,
     World,
     gone_by,
-    pack,
     unpack,
 )
-from rankwire.rendezvous.heartbeat import Change, Silence
-from rankwire.rendezvous.reachability import call_back
+from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
+from rankwire.rendezvous.reachability import Reachability
 from rankwire.rendezvous.rights import Standing, objection
-from rankwire.rendezvous.runtime_dir import host_id
+from rankwire.rendezvous.roster import Roster
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Coordinator", "is_last_moment", "silent_reason", "tell"]
+__all__ = ["Coordinator"]
 
 _log = logging.getLogger("rankwire")
 
@@ -77,16 +72,35 @@ _REPORT_EVERY = 10.0  # seconds between log lines about missing ranks
 _WORLD_PATIENCE = 5.0
 
 
-def is_last_moment(deadline: Deadline) -> bool:
-    """Whether a rank that gives up now does so because time is over for it too."""
-    return deadline.remaining() < min(0.25, deadline.limit / 4)
-
-
 class _State(Enum):
     FORMING = auto()
     FORMED = auto()
     FAILED = auto()
     CLOSED = auto()
+
+
+class _Told(NamedTuple):
+    """Whom the coordinator tells what, see there."""
+
+    on_formed: Callable[[World], None]
+    on_gone: Callable[[Gone], None]
+    on_suspected: Callable[[Suspected], None]
+    on_hopeless: Callable[[str], None]
+
+
+class _WorldKeys:
+    """The keys of a world, of which each rank gets those of its own pairs."""
+
+    def __init__(self, key_of: Callable[[int], bytes], world_size: int) -> None:
+        self._key_of = key_of
+        self._world_size = world_size
+        self._world_key = secrets.token_bytes(KEY_NBYTES)
+
+    def added_to(self, world: World, rank: int) -> World:
+        """Hand a rank its keys with every other, in a form that only it can read."""
+        keys = pair_keys(self._world_key, rank, self._world_size)
+        wrapped = wrap(self._key_of(rank), keys, secrets.token_bytes(SALT_NBYTES))
+        return msgspec.structs.replace(world, keys=wrapped)
 
 
 class Coordinator:
@@ -122,43 +136,32 @@ class Coordinator:
         on_hopeless: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._me = me
-        self._rank = -1 if me is None else me.rank
-        self._world_size = world_size
         self._acceptor = acceptor
-        self._key_of = key_of
-        self._world_key = secrets.token_bytes(KEY_NBYTES)
+        self._keys = _WorldKeys(key_of, world_size)
         self._patience = patience
-        self._on_formed = on_formed
-        self._on_gone = on_gone
-        self._on_suspected = on_suspected
-        self._on_hopeless = on_hopeless
-        self._absent: dict[int, str] = {}
+        self._told = _Told(on_formed, on_gone, on_suspected, on_hopeless)
         self._is_hopeless = False
-        self._members: dict[int, Member] = {} if me is None else {me.rank: me}
+        self._roster = Roster(world_size, me)
+        self._reachability = Reachability(acceptor, self._answered)
         self._controls: dict[int, Connection] = {}
         self._joining: set[int] = set()  # these have said where they listen
         self._silence = Silence(patience, (), monotonic())
         self._given_up: set[int] = set()
         self._fallen: set[int] = set()  # these have said so
-        self._host_id = host_id()
-        self._unreached: dict[int, str] = {}
-        self._called_back: set[int] = set()
-        self._to_reach: dict[int, tuple[Connection, Member, Patience]] = {}  # to be called back
         self._state = _State.FORMING
-        self._deadline: Deadline | None = None
-        self._gave_up: set[int] = set()
         self._changed = threading.Condition()
 
     # -- joining -----------------------------------------------------------------------------------
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge a rank that wants to join."""
-        if hello.world_size != self._world_size:
-            return Status.WRONG_WORLD_SIZE, self._world_size
-        if not 0 <= hello.rank < self._world_size:
-            return Status.INVALID_RANK, self._world_size
-        if hello.rank in self._controls or (self._me and hello.rank == self._me.rank):
-            holder = self._members.get(hello.rank)
+        world_size = self._roster.world_size
+        if hello.world_size != world_size:
+            return Status.WRONG_WORLD_SIZE, world_size
+        if not 0 <= hello.rank < world_size:
+            return Status.INVALID_RANK, world_size
+        if hello.rank in self._controls or hello.rank == self._roster.coordinator:
+            holder = self._roster.members.get(hello.rank)
             if self._state is _State.FORMING:
                 first = holder.pid if holder else "unknown"
                 text = "a second process says that it is rank %d; process %s was first"
@@ -171,11 +174,7 @@ class Coordinator:
     def enter(self, rank: int, connection: Connection) -> None:
         """Take the control connection of a rank that was welcomed."""
         self._controls[rank] = connection
-        self._acceptor.watch(
-            connection,
-            lambda frames: self._heard(rank, frames),
-            lambda error: self._ended(rank, error),
-        )
+        self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
     def wait_formed(self, deadline: Deadline) -> None:
         """Return once every rank has joined.
@@ -183,41 +182,37 @@ class Coordinator:
         Raises:
             RendezvousError: Some did not; all others were told.
         """
-        self._deadline = deadline
+        self._roster.deadline = deadline
         while True:
             with self._changed:
                 patience = min(_REPORT_EVERY, deadline.sleep_limit())
                 if self._changed.wait_for(lambda: self._state is _State.FORMED, patience):
                     return
-                missing = self._missing()
+                missing = self._roster.missing()
                 if deadline.expired:
                     self._state = _State.FAILED
             if self._state is _State.FAILED:
                 reason = f"the world did not form within {deadline.limit:g} s"
-                if self._unreached:
-                    reason += f" ({'; '.join(self._unreached.values())})"
+                if self._roster.unreached:
+                    reason += f" ({'; '.join(self._roster.unreached.values())})"
                 self._tell_failed(reason, missing)
                 raise RendezvousError(reason, missing=missing)
             _log.warning("waiting for ranks %s (%.0f s)", missing, deadline.waited)
 
     def expect_never(self, rank: int, reason: str) -> None:
         """Hear that a rank will not join any more; who waits for it, or will, is told at once."""
-        self._absent[rank] = reason
+        self._roster.absent[rank] = reason
         self._tell_hopeless()
 
     def _tell_hopeless(self) -> None:
-        absent = [rank for rank in self._absent if rank not in self._members]
+        absent = self._roster.never_to_come()
         if self._state is not _State.FORMING or not absent or not self._controls:
             return
-        reason = f"the world cannot form: {self._absent[absent[0]]}"
+        reason = f"the world cannot form: {self._roster.absent[absent[0]]}"
         self._tell_all(Failed(reason, absent, absent[0]))
         if not self._is_hopeless:
             self._is_hopeless = True
-            self._on_hopeless(reason)
-
-    def _missing(self) -> list[int]:
-        present = self._members.keys() | self._gave_up
-        return [rank for rank in range(self._world_size) if rank not in present]
+            self._told.on_hopeless(reason)
 
     def _heard(self, rank: int, frames: list[Frame]) -> None:
         self._silence.heard(rank, monotonic())
@@ -227,13 +222,13 @@ class Coordinator:
                 _log.warning("rank %d is given up: it said to the coordinator %s", rank, words)
                 raise ProtocolError(f"it said to the coordinator {words}")
             match message:
-                case Join(member, patience):
+                case Join():
                     self._joining.add(rank)
-                    self._reach(member, patience)
+                    self._reachability.check(self._controls[rank], message)
                 case Fallen():
                     self._fallen.add(rank)
                     gone = gone_by(rank, message)
-                    if gone.cause not in range(self._world_size):
+                    if gone.cause not in range(self._roster.world_size):
                         gone = msgspec.structs.replace(gone, cause=None)
                     self._lose(gone)
                     return
@@ -246,74 +241,48 @@ class Coordinator:
             rank,
             has_joined=rank in self._joining,
             is_formed=self._state is _State.FORMED,
-            coordinator=self._rank,
+            coordinator=self._roster.coordinator,
             was_absent=self._silence.was_absent(monotonic()),
             has_fallen=rank in self._fallen,
         )
 
-    def _reach(self, member: Member, patience: Patience) -> None:
-        """Let a rank in if others can connect to it; within this host they can."""
-        if member.host_id == self._host_id:
-            self._join(member, patience)
+    def _answered(self, connection: Connection, join: Join, trouble: str) -> None:
+        """Let a rank in if others can connect to it."""
+        rank = join.member.rank
+        if not trouble:
+            self._join(join.member, join.patience)
             return
-        self._to_reach[member.rank] = self._controls[member.rank], member, patience
-        if member.rank not in self._called_back:
-            self._call_back(member.rank)
-
-    def _call_back(self, rank: int) -> None:
-        """Try to reach a rank, one try at a time: it may hang up, and join again and again."""
-        connection, member, patience = self._to_reach.pop(rank)
-
-        def answered(trouble: str) -> None:
-            self._called_back.discard(rank)
-            if rank in self._to_reach:
-                self._call_back(rank)
-                return
-            if self._controls.get(rank) is not connection:
-                return  # it has gone meanwhile
-            if not trouble:
-                self._join(member, patience)
-                return
-            where = TcpAddress(member.host, member.port)
-            reason = f"rank {rank} cannot be reached at {where}, where it listens: {trouble}"
-            self._unreached[rank] = reason
-            advice = "choose the address by listen= or advertise= (RANKWIRE_LISTEN, _ADVERTISE)"
-            tell(connection, Failed(f"{reason}; {advice}", []))
-
-        call_back(member, lambda trouble: self._acceptor.call_soon(lambda: answered(trouble)))
-        self._called_back.add(rank)
+        where = TcpAddress(join.member.host, join.member.port)
+        reason = f"rank {rank} cannot be reached at {where}, where it listens: {trouble}"
+        self._roster.unreached[rank] = reason
+        advice = "choose the address by listen= or advertise= (RANKWIRE_LISTEN, _ADVERTISE)"
+        tell(connection, Failed(f"{reason}; {advice}", []))
 
     def _join(self, member: Member, patience: Patience) -> None:
         with self._changed:
             if self._state is not _State.FORMING:
                 return
-            self._members[member.rank] = member
-            self._unreached.pop(member.rank, None)
+            self._roster.enter(member)
             self._patience = self._patience.shorter(patience)
-            if len(self._members) == self._world_size:
+            if self._roster.is_complete:
                 self._form()
                 return
-        self._tell_all(Waiting(self._missing()))
+        self._tell_all(Waiting(self._roster.missing()))
         self._tell_hopeless()
 
     def _form(self) -> None:
-        members = [self._members[rank] for rank in range(self._world_size)]
-        world = World(secrets.randbits(32) or 1, members, self._patience, self._rank)
-        self._on_formed(world if self._me is None else self._with_keys(world, self._rank))
+        members = [member for _, member in sorted(self._roster.members.items())]
+        world = World(secrets.randbits(32) or 1, members, self._patience, self._roster.coordinator)
+        mine = world if self._me is None else self._keys.added_to(world, self._roster.coordinator)
+        self._told.on_formed(mine)
         # Told before this rank goes on, so that all are ready together.
         patience = Deadline(_WORLD_PATIENCE)
         for rank, connection in list(self._controls.items()):
-            tell(connection, self._with_keys(world, rank), patience)
+            tell(connection, self._keys.added_to(world, rank), patience)
         self._silence = Silence(self._patience, self._controls, monotonic())
         self._acceptor.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
         self._changed.notify_all()
-
-    def _with_keys(self, world: World, rank: int) -> World:
-        """Hand a rank its keys with every other, in a form that only it can read."""
-        keys = pair_keys(self._world_key, rank, self._world_size)
-        wrapped = wrap(self._key_of(rank), keys, secrets.token_bytes(SALT_NBYTES))
-        return msgspec.structs.replace(world, keys=wrapped)
 
     # -- afterwards --------------------------------------------------------------------------------
 
@@ -327,7 +296,7 @@ class Coordinator:
                 self._lose(Gone(rank, silent_reason(seconds), silent=True))
             else:
                 suspected = Suspected(rank, seconds)
-                self._on_suspected(suspected)
+                self._told.on_suspected(suspected)
                 self._tell_all(suspected)
 
     def _lose(self, gone: Gone) -> None:
@@ -339,7 +308,8 @@ class Coordinator:
     def _give_in(self, gone: Gone) -> None:
         """Members have given up this process; they live, though their connections end.
 
-        Those that have not are told the same, so that nobody is left who takes the others for dead.
+        Those that have not are told the same, so that no rank is left that takes the others for
+        dead.
         """
         self._state = _State.CLOSED
         self.report(gone)
@@ -349,15 +319,13 @@ class Coordinator:
         connection = self._controls.pop(rank)
         connection.close()
         self._joining.discard(rank)
-        self._to_reach.pop(rank, None)
+        self._reachability.forget(rank)
         with self._changed:
             formed = self._state is _State.FORMED
             if not formed:
-                self._members.pop(rank, None)
-                if self._deadline is not None and is_last_moment(self._deadline):
-                    self._gave_up.add(rank)
+                self._roster.strike(rank)
         if not formed:
-            self._tell_all(Waiting(self._missing()))
+            self._tell_all(Waiting(self._roster.missing()))
             self._tell_hopeless()
             return
         self._silence.forget(rank)
@@ -371,7 +339,7 @@ class Coordinator:
 
     def report(self, gone: Gone) -> None:
         """Tell everyone that a rank is gone."""
-        self._on_gone(gone)
+        self._told.on_gone(gone)
         self._tell_all(gone)
 
     def _tell_all(self, message: Message) -> None:
@@ -413,7 +381,7 @@ class Coordinator:
         self._controls.clear()
 
     def _pass_on_last_words(self) -> None:
-        """Tell the others who left or fell at the same moment: after this nobody can."""
+        """Tell the others who left or fell at the same moment: after this none can."""
         for rank, connection in list(self._controls.items()):
             try:
                 while self._controls.get(rank) is connection:
@@ -424,26 +392,3 @@ class Coordinator:
             except RankwireError as error:
                 connection.fail(error)
                 self._ended(rank, error)
-
-
-def silent_reason(seconds: float) -> str:
-    """Return the reason for giving up a rank whose connection stands."""
-    return (
-        f"its process has been silent for {seconds:.3g} s although its connection stands: stopped, "
-        "out of memory, or busy in native code with the interpreter lock held"
-    )
-
-
-def tell(connection: Connection, message: Message, deadline: Deadline | None = None) -> None:
-    """Send a control message; without a deadline one that is small, without waiting.
-
-    A member that does not take it is as good as gone, but for a beat, of which one may be left out.
-    """
-    payload = pack(message)
-    try:
-        connection.send(CONTROL, ([payload], len(payload)), deadline or Deadline(0.0))
-    except DeadlineExceededError as error:
-        if not isinstance(message, Beat):
-            connection.fail(error)
-    except RankwireError as error:
-        connection.fail(error)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from rankwire.rendezvous.control_messages import Patience
 
-__all__ = ["Change", "Judgement", "Silence"]
+__all__ = ["Change", "Judgement", "Silence", "silent_reason"]
 
 # A judge that comes so many beats late was not running.
 _LATE_BEATS = 3.0
@@ -110,3 +110,11 @@ class Silence:
         if missed > _LATE_BEATS * self._patience.beat:
             for rank, at in self._heard.items():
                 self._heard[rank] = min(now, at + missed)
+
+
+def silent_reason(seconds: float) -> str:
+    """Return the reason for giving up a rank whose connection stands."""
+    return (
+        f"its process has been silent for {seconds:.3g} s although its connection stands: stopped, "
+        "out of memory, or busy in native code with the interpreter lock held"
+    )

@@ -41,7 +41,7 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.rendezvous.coordinator import is_last_moment
+from rankwire.rendezvous.roster import is_last_moment
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
@@ -145,24 +145,20 @@ class _Attempt:
         self._is_let_in = False
         self._without_secret: Deadline | None = None
         self.refusals = 0
-        self._trouble_of_connecting: RankwireError | None = None
-        self._trouble_of_handshake: RankwireError | None = None
+        self._troubles: dict[bool, RankwireError] = {}  # the last, by whether it was connected
 
     @property
     def trouble(self) -> RankwireError | None:
         """What to blame if there is no time left.
 
-        A handshake that failed says more than a connection that was refused later: whoever listened
+        A handshake that failed says more than a connection that was refused later: the coordinator
         has given up by then, perhaps for the same reason.
         """
-        return self._trouble_of_handshake or self._trouble_of_connecting
+        return self._troubles.get(True) or self._troubles.get(False)
 
     def note(self, trouble: RankwireError) -> None:
         """Remember why the last try failed."""
-        if self._is_connected:
-            self._trouble_of_handshake = trouble
-        else:
-            self._trouble_of_connecting = trouble
+        self._troubles[self._is_connected] = trouble
 
     def run(self) -> tuple[World, Connection, list[Frame]]:
         self._missing = self._missing_at_first
@@ -193,7 +189,7 @@ class _Attempt:
         return authenticate(sock, self._hello, key=key, deadline=limit, policy=self._policy)
 
     def _no_secret(self) -> RankwireError:
-        """Nobody has laid out a secret: a launcher's socket may listen before rank 0 is there."""
+        """No secret is laid out: a launcher's socket may listen before rank 0 is there."""
         self._without_secret = self._without_secret or Deadline(HANDSHAKE_LIMIT)
         reason = f"something listens on {self._address}, but there is no secret of its rank 0"
         if not self._without_secret.expired:

@@ -15,12 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    InvalidMessageError,
-    PeerLostError,
-    RankwireError,
-)
+from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import Policy
@@ -119,7 +114,7 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 
 
 class Asked(msgspec.Struct, frozen=True, tag="asked"):
-    """To node 0: someone sent me this signal, and means the job."""
+    """To node 0: this signal came here, and means the job."""
 
     number: int
 
@@ -137,7 +132,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     Attributes:
         code: The exit code.
         text: What became of the job, if there is something to say.
-        was_asked: Whether someone asked the job to end: then who does not read is not waited for.
+        was_asked: Whether the user asked the job to end: then who does not read is not waited for.
     """
 
     code: int
@@ -180,7 +175,7 @@ class LauncherLink:
         return self._connection.fileno()
 
     def tell(self, message: Message) -> None:
-        """Send a message without waiting; whoever does not take it is found gone by ``receive``."""
+        """Send a message without waiting; ``receive`` finds who does not take it to be gone."""
         payload = _encode(message)
         try:
             self._connection.send(CONTROL, ([payload], len(payload)), Deadline(0.5))
@@ -243,7 +238,7 @@ def dial_launcher(
         check: Called now and then while waiting; what it raises ends the wait.
 
     Raises:
-        NoConnectionError: Nobody listens there yet.
+        NoConnectionError: No launcher listens there yet.
         AuthenticationError: The secrets differ, or TLS is not possible with it.
         RendezvousError: It does not want this node.
         DeadlineExceededError: No answer in time.
@@ -254,12 +249,7 @@ def dial_launcher(
     try:
         hello = Hello(Purpose.LAUNCH, job_id(LAUNCH_JOB), 0, nodes, node, 0)
         stream, seals = authenticate(
-            sock,
-            hello,
-            key=handshake_key(secret),
-            deadline=limit,
-            check=check,
-            policy=policy,
+            sock, hello, key=handshake_key(secret), deadline=limit, check=check, policy=policy
         )
         expect_prompt_reading(stream)
         return LauncherLink(Connection(stream, peer=0, max_nbytes=MAX_LAUNCHER_NBYTES, seals=seals))

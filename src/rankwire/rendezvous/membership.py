@@ -14,6 +14,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
+from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import (
     CONTROL,
     Beat,
@@ -24,8 +25,7 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.rendezvous.coordinator import silent_reason, tell
-from rankwire.rendezvous.heartbeat import Change, Silence
+from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
 
@@ -45,14 +45,16 @@ class Audience(Protocol):
         """A beat has come, with the ranks that missed theirs."""
 
     def on_coordinator_gone(self, error: RankwireError) -> None:
-        """The control connection has ended: nobody tells any more who is gone."""
+        """The control connection has ended: it is not told any more who is gone."""
 
 
 class Membership:
-    """See the module. ``begin`` before the acceptor starts, ``leave`` after it has stopped.
+    """Beats, and listens to the coordinator.
+
+    ``begin`` before the acceptor starts, ``leave`` after it has stopped.
 
     Attributes:
-        has_ended: Whether the coordinator is gone, so that nobody hears any more what is said.
+        has_ended: Whether the coordinator is gone, so that what is said is not heard any more.
     """
 
     def __init__(

@@ -4,6 +4,8 @@ A rank advertises the address that reached the coordinator, which is right unles
 between them translates addresses, or forbids connections the other way. Then the rank is told at
 once, instead of the first rank that needs it. A connection is opened and closed, no more: who
 listens is proved by the handshake of every connection.
+
+All but the tries themselves, each on a thread of its own, happens on the acceptor's thread.
 """
 
 from __future__ import annotations
@@ -13,12 +15,63 @@ from collections.abc import Callable
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.links.acceptor import Acceptor
+from rankwire.links.connection import Connection
 from rankwire.links.sockets import TcpAddress, connect_tcp
-from rankwire.rendezvous.control_messages import Member
+from rankwire.rendezvous.control_messages import Join, Member
+from rankwire.rendezvous.runtime_dir import host_id
 
-__all__ = ["call_back"]
+__all__ = ["Reachability"]
 
 _LIMIT = 5.0
+
+
+class Reachability:
+    """Tries to reach the ranks that join, one try at a time for each: one may join again and again.
+
+    Args:
+        acceptor: On whose thread the answers are wanted.
+        on_answer: Called there with the connection of a rank that is still there, what it said
+            when it joined, and why it cannot be reached: an empty text if it can.
+    """
+
+    def __init__(
+        self, acceptor: Acceptor, on_answer: Callable[[Connection, Join, str], None]
+    ) -> None:
+        self._acceptor = acceptor
+        self._on_answer = on_answer
+        self._host_id = host_id()
+        self._present: dict[int, Connection] = {}  # who waits for an answer
+        self._waiting: dict[int, Join] = {}  # what they said, until they are tried
+        self._tried: set[int] = set()
+
+    def check(self, connection: Connection, join: Join) -> None:
+        """See whether a rank can be reached; within this host it can."""
+        if join.member.host_id == self._host_id:
+            self._on_answer(connection, join, "")
+            return
+        rank = join.member.rank
+        self._present[rank], self._waiting[rank] = connection, join
+        if rank not in self._tried:
+            self._try(rank)
+
+    def forget(self, rank: int) -> None:
+        """Take in that a rank is gone; an answer for it is not wanted any more."""
+        self._present.pop(rank, None)
+        self._waiting.pop(rank, None)
+
+    def _try(self, rank: int) -> None:
+        connection, join = self._present[rank], self._waiting.pop(rank)
+
+        def answered(trouble: str) -> None:
+            self._tried.discard(rank)
+            if rank in self._waiting:
+                self._try(rank)
+            elif self._present.get(rank) is connection:
+                self._on_answer(connection, join, trouble)
+
+        call_back(join.member, lambda trouble: self._acceptor.call_soon(lambda: answered(trouble)))
+        self._tried.add(rank)
 
 
 def call_back(member: Member, tell: Callable[[str], None]) -> None:

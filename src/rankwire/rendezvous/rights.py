@@ -1,12 +1,12 @@
 """What a rank may say to the coordinator: of itself anything, of others nothing. Pure: a table.
 
-A control connection is bound to its rank by the handshake. Whoever says there what only the
+A control connection is bound to its rank by the handshake. A rank that says there what only the
 coordinator may say, or speaks of another rank, is broken or was taken over: the coordinator gives
 it up and tells all others why. One verdict is a rank's own, that the coordinator has been silent
 for too long. It counts only if the coordinator finds by its own clock that it did not run; so no
 rank can end a world by a word.
 
-The coordinator is believed by all: it knows who is who, and nobody could check what it says.
+The coordinator is believed by all: it knows who is who, and no rank could check what it says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The runtime folder of this user on this host: who can share socket files, and where they are.
 
 A folder is used only if it is this user's, closed to all others and no link, and if what it is in
-lets nobody else replace it. So it need not be trusted who made it.
+lets no other user replace it. So it need not be trusted who made it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def find_runtime_folder() -> tuple[Path, str]:
 
     In this order: ``RANKWIRE_RUNTIME_DIR``; ``rankwire`` in ``XDG_RUNTIME_DIR``;
     ``rankwire-UID`` in ``/tmp``, which another user can make first and so take away; and what
-    nobody else can take, a folder in this user's home, for this host alone.
+    no other user can take, a folder in this user's home, for this host alone.
 
     Raises:
         ConfigurationError: None is.
@@ -89,7 +89,7 @@ def find_runtime_folder() -> tuple[Path, str]:
 def runtime_folders() -> Iterator[Path]:
     """Yield every safe folder that is there: another process may have chosen a later one.
 
-    Whoever blocks one can clear the way between the choices of two processes.
+    A user that blocks one can clear the way between the choices of two processes.
     """
     for candidate in _candidates():
         with suppress(ConfigurationError):
@@ -149,7 +149,7 @@ def _made(candidate: _Candidate) -> Path:
 
 
 def _check_base(candidate: _Candidate) -> None:
-    """Raise unless nobody else can put another folder in the place of one in ``base``."""
+    """Raise if another user can put another folder in the place of one in ``base``."""
     try:
         status = candidate.base.stat()
     except OSError as error:
@@ -161,7 +161,7 @@ def _check_base(candidate: _Candidate) -> None:
 
 
 def _check_folder(candidate: _Candidate) -> None:
-    """Raise unless the folder is there, this user's, no link, and closed to everybody else."""
+    """Raise unless the folder is there, this user's, no link, and closed to all other users."""
     _check_base(candidate)
     folder = candidate.base
     for name in candidate.names:

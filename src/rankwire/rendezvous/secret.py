@@ -104,7 +104,7 @@ class AgreedSecret:
         self._path = runtime_folder() / f"secret-{self._namespace}-{port}"
 
     def publish(self) -> bytes:
-        """Make a new one. Called between binding and listening, so whoever connects finds it."""
+        """Make a new one. Called between binding and listening, so ranks that connect find it."""
         secret = secrets.token_bytes(32)
         draft = self._path.with_suffix(f".{os.getpid()}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -141,7 +141,7 @@ def _sweep(newest: Path, namespace: int) -> None:
 
     How old they are is asked of the file system, by a file that was written just now.
 
-    In this network namespace, it is gone when nobody listens at its port, but for the moment
+    In this network namespace, it is gone when no process listens at its port, but for the moment
     between laying out the secret and listening. Of another namespace that is not seen; there, no
     world is still forming after a day.
     """
@@ -166,7 +166,7 @@ def _sweep(newest: Path, namespace: int) -> None:
 
 
 def _listening_ports() -> set[int]:
-    """Return the TCP ports of this network namespace at which someone listens, as far as told."""
+    """Return the TCP ports of this network namespace at which processes listen, as far as told."""
     ports = set()
     for table in ("tcp", "tcp6"):
         try:

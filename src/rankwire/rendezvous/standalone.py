@@ -15,12 +15,7 @@ from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.security import Policy, choose_policy
-from rankwire.links.sockets import (
-    TcpAddress,
-    expect_prompt_reading,
-    listen_tcp,
-    start_listening,
-)
+from rankwire.links.sockets import TcpAddress, expect_prompt_reading, listen_tcp, start_listening
 from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Gone, Suspected, World
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.launchers import LAUNCH_JOB, MAX_LAUNCHER_NBYTES, LauncherLink
@@ -37,7 +32,7 @@ __all__ = ["CoordinatorHost", "bind"]
 
 
 def bind(address: str) -> socket.socket:
-    """Return a socket bound to ``host:port``, so that nobody else can take it.
+    """Return a socket bound to ``host:port``, so that no other process can take it.
 
     Raises:
         ConfigurationError: It cannot be had.
@@ -135,7 +130,7 @@ class CoordinatorHost:
         return rank_key(self._secret, hello.rank)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
-        """See ``House``."""
+        """Judge who dials: a rank by the coordinator, a launcher by what is known of its node."""
         if hello.purpose is Purpose.LAUNCH:
             return self._admit_launcher(hello)
         if hello.job != self._job:
@@ -154,7 +149,7 @@ class CoordinatorHost:
         return Status.WELCOME, 0
 
     def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
-        """See ``House``."""
+        """Give a connection that was welcomed to the coordinator, or to the owner of launchers."""
         expect_prompt_reading(sock)
         is_launcher = hello.purpose is Purpose.LAUNCH
         longest = MAX_LAUNCHER_NBYTES if is_launcher else MAX_MEMBER_NBYTES

@@ -7,33 +7,24 @@ A job about which nothing is known for certain counts as going on.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rankwire.rpc.circles import ActiveCall, Key
-from rankwire.rpc.context import Call
 
-__all__ = ["QUESTION", "Servable", "give_account"]
+if TYPE_CHECKING:
+    from rankwire.rpc.served_call import ServedCall
+
+__all__ = ["QUESTION", "give_account"]
 
 # Called like a function, but no function can be registered by such a name. Its arguments are the
 # calls in question, as [rank, src, request id].
 QUESTION = "\0calls"
 
 
-class Servable(Protocol):
-    """A call in service, as far as it is known here."""
-
-    depth: int
-    call: Call
-
-    @property
-    def needs_event_loop(self) -> bool:
-        """Whether it is a coroutine that has not ended."""
-
-
 def give_account(
     rank: int,
     workers: int,
-    jobs: Mapping[Key, Servable],
+    jobs: Mapping[Key, ServedCall],
     queued: Collection[object],
     asked: Iterable[Key],
 ) -> dict[Key, ActiveCall]:
@@ -59,7 +50,7 @@ def give_account(
 def _describe(
     rank: int,
     workers: int,
-    jobs: Mapping[Key, Servable],
+    jobs: Mapping[Key, ServedCall],
     queued: Collection[object],
     key: Key,
 ) -> ActiveCall:
@@ -69,36 +60,33 @@ def _describe(
     if job in queued:
         needs = _running(jobs, workers)
         doing = f"waits for one of {workers} workers"
-    elif job.call.waiting is not None:
-        waiting = job.call.waiting
+    elif job.waiting is not None:
+        waiting = job.waiting
         needs = [Key(waiting.dst, rank, request_id) for request_id in waiting.request_ids]
         wait = waiting.number
         turn = " its turn to call" if waiting.is_for_room else ""
         doing = f"waits for{turn} rank {waiting.dst} {waiting.name!r}"
     elif job.needs_event_loop and (holder := _event_loop_holder(jobs)) is not None:
         needs = [holder]
-        doing = f"waits for the event loop, which {jobs[holder].call.name!r} blocks"
+        doing = f"waits for the event loop, which {jobs[holder].name!r} blocks"
     else:
         doing = "is running"
-        if job.call.outgoing:
-            calls = [f"rank {made.dst} {made.name!r}" for made in list(job.call.outgoing.values())]
+        if job.outgoing:
+            calls = [f"rank {made.dst} {made.name!r}" for made in list(job.outgoing.values())]
             doing += f" and has calls in flight: {', '.join(calls[:3])}"
-        elif job.call.unanswered is not None:
-            late = job.call.unanswered
+        elif job.unanswered is not None:
+            late = job.unanswered
             doing += f" after it waited for rank {late.dst} {late.name!r} until its deadline"
-    call = job.call
-    return ActiveCall(call.name, job.depth, call.deadline.waited, doing, tuple(needs), wait)
+    return ActiveCall(job.name, job.depth, job.deadline.waited, doing, tuple(needs), wait)
 
 
-def _running(jobs: Mapping[Key, Servable], workers: int) -> list[Key]:
+def _running(jobs: Mapping[Key, ServedCall], workers: int) -> list[Key]:
     """Return the calls that have all the places of workers; none if that is not sure."""
-    running = [key for key, job in jobs.items() if job.depth == 0 and job.call.worker is not None]
+    running = [key for key, job in jobs.items() if job.depth == 0 and job.worker is not None]
     return sorted(running) if len(running) >= workers else []
 
 
-def _event_loop_holder(jobs: Mapping[Key, Servable]) -> Key | None:
+def _event_loop_holder(jobs: Mapping[Key, ServedCall]) -> Key | None:
     """Return the coroutine that blocks the event loop with a call, if there is one."""
-    holders = [
-        key for key, job in jobs.items() if job.needs_event_loop and job.call.waiting is not None
-    ]
+    holders = [key for key, job in jobs.items() if job.needs_event_loop and job.waiting is not None]
     return holders[0] if len(holders) == 1 else None

@@ -18,7 +18,8 @@ from numbers import Real
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from rankwire.backends.base import Backend, check_pickle, check_rank
+from rankwire.backends.arguments import check_pickle, check_rank
+from rankwire.backends.base import Backend
 from rankwire.backends.calls import IncomingCall
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
@@ -34,17 +35,16 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import disown, guard
+from rankwire.links.reply import Reply
 from rankwire.rpc.accounts import QUESTION
+from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.circles import ActiveCall, Key, unpack
-from rankwire.rpc.context import Call, describe_chain, serving
 from rankwire.rpc.future import RpcFuture
-from rankwire.rpc.incoming import Limits, Server
-from rankwire.rpc.loopback import Loopback
-from rankwire.rpc.messages import Chain, Encoded, decode_reply, encode_request
+from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
-from rankwire.rpc.outgoing import Lane, Outgoing
 from rankwire.rpc.registry import Registry
 from rankwire.rpc.room import DEFAULT_QUEUED_NBYTES, ROOM, SMALL_NBYTES, Allowance
+from rankwire.rpc.server import Limits, Server
 from rankwire.shutdown import close_at_exit
 from rankwire.wire.mailbox import Receive
 
@@ -126,8 +126,7 @@ class RpcAgent:
             on_end=self._ended_by_itself,
         )
         self._nested = Nested(self._server, self._ask)
-        self._loopback = Loopback(backend.rank, self._server.serve_own, self._server.cancel_own)
-        self._server.start(self._loopback)
+        self._server.start()
         guard(self)
         close_at_exit(self)
 
@@ -198,7 +197,7 @@ class RpcAgent:
 
     def lookup(self, name: str) -> Callable[..., Any] | None:
         """Return the function registered under a name, or None."""
-        function = self._registry.find(name)
+        function = self._registry.functions.get(name)
         return None if function is None else function.target
 
     # -- calling -----------------------------------------------------------------------------------
@@ -234,54 +233,31 @@ class RpcAgent:
             UnsupportedTypeError: An argument cannot be sent.
         """
         call = serving.get()
-        deadline = self._deadline(timeout, call)
-        name = self._registry.name_of(function)
+        if call is None:
+            deadline = Deadline(self.timeout if timeout is None else timeout)
+        else:
+            deadline = self._nested_deadline(timeout, call)
+        name = function if type(function) is str else self._registry.name_of(function)
         try:
-            lane, dst = self._lane(dst)
-            self._wait_for_room(lane, dst, name, deadline, call)
-            buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
-            request_id = next(self._ids)
-            if call is not None:
-                self._before_waiting(call)
-            try:
-                if nbytes > SMALL_NBYTES and self._make_room(
-                    lane, dst, request_id, nbytes, deadline, call
-                ):
-                    buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
-                receive = lane.call(dst, request_id, buffers, nbytes, deadline)
-            except BaseException:
-                if nbytes > SMALL_NBYTES:
-                    self._leave_room(lane, dst, request_id)
-                raise
+            if type(dst) is not int or not 0 <= dst < self.backend.world_size:
+                dst = check_rank(dst, self.backend.world_size)
+            reply = self._call(dst, next(self._ids), name, deadline, call, args, kwargs)
             try:
                 if call is not None:
-                    nested = Outgoing(lane, dst, request_id, name, receive)
-                    call.began(nested)
-                    self._nested.drive(call, nested, deadline, patient=True)
-                payload = lane.wait(dst, receive, deadline)
-            except DeadlineExceededError as error:
-                error.may_have_run = True
-                self._explain_delay(error, dst, request_id, name)
-                lane.cancel(dst, request_id)
-                raise
-            except (PeerLostError, ChannelClosedError) as error:
-                error.may_have_run = True
-                lane.cancel(dst, request_id)
-                raise
+                    made = MadeCall(self._port, dst, name, reply)
+                    call.began(made)
+                    self._nested.drive(call, made, deadline, patient=True)
+                payload = reply.wait(deadline)
             except (CircularCallError, CallCancelledError):
                 raise  # given up by another thread or another look, which has told the callee
-            except BaseException:  # an interrupt: the callee need not go on
-                try:
-                    lane.forget(dst, receive)
-                finally:
-                    lane.forget(dst, receive)  # another one may have fallen into the first
-                lane.cancel(dst, request_id)
+            except BaseException as error:
+                self._give_up(reply, error, dst, name)
                 raise
             finally:
                 if call is not None:
-                    call.ended(request_id)
-                if nbytes > SMALL_NBYTES:
-                    self._allowance.give_back(request_id)
+                    call.ended(reply.request_id)
+                if self._allowance.taken:
+                    self._allowance.give_back(reply.request_id)
             return decode_reply(self.codec, payload, dst, deadline.limit)
         except RankwireError as error:
             raise self._explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
@@ -304,104 +280,124 @@ class RpcAgent:
         many large ones wait there (``max_queued_nbytes``).
         """
         call = serving.get()
-        deadline = self._deadline(timeout, call)
-        name = self._registry.name_of(function)
+        if call is None:
+            deadline = Deadline(self.timeout if timeout is None else timeout)
+        else:
+            deadline = self._nested_deadline(timeout, call)
+        name = function if type(function) is str else self._registry.name_of(function)
         try:
-            lane, dst = self._lane(dst)
-            self._wait_for_room(lane, dst, name, deadline, call)
-            buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
+            if type(dst) is not int or not 0 <= dst < self.backend.world_size:
+                dst = check_rank(dst, self.backend.world_size)
         except RankwireError as error:
-            raise self._explained(
-                error, "rpc_async", name, dst, deadline, call
-            ) from error.__cause__
-        future = RpcFuture(self, lane, dst, next(self._ids), name, deadline, call)
+            raise self._explained(error, "rpc_async", name, dst, deadline, call) from None
+        future = RpcFuture(self, self._port, dst, next(self._ids), name, deadline, call)
         try:
-            if nbytes > SMALL_NBYTES and self._make_room(
-                lane, dst, future.request_id, nbytes, deadline, call
-            ):
-                buffers, nbytes = self._encode(name, deadline, call, args, kwargs)
-            self._track(future)
-            receive = lane.call(
-                dst,
-                future.request_id,
-                buffers,
-                nbytes,
-                deadline,
-                lambda r: self._replied(future, r),
-                hold=True,
-            )
-            future.sent(receive)
-            if receive.done:
-                self._replied(future, receive)
+            reply = self._call(dst, future.request_id, name, deadline, call, args, kwargs, future)
+            future.sent(reply)
+            if reply.done:
+                self.replied(future, reply)
             elif call is not None:
-                call.began(future.outgoing(receive))
+                call.began(MadeCall(self._port, dst, name, reply))
                 if future.done():  # at this moment
                     call.ended(future.request_id)
         except BaseException as error:
-            if nbytes > SMALL_NBYTES:
-                self._leave_room(lane, dst, future.request_id)
             if not isinstance(error, RankwireError):  # an interrupt: nobody will have the future
                 self.settled(future)
-                lane.cancel(dst, future.request_id)
+                self._port.cancel(dst, future.request_id)
                 raise
-            future.fail(self._explained(error, "rpc_async", name, dst, deadline, call))
+            cause = error.__cause__
+            error = self._explained(error, "rpc_async", name, dst, deadline, call)
+            if future.request_id not in self._futures:  # it did not come to a call
+                raise error from cause
+            future.fail(error)
         return future
 
-    def _lane(self, dst: int) -> tuple[Lane, int]:
-        """Return the way to a rank, and the rank as a plain integer."""
-        if self._closed or self.backend.closed:
-            raise ChannelClosedError("this agent is closed")
-        dst = check_rank(dst, self.backend.world_size)
-        return (self._loopback if dst == self.backend.rank else self._port), dst
-
-    def _deadline(self, timeout: float | None, call: Call | None) -> Deadline:
-        """Return the deadline of a call made now, perhaps while serving another one."""
-        deadline = Deadline.of(timeout, self.timeout)
-        if call is not None and call.deadline.remaining() < deadline.limit:
-            return Deadline(call.deadline.remaining())
-        return deadline
-
-    def _encode(
+    def _call(
         self,
+        dst: int,
+        request_id: int,
         name: str,
         deadline: Deadline,
         call: Call | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Encoded:
+        future: RpcFuture | None = None,
+    ) -> Reply:
+        """Send a request; a future is known from the moment on when its reply may come."""
+        if self._closed:
+            raise ChannelClosedError("this agent is closed")
         chain = [] if call is None else self._chain(call)
-        buffers, nbytes = encode_request(
-            self.codec, name, float(deadline.remaining()), chain, args, kwargs
-        )
-        if nbytes > self.backend.max_message_nbytes:
-            raise MessageTooLargeError(nbytes, self.backend.max_message_nbytes)
-        return buffers, nbytes
+        if call is not None:
+            self._before_waiting(call)
+        on_reply = None
+        has_room = False
+        while True:
+            message = encode_request(self.codec, name, deadline.remaining(), chain, args, kwargs)
+            if message[1] > self.backend.max_message_nbytes:
+                raise MessageTooLargeError(message[1], self.backend.max_message_nbytes)
+            if future is not None:
+                self._track(future)
+                on_reply = future.on_reply
+            if message[1] > SMALL_NBYTES and not has_room:
+                has_room = True
+                if self._make_room(dst, request_id, message[1], deadline, call):
+                    continue  # that took time, which the request must not promise again
+            try:
+                reply = self._port.call(
+                    dst,
+                    request_id,
+                    message,
+                    deadline,
+                    on_reply,
+                    hold=future is not None,
+                    limit=self._max_in_flight,
+                )
+            except BaseException:
+                if message[1] > SMALL_NBYTES:
+                    self._leave_room(dst, request_id)
+                raise
+            if reply is not None:
+                return reply
+            self._futures.pop(request_id, None)
+            self._wait_for_room(dst, name, deadline, call)
+
+    def _give_up(self, reply: Reply, error: BaseException, dst: int, name: str) -> None:
+        """Tell the callee of a call whose caller stops waiting that it need not go on."""
+        if isinstance(error, DeadlineExceededError):
+            error.may_have_run = True
+            self._explain_delay(error, dst, reply.request_id, name)
+        elif isinstance(error, (PeerLostError, ChannelClosedError)):
+            error.may_have_run = True
+        else:  # an interrupt
+            try:
+                reply.withdraw()
+            finally:
+                reply.withdraw()  # another one may have fallen into the first
+        self._port.cancel(dst, reply.request_id)
+
+    def _nested_deadline(self, timeout: float | None, call: Call) -> Deadline:
+        """Return the deadline of a call made now, while serving another one."""
+        deadline = Deadline.of(timeout, self.timeout)
+        left = call.deadline.remaining()
+        return Deadline(left) if left < deadline.limit else deadline
 
     def _chain(self, call: Call) -> Chain:
         """Return the chain of a call that is made while serving ``call``."""
         return [*call.links, self.backend.rank, call.name]
 
-    def _wait_for_room(
-        self, lane: Lane, dst: int, name: str, deadline: Deadline, call: Call | None
-    ) -> None:
+    def _wait_for_room(self, dst: int, name: str, deadline: Deadline, call: Call | None) -> None:
         limit = self._max_in_flight
         if call is None:
-            has_room = lane.wait_for_room(dst, limit, deadline)
+            has_room = self._port.wait_for_room(dst, limit, deadline)
         else:
-            has_room = self._nested.wait_for_room(call, lane, dst, name, limit, deadline)
+            has_room = self._nested.wait_for_room(call, self._port, dst, name, limit, deadline)
         if not has_room:
             raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
 
     # -- room for large calls ----------------------------------------------------------------------
 
     def _make_room(
-        self,
-        lane: Lane,
-        dst: int,
-        request_id: int,
-        nbytes: int,
-        deadline: Deadline,
-        call: Call | None,
+        self, dst: int, request_id: int, nbytes: int, deadline: Deadline, call: Call | None
     ) -> bool:
         """See to it that the callee has room for a large call; return whether that took time.
 
@@ -410,28 +406,32 @@ class RpcAgent:
         """
         if call is not None or self._allowance.take(dst, request_id, nbytes):
             return False
-        left = float(deadline.remaining())
+        left = deadline.remaining()
         ask = encode_request(self.codec, ROOM, left, [], (request_id, nbytes), {})
-        receive = lane.call(dst, next(self._ids), *ask, deadline)
         try:
-            decode_reply(self.codec, lane.wait(dst, receive, deadline), dst, deadline.limit)
-        except DeadlineExceededError as error:
-            error.explain(
-                f"it had no room for another {nbytes} bytes of calls that wait for a worker "
-                "(max_queued_nbytes)"
-            )
-            raise
-        except RankwireError:
-            raise
-        except BaseException:  # an interrupt, perhaps before anyone waited: no answer will come
-            lane.forget(dst, receive)
+            reply = self._port.call(dst, next(self._ids), ask, deadline)
+            assert reply is not None  # there is no limit on questions
+            try:
+                decode_reply(self.codec, reply.wait(deadline), dst, deadline.limit)
+            except RankwireError:
+                raise
+            except BaseException:  # an interrupt, perhaps before anyone waited
+                reply.withdraw()
+                raise
+        except BaseException as error:
+            if isinstance(error, DeadlineExceededError):
+                error.explain(
+                    f"it had no room for another {nbytes} bytes of calls that wait for a worker "
+                    "(max_queued_nbytes)"
+                )
+            self._leave_room(dst, request_id)
             raise
         return True
 
-    def _leave_room(self, lane: Lane, dst: int, request_id: int) -> None:
+    def _leave_room(self, dst: int, request_id: int) -> None:
         """A large call was not sent: what was kept for it, here and there, is free again."""
         self._allowance.give_back(request_id)
-        lane.cancel(dst, request_id)
+        self._port.cancel(dst, request_id)
 
     # -- calls of functions that are being served --------------------------------------------------
 
@@ -442,15 +442,16 @@ class RpcAgent:
         if call.worker is not None:
             self._server.about_to_block(call.worker)
 
-    def drive(self, future: RpcFuture, receive: Receive, deadline: Deadline) -> bool:
+    def drive(self, future: RpcFuture, reply: Reply, deadline: Deadline) -> bool:
         """Wait for the reply of a future; False if the deadline passes first."""
         call = serving.get()
         if call is None:
-            return future.lane.drive(future.dst, receive, deadline)
+            return reply.drive(deadline)
         self._before_waiting(call)
         # A function that waits for less than the call may take can go on without it.
         patient = deadline is future.deadline
-        return self._nested.drive(call, future.outgoing(receive), deadline, patient=patient)
+        made = MadeCall(self._port, future.dst, future.name, reply)
+        return self._nested.drive(call, made, deadline, patient=patient)
 
     def _ask(
         self, rank: int, keys: Iterable[Key], deadline: Deadline
@@ -461,10 +462,10 @@ class RpcAgent:
         try:
             arguments = tuple(list(key) for key in keys)
             left = float(deadline.remaining())
-            encoded = encode_request(self.codec, QUESTION, left, [], arguments, {})
-            receive = self._port.call(rank, next(self._ids), *encoded, deadline)
-            payload = self._port.wait(rank, receive, deadline)
-            told = decode_reply(self.codec, payload, rank, deadline.limit)
+            question = encode_request(self.codec, QUESTION, left, [], arguments, {})
+            reply = self._port.call(rank, next(self._ids), question, deadline)
+            assert reply is not None  # there is no limit on questions
+            told = decode_reply(self.codec, reply.wait(deadline), rank, deadline.limit)
             return unpack(told, rank, self.backend.world_size)
         except RankwireError as error:
             _log.debug("rank %d did not say what it is doing: %s", rank, error)
@@ -506,7 +507,8 @@ class RpcAgent:
         self._futures[future.request_id] = future
         self._server.expect_work()
 
-    def _replied(self, future: RpcFuture, receive: Receive) -> None:
+    def replied(self, future: RpcFuture, receive: Receive) -> None:
+        """End a future with the reply that has come."""
         try:
             payload = receive.result()
         except RankwireError as error:
@@ -628,7 +630,6 @@ class RpcAgent:
     def _end_all(self) -> None:
         """End what still waits: this agent is closed, or its backend is."""
         cause = ChannelClosedError("this agent is closed")
-        self._loopback.close(cause)
         for future in list(self._futures.values()):
             self._fail(future, cause.copy())
 

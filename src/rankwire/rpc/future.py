@@ -15,13 +15,14 @@ from concurrent.futures import Future, InvalidStateError
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
-from rankwire.rpc.outgoing import Lane, Outgoing
+from rankwire.links.reply import Reply
 from rankwire.wire.mailbox import Receive
 
 if TYPE_CHECKING:
     from rankwire.rpc.agent import RpcAgent
-    from rankwire.rpc.context import Call
+    from rankwire.rpc.call import Call
 
 __all__ = ["RpcFuture"]
 
@@ -45,7 +46,7 @@ class RpcFuture(Future[Any]):
     def __init__(
         self,
         agent: RpcAgent,
-        lane: Lane,
+        port: CallPort,
         dst: int,
         request_id: int,
         name: str,
@@ -55,9 +56,9 @@ class RpcFuture(Future[Any]):
         super().__init__()
         self._condition.__class__ = _Condition
         self._agent = agent
-        self._receive: Receive | None = None
+        self._reply: Reply | None = None
         self.call = call  # what was served when it was made
-        self.lane = lane
+        self._port = port
         self.dst = dst
         self.request_id = request_id
         self.name = name
@@ -79,9 +80,9 @@ class RpcFuture(Future[Any]):
         if not super().cancel():
             return False
         self._agent.settled(self)
-        if self._receive is not None:
-            self.lane.forget(self.dst, self._receive)
-            self.lane.cancel(self.dst, self.request_id)
+        if self._reply is not None:
+            self._reply.withdraw()
+            self._port.cancel(self.dst, self.request_id)
         return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
@@ -95,13 +96,13 @@ class RpcFuture(Future[Any]):
 
         return asyncio.wrap_future(self).__await__()
 
-    def outgoing(self, receive: Receive) -> Outgoing:
-        """Return what its caller's side knows of it."""
-        return Outgoing(self.lane, self.dst, self.request_id, self.name, receive)
+    def sent(self, reply: Reply) -> None:
+        """Take note of what will end it."""
+        self._reply = reply
 
-    def sent(self, receive: Receive) -> None:
-        """Take note of what the reply will end."""
-        self._receive = receive
+    def on_reply(self, receive: Receive) -> None:
+        """End it: the reply, or the peer's failure, is known."""
+        self._agent.replied(self, receive)
 
     def resolve(self, value: Any) -> None:
         """End with the call's value, unless it was cancelled."""
@@ -126,9 +127,9 @@ class RpcFuture(Future[Any]):
         """The call's own deadline has passed; ``explain`` takes a moment to ask the callee why."""
         if self.done():
             self._agent.settled(self)  # by a thread that was interrupted before it came to that
-        elif self._receive is None or self.lane.forget(self.dst, self._receive):
+        elif self._reply is None or self._reply.withdraw():
             error = self._agent.too_late(self, explain=explain)
-            self.lane.cancel(self.dst, self.request_id)
+            self._port.cancel(self.dst, self.request_id)
             self.fail(error)
 
     def _drive(self, timeout: float | None) -> float | None:
@@ -136,11 +137,11 @@ class RpcFuture(Future[Any]):
 
         The reply may have been read by another thread, which is about to end the future with it.
         """
-        if self.done() or self._receive is None:
+        if self.done() or self._reply is None:
             return timeout
         limit = Deadline(math.inf if timeout is None else timeout)
-        self._agent.drive(self, self._receive, self.deadline.sooner(limit.remaining()))
-        if self.deadline.expired and not self._receive.done:
+        self._agent.drive(self, self._reply, self.deadline.sooner(limit.remaining()))
+        if self.deadline.expired and not self._reply.done:
             self.expire()
         return None if timeout is None else limit.remaining()
 

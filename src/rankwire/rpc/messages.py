@@ -9,7 +9,6 @@ as text, never as a class to be looked up.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -25,11 +24,11 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.texts import one_line, printable
-from rankwire.wire.frames import Buffer
+from rankwire.wire.frames import Message
 
 __all__ = [
     "Chain",
-    "Encoded",
+    "REPLY_PATHS",
     "Outcome",
     "Request",
     "copied",
@@ -42,7 +41,6 @@ __all__ = [
     "encode_result",
 ]
 
-Encoded = tuple[Sequence[Buffer], int]
 Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us longer to encode
 
 _MAX_TRACEBACK = 65536
@@ -50,7 +48,7 @@ _MAX_NAMES = 1000  # told of what is registered
 _MAX_NUMBER = 2**64  # a size or a rank; wider ones cannot even be printed
 _MAX_CHAIN_TEXT = 65536  # characters of all names; they travel on with every nested call
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
-_REPLY_PATHS = ("outcome", "result")
+REPLY_PATHS = ("outcome", "result")
 _TEXT = frozenset((str,))
 
 
@@ -92,7 +90,7 @@ def encode_request(
     chain: Chain,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Encoded:
+) -> Message:
     """Return a request's buffers and size; arrays in it are not copied."""
     record = [name, timeout, chain, list(args), kwargs]
     return codec.encode_record(record, _REQUEST_PATHS, levels=2)
@@ -131,25 +129,25 @@ def _is_chain(items: list[Any]) -> bool:
     )
 
 
-def encode_result(codec: Codec, value: Any) -> Encoded:
+def encode_result(codec: Codec, value: Any) -> Message:
     """Return the reply that carries a function's result."""
-    return codec.encode_record([0, value], _REPLY_PATHS)
+    return codec.encode_record([0, value], REPLY_PATHS)
 
 
-def copied(encoded: Encoded) -> Encoded:
+def copied(encoded: Message) -> Message:
     """Return the same message in memory of its own."""
     buffers, nbytes = encoded
     return [piece if type(piece) is bytes else bytearray(piece) for piece in buffers], nbytes
 
 
-def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Encoded:
+def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Message:
     """Return a reply other than a result; a text is made as short as it is read."""
     if type(details) is str:
         details = _printable(details)
-    return codec.encode_record([int(outcome), details], _REPLY_PATHS)
+    return codec.encode_record([int(outcome), details], REPLY_PATHS)
 
 
-def encode_failure(codec: Codec, error: BaseException, longest: int | None = None) -> Encoded:
+def encode_failure(codec: Codec, error: BaseException, longest: int | None = None) -> Message:
     """Return the reply for a function that raised: type, message and traceback as text.
 
     Args:

@@ -17,11 +17,11 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
 from rankwire.errors import CircularCallError
+from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import ActiveCall, Circle, Key, find_circle, still_to_ask
-from rankwire.rpc.context import Call
-from rankwire.rpc.outgoing import Lane, Outgoing, Wait
 
 __all__ = ["Nested"]
 
@@ -57,55 +57,55 @@ class Nested:
         self._ask = ask
         self._numbers = itertools.count(1)
 
-    def drive(self, call: Call, nested: Outgoing, deadline: Deadline, *, patient: bool) -> bool:
+    def drive(self, call: Call, made: MadeCall, deadline: Deadline, *, patient: bool) -> bool:
         """Wait for the reply of a call made while serving ``call``; False if it is too late.
 
         If it is in a circle it is given up, so that it ends with ``CircularCallError``.
 
         Args:
             call: What is being served.
-            nested: The call that was made.
+            made: The call that was made.
             deadline: How long.
             patient: Whether the function waits for as long as the call may take; one that looks in
                 now and then may go on in other ways.
         """
-        lane, dst, request_id, name, receive = nested
+        reply = made.reply
         if not patient or not self._server.is_run_here(call):
-            return lane.drive(dst, receive, deadline)
+            return reply.drive(deadline)
         # Most replies come soon; a wait that ends before the first look need not be known.
-        if lane.drive(dst, receive, deadline.sooner(_FIRST_LOOK)):
+        if reply.drive(deadline.sooner(_FIRST_LOOK)):
             return True
-        wait = Wait(next(self._numbers), dst, name, [request_id])
+        wait = Wait(next(self._numbers), made.dst, made.name, [reply.request_id])
 
         def is_over(patience: Deadline) -> bool:
             call.waiting = wait
-            return lane.drive(dst, receive, patience)
+            return reply.drive(patience)
 
         try:
             return self._wait(call, is_over, deadline)
         except CircularCallError as error:
-            nested.give_up(error)
+            made.give_up(error)
             return True
 
     def wait_for_room(
-        self, call: Call, lane: Lane, dst: int, name: str, limit: int, deadline: Deadline
+        self, call: Call, port: CallPort, dst: int, name: str, limit: int, deadline: Deadline
     ) -> bool:
         """Wait until fewer than ``limit`` calls to a rank are in flight; False if it is too late.
 
         Raises:
             CircularCallError: Those that are in flight wait for this one.
         """
-        if lane.wait_for_room(dst, limit, _NOW):
+        if port.wait_for_room(dst, limit, _NOW):
             return True
         if not self._server.is_run_here(call):
-            return lane.wait_for_room(dst, limit, deadline)
-        if lane.wait_for_room(dst, limit, deadline.sooner(_FIRST_LOOK)):
+            return port.wait_for_room(dst, limit, deadline)
+        if port.wait_for_room(dst, limit, deadline.sooner(_FIRST_LOOK)):
             return True
         number = next(self._numbers)
 
         def is_over(patience: Deadline) -> bool:
-            call.waiting = Wait(number, dst, name, lane.calls_to(dst), is_for_room=True)
-            return lane.wait_for_room(dst, limit, patience)
+            call.waiting = Wait(number, dst, name, port.calls_to(dst), is_for_room=True)
+            return port.wait_for_room(dst, limit, patience)
 
         return self._wait(call, is_over, deadline)
 

@@ -41,12 +41,15 @@ class Function:
 class Registry:
     """Functions by name.
 
-    Safe from any thread; readers take no lock, because the tables are replaced and never changed.
+    Safe from any thread; readers take no lock, because the table is replaced and never changed.
+
+    Attributes:
+        functions: The table.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._functions: dict[str, Function] = {}
+        self.functions: dict[str, Function] = {}
 
     def add(
         self, name: str, target: Callable[..., Any], *, replace: bool, copies: bool = False
@@ -64,27 +67,23 @@ class Registry:
         if not callable(target):
             raise ConfigurationError(f"{name!r} needs a function, not {type(target).__name__}")
         with self._lock:
-            if name in self._functions and not replace:
+            if name in self.functions and not replace:
                 raise ConfigurationError(
                     f"{name!r} is registered already; replace=True replaces it"
                 )
             function = Function(name, target, copies=copies)
-            self._functions = {**self._functions, name: function}
+            self.functions = {**self.functions, name: function}
 
     def remove(self, name: str) -> None:
         """Unregister; raises ``FunctionNotFoundError`` if there is no such function."""
         with self._lock:
-            if name not in self._functions:
+            if name not in self.functions:
                 raise FunctionNotFoundError(name, self.names())
-            self._functions = {n: f for n, f in self._functions.items() if n != name}
-
-    def find(self, name: str) -> Function | None:
-        """Return the function of that name."""
-        return self._functions.get(name)
+            self.functions = {n: f for n, f in self.functions.items() if n != name}
 
     def names(self) -> list[str]:
         """Return all names, sorted."""
-        return sorted(self._functions)
+        return sorted(self.functions)
 
     def name_of(self, function: str | Callable[..., Any]) -> str:
         """Return the name to call.
@@ -96,7 +95,7 @@ class Registry:
         """
         if isinstance(function, str):
             return function
-        for entry in self._functions.values():
+        for entry in self.functions.values():
             if entry.target is function or entry.target == function:
                 return entry.name
         raise ConfigurationError(

@@ -206,11 +206,14 @@ class Allowance:
     """What a caller has in flight without having asked. Safe from any thread.
 
     If an interrupt falls between taking and noting it, so much less is left: then it asks more.
+
+    Attributes:
+        taken: The rank and the size of each such call, by request id.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[int, tuple[int, int]] = {}  # by request id: rank and size
+        self.taken: dict[int, tuple[int, int]] = {}
         self._nbytes: Counter[int] = Counter()  # by rank
 
     def take(self, dst: int, request_id: int, nbytes: int) -> bool:
@@ -218,13 +221,13 @@ class Allowance:
         with self._lock:
             if self._nbytes[dst] + nbytes > UNASKED_NBYTES:
                 return False
-            self._calls[request_id] = dst, nbytes
+            self.taken[request_id] = dst, nbytes
             self._nbytes[dst] += nbytes
             return True
 
     def give_back(self, request_id: int) -> None:
         """Note that a call has ended, if it was counted. Idempotent."""
-        if self._calls:
+        if self.taken:
             with self._lock:
-                dst, nbytes = self._calls.pop(request_id, (0, 0))
+                dst, nbytes = self.taken.pop(request_id, (0, 0))
                 self._nbytes[dst] -= nbytes

@@ -8,7 +8,7 @@
     R -> I  VERDICT     40 bytes  status | HMAC-SHA256(key, "R" | said | status)
 
 ``said`` is HELLO, CHALLENGE, and inside TLS the SHA-256 of the listener's certificate, so that
-nobody can stand between the two with a certificate of their own. The role letters stop a reflected
+no third can stand between the two with a certificate of its own. The role letters stop a reflected
 proof; ranks, world size, job, epoch, version, purpose and protection are inside the MAC, so none of
 them can be altered or moved to another connection. Before the proof is verified, nothing
 variable-sized is read and no reason is given; afterwards a refusal carries a status. This is the
@@ -76,11 +76,7 @@ CHALLENGE_NBYTES = _CHALLENGE.size
 PROOF_NBYTES = 32
 VERDICT_NBYTES = _VERDICT.size
 _RESERVED_NBYTES = 40
-_KNOWN_PROTECTION = (
-    Protection.NONE,
-    Protection.SEALED,
-    Protection.SEALED | Protection.FULL_MAC,
-)
+_KNOWN_PROTECTION = (Protection.NONE, Protection.SEALED, Protection.SEALED | Protection.FULL_MAC)
 
 
 class Purpose(IntEnum):

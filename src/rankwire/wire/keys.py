@@ -1,4 +1,4 @@
-"""Who has which key, so that knowing one's own does not make one anybody else.
+"""Who has which key, so that a rank that knows its own cannot act as another.
 
 ::
 

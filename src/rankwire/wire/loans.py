@@ -89,7 +89,7 @@ class Loan(NamedTuple):
 class Parcel(ABC):
     """A payload that has been announced and lies in the sender's memory still.
 
-    Its length is known. Whoever takes it reads it, as a whole or in parts, and then gives it back.
+    Its length is known. The receiver reads it, as a whole or in parts, and then gives it back.
     Every method is safe from any thread.
     """
 

@@ -19,13 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import starmap
 from operator import attrgetter
-from typing import Any
 
 from rankwire.errors import RankwireError, SizeMismatchError
-from rankwire.wire.frames import Envelope, Frame, Payload
+from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.loans import whole_of
 
-__all__ = ["FAMILY_BITS", "Mailbox", "Receive", "pop_first"]
+__all__ = ["FAMILY_BITS", "ONCE", "Mailbox", "Receive", "payload_of"]
 
 # Tags that differ only in so many lower bits are of one family: the steps of a collective.
 FAMILY_BITS = 16
@@ -33,13 +32,10 @@ _MOST_REFUSED = 256
 # Kept for later, however short: an empty one takes 1 KB of memory.
 _MOST_UNMATCHED = 1 << 20
 
-_ONCE = ((),)
-_payload_of = attrgetter("payload")
-
-
-def pop_first(frames: deque[Frame]) -> Iterable[Payload]:
-    """Return the payload of the first frame as something that takes it when it is consumed."""
-    return map(_payload_of, starmap(frames.popleft, _ONCE))
+# ``map(payload_of, starmap(frames.popleft, ONCE))`` takes the first frame when it is consumed, and
+# not before: the payload leaves one place and enters the next in one step.
+ONCE = ((),)
+payload_of = attrgetter("payload")
 
 
 class Receive:
@@ -52,10 +48,9 @@ class Receive:
         done: Whether ``payload`` or ``error`` is set.
         posted: Whether somebody still wants it; False again once it was withdrawn.
         on_done: Called by the owner of the mailbox, outside its locks, once it is done.
-        home: The owner's note of where it is posted.
     """
 
-    __slots__ = ("_cell", "done", "envelope", "error", "home", "nbytes", "on_done", "posted")
+    __slots__ = ("_cell", "done", "envelope", "error", "nbytes", "on_done", "posted")
 
     def __init__(
         self,
@@ -71,7 +66,6 @@ class Receive:
         self._cell: list[Payload] = []
         self.error: RankwireError | None = None
         self.on_done = on_done
-        self.home: Any = None
 
     @property
     def payload(self) -> Payload | None:
@@ -122,6 +116,9 @@ class Mailbox:
         due: Receives that are done, for the owner to call ``on_done``; None if it does not ask.
         unmatched: How many messages are kept for later.
         unmatched_nbytes: Their bytes.
+        wanted_by: The receives that are posted and not done, by envelope. For request ids, of which
+            each is used once, its length is the number of calls in flight.
+        full: Whether so much is kept for later that nothing more should be read.
     """
 
     __slots__ = (
@@ -129,20 +126,21 @@ class Mailbox:
         "_keep_unmatched",
         "_refused",
         "_unmatched_limit",
-        "_wanted",
         "dropped",
         "due",
         "failure",
+        "full",
         "misfits",
         "unmatched",
         "unmatched_nbytes",
+        "wanted_by",
     )
 
     def __init__(self, *, keep_unmatched: bool = True, unmatched_limit: int = 1 << 30) -> None:
         self._keep_unmatched = keep_unmatched
         self._unmatched_limit = unmatched_limit
         self._arrived: dict[Envelope, deque[Payload]] = {}
-        self._wanted: dict[Envelope, deque[Receive]] = {}
+        self.wanted_by: dict[Envelope, deque[Receive]] = {}
         self._refused: deque[Envelope] = deque(maxlen=_MOST_REFUSED)
         self.failure: RankwireError | None = None
         self.dropped = 0
@@ -150,36 +148,31 @@ class Mailbox:
         self.due: deque[Receive] | None = None
         self.unmatched = 0
         self.unmatched_nbytes = 0
+        self.full = False
 
     @property
     def wanted(self) -> int:
         """How many receives are posted and not done."""
-        return sum(map(len, self._wanted.values()))
+        return sum(map(len, self.wanted_by.values()))
 
     def wanted_keys(self) -> list[Envelope]:
         """Return what is wanted."""
-        return list(self._wanted)
-
-    @property
-    def keys_wanted(self) -> int:
-        """How many different keys are wanted.
-
-        For request ids that is the number of calls in flight.
-        """
-        return len(self._wanted)
+        return list(self.wanted_by)
 
     def tags_wanted(self) -> list[int]:
         """Return the tags that are wanted: for replies, the ids of the calls in flight."""
-        return [tag for _, _, tag in self._wanted]
+        return [tag for _, _, tag in self.wanted_by]
 
-    @property
-    def full(self) -> bool:
-        """Whether so much is kept for later that nothing more should be read."""
-        return self.unmatched_nbytes >= self._unmatched_limit or self.unmatched >= _MOST_UNMATCHED
+    def _count(self, messages: int, nbytes: int) -> None:
+        """Count what is kept for later."""
+        self.unmatched += messages
+        self.unmatched_nbytes += nbytes
+        is_full = self.unmatched_nbytes >= self._unmatched_limit
+        self.full = is_full or self.unmatched >= _MOST_UNMATCHED
 
     def would_take(self, key: Envelope, nbytes: int) -> bool:
         """Whether somebody waits for a message of this key and size."""
-        for receive in self._wanted.get(key, ()):
+        for receive in self.wanted_by.get(key, ()):
             if receive.posted and not receive.done:
                 return receive.nbytes in (None, nbytes)
         return False
@@ -200,29 +193,28 @@ class Mailbox:
             if receive.nbytes is not None and receive.nbytes != nbytes:
                 receive.fail(SizeMismatchError(receive.nbytes, nbytes))
                 return
-            receive.complete(starmap(arrived.popleft, _ONCE))
+            receive.complete(starmap(arrived.popleft, ONCE))
             if not arrived:
                 del self._arrived[receive.envelope]
-            self.unmatched -= 1
-            self.unmatched_nbytes -= nbytes
+            self._count(-1, -nbytes)
         elif self.failure is not None:
             receive.fail(self.failure)
         else:
-            wanted = self._wanted.get(receive.envelope)
+            wanted = self.wanted_by.get(receive.envelope)
             if wanted is None:
-                self._wanted[receive.envelope] = deque((receive,))
+                self.wanted_by[receive.envelope] = deque((receive,))
             else:
                 wanted.append(receive)
 
     def withdraw(self, receive: Receive) -> bool:
         """Take back a receive; return False if it is done already."""
-        wanted = self._wanted.get(receive.envelope)
+        wanted = self.wanted_by.get(receive.envelope)
         if receive.done or wanted is None or receive not in wanted:
             return False
         receive.posted = False
         wanted.remove(receive)
         if not wanted:
-            del self._wanted[receive.envelope]
+            del self.wanted_by[receive.envelope]
         return True
 
     def deliver(
@@ -239,32 +231,32 @@ class Mailbox:
             source: Gives the payload when it is consumed, and removes it from where it was.
         """
         source = (payload,) if source is None else source
-        wanted = self._wanted.get(key)
+        wanted = self.wanted_by.get(key)
         while wanted:
             receive = wanted[0]
             if not receive.posted or receive.done:
                 pass  # given up or ended by a thread that was interrupted then
             elif receive.nbytes is None or receive.nbytes == len(payload):
-                receive.complete(source)
+                receive._cell.extend(source)  # as ``complete`` does
+                receive.done = True
                 if receive.on_done is not None and self.due is not None:
                     self.due.append(receive)
                 wanted.popleft()
                 if not wanted:
-                    del self._wanted[key]
+                    del self.wanted_by[key]
                 return receive
             else:
                 receive.fail(SizeMismatchError(receive.nbytes, len(payload)))
                 self.misfits.append(receive)
             wanted.popleft()
             if not wanted:
-                del self._wanted[key]
+                del self.wanted_by[key]
         if not self._keep_unmatched or (self._refused and _family(key) in self._refused):
             deque(source, 0)
             self.dropped += 1
         else:
             self._arrived.setdefault(key, deque()).extend(source)
-            self.unmatched += 1
-            self.unmatched_nbytes += len(payload)
+            self._count(1, len(payload))
         return None
 
     def refuse(self, envelope: Envelope) -> None:
@@ -287,17 +279,16 @@ class Mailbox:
         """
         payload = receive.payload
         assert payload is not None
-        source = starmap(receive._cell.pop, _ONCE)
-        if not self._keep_unmatched or receive.envelope in self._wanted:
+        source = starmap(receive._cell.pop, ONCE)
+        if not self._keep_unmatched or receive.envelope in self.wanted_by:
             return self.deliver(receive.envelope, payload, source)
         self._arrived.setdefault(receive.envelope, deque()).extendleft(source)
-        self.unmatched += 1
-        self.unmatched_nbytes += len(payload)
+        self._count(1, len(payload))
         return None
 
     def tidy(self) -> None:
         """Put in order what a thread that was interrupted in here has left. Safe to repeat."""
-        for key, wanted in list(self._wanted.items()):
+        for key, wanted in list(self.wanted_by.items()):
             for receive in wanted:
                 if receive._cell and not receive.done:
                     receive.done = True
@@ -305,14 +296,16 @@ class Mailbox:
                     self._note_due([receive])
             waiting = deque(r for r in wanted if r.posted and not r.done)
             if waiting:
-                self._wanted[key] = waiting
+                self.wanted_by[key] = waiting
             else:
-                del self._wanted[key]
+                del self.wanted_by[key]
         for key, arrived in list(self._arrived.items()):
             if not arrived:
                 del self._arrived[key]
-        self.unmatched = sum(map(len, self._arrived.values()))
-        self.unmatched_nbytes = sum(sum(map(len, queue)) for queue in self._arrived.values())
+        self.unmatched = self.unmatched_nbytes = 0
+        for queue in self._arrived.values():
+            self._count(len(queue), sum(map(len, queue)))
+        self._count(0, 0)
         if self.failure is not None:
             self.fail(self.failure)
 
@@ -323,29 +316,28 @@ class Mailbox:
         """
         if self.failure is None:
             self.failure = error
-        ended = [receive for wanted in self._wanted.values() for receive in wanted]
+        ended = [receive for wanted in self.wanted_by.values() for receive in wanted]
         for receive in ended:
             receive.fail(self.failure)
         self._note_due(ended)
-        self._wanted.clear()
+        self.wanted_by.clear()
         return ended
 
     def fail_group(self, group: int, error: RankwireError) -> list[Receive]:
         """End the receives of one group, and forget what has arrived for it."""
-        ended = [r for key, wanted in self._wanted.items() if key[0] == group for r in wanted]
+        ended = [r for key, wanted in self.wanted_by.items() if key[0] == group for r in wanted]
         for receive in ended:
             receive.fail(error)
         self._note_due(ended)
-        for key in [key for key in self._wanted if key[0] == group]:
-            del self._wanted[key]
+        for key in [key for key in self.wanted_by if key[0] == group]:
+            del self.wanted_by[key]
         for key in [key for key in self._arrived if key[0] == group]:
             self._forget(self._arrived.pop(key))
         return ended
 
     def _forget(self, messages: deque[Payload]) -> None:
         """Count messages no more that were dropped."""
-        self.unmatched -= len(messages)
-        self.unmatched_nbytes -= sum(map(len, messages))
+        self._count(-len(messages), -sum(map(len, messages)))
 
     def _note_due(self, ended: list[Receive]) -> None:
         if self.due is not None:

@@ -2,14 +2,13 @@
 
 Where others can reach the wire, each frame is followed by a seal of 16 bytes: the beginning of
 HMAC-SHA256 over a number that counts the frames of this direction, the header, and the payload. The
-header of a large frame has a seal of its own before the payload, so that nobody waits, or makes
-room, for what a forged length promises.
-The two directions have keys of their own, made in the handshake from the secret and both nonces, so
-no seal is worth anything on another connection, in the other direction, or at another place of the
-stream.
+header of a large frame has a seal of its own before the payload, so that no receiver waits, or
+makes room, for what a forged length promises. The two directions have keys of their own, made in
+the handshake from the secret and both nonces, so no seal is worth anything on another connection,
+in the other direction, or at another place of the stream.
 
 Of a large payload of the user's numbers (messages and collectives above ``BULK_NBYTES``) the seal
-covers the CRC-32 instead, unless ``FULL_MAC`` was agreed on: that finds damage, but not somebody
+covers the CRC-32 instead, unless ``FULL_MAC`` was agreed on: that finds damage, but not an attacker
 who alters numbers on purpose. Header, order and everything that leads to action (calls, replies,
 control) are always under the MAC in full.
 

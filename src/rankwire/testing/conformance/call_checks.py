@@ -23,7 +23,7 @@ from rankwire.errors import (
     UnsupportedTypeError,
 )
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.context import current_call
+from rankwire.rpc.call import current_call
 from rankwire.testing.conformance.tools import agents_of, expect
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
@@ -159,7 +159,7 @@ def futures_have_the_usual_verbs(make_world: MakeWorld) -> None:
         callee.register("add", lambda a, b: a + b)
         callee.register("wait", lambda: go_on.wait(20))
         futures = [caller.rpc_async(1, "add", number, 1) for number in range(20)]
-        done, not_done = wait(futures, timeout=10)  # nobody calls result(): somebody must read
+        done, not_done = wait(futures, timeout=10)  # no thread calls result(): the agent must read
         assert (len(done), len(not_done)) == (20, 0)
         assert [future.result() for future in futures] == list(range(1, 21))
         called_back = threading.Event()

@@ -20,13 +20,7 @@ from rankwire.errors import (
     InvalidRankError,
     SelfSendError,
 )
-from rankwire.testing.conformance.tools import (
-    SIZES,
-    expect,
-    has_values,
-    run_all,
-    run_in_worlds,
-)
+from rankwire.testing.conformance.tools import SIZES, expect, has_values, run_all, run_in_worlds
 from rankwire.testing.worlds import MakeWorld
 
 
@@ -308,11 +302,7 @@ def wrong_counts_are_refused(make_world: MakeWorld) -> None:
         def disagree(backend: Backend) -> str:
             own = [2, 2] if backend.rank == 0 else [3, 2]
             call = partial(
-                operations.all_to_all,
-                backend,
-                np.ones(4),
-                send_counts=[2, 2],
-                recv_counts=own,
+                operations.all_to_all, backend, np.ones(4), send_counts=[2, 2], recv_counts=own
             )
             return expect(CollectiveMismatchError, call).message
 

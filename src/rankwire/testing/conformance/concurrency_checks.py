@@ -21,13 +21,7 @@ from rankwire.errors import (
     MessageTooLargeError,
     RankwireError,
 )
-from rankwire.testing.conformance.tools import (
-    SIZES,
-    expect,
-    has_values,
-    run_all,
-    run_in_worlds,
-)
+from rankwire.testing.conformance.tools import SIZES, expect, has_values, run_all, run_in_worlds
 from rankwire.testing.worlds import MakeWorld
 
 _SOON = 5.0  # seconds within which all ranks know that they disagree, on a machine that is busy

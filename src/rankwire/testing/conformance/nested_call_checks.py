@@ -8,13 +8,9 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
-from rankwire.errors import (
-    CallCancelledError,
-    DeadlineExceededError,
-    RemoteError,
-)
+from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.context import current_call
+from rankwire.rpc.call import current_call
 from rankwire.testing.conformance.tools import agents_of, expect
 from rankwire.testing.worlds import MakeWorld
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rankwire.backends.tcp_peers import Peer
+from rankwire.backends.peers import Peer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,

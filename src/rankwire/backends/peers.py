@@ -1,4 +1,4 @@
-"""What a TCP backend keeps about one peer: where it is, its connections, and whether it has gone.
+"""What a rank keeps about one peer: where it is, its connections, and whether it has gone.
 
 The failure of a peer is sticky and spreads: the first cause ends every connection to it, so that
 every operation that needs it fails at once and names the same cause. Readers drain what had arrived
@@ -45,6 +45,7 @@ class Peer:
 
     Args:
         member: Where it is.
+        ask: Has the control plane tell what it knows, where it can be asked at once.
         expects_verdict: Whether the control plane may still tell more, and the caller may wait.
         catch_up: Waits until what it has told is known here, at most for the seconds given.
         on_lost: Called once if the peer is lost.
@@ -55,17 +56,19 @@ class Peer:
         self,
         member: Member,
         *,
+        ask: Callable[[], None] = lambda: None,
         expects_verdict: Callable[[], bool] = lambda: False,
         catch_up: Callable[[float], None] = lambda seconds: None,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
         explain: Callable[[RankwireError], RankwireError] = lambda error: error,
     ) -> None:
         self.member = member
+        self._ask = ask
         self._expects_verdict = expects_verdict
         self._catch_up = catch_up
         self._on_lost = on_lost
         self._explain = explain
-        self._has_verdict = threading.Event()
+        self._has_verdict: threading.Event | None = None  # made by the first who waits
         self.silent_for = 0.0
         self.is_suspected = False
         self.has_too_many = False
@@ -74,15 +77,12 @@ class Peer:
         self.dial_lock = threading.Lock()
         self.messages: Connection | None = None
         self._lock = threading.Lock()
-        self._connections: set[Connection] = set()
-        self._incoming: set[Connection] = set()  # some of these
+        self._connections: dict[Connection, bool] = {}  # and whether the peer has dialled
 
     def add(self, connection: Connection, *, incoming: bool = False) -> None:
         """Have a connection share the peer's fate."""
         with self._lock:
-            self._connections.add(connection)
-            if incoming:
-                self._incoming.add(connection)
+            self._connections[connection] = incoming
             failure = self.failure
         if failure is not None:
             connection.fail(failure)
@@ -90,13 +90,15 @@ class Peer:
     def remove(self, connection: Connection) -> None:
         """Forget a connection that its owner has closed."""
         with self._lock:
-            self._connections.discard(connection)
-            self._incoming.discard(connection)
+            self._connections.pop(connection, None)
 
     def incoming_count(self) -> int:
         """Return how many connections stand that the peer has opened."""
         with self._lock:
-            return sum(connection.failure is None for connection in self._incoming)
+            return sum(
+                incoming and connection.failure is None
+                for connection, incoming in self._connections.items()
+            )
 
     def send_on(self, connection: Connection) -> None:
         """Send messages on this connection from now on."""
@@ -119,16 +121,21 @@ class Peer:
         return self.failure if isinstance(self.failure, PeerLostError) else self._explain(cause)
 
     def _await_verdict(self) -> None:
+        if self.failure is None:
+            self._ask()
         if self.failure is not None or not self._expects_verdict():
             return
-        if not self._has_verdict.wait(_VERDICT_PATIENCE):
+        with self._lock:
+            has_verdict = self._has_verdict = self._has_verdict or threading.Event()
+            if self.failure is not None:
+                return
+        if not has_verdict.wait(_VERDICT_PATIENCE):
             self._catch_up(_LATE_NEWS_PATIENCE)
 
     def judge(self, cause: RankwireError) -> RankwireError:
         """Do the same at once, because the control plane has said so."""
         if (marked := self._mark(cause)) is not None:
-            self._has_verdict.set()
-            for connection in self._all():
+            for connection in self.connections():
                 connection.fail(marked)
             if self.inbox.connection is None:
                 self.inbox.fail(marked)
@@ -147,7 +154,6 @@ class Peer:
         that are read end by themselves.
         """
         if (marked := self._mark(cause)) is not None:
-            self._has_verdict.set()
             if self.messages is not None:
                 self.messages.fail(marked)
             if self.inbox.connection is None:
@@ -163,9 +169,12 @@ class Peer:
             if self.failure is not None:
                 return None
             self.failure = self._explain(cause)
+            if self._has_verdict is not None:
+                self._has_verdict.set()
             return self.failure
 
-    def _all(self) -> list[Connection]:
+    def connections(self) -> list[Connection]:
+        """Return those that stand, and those that have failed and are still in use."""
         with self._lock:
             return list(self._connections)
 
@@ -178,13 +187,13 @@ class Peer:
             reason=getattr(failure, "reason", ""),
             silent_for=self.silent_for,
             link=messages.transport if messages is not None else "",
-            queued_nbytes=sum(c.queued_nbytes for c in self._all() if c.failure is None),
+            queued_nbytes=sum(c.queued_nbytes for c in self.connections() if c.failure is None),
             waiting_for=describe_wanted(self.inbox.wanted()),
         )
 
     def look_for_silence(self, seconds: float) -> None:
         """Give it up if its host has not answered on a busy connection for so long."""
-        if self.failure is None and any(c.is_unanswered(seconds) for c in self._all()):
+        if self.failure is None and any(c.is_unanswered(seconds) for c in self.connections()):
             reason = f"its host has not answered for {seconds:g} s"
             self.judge(PeerLostError(self.member.rank, reason))
 
@@ -205,10 +214,10 @@ class Peer:
     def close(self, cause: RankwireError, patience: Deadline, *, orderly: bool = True) -> None:
         """End every wait and close; say farewell on every connection if this is a good end."""
         self._mark(cause)
-        for connection in self._all():
+        for connection in self.connections():
             if connection.failure is None and orderly:
                 connection.farewell(patience)
         self.inbox.close(cause)
-        for connection in self._all():
+        for connection in self.connections():
             connection.fail(cause)
             connection.close()

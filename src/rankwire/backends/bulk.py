@@ -1,11 +1,11 @@
-"""Large messages of a TCP backend: how they travel, and what their sender does meanwhile."""
+"""Large messages: how they travel, and what their sender does meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rankwire.backends.tcp_peers import Peer
+from rankwire.backends.peers import Peer
 from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
@@ -13,7 +13,7 @@ from rankwire.links.lender import Lent
 from rankwire.links.stream import Stream
 from rankwire.wire.loans import LoanRefusedError
 
-__all__ = ["Link", "ReadingAll", "ReadingAndChecking", "TcpOffer"]
+__all__ = ["Link", "ReadingAll", "ReadingAndChecking", "LentOffer"]
 
 _CHECK_EVERY = 0.05
 
@@ -21,7 +21,7 @@ _CHECK_EVERY = 0.05
 class Link(NamedTuple):
     """How messages to one rank travel."""
 
-    transport: str  # "unix" or "tcp"
+    transport: str  # "unix", "tcp" or "memory"
     single_copy: bool  # whether it reads large ones straight out of this process's memory
     reason: str  # why not, if it does not
 
@@ -37,11 +37,11 @@ class ReadingAll:
 
     def watch(self) -> list[Stream]:
         """See ``Meanwhile``."""
-        return [stream for peer in self._peers.values() for stream in peer.inbox.watch()]
+        return [stream for peer in list(self._peers.values()) for stream in peer.inbox.watch()]
 
     def read(self) -> None:
         """See ``Meanwhile``."""
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             peer.inbox.read()
 
 
@@ -61,7 +61,7 @@ class ReadingAndChecking(ReadingAll):
             self._check()
 
 
-class TcpOffer(Offer):
+class LentOffer(Offer):
     """A message that a peer may be reading out of this process's memory."""
 
     def __init__(

@@ -48,7 +48,6 @@ _SLOW = 0.001  # a function that runs longer than this keeps others waiting
 _SPARE_LOOK = 0.003
 _LOOKS_UNTIL_ASLEEP = 50
 _LAZY_LOOK = 0.05
-_NEVER = Deadline.never()
 _LINGER = 2.0  # seconds an idle worker stays
 
 
@@ -57,9 +56,7 @@ class Job(Protocol):
 
     depth: int
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether somebody else should poll while it runs."""
+    is_slow: bool  # whether another thread should poll while it runs
 
     def run(self, worker: Worker) -> None:
         """Do it, reply included. Must not raise."""
@@ -88,8 +85,8 @@ class Pool:
     """Threads that poll for jobs and run them.
 
     Args:
-        poll: Waits until the deadline for something to do and returns the jobs that came; called by
-            one thread at a time. Raises a ``RankwireError`` at the end.
+        poll: Waits for something to do and returns the jobs that came; called by one thread at a
+            time. Raises a ``RankwireError`` at the end.
         wake: Makes ``poll`` return.
         on_look: Called by the standby at each look; returns whether something is outstanding that
             needs looks.
@@ -97,12 +94,15 @@ class Pool:
         workers: Calls of depth 0 that run at once.
         max_queued: Calls of depth 0 that wait for a worker.
         max_nested: Nested calls that run at once.
+
+    Attributes:
+        arrived: Jobs that were read and not looked at; the poller's.
     """
 
     def __init__(
         self,
         *,
-        poll: Callable[[Deadline], list[Job]],
+        poll: Callable[[], list[Job]],
         wake: Callable[[], None],
         on_look: Callable[[], bool],
         on_end: Callable[[], None],
@@ -118,7 +118,7 @@ class Pool:
         self._max_queued = max_queued
         self._max_nested = max_nested
         self._mutex = threading.Lock()
-        self._arrived: deque[Job] = deque()  # read, but not looked at; owned by the poller
+        self.arrived: deque[Job] = deque()
         self._queued: deque[Job] = deque()
         self._running = 0
         self._runs = 0
@@ -141,7 +141,7 @@ class Pool:
 
     def add(self, job: Job) -> None:
         """Have a job done that did not come through ``poll``. Safe from any thread."""
-        self._arrived.append(job)
+        self.arrived.append(job)
         self._wake()
 
     def expect_work(self) -> None:
@@ -160,10 +160,10 @@ class Pool:
 
     def has_more(self, worker: Worker) -> bool:
         """Whether this worker, as the poller, has more short jobs at hand and polls after them."""
-        if not self._arrived or self._poller is not worker:
+        if not self.arrived or self._poller is not worker:
             return False
         try:
-            return not self._arrived[0].is_slow
+            return not self.arrived[0].is_slow
         except IndexError:  # a new poller has just taken it
             return False
 
@@ -179,7 +179,7 @@ class Pool:
     @property
     def busy(self) -> int:
         """How many jobs run or wait."""
-        return self._running + self._running_nested + len(self._queued) + len(self._arrived)
+        return self._running + self._running_nested + len(self._queued) + len(self.arrived)
 
     @property
     def threads(self) -> int:
@@ -205,7 +205,7 @@ class Pool:
         )
 
     def forsake(self) -> None:
-        """See ``Forkable``. A function that has forked returns to here in the child, and ends."""
+        """End in a child of a fork: a function that has forked returns to here there."""
         self._mutex = threading.Lock()
         self._closing = True
 
@@ -292,38 +292,40 @@ class Pool:
                 self._poller = None
 
     def _next_job(self) -> Job | None:
-        queued = self._take_queued()
-        if queued is not None:
+        if self._queued and (queued := self._take_queued()) is not None:
             return queued
-        if not self._arrived:
-            self._arrived.extend(self._poll(_NEVER))
-            if not self._arrived:
+        if not self.arrived:
+            self.arrived.extend(self._poll())
+            if not self.arrived:
                 return None
-        job = self._arrived.popleft()
-        return job if self._admit(job) else None
-
-    def _admit(self, job: Job) -> bool:
-        """Count the job in, or queue it; the job itself tells its caller when it is refused."""
+        job = self.arrived.popleft()
         with self._mutex:
-            if job.depth > 0:
-                if self._running_nested < self._max_nested:
-                    self._running_nested += 1
-                    return True
-                refusal = f"{self._max_nested} nested calls are running"
-            elif self._running < self._workers and not self._queued:
+            if not job.depth and self._running < self._workers and not self._queued:
                 self._running += 1
-                return True
-            elif len(self._queued) < self._max_queued:
-                self._queued.append(job)
-                return False
-            else:
-                refusal = f"{self._workers} calls are running and {self._max_queued} waiting"
-        job.refuse(refusal)
-        return False
+                return job
+            refusal = self._admit(job)
+        if refusal is None:
+            return job
+        if refusal:
+            job.refuse(refusal)  # without the lock: it tells its caller
+        return None
+
+    def _admit(self, job: Job) -> str | None:
+        """Count in a job that cannot run at once, unless it is nested. Mutex held.
+
+        Returns None if it may run, nothing if it is queued, else why it is refused.
+        """
+        if job.depth > 0:
+            if self._running_nested < self._max_nested:
+                self._running_nested += 1
+                return None
+            return f"{self._max_nested} nested calls are running"
+        if len(self._queued) < self._max_queued:
+            self._queued.append(job)
+            return ""
+        return f"{self._workers} calls are running and {self._max_queued} waiting"
 
     def _take_queued(self) -> Job | None:
-        if not self._queued:
-            return None
         with self._mutex:
             if self._queued and self._running < self._workers:
                 self._running += 1
@@ -347,7 +349,9 @@ class Pool:
         try:
             job.run(worker)
         finally:
-            job.finished(perf_counter() - begin)
+            seconds = perf_counter() - begin
+            if seconds > _SLOW or job.is_slow:
+                job.finished(seconds)
             with self._mutex:
                 # With the role in one step: a standby that takes it from a finished job would make
                 # two pollers.

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rankwire import RpcAgent
-from rankwire.backends.tcp_bulk import Link
+from rankwire.backends.bulk import Link
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -953,7 +953,7 @@ def test_a_caller_that_cancels_before_its_large_reply_does_not_stop_the_server(l
     for future in futures:
         assert future.cancel()
     eventually(
-        lambda: all(job.call.cancelled for job in list(lending_agents[1]._server._active.values()))
+        lambda: all(job.call.cancelled for job in list(lending_agents[1]._server.active.values()))
     )
     slow.go.set()
     began = time.monotonic()
@@ -1051,5 +1051,5 @@ def test_a_caller_that_is_killed_while_its_large_reply_is_offered_does_not_stop_
         killed = ranks[0].kill()
         assert ranks[2].call("eval", "agent.rpc_sync(1, 'echo', 5)") == 5
         assert time.monotonic() - killed < QUICK
-        active = "len(agent._server._active)"
+        active = "len(agent._server.active)"
         eventually(lambda: ranks[1].call("eval", active) == 0, QUICK)

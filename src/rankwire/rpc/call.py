@@ -3,19 +3,60 @@
 A function asks for it with ``current_call()``. Calls that the function makes in turn inherit from
 it: their deadline cannot outlive its own, their chain is its own and one more, and they are given
 up with it when its caller does not want the result any more.
+
+This is what users and nested calls see of it. How it is run and answered is ``served_call``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
-from rankwire.errors import CallCancelledError
-from rankwire.rpc.outgoing import Outgoing, Wait
+from rankwire.errors import CallCancelledError, RankwireError
+from rankwire.links.reply import Reply
 
-__all__ = ["Call", "current_call", "describe_chain", "serving"]
+if TYPE_CHECKING:
+    from rankwire.rpc.pool import Worker
+
+__all__ = ["Call", "MadeCall", "Wait", "current_call", "describe_chain", "serving"]
+
+
+class MadeCall(NamedTuple):
+    """A call in flight that a function being served has made."""
+
+    port: CallPort
+    dst: int
+    name: str
+    reply: Reply
+
+    def give_up(self, error: RankwireError) -> None:
+        """End it here with an error, and tell the callee, unless its reply has come.
+
+        Whoever waits for it gets the error; callbacks are called.
+        """
+        if self.reply.abort(error):
+            self.port.cancel(self.dst, self.reply.request_id)
+
+
+class Wait(NamedTuple):
+    """What the thread of a function being served waits for.
+
+    Attributes:
+        number: Unique in this agent: the same number is the same wait.
+        dst: The rank that is called.
+        name: The function called there.
+        request_ids: The calls to that rank of which one has to end.
+        is_for_room: Whether it waits for its turn to call, and not for a reply.
+    """
+
+    number: int
+    dst: int
+    name: str
+    request_ids: Sequence[int]
+    is_for_room: bool = False
 
 
 class Call:
@@ -25,6 +66,7 @@ class Call:
         src: The rank that called.
         name: The function's name.
         deadline: When the caller gives up.
+        depth: 0 for a call made by a program, 1 for one made while serving that, and so on.
         cancelled: Whether the caller does not want the result any more. Long-running functions look
             at it now and then; calls that they wait for end with ``CallCancelledError``.
         worker: The serving thread's record, None on the event loop.
@@ -37,6 +79,7 @@ class Call:
     __slots__ = (
         "cancelled",
         "deadline",
+        "depth",
         "links",
         "name",
         "outgoing",
@@ -51,16 +94,12 @@ class Call:
         self.name = name
         self.deadline = deadline
         self.links = links  # the chain as it travels: rank, name, rank, name ...
+        self.depth = len(links) // 2
         self.cancelled = False
-        self.worker: Any = None
-        self.outgoing: dict[int, Outgoing] = {}
+        self.worker: Worker | None = None
+        self.outgoing: dict[int, MadeCall] = {}
         self.waiting: Wait | None = None
-        self.unanswered: Outgoing | None = None
-
-    @property
-    def depth(self) -> int:
-        """0 for a call made by a program, 1 for one made while serving that, and so on."""
-        return len(self.links) // 2
+        self.unanswered: MadeCall | None = None
 
     @property
     def chain(self) -> tuple[tuple[int, str], ...]:
@@ -70,9 +109,9 @@ class Call:
         """
         return tuple(_pairs(self.links))
 
-    def began(self, nested: Outgoing) -> None:
+    def began(self, made: MadeCall) -> None:
         """Have a call that the function makes share the fate of this one."""
-        self.outgoing[nested.request_id] = nested
+        self.outgoing[made.reply.request_id] = made
         if self.cancelled:  # whoever cancels sets this first, and then looks for calls
             self.give_up_nested()
 
@@ -84,8 +123,8 @@ class Call:
 
     def give_up_nested(self) -> None:
         """End the calls that the function has in flight; their callees are told."""
-        for nested in list(self.outgoing.values()):
-            nested.give_up(self.cancellation())
+        for made in list(self.outgoing.values()):
+            made.give_up(self.cancellation())
 
     def cancellation(self) -> CallCancelledError:
         """Return the error of a call that the function makes although nobody wants its result."""

@@ -73,12 +73,12 @@ def test_any_exception_becomes_a_reply_and_the_server_survives(agents):
         raise Unprintable(1, 2)
 
     agents[1].register("fail", fail)
-    threads = agents[1]._server._pool.threads
+    threads = agents[1]._server.pool.threads
     for _ in range(20):
         with pytest.raises(RemoteError) as info:
             agents[0].rpc_sync(1, "fail")
         assert "Unprintable" in info.value.remote_type
-    assert agents[1]._server._pool.threads >= threads  # one more where a call took long
+    assert agents[1]._server.pool.threads >= threads  # one more where a call took long
 
 
 def test_an_unsendable_result_is_told_to_the_caller(agents):
@@ -124,7 +124,7 @@ def test_a_call_that_is_late_is_not_run(agents):
     go_on.set()
     blocking.result(5)
     deadline = Deadline(5)
-    while agent._server._active and not deadline.expired:
+    while agent._server.active and not deadline.expired:
         time.sleep(0.001)
     assert not ran
     caller.close()
@@ -164,12 +164,12 @@ def test_nothing_is_left_in_any_table(agents):
     with pytest.raises(FunctionNotFoundError):
         agents[0].rpc_sync(1, "none")
     deadline = Deadline(5)
-    while agents[1]._server._active and not deadline.expired:
+    while agents[1]._server.active and not deadline.expired:
         time.sleep(0.001)
-    assert not agents[1]._server._active
+    assert not agents[1]._server.active
     assert not agents[0]._futures
     assert agents[0]._port.in_flight() == 0
-    assert agents[1]._server._pool.busy == 0
+    assert agents[1]._server.pool.busy == 0
 
 
 def test_replies_that_two_threads_fail_to_send_at_once_are_both_sent_later(agents, monkeypatch):
@@ -317,7 +317,7 @@ def test_a_nested_wait_that_ends_with_the_agent_is_reported_as_closing(pair, is_
     pair[1].register("relay", relay_async if is_async else relay)
     future = pair[0].rpc_async(1, "relay")
     eventually(lambda: pair[1]._port.in_flight() == 1)
-    eventually(lambda: any(job.call.outgoing for job in pair[1]._server._active.values()))
+    eventually(lambda: any(job.call.outgoing for job in pair[1]._server.active.values()))
     try:
         pair[1].close(grace=0)
         error = future.exception(10)

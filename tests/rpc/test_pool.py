@@ -8,7 +8,7 @@ import pytest
 
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError
-from rankwire.rpc.serving import Pool
+from rankwire.rpc.pool import Pool
 
 
 class FakeJob:
@@ -43,7 +43,7 @@ class Source:
         self.looks = 0
         self.ended = threading.Event()
 
-    def poll(self, deadline):
+    def poll(self):
         self.pollers += 1
         self.most_pollers = max(self.most_pollers, self.pollers)
         try:
@@ -199,7 +199,7 @@ def test_nested_calls_have_threads_of_their_own(source):
 
 
 def test_idle_threads_go_away(source, monkeypatch):
-    monkeypatch.setattr("rankwire.rpc.serving._LINGER", 0.05)
+    monkeypatch.setattr("rankwire.rpc.pool._LINGER", 0.05)
     pool = make_pool(source, workers=20)
     go_on = threading.Event()
     jobs = submit(source, *[FakeJob(lambda _: go_on.wait(10)) for _ in range(10)])

@@ -1,0 +1,103 @@
+"""What users pass to backends, checked: ranks, tags, buffers. Pure.
+
+An argument of any integer type, numpy's too, becomes a plain integer: others would neither travel
+nor be found in all tables.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rankwire.codec.references import holds_references
+from rankwire.errors import ConfigurationError, InvalidRankError, InvalidWorldSizeError
+from rankwire.wire.frames import Buffer
+
+if TYPE_CHECKING:
+    from rankwire.backends.base import Backend
+
+__all__ = [
+    "Sendable",
+    "as_buffers",
+    "check_pickle",
+    "check_rank",
+    "check_tag",
+    "check_world",
+    "flat_view",
+]
+
+Sendable = Buffer | Sequence[Buffer]
+_MAX_TAG = (1 << 64) - 1
+
+
+def check_world(rank: int, world_size: int) -> None:
+    """Raise unless ``rank`` is one of ``world_size`` ranks."""
+    try:
+        valid = operator.index(world_size) >= 1
+    except TypeError:
+        valid = False
+    if not valid:
+        raise InvalidWorldSizeError(world_size)
+    check_rank(rank, world_size)
+
+
+def check_rank(rank: int, world_size: int) -> int:
+    """Return a rank as a plain integer; raise unless it is one of ``world_size`` ranks."""
+    try:
+        index = operator.index(rank)
+    except TypeError:
+        index = -1
+    if not 0 <= index < world_size:
+        raise InvalidRankError(rank, world_size)
+    return index
+
+
+def check_pickle(backend: Backend, allowed: bool) -> None:
+    """Raise if values may travel as pickles where anyone can send them."""
+    if allowed and backend.security == "insecure":
+        raise ConfigurationError(
+            'allow_pickle=True together with security="insecure" would let whoever reaches this '
+            "rank run code on it"
+        )
+
+
+def check_tag(tag: int) -> int:
+    """Return a tag as a plain integer; raise unless it has 64 bits."""
+    try:
+        index = operator.index(tag)
+    except TypeError:
+        index = -1
+    if not 0 <= index <= _MAX_TAG:
+        raise ConfigurationError(f"a tag is an integer from 0 to 2**64 - 1, not {tag!r}")
+    return index
+
+
+def flat_view(buffer: Any) -> memoryview:
+    """Return a contiguous buffer as bytes, uncopied.
+
+    Raises:
+        ConfigurationError: It is no buffer, or has gaps, or holds references to objects.
+    """
+    try:
+        view = memoryview(buffer)
+        refers = holds_references(view)
+        # cast() refuses shapes with a zero in them; without elements there is nothing to share.
+        flat = view.cast("B") if view.nbytes else memoryview(bytearray())
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"a message is one or more contiguous buffers, not {type(buffer).__name__}: {error}"
+        ) from error
+    if refers:
+        raise ConfigurationError(
+            f"this {type(buffer).__name__} holds references to objects, which mean nothing to "
+            "another process; convert it, or send its values by a call"
+        )
+    return flat
+
+
+def as_buffers(data: Sendable) -> tuple[list[Buffer], int]:
+    """Return the pieces as flat bytes, uncopied, and their total size."""
+    pieces: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]
+    views: list[Buffer] = [flat_view(piece) for piece in pieces]
+    return views, sum(map(len, views))

@@ -1,0 +1,442 @@
+"""Mesh: what a rank does with its peers, whatever connects them.
+
+Any two ranks talk directly. Whoever sends or calls first dials, in its own thread: one connection
+for messages (one way) and one for each agent's calls (requests out, replies back). Peers, inboxes,
+call ports and the way a rank ends are here; how a stream to a peer is opened, and who tells that a
+rank is gone, is the business of the backends built on this (``tcp``, ``simulated``).
+
+Locks, in order: a peer's ``dial_lock``, ``_lock`` (ports and parked connections), then the locks
+inside peers, inboxes and connections. ``docs/thread-model.md`` has the whole table.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rankwire.backends.base import Backend
+from rankwire.backends.blame import Losses
+from rankwire.backends.bulk import LentOffer, Link, ReadingAll, ReadingAndChecking
+from rankwire.backends.call_port import MeshCallPort
+from rankwire.backends.exit_report import Fall, fall_by
+from rankwire.backends.peers import Peer
+from rankwire.backends.status import PeerStatus
+from rankwire.backends.transport import Offer
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    RankwireError,
+)
+from rankwire.links.connection import Connection
+from rankwire.links.poller import Poller
+from rankwire.links.spin import Spin
+from rankwire.wire.frames import Envelope, Message, Payload
+from rankwire.wire.handshake import Hello, Purpose, Status
+from rankwire.wire.mailbox import Receive
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    import socket
+
+    from rankwire.links.stream import Stream
+
+__all__ = ["MAX_CONNECTIONS_OF_A_RANK", "Mesh"]
+
+_log = logging.getLogger("rankwire")
+
+# One for messages and one for each agent that calls this rank; a rank that was taken over might
+# open them without end.
+MAX_CONNECTIONS_OF_A_RANK = 128
+_FAREWELL_PATIENCE = 0.2
+
+
+class Mesh(Backend):
+    """A rank that is connected to its peers by streams.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        timeout: Seconds for every operation without a limit of its own.
+        max_message_nbytes: Largest message sent or accepted.
+        peers: The other ranks, by rank; may be filled later.
+        single_copy: Whether memory of ranks on this host may be read.
+    """
+
+    spin = 0.0
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float,
+        max_message_nbytes: int,
+        peers: dict[int, Peer],
+        single_copy: bool = True,
+    ) -> None:
+        super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
+        self._single_copy = single_copy
+        self._closed = False
+        self._close_lock = threading.RLock()  # a callback of closing may close
+        self._lock = threading.Lock()
+        self._ports: dict[int, MeshCallPort] = {}
+        self._services_closed: set[int] = set()
+        self._callers_waiting: dict[int, dict[int, Connection]] = {}  # by service and rank
+        self._peers = peers
+        self._losses = Losses()
+        self._meanwhile = ReadingAll(self._peers)
+
+    # -- what differs ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def open_stream(
+        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
+    ) -> tuple[socket.socket | Stream, Seals | None]:
+        """Return a stream to a peer that has let it in, and what its frames are sealed with.
+
+        Raises:
+            PeerLostError: The peer has gone.
+            ChannelClosedError: It has left, or this backend is closed.
+            DeadlineExceededError: No answer in time.
+        """
+
+    @abstractmethod
+    def new_poller(self) -> Poller:
+        """Return what a port waits with for calls."""
+
+    @abstractmethod
+    def flush_when_possible(self, connection: Connection) -> None:
+        """Have what a connection holds back sent as soon as its peer takes more. From any thread.
+
+        The connection's send lock is held.
+        """
+
+    def tell_leaving(self) -> None:
+        """Note that this rank leaves in good order; its farewells follow. Here: they will do."""
+
+    @abstractmethod
+    def tell_fall(self, fall: Fall) -> None:
+        """Tell the others by which error this rank leaves, before they see a connection end."""
+
+    @abstractmethod
+    def depart(self) -> None:
+        """Leave, when all connections are closed. If a fall was told, that stands."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def transmit(
+        self,
+        dst: int,
+        envelope: Envelope,
+        message: Message,
+        deadline: Deadline,
+    ) -> None:
+        """See ``Backend.transmit``."""
+        peer = self._peers[dst]
+        connection = peer.messages
+        if connection is None:
+            connection = self._dial_messages(peer, deadline)
+        connection.send(envelope, message, deadline, meanwhile=self._meanwhile)
+
+    def offer(
+        self,
+        dst: int,
+        envelope: Envelope,
+        message: Message,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> Offer | None:
+        """See ``Backend.offer``."""
+        peer = self._peers[dst]
+        connection = peer.messages
+        if connection is None:
+            connection = self._dial_messages(peer, deadline)
+        meanwhile = self._meanwhile if check is None else ReadingAndChecking(self._peers, check)
+        lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
+        if lent is None:
+            return None
+
+        def send_by_stream() -> None:
+            limit = Deadline(self.timeout)  # once begun, it must be finished
+            connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
+
+        try:
+            return LentOffer(connection, lent, self._meanwhile, send_by_stream)
+        except BaseException:
+            lent.revoke()  # interrupted: nobody else knows of it
+            raise
+
+    def receive(
+        self,
+        src: int,
+        envelope: Envelope,
+        deadline: Deadline,
+        *,
+        nbytes: int | None = None,
+    ) -> Payload:
+        """See ``Backend.receive``."""
+        inbox = self._peers[src].inbox
+        return inbox.take(Receive(envelope, nbytes=nbytes), deadline)
+
+    def has_arrived(self, src: int, envelope: Envelope) -> bool:
+        """See ``Backend.has_arrived``."""
+        return self._peers[src].inbox.has_arrived(envelope)
+
+    def abandon(self, group: int, cause: RankwireError) -> None:
+        """See ``Backend.abandon``."""
+        for peer in list(self._peers.values()):
+            peer.inbox.abandon(group, cause)
+
+    def refuse(self, envelope: Envelope) -> None:
+        """See ``Backend.refuse``."""
+        for peer in list(self._peers.values()):
+            peer.inbox.refuse(envelope)
+
+    def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
+        grip: list[bool] = []
+        try:
+            if not deadline.take(peer.dial_lock, grip):
+                raise DeadlineExceededError(
+                    deadline.limit,
+                    waiting_for=[peer.member.rank],
+                    detail="another thread is still connecting to it",
+                )
+            if peer.messages is not None:
+                return peer.messages
+            return self.dial(peer.member.rank, Purpose.MESSAGES, 0, deadline, peer.send_on)
+        finally:
+            if grip[-1:] == [True]:
+                peer.dial_lock.release()
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def open_calls(self, service: int) -> MeshCallPort:
+        """See ``Backend.open_calls``."""
+        port = MeshCallPort(self, service)
+        refusal: RankwireError | None = None
+        waiting: list[Connection] = []
+        with self._lock:
+            if self._closed:
+                refusal = ChannelClosedError("this backend is closed")
+            elif service in self._ports:
+                refusal = ConfigurationError(
+                    "there is an agent of this name already; close it, or give this one a name"
+                )
+            else:
+                waiting = list(self._callers_waiting.pop(service, {}).values())
+                self._ports[service] = port
+                self._services_closed.discard(service)
+        if refusal is not None:
+            port.close()
+            raise refusal
+        for connection in waiting:
+            port.adopt(connection)
+        return port
+
+    def forget_port(self, port: MeshCallPort) -> None:
+        """Called by a port that is closed."""
+        with self._lock:
+            if self._ports.get(port.service) is port:
+                del self._ports[port.service]
+                self._services_closed.add(port.service)
+
+    # -- connections -----------------------------------------------------------------------------
+
+    def dial(
+        self,
+        rank: int,
+        purpose: Purpose,
+        service: int,
+        deadline: Deadline,
+        keep: Callable[[Connection], None],
+    ) -> Connection:
+        """Open a connection of our own to a peer.
+
+        Args:
+            rank: The peer.
+            purpose: What the connection is for.
+            service: Which agent it is for.
+            deadline: For all of it.
+            keep: Called with the connection once the peer takes an end of it for a death, also if
+                the caller is interrupted at that moment; perhaps twice.
+
+        Raises:
+            PeerLostError: The peer has gone.
+            ChannelClosedError: It has left, or this backend is closed.
+            DeadlineExceededError: No answer in time.
+        """
+        peer = self._peers[rank]
+        stream, seals = self.open_stream(peer, purpose, service, deadline)
+        try:
+            connection = self._wrap(peer, stream, seals)
+        except BaseException:
+            stream.close()
+            raise
+        is_kept = False
+        try:
+            peer.add(connection)
+            connection.await_introduction(deadline, peer.check)
+            if connection.failure is not None:  # the peer went, or this backend, at this moment
+                peer.check()
+                raise connection.failure.copy()
+            connection.introduce()  # from now on the peer takes an end for a death
+            is_kept = True
+            keep(connection)
+            return connection
+        except BaseException:
+            if (connection.frames_sent or is_kept) and connection.failure is None:
+                keep(connection)
+            else:
+                self._discard(peer, connection)
+            raise
+
+    def link_to(self, rank: int, timeout: float | None = None) -> Link:
+        """Return how messages to a rank travel; connects if that has not happened yet."""
+        deadline = Deadline.of(timeout, self.timeout)
+        try:
+            peer = self._peers[self._check_peer(rank)]
+            connection = peer.messages or self._dial_messages(peer, deadline)
+        except RankwireError as error:
+            raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
+        return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
+
+    def _discard(self, peer: Peer, connection: Connection) -> None:
+        connection.close()
+        peer.remove(connection)
+
+    def _wrap(
+        self,
+        peer: Peer,
+        stream: socket.socket | Stream,
+        seals: Seals | None,
+        *,
+        incoming: bool = False,
+    ) -> Connection:
+        return Connection(
+            stream,
+            peer=peer.member.rank,
+            max_nbytes=self.max_message_nbytes,
+            spin=Spin(self.spin),
+            on_lost=peer.fail,
+            on_left=peer.explain_farewell,
+            on_rest=self.flush_when_possible,
+            incoming=incoming,
+            single_copy=self._single_copy,
+            seals=seals,
+        )
+
+    def release(self, connection: Connection) -> None:
+        """Called by a port for a connection that it has closed."""
+        self._peers[connection.peer].remove(connection)
+
+    # -- connections that peers open ---------------------------------------------------------------
+
+    def admit(self, hello: Hello) -> tuple[Status, int]:
+        """Judge an authenticated peer that opens a connection."""
+        if self._closed:
+            return Status.CLOSED, 0
+        peer = self._peers.get(hello.rank)
+        is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
+        if peer is None or hello.peer != self.rank or not is_of_a_rank:
+            return Status.INVALID_RANK, self.world_size
+        if hello.purpose is Purpose.MESSAGES:
+            peer.inbox.drop_given_up()
+            if peer.inbox.connection is not None:
+                return Status.DUPLICATE_RANK, peer.member.pid
+        if peer.incoming_count() >= MAX_CONNECTIONS_OF_A_RANK:
+            if not peer.has_too_many:
+                peer.has_too_many = True  # said once
+                limit = MAX_CONNECTIONS_OF_A_RANK
+                _log.warning("rank %d has %d connections to this rank: no more", hello.rank, limit)
+            return Status.TOO_MANY_CONNECTIONS, MAX_CONNECTIONS_OF_A_RANK
+        if hello.purpose is Purpose.CALLS and hello.service in self._services_closed:
+            return Status.CLOSED, 0
+        return Status.WELCOME, 0
+
+    def enter(self, hello: Hello, stream: socket.socket | Stream, seals: Seals | None) -> None:
+        """Take a connection that a peer opened."""
+        peer = self._peers[hello.rank]
+        connection = self._wrap(peer, stream, seals, incoming=True)
+        peer.add(connection, incoming=True)
+        with suppress(RankwireError):  # the connection has failed, then
+            connection.introduce()
+        if connection.failure is not None:
+            self._discard(peer, connection)
+            return
+        if hello.purpose is Purpose.MESSAGES:
+            if not peer.inbox.attach(connection):
+                self._discard(peer, connection)
+            return
+        older: Connection | None = None
+        with self._lock:
+            port = self._ports.get(hello.service)
+            has_closed = self._closed or hello.service in self._services_closed
+            if port is None and not has_closed:
+                waiting = self._callers_waiting.setdefault(hello.service, {})
+                older = waiting.get(hello.rank)
+                waiting[hello.rank] = connection
+        if older is not None:  # of an agent that was closed since: each has one
+            self._discard(peer, older)
+        if port is not None:
+            port.adopt(connection)
+        elif has_closed:  # since it was let in
+            connection.farewell(Deadline(0.0))
+            self._discard(peer, connection)
+
+    # -- the other ranks ---------------------------------------------------------------------------
+
+    def failure_of(self, rank: int) -> RankwireError | None:
+        """See ``Backend.failure_of``."""
+        return self._peers[self._check_peer(rank)].failure
+
+    def status_of(self, rank: int) -> PeerStatus:
+        """See ``Backend.status_of``."""
+        rank = self._check_peer(rank)
+        with self._lock:
+            ports = list(self._ports.values())
+        calls = sum(port.in_flight_to(rank) for port in ports)
+        return replace(self._peers[rank].status(), in_flight=calls)
+
+    # -- leaving ---------------------------------------------------------------------------------
+
+    def close(self, *, error: BaseException | None = None) -> None:
+        """See ``Backend.close``. Agents on this backend are ended too."""
+        with self._close_lock:
+            with self._lock:
+                if self._closed:
+                    return
+                self._closed = True
+                ports = list(self._ports.values())
+                waiting = [c for parked in self._callers_waiting.values() for c in parked.values()]
+                self._callers_waiting.clear()
+            cause = ChannelClosedError("this backend is closed")
+            for port in ports:
+                port.shut_down(cause)
+            patience = Deadline(_FAREWELL_PATIENCE)
+            fall = fall_by(error, first_lost=self._losses.first)
+            if fall is None:
+                self.tell_leaving()
+            else:  # first of all, before anyone sees a connection end
+                for peer in list(self._peers.values()):
+                    peer.turn_away(cause)
+                self.tell_fall(fall)
+            for peer in list(self._peers.values()):
+                peer.close(cause, patience, orderly=fall is None)
+            for connection in waiting:
+                connection.close()
+            for port in ports:  # whether or not its agent is still there to do it
+                port.close()
+            self.depart()

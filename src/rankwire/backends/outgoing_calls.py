@@ -1,0 +1,282 @@
+"""The calling side of a call port: requests out, replies back, on connections of its own.
+
+Each peer that is called gets one connection, dialled by the first call; its replies are read by the
+threads that wait for them (``Inbox``). Calls of a rank to itself go over none: the request is given
+to whoever serves, and the reply is put into an inbox without a connection.
+
+Lock: ``_lock`` guards the table of connections; nothing else is taken under it. A rank's dial lock
+is held while its connection is opened, and ``_lock`` is taken under that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    RankwireError,
+)
+from rankwire.links.connection import Connection
+from rankwire.links.inbox import Inbox
+from rankwire.links.reply import Reply
+from rankwire.wire.frames import Channel, Message
+from rankwire.wire.handshake import Purpose
+from rankwire.wire.mailbox import Mailbox, Receive
+
+if TYPE_CHECKING:
+    from rankwire.backends.mesh import Mesh
+
+__all__ = ["OutgoingCalls"]
+
+_FAREWELL_PATIENCE = 0.2
+_NOW = Deadline(0.0)
+_CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
+# With more calls in flight than this, one more that nobody waits for yet is sent together with the
+# next ones: about a sixth more calls a second with 64 in flight (docs/decisions.md).
+_HOLD_FROM = 8
+
+
+class OutgoingCalls:
+    """The connections on which one agent calls. Every method is safe from any thread.
+
+    Args:
+        mesh: Dials, and knows the peers.
+        service: Which agent this is for.
+        serve_own: Takes a request of this rank to itself: its id and payload.
+        forget: Called with a connection that is not used any more, before it is closed.
+
+    Attributes:
+        own: Where the replies of calls to oneself arrive.
+        closed: Why nothing can be called any more, if that is so.
+        unsent_cancels: What could not be told, and is to be tried again.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        service: int,
+        *,
+        serve_own: Callable[[int, bytearray], None],
+        forget: Callable[[Inbox], None],
+    ) -> None:
+        self._mesh = mesh
+        self._service = service
+        self._serve_own = serve_own
+        self._forget = forget
+        self._lock = threading.Lock()
+        self._dial_locks: dict[int, threading.Lock] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self.unsent_cancels: deque[tuple[Connection, int]] = deque()
+        self.own = Inbox(mesh.rank, Mailbox(keep_unmatched=False))
+        self.closed: RankwireError | None = None
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        dst: int,
+        request_id: int,
+        message: Message,
+        deadline: Deadline,
+        on_reply: Callable[[Receive], None] | None,
+        hold: bool,
+        limit: float,
+    ) -> Reply | None:
+        """Send a request; see ``CallPort.call``."""
+        inbox = self._inboxes.get(dst)
+        if inbox is None or inbox.connection.failure is not None:  # type: ignore[union-attr]
+            if dst == self._mesh.rank:
+                return self._call_own(request_id, message, on_reply, limit)
+            inbox = self._dial(dst, deadline)
+        in_flight = len(inbox.wanted_by)
+        if in_flight >= limit:
+            return None
+        reply = Reply((self._service, _REPLY, request_id), on_reply, inbox)
+        try:
+            inbox.post(reply)
+            inbox.connection.send(  # type: ignore[union-attr]
+                (self._service, _CALL, request_id),
+                message,
+                deadline,
+                hold=hold and in_flight >= _HOLD_FROM,
+                meanwhile=inbox,
+            )
+        except ChannelClosedError:
+            if inbox.withdraw(reply):
+                raise
+        except DeadlineExceededError as error:
+            inbox.withdraw(reply)
+            error.may_have_run = error.may_have_arrived
+            raise
+        except BaseException:
+            try:
+                inbox.withdraw(reply)
+            finally:
+                inbox.withdraw(reply)  # an interrupt may have fallen into the first
+            raise
+        finally:
+            if inbox.due:
+                inbox.call_back_due()
+        return reply
+
+    def _call_own(
+        self,
+        request_id: int,
+        message: Message,
+        on_reply: Callable[[Receive], None] | None,
+        limit: float,
+    ) -> Reply | None:
+        if self.closed is not None:
+            raise self.closed.copy()
+        if len(self.own.wanted_by) >= limit:
+            return None
+        reply = Reply((self._service, _REPLY, request_id), on_reply, self.own)
+        self.own.post(reply)
+        if not reply.done:
+            self._serve_own(request_id, bytearray().join(message[0]))
+        return reply
+
+    def answer_own(self, request_id: int, message: Message) -> None:
+        """End a call of this rank to itself."""
+        self.own.put((self._service, _REPLY, request_id), bytearray().join(message[0]))
+
+    def inbox_of(self, dst: int) -> Inbox | None:
+        """Return where a rank's replies arrive, if it has been called."""
+        return self.own if dst == self._mesh.rank else self._inboxes.get(dst)
+
+    def inboxes(self) -> list[Inbox]:
+        """Return those of other ranks."""
+        return list(self._inboxes.values())
+
+    def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
+        """Wait until fewer than ``limit`` calls are in flight; False if the time passes first."""
+        inbox = self.inbox_of(dst)
+        if inbox is None or len(inbox.wanted_by) < limit:
+            return True
+        inbox.send_held(deadline)
+        return inbox.wait_until(lambda: len(inbox.wanted_by) < limit, deadline)
+
+    # -- cancels -----------------------------------------------------------------------------------
+
+    def cancel(self, dst: int, request_id: int) -> bool:
+        """Tell a callee that a reply is not wanted; False if that has to be tried again."""
+        inbox = self._inboxes.get(dst)
+        if inbox is None or inbox.connection is None:
+            return True
+        return self._cancel(inbox.connection, request_id)
+
+    def cancel_again(self) -> bool:
+        """Try again what could not be told; return whether all is."""
+        for _ in range(len(self.unsent_cancels)):
+            try:
+                connection, request_id = self.unsent_cancels.popleft()
+            except IndexError:
+                break  # another thread was faster
+            self._cancel(connection, request_id)
+        return not self.unsent_cancels
+
+    def _cancel(self, connection: Connection, request_id: int) -> bool:
+        try:
+            connection.send((self._service, _CANCEL, request_id), ((), 0), _NOW)
+        except DeadlineExceededError:  # another thread is just sending
+            self.unsent_cancels.append((connection, request_id))
+            return False
+        except RankwireError:
+            return True  # the connection has ended, and that ends the work too
+        return True
+
+    # -- connections -------------------------------------------------------------------------------
+
+    def _dial(self, dst: int, deadline: Deadline) -> Inbox:
+        with self._lock:
+            dial_lock = self._dial_locks.setdefault(dst, threading.Lock())
+        grip: list[bool] = []
+        try:
+            if not deadline.take(dial_lock, grip):
+                raise DeadlineExceededError(
+                    deadline.limit,
+                    waiting_for=[dst],
+                    detail="another thread is still connecting to it",
+                )
+            inbox = self._inboxes.get(dst)
+            if inbox is not None:
+                assert inbox.connection is not None
+                if inbox.connection.failure is None:
+                    return inbox
+                self._discard(dst, inbox)
+            if self.closed is not None:
+                raise self.closed.copy()
+            connection = self._mesh.dial(
+                dst, Purpose.CALLS, self._service, deadline, partial(self._keep, dst)
+            )
+            inbox = self._inboxes.get(dst)
+            if inbox is not None:
+                return inbox
+            self.dismiss(connection, Deadline(_FAREWELL_PATIENCE))
+            assert self.closed is not None
+            raise self.closed.copy()
+        finally:
+            if grip[-1:] == [True]:
+                dial_lock.release()
+
+    def _keep(self, dst: int, connection: Connection) -> None:
+        """Call on this connection from now on, unless this port is closed. Idempotent."""
+        with self._lock:
+            inbox = self._inboxes.get(dst)
+            if self.closed is None and (inbox is None or inbox.connection is not connection):
+                mailbox = Mailbox(keep_unmatched=False)
+                self._inboxes[dst] = Inbox(dst, mailbox, connection, fetch=True)
+
+    def _discard(self, dst: int, inbox: Inbox) -> None:
+        """Forget a connection that has ended.
+
+        The peer's agent has closed, and a new one may be there.
+        """
+        assert inbox.connection is not None
+        assert inbox.connection.failure is not None
+        inbox.read_available()  # what it replied before it ended
+        with self._lock:
+            if self._inboxes.get(dst) is inbox:
+                del self._inboxes[dst]
+        self._forget(inbox)
+        inbox.close(inbox.connection.failure)
+        self._mesh.release(inbox.connection)
+
+    def dismiss(self, connection: Connection, patience: Deadline) -> None:
+        """Let the agent at the other end know that this one has closed."""
+        connection.farewell(patience)
+        connection.close()
+        self._mesh.release(connection)
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def fail(self, cause: RankwireError) -> None:
+        """End every wait, because the backend closes."""
+        for inbox in (*self.inboxes(), self.own):
+            inbox.fail(cause)
+
+    def close(self, cause: RankwireError) -> list[Inbox]:
+        """Call no more; return the inboxes that are still to be told and closed."""
+        with self._lock:
+            self.closed = cause
+            inboxes, self._inboxes = list(self._inboxes.values()), {}
+        self.own.fail(cause)
+        return inboxes
+
+    def say_farewell(self, inboxes: list[Inbox], cause: RankwireError, patience: Deadline) -> None:
+        """Tell the callees of an agent that closes, and close the connections."""
+        for inbox in inboxes:
+            assert inbox.connection is not None
+            inbox.connection.farewell(patience)
+            inbox.close(cause)
+            self._mesh.release(inbox.connection)
+
+    def forsake(self) -> None:
+        """Let go of the lock in a child of a fork: the thread that has it is not there."""
+        self._lock = threading.Lock()

@@ -1,0 +1,104 @@
+"""One start of the ranks of a job: who has joined, ended, fallen or been lost, and who is to blame.
+
+Told by the job what it hears; says nothing and stops nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from time import monotonic
+
+from rankwire.launch.child import Ending
+from rankwire.launch.parts import Parts
+from rankwire.launch.summary import Failure, blamed, first_failure, in_order_of_loss
+from rankwire.rendezvous.control_messages import Gone, Suspected
+
+__all__ = ["Attempt"]
+
+# After the first failure, others that fail by themselves are waited for: the one to blame may be
+# among them (see summary.py). Above the time between a raise and the end of an interpreter.
+_SETTLE = 0.3
+
+
+class Attempt:
+    """What is known of one start of the ranks. One thread.
+
+    Attributes:
+        ended: How ranks have ended, and whether by themselves.
+        present: The members of a world that has formed.
+        suspected: Those of them that have not been heard for a while.
+        began: What ranks may fall by besides the failure of one.
+        is_stopping: Whether ranks were asked to end.
+        has_said_left: Whether it was said that only those are left that were given up.
+    """
+
+    def __init__(self) -> None:
+        self.ended: dict[int, tuple[Ending, bool]] = {}
+        self.present: set[int] = set()
+        self.suspected: set[int] = set()
+        self.began = ""
+        self.is_stopping = False
+        self.has_said_left = False
+        self._lost: dict[int, Gone] = {}
+        self._fell: set[int] = set()  # by errors of their own, before anyone was asked to end
+        self._stop_at = math.inf
+
+    def rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
+        """Take in that the process of a rank has ended."""
+        self.ended[rank] = ending, by_itself
+        if ending.is_failure and by_itself and not self.is_stopping:
+            self._stop_at = min(self._stop_at, monotonic() + _SETTLE)
+
+    def formed(self, world_size: int) -> None:
+        """Take in that all ranks have joined."""
+        self.present = set(range(world_size))
+        self._lost, self._fell = {}, set()  # of an earlier world of the same processes
+
+    def rank_gone(self, gone: Gone) -> None:
+        """Take in that a member has left or was lost."""
+        self.present.discard(gone.rank)
+        self.suspected.discard(gone.rank)
+        if not gone.orderly:
+            self._lost.setdefault(gone.rank, gone)
+            if gone.exit_code is not None and gone.cause is None and not self.is_stopping:
+                self._fell.add(gone.rank)
+
+    def rank_suspected(self, suspected: Suspected) -> None:
+        """Take in that a member is silent, or is heard again."""
+        if suspected.seconds:
+            self.suspected.add(suspected.rank)
+        else:
+            self.suspected.discard(suspected.rank)
+
+    def stop(self) -> None:
+        """Take in that ranks are asked to end."""
+        self.is_stopping = True
+        self._stop_at = math.inf
+
+    def stop_due(self, alive: list[int], grace: float) -> float:
+        """Return when to stop the others after a failure: not while who began it is ending."""
+        if self._stop_at == math.inf:
+            return math.inf
+        is_ending = not blamed(self._lost.values()).isdisjoint(alive)
+        return self._stop_at + (grace if is_ending else 0.0)
+
+    @property
+    def silent(self) -> set[int]:
+        """The ranks that were given up for their silence."""
+        return {gone.rank for gone in self._lost.values() if gone.silent}
+
+    def failures(self, parts: Parts) -> list[Failure]:
+        """Return the ranks that have failed by themselves, in the order in which they were lost."""
+        found = []
+        for rank, (ending, by_itself) in self.ended.items():
+            if ending.is_failure and (by_itself or rank in self._fell):
+                gone = self._lost.get(rank)
+                if not by_itself and ending.signal is not None and gone is not None:
+                    # But for us it would have ended as it said; never well, whatever it said.
+                    ending = Ending(code=(gone.exit_code or 0) & 0xFF or 1)
+                found.append(Failure(rank, ending, parts.errors_of(rank), gone))
+        return in_order_of_loss(found, list(self._lost))
+
+    def is_because_of_began(self, failures: list[Failure]) -> bool:
+        """Whether ranks fell by what was said already, and not by the failure of one."""
+        return bool(self.began and failures and first_failure(failures).is_consequence)

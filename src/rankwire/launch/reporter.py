@@ -1,0 +1,127 @@
+"""The reporter: what the launcher of node 0 says about a job, while it runs and at its end.
+
+It is asked by the job and decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from time import monotonic
+
+from rankwire.deadline import Deadline
+from rankwire.launch.attempt import Attempt
+from rankwire.launch.output import Output
+from rankwire.launch.parts import Parts
+from rankwire.launch.status_line import Counts, describe
+from rankwire.launch.summary import Failure, first_failure, list_ranks
+
+__all__ = ["STATUS_EVERY", "Reporter"]
+
+STATUS_EVERY = 0.25
+# Nothing is said about a job that is over at once.
+_STATUS_AFTER = 1.0
+
+
+class Reporter:
+    """Says on the launcher's screen what becomes of a job. One thread.
+
+    Args:
+        output: Where it is said.
+        parts: The ranks.
+    """
+
+    def __init__(self, output: Output, parts: Parts) -> None:
+        self._output = output
+        self._parts = parts
+        self._age = Deadline(math.inf)
+        self._status = ""
+        self._status_at = monotonic() + _STATUS_AFTER
+
+    def show_status(self, attempt: Attempt) -> None:
+        """Draw the status line, again after each line that took its place."""
+        if monotonic() >= self._status_at:
+            self._status_at = monotonic() + STATUS_EVERY
+            self._status = self._describe(attempt)
+        self._output.show_status(self._status)
+
+    def _describe(self, attempt: Attempt) -> str:
+        endings = [ending for ending, _ in attempt.ended.values()]
+        counts = Counts(
+            running=len(self._parts.alive),
+            up=len(attempt.present),
+            done=sum(not ending.is_failure for ending in endings),
+            failed=sum(ending.is_failure for ending in endings),
+            suspected=len(attempt.suspected),
+            missing_nodes=0 if self._parts.have_started else len(self._parts.missing_nodes()),
+        )
+        return describe(counts, self._age.waited)
+
+    def name_who_is_left(self, attempt: Attempt) -> None:
+        """Say once that all who still run were given up: they may never end by themselves."""
+        silent = attempt.silent
+        if not silent or attempt.is_stopping or attempt.has_said_left:
+            return
+        left = self._parts.alive
+        if left and silent.issuperset(left):
+            attempt.has_said_left = True
+            one = "is left, which was given up: waiting for its end; Ctrl-C stops it"
+            more = "are left, which were given up: waiting for their end; Ctrl-C stops them"
+            text = f"only {list_ranks(left)} {one if len(left) == 1 else more}"
+            self._output.say(text, "bold yellow")
+
+    def report(self, attempt: Attempt, trouble: str) -> str:
+        """Say what became of the job; return the gist of it.
+
+        Args:
+            attempt: The last one.
+            trouble: What ended the job besides a rank, if anything did.
+        """
+        self._output.show_status("")
+        gist = trouble
+        failures = attempt.failures(self._parts)
+        if attempt.is_because_of_began(failures):
+            gist = attempt.began
+            fell = ", ".join(f"rank {failure.rank} ({failure.ending})" for failure in failures)
+            self._output.say(f"failed because of that: {fell}", "bold red")
+        elif failures:
+            first = first_failure(failures)
+            reason = f" ({first.reason})" if first.reason else ""
+            where = self._parts.where(first.rank)
+            gist = f"rank {first.rank} failed first: {first.ending}{reason}{where}"
+            self._output.say(gist, "bold red")
+            self._quote(first)
+            others = [f"rank {f.rank} ({f.ending})" for f in failures if f.rank != first.rank]
+            if others:
+                self._output.say(f"failed too: {', '.join(others)}")
+        for word, ranks in (
+            ("stopped", [rank for part in self._parts for rank in part.stopped]),
+            ("killed", [rank for part in self._parts for rank in part.killed]),
+        ):
+            if ranks:
+                self._output.say(f"{word}: {list_ranks(ranks)}")
+        return gist
+
+    def announce_restart(self, attempt: Attempt, count: str) -> None:
+        """Say that all ranks are started again, and because of what.
+
+        Args:
+            attempt: The one that failed.
+            count: The how-manieth restart it is, in words.
+        """
+        failures = attempt.failures(self._parts)
+        first = first_failure(failures)
+        if attempt.is_because_of_began(failures):
+            self._output.say(f"starting all ranks again because of that, {count}", "bold yellow")
+        else:
+            cause = f"rank {first.rank} failed ({first.ending})"
+            self._output.say(f"{cause}: starting all ranks again, {count}", "bold yellow")
+            self._quote(first)
+
+    def _quote(self, failure: Failure) -> None:
+        """Show what a failed rank said, unless it is still to be seen."""
+        is_here = failure.rank in self._parts.local.ranks
+        is_seen = is_here and failure.is_in_its_stderr and self._output.is_in_view(failure.rank)
+        if failure.excerpt and not is_seen:
+            source = "the last lines of its stderr" if failure.is_in_its_stderr else "its traceback"
+            self._output.say(f"{source}:")
+            self._output.quote(failure.excerpt)

@@ -1,0 +1,221 @@
+"""A thread that serves a selector: reads control connections, does small things at their time.
+
+Other threads only post to it (``call_soon``) and end it (``close``); all other state belongs to
+the thread. What else it watches, and what it is for, is its subclass's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from time import sleep
+from typing import TYPE_CHECKING
+
+from rankwire.deadline import Deadline
+from rankwire.errors import RankwireError
+from rankwire.fork import guard
+from rankwire.links.connection import Connection
+from rankwire.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from rankwire.links.tls import AnySocket
+
+__all__ = ["EventThread"]
+
+_log = logging.getLogger("rankwire")
+
+_CATCHING_UP_NAP = 0.001
+
+
+class EventThread:
+    """Runs from ``start`` to ``close``.
+
+    Args:
+        name: The thread's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._selector = selectors.DefaultSelector()
+        self._wake_lock = threading.Lock()  # guards the pipe against being used once closed
+        self._has_pipe = True
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
+        self._posted: deque[Callable[[], None]] = deque()
+        self._timers: list[_Timer] = []
+        self._closing = False
+        self._rounds = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        guard(self)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on this thread. Safe from any thread; ignored once closed."""
+        self._posted.append(action)
+        self._wake()
+
+    def catch_up(self, deadline: Deadline) -> None:
+        """Wait until all is read that has come by now. Safe from any thread but its own."""
+        seen = self._rounds + 2  # one round is under way; the next one sees what is there
+        while self._rounds < seen and not self._closing and not deadline.expired:
+            self._wake()
+            sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
+
+    def call_every(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run ``action`` again and again. On this thread, or before ``start``.
+
+        Connections that are readable at the same moment are read first.
+        """
+        self._timers.append(_Timer(seconds, action))
+
+    def call_no_more(self, action: Callable[[], None]) -> None:
+        """End what ``call_every`` began. On this thread, or after it has stopped."""
+        self._timers = [timer for timer in self._timers if timer.action != action]
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def _wake(self) -> None:
+        with self._wake_lock:  # or the descriptor might be closed, and another file's by now
+            if self._has_pipe:
+                with suppress(BlockingIOError):  # full of wake-ups: it will wake up
+                    os.write(self._wake_write, b"\0")
+
+    def watch(
+        self,
+        connection: Connection,
+        on_frames: Callable[[list[Frame]], None],
+        on_end: Callable[[RankwireError], None],
+    ) -> None:
+        """Read a control connection. On this thread, or before ``start``."""
+
+        def readable() -> None:
+            try:
+                frames = connection.read_ready()
+                if frames:
+                    on_frames(frames)
+            except RankwireError as error:
+                self.unwatch(connection)
+                connection.fail(error)
+                on_end(error)
+
+        self._register(connection, selectors.EVENT_READ, readable)
+
+    def flush_when_possible(self, connection: Connection) -> None:
+        """Send what a connection holds back as soon as its peer takes it. Safe from any thread."""
+
+        def writable() -> None:
+            try:
+                connection.flush(Deadline(0.0))
+            except RankwireError as error:
+                _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
+            if connection.failure is not None or not connection.is_holding:
+                self.unwatch(connection)
+
+        def begin() -> None:
+            if connection.failure is None and connection.fileno() >= 0:
+                self._register(connection, selectors.EVENT_WRITE, writable)
+
+        self.call_soon(begin)
+
+    def _register(
+        self, file: AnySocket | Connection, events: int, action: Callable[[], None]
+    ) -> None:
+        number = file.fileno()
+        if number in self._selector.get_map():  # one that was closed elsewhere
+            self._selector.unregister(number)
+        self._selector.register(file, events, action)
+
+    def unwatch(self, connection: Connection) -> None:
+        """Stop reading a control connection."""
+        number = connection.fileno()
+        if number >= 0 and number in self._selector.get_map():
+            self._selector.unregister(number)
+
+    def close(self) -> None:
+        """Stop the thread, and let go of all it had. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._let_go()
+        self._selector.close()
+        with self._wake_lock:
+            self._has_pipe = False
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def forsake(self) -> None:
+        """Close this child's copies of what the parent has, see ``fork``."""
+        self._wake_lock = threading.Lock()
+        self._let_go()
+        if not self._closing:  # else the numbers may be others' by now
+            self._closing = True
+            self._has_pipe = False
+            self._selector.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    # -- for the subclass --------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """Close what the subclass has. The thread has stopped, or is the caller."""
+
+    def _look(self) -> None:
+        """Do what is due by the clock. Called in each round."""
+
+    def _waits(self) -> list[float]:
+        """Return the seconds until something is due."""
+        return [timer.deadline.remaining() for timer in self._timers]
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._rounds += 1
+            for key, _ in self._selector.select(min(self._waits(), default=None)):
+                if self._closing:
+                    return
+                # A handler may have ended another one's registration in the same round, and its
+                # number may have been taken by a newcomer.
+                if self._selector.get_map().get(key.fd) is key:
+                    self._handle(key.data)
+            self._look()
+            for timer in self._timers:
+                if timer.deadline.expired:
+                    timer.deadline = Deadline(timer.seconds)
+                    self._handle(timer.action)
+
+    def _handle(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:  # a mistake with one must not end it for all others
+            _log.exception("%s could not handle an event", self._name)
+
+    def _run_posted(self) -> None:
+        os.read(self._wake_read, 4096)
+        while self._posted and not self._closing:
+            self._handle(self._posted.popleft())
+
+
+class _Timer:
+    """Something to do every ``seconds``."""
+
+    def __init__(self, seconds: float, action: Callable[[], None]) -> None:
+        self.seconds = seconds
+        self.action = action
+        self.deadline = Deadline(seconds)

@@ -1,0 +1,87 @@
+"""A reply that is on its way: what its caller can do about it.
+
+It is a receive (``wire.mailbox``) that knows the inbox where it was posted, so that whoever has the
+reply needs nothing else to wait for it or to give it up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rankwire.deadline import Deadline
+from rankwire.errors import RankwireError
+from rankwire.wire.frames import Envelope
+from rankwire.wire.loans import whole_of
+from rankwire.wire.mailbox import Receive
+
+if TYPE_CHECKING:
+    from rankwire.links.inbox import Inbox
+
+__all__ = ["Reply"]
+
+_log = logging.getLogger("rankwire")
+
+
+class Reply(Receive):
+    """The pending reply of one call. Every method is safe from any thread.
+
+    Args:
+        envelope: What it comes under.
+        on_done: Called once it is done, in any thread, without locks held.
+        inbox: Where it is posted.
+
+    Attributes:
+        request_id: The call's number.
+        translate: Puts an error into the terms of a group of ranks, if the call is one's.
+    """
+
+    __slots__ = ("_inbox", "request_id", "translate")
+
+    def __init__(
+        self, envelope: Envelope, on_done: Callable[[Receive], None] | None, inbox: Inbox
+    ) -> None:
+        self.envelope = envelope
+        self.nbytes = None
+        self.done = False
+        self.posted = False
+        self._cell = []
+        self.error = None
+        self.on_done = on_done
+        self._inbox = inbox
+        self.request_id = envelope[2]
+        self.translate: Callable[[RankwireError], None] | None = None
+
+    def wait(self, deadline: Deadline) -> bytearray:
+        """Return it, reading for others on the way.
+
+        Raises:
+            DeadlineExceededError: It did not come in time; the reply is taken back.
+            RankwireError: The callee is gone, or the call was aborted.
+        """
+        try:
+            payload = self._inbox.wait(self, deadline)
+            return payload if type(payload) is bytearray else whole_of(payload)
+        except RankwireError as error:
+            if self.translate is not None:
+                self.translate(error)
+            raise
+
+    def drive(self, deadline: Deadline) -> bool:
+        """Wait until it is done; False if the deadline passes first, and then it may still come."""
+        if self.done:
+            return True
+        self._inbox.send_held(deadline)
+        return self._inbox.drive(self, deadline)
+
+    def withdraw(self) -> bool:
+        """Give it up; False if it has come already."""
+        return self._inbox.withdraw(self)
+
+    def abort(self, error: RankwireError) -> bool:
+        """End it with an error at this end, as if that were the reply; False if it has come.
+
+        Whoever waits for it gets the error within 0.1 s.
+        """
+        return self._inbox.abort(self, error)

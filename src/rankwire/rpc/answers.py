@@ -1,0 +1,185 @@
+"""Answers: every request gets exactly one terminal reply.
+
+A value, the function's error, no such function, a malformed request, overloaded, cancelled, late,
+closed. A caller that is gone gets none, and needs none. Replies that a caller does not take now,
+and for which the sending thread must not wait, are kept and sent by a serving thread, in order.
+
+Lock: ``_lock`` guards what is kept; nothing is sent under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from rankwire.backends.base import Backend
+from rankwire.backends.calls import OWN, CallPort, IncomingCall
+from rankwire.codec.codec import Codec
+from rankwire.deadline import Deadline
+from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
+from rankwire.rpc.messages import (
+    REPLY_PATHS,
+    Outcome,
+    copied,
+    encode_failure,
+    encode_reply,
+)
+from rankwire.wire.frames import Message
+
+__all__ = ["Answers"]
+
+_log = logging.getLogger("rankwire")
+
+# A reply may be sent for at least this long, also when the caller's deadline is close.
+_PATIENCE = 1.0
+_SHORT_TEXT = 200
+# Kept for one rank that does not take them: twice what its calls in flight can have, a refusal or
+# small result each. More are dropped, and who made those calls waits in vain.
+_MOST_KEPT_NBYTES = 128 << 20
+_OVERHEAD_NBYTES = 1024
+_NOW = Deadline(0.0)
+
+
+class Answers:
+    """What an agent answers, and how it gets to the caller. Every method is safe from any thread.
+
+    Args:
+        backend: Whose limits count.
+        port: Carries the replies.
+        codec: How values travel.
+        names: Returns the registered names.
+        run_soon: Has something done by a serving thread.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        port: CallPort,
+        codec: Codec,
+        *,
+        names: Callable[[], list[str]],
+        run_soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._port = port
+        self._codec = codec
+        self._names = names
+        self._run_soon = run_soon
+        self._rank = backend.rank
+        self._max_nbytes = backend.max_message_nbytes
+        self._lock = threading.Lock()
+        self._kept: dict[Any, deque[tuple[IncomingCall, Message]]] = {}  # by what they came over
+        self._kept_nbytes: Counter[int] = Counter()  # by rank
+
+    # -- what is said ------------------------------------------------------------------------------
+
+    def value(self, value: Any, *, copies: bool = False) -> Message:
+        """Return the reply that carries a result, or the one that says why it cannot be sent.
+
+        With ``copies``, nothing in it is memory of the function's.
+        """
+        try:
+            message = self._codec.encode_record([0, value], REPLY_PATHS)
+            if message[1] > self._max_nbytes:
+                raise MessageTooLargeError(message[1], self._max_nbytes)
+            return copied(message) if copies else message
+        except BaseException as error:  # a value's own methods may raise anything
+            return self.error(error)
+
+    def error(self, error: BaseException) -> Message:
+        """Return the reply for a function that raised, as long as a message may be."""
+        for longest in (None, _SHORT_TEXT, 0):
+            message = encode_failure(self._codec, error, longest)
+            if message[1] <= self._max_nbytes:
+                break
+        return message
+
+    def refusal(self, outcome: Outcome, reason: str) -> Message:
+        """Return the reply for a call that will not run."""
+        return encode_reply(self._codec, outcome, reason)
+
+    def unwanted(self) -> Message:
+        """Return the reply for a call whose caller has given up."""
+        return encode_reply(self._codec, Outcome.CANCELLED, "not wanted any more")
+
+    def late(self, *, began: bool) -> Message:
+        """Return the reply for a call whose deadline has passed."""
+        return encode_reply(self._codec, Outcome.EXPIRED, began)
+
+    def closed(self, *, began: bool) -> Message:
+        """Return the reply for a call that ends with this agent."""
+        reason = f"the agent of rank {self._rank} is closing"
+        return encode_reply(self._codec, Outcome.CLOSED, [reason, began])
+
+    def not_found(self, name: str) -> Message:
+        """Return the reply for a function that is not there, with those that are."""
+        message = encode_reply(self._codec, Outcome.NOT_FOUND, [name, self._names()])
+        if message[1] > self._max_nbytes:
+            message = encode_reply(self._codec, Outcome.NOT_FOUND, [name, []])
+        return message
+
+    # -- how it gets there -------------------------------------------------------------------------
+
+    def send(
+        self, call: IncomingCall, message: Message, deadline: Deadline | None, hold: bool = False
+    ) -> None:
+        """Send a reply; this may wait for the caller.
+
+        Args:
+            call: The request.
+            message: The reply.
+            deadline: The call's; None for a reply that was kept.
+            hold: Whether it may be sent together with others that follow at once.
+        """
+        if deadline is None or (left := deadline.remaining()) < _PATIENCE:
+            if deadline is not None and left <= 0.0:  # the caller's is over too
+                self.send_at_once(call, self.late(began=True))
+                return
+            deadline = Deadline(_PATIENCE)
+        try:
+            self._port.reply(call, message, deadline, hold=hold)
+        except RankwireError as error:
+            _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+
+    def send_at_once(self, call: IncomingCall, message: Message) -> None:
+        """Send a reply from a thread that must not wait for one caller: poller or event loop.
+
+        What the caller does not take now is left to one serving thread, in order.
+        """
+        with self._lock:
+            if call.origin in self._kept:
+                self._keep(call, message)
+                return
+        try:
+            self._port.reply(call, message, _NOW)
+        except DeadlineExceededError:
+            with self._lock:  # another thread may have failed at the same moment
+                is_first = call.origin not in self._kept
+                self._keep(call, message)
+            if is_first:
+                self._run_soon(lambda: self._send_kept(call.origin))
+        except RankwireError as error:
+            _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+
+    def _keep(self, call: IncomingCall, message: Message) -> None:
+        """Keep a reply for later, unless its caller leaves too many of them. Lock held."""
+        assert call.origin is not OWN  # which takes everything
+        kept = self._kept.setdefault(call.origin, deque())
+        nbytes = message[1] + _OVERHEAD_NBYTES
+        if self._kept_nbytes[call.src] + nbytes <= _MOST_KEPT_NBYTES:
+            self._kept_nbytes[call.src] += nbytes
+            kept.append((call, message))
+        else:
+            _log.debug("a reply to rank %d was dropped: it does not take them", call.src)
+
+    def _send_kept(self, origin: Any) -> None:
+        while True:
+            with self._lock:
+                if not self._kept[origin]:
+                    del self._kept[origin]
+                    return
+                call, message = self._kept[origin].popleft()
+                self._kept_nbytes[call.src] -= message[1] + _OVERHEAD_NBYTES
+            self.send(call, message, None)

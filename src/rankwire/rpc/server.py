@@ -1,0 +1,351 @@
+"""Serving: requests that arrive become calls in service, or are refused at once.
+
+Which threads run them is ``pool``, one call from its beginning to its reply ``served_call``, what
+is answered ``answers``. Other ranks may also ask what became of calls that they made
+(``QUESTION``); the polling thread answers that at once, whatever the functions do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import sleep
+from typing import TYPE_CHECKING
+
+from rankwire.backends.base import Backend
+from rankwire.backends.calls import (
+    CallCancelled,
+    CallerGone,
+    CallPort,
+    IncomingCall,
+    RepliesDue,
+)
+from rankwire.codec.codec import Codec
+from rankwire.deadline import Deadline
+from rankwire.errors import InvalidMessageError
+from rankwire.rpc.accounts import QUESTION, give_account
+from rankwire.rpc.answers import Answers
+from rankwire.rpc.call import Call, describe_chain, serving
+from rankwire.rpc.circles import ActiveCall, Key, pack, unpack_keys
+from rankwire.rpc.messages import (
+    Outcome,
+    Request,
+    decode_request,
+    describe_error,
+    encode_result,
+)
+from rankwire.rpc.pool import Job, Pool, Worker
+from rankwire.rpc.registry import Registry
+from rankwire.rpc.room import ROOM, SMALL_NBYTES, Room, unpack_ask
+from rankwire.rpc.served_call import ServedCall
+from rankwire.wire.frames import Message
+
+if TYPE_CHECKING:
+    from rankwire.rpc.event_loop import EventLoop
+
+__all__ = ["Limits", "Server"]
+
+_log = logging.getLogger("rankwire")
+
+_STOP_PATIENCE = 0.5
+_LATE_CALLS = 64  # of which is remembered why they failed
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server takes on at once; see ``RpcAgent``."""
+
+    workers: int
+    max_queued: int
+    max_queued_nbytes: float
+    max_nested: int
+    max_depth: int
+
+
+class Server:
+    """Serves the functions of a registry to other ranks and to this one.
+
+    Attributes:
+        active: The calls in service, by rank and request id.
+        pool: The threads that run them.
+        answers: What is answered, and how it gets to the caller.
+        room: For large calls that wait for a worker.
+        is_stopping: Whether what still runs is cancelled.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        port: CallPort,
+        registry: Registry,
+        codec: Codec,
+        limits: Limits,
+        *,
+        on_look: Callable[[], bool],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._backend = backend
+        self._port = port
+        self._registry = registry
+        self._codec = codec
+        self._limits = limits
+        self._draining = False
+        self.is_stopping = False
+        self.active: dict[tuple[int, int], ServedCall] = {}
+        self.room = Room(limits.max_queued_nbytes, limits.max_queued)
+        self._late: dict[Key, ActiveCall] = {}
+        self.answers = Answers(backend, port, codec, names=registry.names, run_soon=self.run_soon)
+        self._event_loop: EventLoop | None = None
+        self._event_loop_lock = threading.Lock()
+        self.pool = Pool(
+            poll=self._poll,
+            wake=port.wake,
+            on_look=on_look,
+            on_end=on_end,
+            workers=limits.workers,
+            max_queued=limits.max_queued,
+            max_nested=limits.max_nested,
+        )
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self.pool.start()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _poll(self) -> list[Job]:
+        jobs: list[Job] = []
+        for event in self._port.poll():
+            if event.__class__ is IncomingCall:
+                job = self._accept(event)
+                if job is not None:
+                    jobs.append(job)
+            elif isinstance(event, CallCancelled):
+                self._cancel(event.src, event.request_id)
+            elif isinstance(event, CallerGone):
+                self._caller_gone(event)
+            elif isinstance(event, RepliesDue):
+                jobs.append(_Errand(event.call_back))
+        return jobs
+
+    def handle(self, call: IncomingCall) -> None:
+        """Serve one request on the calling thread."""
+        job = self._accept(call)
+        if job is not None:
+            job.run(None)
+
+    def _accept(self, call: IncomingCall) -> ServedCall | None:
+        """Decode a request; answer at once if it cannot be served."""
+        try:
+            request = decode_request(self._codec, call.payload)
+        except InvalidMessageError as error:
+            self._free_room(call)
+            self.answers.send_at_once(
+                call, self.answers.refusal(Outcome.BAD_REQUEST, error.message)
+            )
+            return None
+        function = self._registry.functions.get(request.name)
+        refusal: Message | None
+        if function is None and request.name == QUESTION:
+            refusal = self._answer_question(request)
+        elif self._draining:
+            refusal = self.answers.closed(began=False)
+        elif function is None and request.name == ROOM:
+            refusal = self._make_room(call, request)
+        elif function is None:
+            refusal = self.answers.not_found(request.name)
+        elif len(request.chain) > 2 * self._limits.max_depth:
+            chain = describe_chain([*request.chain, self._backend.rank, request.name])
+            reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
+            refusal = self.answers.refusal(Outcome.OVERLOADED, reason)
+        elif len(call.payload) > SMALL_NBYTES and not self._has_room(call, request):
+            reason = "too much of this rank's calls waits there, for which it has not asked"
+            refusal = self.answers.refusal(Outcome.OVERLOADED, reason)
+        else:
+            job = ServedCall(self, call, request, function)
+            self.active[call.src, call.request_id] = job
+            return job
+        self._free_room(call)
+        if refusal is not None:
+            self.answers.send_at_once(call, refusal)
+        return None
+
+    def _has_room(self, call: IncomingCall, request: Request) -> bool:
+        """Count a large call that may have to wait; a nested one never does."""
+        return bool(request.chain) or self.room.admit(call.src, call.request_id, len(call.payload))
+
+    def _free_room(self, call: IncomingCall) -> None:
+        """A call is not served: what was kept for it is free, unless its number is in use."""
+        if (call.src, call.request_id) not in self.active:
+            self.room.release(call.src, call.request_id)
+
+    def _make_room(self, call: IncomingCall, request: Request) -> Message | None:
+        """Have a caller told when a large call of its may come; return why not, if not."""
+        try:
+            request_id, nbytes = unpack_ask(request.args, self._backend.max_message_nbytes)
+        except InvalidMessageError as error:
+            return self.answers.refusal(Outcome.BAD_REQUEST, error.message)
+
+        def answer(is_granted: bool) -> None:
+            granted, closed = encode_result(self._codec, None), self.answers.closed(began=False)
+            self.answers.send_at_once(call, granted if is_granted else closed)
+
+        if self.room.ask(call.src, request_id, nbytes, call.origin, answer):
+            return None
+        return self.answers.refusal(Outcome.OVERLOADED, "too many callers wait for room")
+
+    def flush(self) -> None:
+        """Send the replies that were held back."""
+        self._port.flush()
+
+    def run_soon(self, errand: Callable[[], None]) -> None:
+        """Have something done by a serving thread, because it may take long."""
+        self.pool.add(_Errand(errand))
+
+    # -- cancelling --------------------------------------------------------------------------------
+
+    def _cancel(self, src: int, request_id: int) -> None:
+        job = self.active.get((src, request_id))
+        if job is not None:
+            self._unwanted(job)
+        else:
+            self.room.release(src, request_id)  # it may have asked for a call that will not come
+
+    def _unwanted(self, job: ServedCall) -> None:
+        """The caller does not want the result any more."""
+        self._port.drop_reply(job.incoming)
+        job.cancel()
+        if job.outgoing:
+            self.run_soon(job.give_up_nested)  # futures may have callbacks
+
+    def _caller_gone(self, event: CallerGone) -> None:
+        for job in list(self.active.values()):
+            if job.incoming.origin is event.origin:
+                self._unwanted(job)
+        self.room.caller_gone(event.src, event.origin)
+
+    # -- what others ask ---------------------------------------------------------------------------
+
+    def _answer_question(self, request: Request) -> Message:
+        try:
+            keys = unpack_keys(request.args)
+        except InvalidMessageError as error:
+            return self.answers.refusal(Outcome.BAD_REQUEST, error.message)
+        return encode_result(self._codec, pack(self.account(keys)))
+
+    def account(self, keys: Iterable[Key]) -> dict[Key, ActiveCall]:
+        """Tell of calls that are served here, and of those here that they need."""
+        keys = list(keys)
+        account = give_account(
+            self._backend.rank,
+            self._limits.workers,
+            {Key(self._backend.rank, *key): job for key, job in list(self.active.items())},
+            set(self.pool.queued()),
+            keys,
+        )
+        late = {key: call for key in keys if (call := self._late.get(key)) is not None}
+        return late | account
+
+    def remember_late(self, job: ServedCall, error: BaseException) -> None:
+        """Keep why a call failed whose caller's time is up; it may be asking just now."""
+        key = Key(self._backend.rank, job.src, job.incoming.request_id)
+        text = f"failed too late with {describe_error(error)}"
+        self._late[key] = ActiveCall(job.name, job.depth, job.deadline.waited, text)
+        while len(self._late) > _LATE_CALLS:
+            self._late.pop(next(iter(self._late)), None)
+
+    def key_of(self, call: Call) -> Key | None:
+        """Return the name of a call in the whole world, if it is served here."""
+        for key, job in list(self.active.items()):
+            if job is call:
+                return Key(self._backend.rank, *key)
+        return None
+
+    def is_run_here(self, call: Call) -> bool:
+        """Whether the calling thread is the one that runs the function of a call served here."""
+        worker = call.worker
+        if worker is not None:
+            return worker.pool is self.pool and worker.ident == threading.get_ident()
+        return self._event_loop is not None and self._event_loop.ident == threading.get_ident()
+
+    # -- threads -----------------------------------------------------------------------------------
+
+    @property
+    def event_loop(self) -> EventLoop:
+        """The event loop for ``async def`` functions, started by the first of them."""
+        with self._event_loop_lock:
+            if self._event_loop is None:
+                # Here, because asyncio takes as long to load as all of this package.
+                from rankwire.rpc.event_loop import EventLoop
+
+                self._event_loop = EventLoop()
+                if self.is_stopping:
+                    self._event_loop.close()
+            return self._event_loop
+
+    def about_to_block(self, worker: Worker) -> None:
+        """Have another thread poll while a function waits."""
+        self.pool.about_to_block(worker)
+
+    def expect_work(self) -> None:
+        """Have the standby look, because something is outstanding now."""
+        self.pool.expect_work()
+
+    def drain(self, deadline: Deadline, is_quiet: Callable[[], bool]) -> None:
+        """Refuse new calls, and wait until the running ones are done and ``is_quiet()``."""
+        self._draining = True
+        self.room.close()
+        own = serving.get()  # a function may close the agent that serves it
+        while not deadline.expired:
+            if not any(job is not own for job in list(self.active.values())) and is_quiet():
+                return
+            sleep(min(0.002, deadline.sleep_limit()))
+
+    def end(self, patience: float | None) -> None:
+        """Cancel what runs, and stop the event loop; the other threads may be ending already."""
+        self.is_stopping = True
+        for job in list(self.active.values()):
+            job.cancel()
+            job.give_up_nested()
+        with self._event_loop_lock:  # from now on a new one is closed as soon as it is made
+            event_loop = self._event_loop
+        if event_loop is not None:
+            event_loop.close(*([] if patience is None else [patience]))
+
+    def stop(self, patience: float | None = None) -> None:
+        """Stop all threads; one that is inside a user's function ends when that does.
+
+        Args:
+            patience: Seconds to wait for the event loop, and for the others; None is the default.
+        """
+        self.end(patience)
+        if not self.pool.close(Deadline.of(patience, _STOP_PATIENCE)):
+            _log.warning("a function still runs while its agent is closed")
+
+
+class _Errand:
+    """Something that is not a call and may take long, such as users' callbacks."""
+
+    __slots__ = ("_do",)
+
+    depth = 1  # it has nothing to do with the limit on calls
+    is_slow = False
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+
+    def run(self, worker: Worker | None) -> None:
+        """Do it; what it raises is logged."""
+        try:
+            self._do()
+        except BaseException:  # a user's callback may raise anything
+            _log.exception("a callback raised")
+
+    def refuse(self, reason: str) -> None:
+        """Do it all the same, if need be by the polling thread."""
+        self.run(None)
+
+    def finished(self, seconds: float) -> None:
+        """Learn nothing from it."""
