@@ -6,6 +6,7 @@ import time
 import pytest
 
 from rankwire.links.poller import EpollPoller
+from rankwire.links.spin import Spin
 from rankwire.links.stream import SocketStream
 from worlds import PATIENCE
 
@@ -72,9 +73,8 @@ def test_waking_ends_one_poll(poller):
     assert poller.poll(0.01) is None
 
 
-def test_a_look_leaves_the_wake_to_who_waits(poller):
-    poller.wake()
-    assert poller.poll(0) is None
+def test_waking_ends_a_poll_that_looks_before_it_sleeps(poller):
     begin = time.monotonic()
-    assert poller.poll(PATIENCE) is None
+    poller.wake()
+    assert poller.poll(PATIENCE, Spin(0.01)) is None
     assert time.monotonic() - begin < PATIENCE
