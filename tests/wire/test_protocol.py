@@ -1,7 +1,7 @@
 """The protocol of a connection, row by row: what it has come to, who may lend, how it ended."""
 
 import random
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -152,7 +152,7 @@ def test_whatever_happens_a_final_state_stays_and_none_goes_back(course, happeni
     for happening in happenings:
         seen.append(course_after(seen[-1], happening))
     rank = [Course.UNUSED, Course.OPEN]
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in pairwise(seen):
         if before in FINAL:
             assert after is before
         elif after not in FINAL:
