@@ -285,14 +285,14 @@ def test_a_thread_that_is_interrupted_while_it_sleeps_leaves_nothing_behind(post
 
 
 def test_a_message_for_a_thread_that_is_interrupted_goes_back(post):
-    deliver = post.inbox._deliver
+    match = post.inbox._match
 
     def interrupted_after_delivery(frames):
-        deliver(frames)
-        post.inbox._deliver = deliver
+        match(frames)
+        post.inbox._match = match
         raise KeyboardInterrupt
 
-    post.inbox._deliver = interrupted_after_delivery
+    post.inbox._match = interrupted_after_delivery
     post.send(1, b"first")
     with pytest.raises(KeyboardInterrupt):
         post.recv(1)

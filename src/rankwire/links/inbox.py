@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import starmap
 from operator import methodcaller
@@ -260,7 +260,8 @@ class Inbox:
                     self._deliver(frames)
             except RankwireError as error:
                 self._ended(error)
-            self._leave_role(token)
+            with self._mutex:
+                self._pass_role(token)
         except BaseException:
             try:
                 self._recover(token)
@@ -410,34 +411,39 @@ class Inbox:
             self._parked.setdefault(receive, []).append(lock)
         return lock
 
-    def _leave_role(self, token: object) -> None:
-        with self._mutex:
-            if self._reader is token:
-                self._reader = None
-            if self._parked:
-                self._wake_a_parked()
+    def _pass_role(self, token: object) -> None:
+        """Leave the reading role to one of those that still wait. Mutex held."""
+        if self._reader is token:
+            self._reader = None
+        if self._parked:
+            self._wake_a_parked()
 
     def _read_until(self, receive: Receive, deadline: Deadline, token: object) -> None:
         """Read, with the role, until one's own is done or somebody has to be called back."""
-        assert self.connection is not None
+        connection, mailbox = self.connection, self._mailbox
+        assert connection is not None
         late_reads = 0
         try:
-            while not (receive.done or self.due or self._mailbox.full):
-                frames = self.connection.receive(deadline)
+            while not (receive.done or self.due or mailbox.full):
+                frames = connection.receive(deadline)
                 if not frames:
                     break
-                self._deliver(frames)
+                if connection.has_parcels:
+                    self._deliver_parcels(frames)
+                else:
+                    with self._mutex:
+                        self._match(frames)
+                        if receive.done:  # mostly: then the role is left in the same step
+                            self._pass_role(token)
                 if not receive.done and deadline.expired:
                     late_reads += 1
                     if late_reads >= _LATE_READS:
                         break
         except RankwireError as error:
             self._ended(error)
-        with self._mutex:
-            if self._reader is token:
-                self._reader = None
-            if self._parked:
-                self._wake_a_parked()
+        if self._reader is token:
+            with self._mutex:
+                self._pass_role(token)
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if self.due:
             self.call_back_due()
@@ -453,7 +459,8 @@ class Inbox:
                 self._deliver(self.connection.receive(deadline))
             except RankwireError as error:
                 self._ended(error)
-            self._leave_role(token)
+            with self._mutex:
+                self._pass_role(token)
         except BaseException:
             try:
                 self._recover(token)
@@ -476,22 +483,19 @@ class Inbox:
             for receive in list(self._parked):
                 self._wake(receive)
 
-    def _deliver(self, frames: Collection[Frame]) -> None:
+    def _deliver(self, frames: deque[Frame]) -> None:
         """Match the frames to receives, and take them from the connection one by one."""
-        if not frames:
-            return
-        assert isinstance(frames, deque)
         assert self.connection is not None
         if self.connection.has_parcels:
             self._deliver_parcels(frames)
-            return
-        with self._mutex:
-            self._match(frames, len(frames))
+        elif frames:
+            with self._mutex:
+                self._match(frames)
 
-    def _match(self, frames: deque[Frame], count: int = 1) -> None:
-        """Match the first frames. Mutex held."""
+    def _match(self, frames: deque[Frame], *, only_first: bool = False) -> None:
+        """Match frames. Mutex held."""
         mailbox = self._mailbox
-        for _ in range(count):
+        while frames:
             envelope, payload = frames[0]
             source = map(payload_of, starmap(frames.popleft, ONCE))
             receive = mailbox.deliver(envelope, payload, source)
@@ -499,6 +503,8 @@ class Inbox:
                 self._wake(receive)
             if mailbox.misfits:
                 self._wake_misfits()
+            if only_first:
+                return
 
     def _wake_misfits(self) -> None:
         """Wake those whom a message of another size has ended. Mutex held."""
@@ -524,7 +530,7 @@ class Inbox:
         payload = frame.payload
         if not isinstance(payload, Borrowed):
             with self._mutex:
-                self._match(frames)
+                self._match(frames, only_first=True)
             return True
         if payload.is_revoked:
             frames.popleft()
@@ -532,7 +538,7 @@ class Inbox:
         with self._mutex:
             is_wanted = self._mailbox.would_take(frame.envelope, len(payload))
             if is_wanted and not self._fetch:
-                self._match(frames)
+                self._match(frames, only_first=True)
                 return True
             if not is_wanted and not self._fetch and self._mailbox.full:
                 return False
@@ -547,7 +553,7 @@ class Inbox:
             frames.popleft()  # revoked, or its sender is gone, which the next read says
             return True
         with self._mutex:
-            self._match(frames)
+            self._match(frames, only_first=True)
         return True
 
     # -- parked threads ----------------------------------------------------------------------------

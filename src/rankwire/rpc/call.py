@@ -76,18 +76,11 @@ class Call:
             whoever asks why this one is late learns of it.
     """
 
-    __slots__ = (
-        "cancelled",
-        "deadline",
-        "depth",
-        "links",
-        "name",
-        "outgoing",
-        "src",
-        "unanswered",
-        "waiting",
-        "worker",
-    )
+    # Most calls end with these as they are: what is not set costs nothing.
+    cancelled: bool = False
+    worker: Worker | None = None
+    waiting: Wait | None = None
+    unanswered: MadeCall | None = None
 
     def __init__(self, src: int, name: str, deadline: Deadline, links: Sequence[Any]) -> None:
         self.src = src
@@ -95,11 +88,7 @@ class Call:
         self.deadline = deadline
         self.links = links  # the chain as it travels: rank, name, rank, name ...
         self.depth = len(links) // 2
-        self.cancelled = False
-        self.worker: Worker | None = None
         self.outgoing: dict[int, MadeCall] = {}
-        self.waiting: Wait | None = None
-        self.unanswered: MadeCall | None = None
 
     @property
     def chain(self) -> tuple[tuple[int, str], ...]:

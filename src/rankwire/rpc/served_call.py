@@ -48,16 +48,8 @@ class ServedCall(Call):
         task: What runs it on the event loop.
     """
 
-    __slots__ = (
-        "_function",
-        "_has_result",
-        "_is_in_room",
-        "_request",
-        "_server",
-        "incoming",
-        "is_slow",
-        "task",
-    )
+    task: Task[None] | None = None
+    _has_result = False
 
     def __init__(
         self, server: Server, incoming: IncomingCall, request: Request, function: Function
@@ -69,19 +61,13 @@ class ServedCall(Call):
         self.deadline = Deadline(timeout)
         self.links = links
         self.depth = len(links) // 2
-        self.cancelled = False
-        self.worker = None
         self.outgoing = {}
-        self.waiting = None
-        self.unanswered = None
         self._server = server
         self._request: Request | None = request
         self._is_in_room = len(incoming.payload) > SMALL_NBYTES and not links
         self._function = function
         self.is_slow = function.is_slow
         self.incoming = incoming
-        self.task: Task[None] | None = None
-        self._has_result = False
 
     @property
     def needs_event_loop(self) -> bool:
