@@ -1166,14 +1166,14 @@ def test_a_message_that_was_taken_back_ends_no_receive_that_waits_for_another_si
 def test_a_lent_message_for_a_thread_that_is_interrupted_goes_back_and_its_sender_goes_on(
     lent_post,
 ):
-    deliver = lent_post.inbox._deliver
+    deliver = lent_post.inbox._deliver_parcels
 
     def interrupted_after_delivery(frames):
         deliver(frames)
-        lent_post.inbox._deliver = deliver
+        lent_post.inbox._deliver_parcels = deliver
         raise KeyboardInterrupt
 
-    lent_post.inbox._deliver = interrupted_after_delivery
+    lent_post.inbox._deliver_parcels = interrupted_after_delivery
     sending = lent_post.lend(1)
     with pytest.raises(KeyboardInterrupt):
         lent_post.recv(1)
