@@ -23,8 +23,8 @@ from rankwire.wire.frames import Message
 if TYPE_CHECKING:
     from asyncio import Task
 
-    from rankwire.rpc.pool import Worker
     from rankwire.rpc.server import Server
+    from rankwire.rpc.worker import Worker
 
 __all__ = ["ServedCall"]
 

@@ -36,10 +36,11 @@ from rankwire.rpc.messages import (
     describe_error,
     encode_result,
 )
-from rankwire.rpc.pool import Job, Pool, Worker
+from rankwire.rpc.pool import Pool
 from rankwire.rpc.registry import Registry
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, Room, unpack_ask
 from rankwire.rpc.served_call import ServedCall
+from rankwire.rpc.worker import Job, Worker
 from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
