@@ -51,12 +51,20 @@ _LAZY_LOOK = 0.05
 _LINGER = 2.0  # seconds an idle worker stays
 
 
+class Paced(Protocol):
+    """What a job runs, as far as its pace is known."""
+
+    is_slow: bool  # whether another thread should poll while it runs
+
+
 class Job(Protocol):
     """One admitted call."""
 
     depth: int
 
-    is_slow: bool  # whether another thread should poll while it runs
+    @property
+    def function(self) -> Paced:
+        """What it runs. Asked when the job begins: it may have been slow when the job was read."""
 
     def run(self, worker: Worker) -> None:
         """Do it, reply included. Must not raise."""
@@ -163,7 +171,7 @@ class Pool:
         if not self.arrived or self._poller is not worker:
             return False
         try:
-            return not self.arrived[0].is_slow
+            return not self.arrived[0].function.is_slow
         except IndexError:  # a new poller has just taken it
             return False
 
@@ -280,7 +288,7 @@ class Pool:
             job = self._next_job()
             if job is None:
                 continue
-            if job.is_slow:
+            if job.function.is_slow:
                 with self._mutex:
                     if self._poller is worker:
                         self._hand_over()
@@ -350,7 +358,7 @@ class Pool:
             job.run(worker)
         finally:
             seconds = perf_counter() - begin
-            if seconds > _SLOW or job.is_slow:
+            if seconds > _SLOW or job.function.is_slow:
                 job.finished(seconds)
             with self._mutex:
                 # With the role in one step: a standby that takes it from a finished job would make
