@@ -133,7 +133,7 @@ class Pool:
         if not self.arrived or self._poller is not worker:
             return False
         try:
-            return not self.arrived[0].is_slow
+            return not self.arrived[0].function.is_slow
         except IndexError:  # a new poller has just taken it
             return False
 
@@ -250,7 +250,7 @@ class Pool:
             job = self._next_job()
             if job is None:
                 continue
-            if job.is_slow:
+            if job.function.is_slow:
                 with self._mutex:
                     if self._poller is worker:
                         self._hand_over()
@@ -320,7 +320,7 @@ class Pool:
             job.run(worker)
         finally:
             seconds = perf_counter() - begin
-            if seconds > _SLOW or job.is_slow:
+            if seconds > _SLOW or job.function.is_slow:
                 job.finished(seconds)
             with self._mutex:
                 # With the role in one step: a standby that takes it from a finished job would make

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rankwire.rpc.pool import Pool
 
-__all__ = ["Job", "Worker"]
+__all__ = ["Job", "Paced", "Worker"]
+
+
+class Paced(Protocol):
+    """What a job runs, as far as its pace is known."""
+
+    is_slow: bool  # whether another thread should poll while it runs
 
 
 class Job(Protocol):
@@ -16,7 +22,9 @@ class Job(Protocol):
 
     depth: int
 
-    is_slow: bool  # whether another thread should poll while it runs
+    @property
+    def function(self) -> Paced:
+        """What it runs. Asked when the job begins: it may have been slow when the job was read."""
 
     def run(self, worker: Worker) -> None:
         """Do it, reply included. Must not raise."""
