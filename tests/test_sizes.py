@@ -15,8 +15,9 @@ MOST_METHODS = 25
 MOST_ATTRIBUTES = 15
 # Files that are still too large, or have classes that are; to be emptied.
 STILL_TOO_LARGE = {
-    "backends/mesh.py", "backends/peers.py", "backends/sub.py", "backends/tcp_formation.py",
-    "links/connection.py", "rpc/pool.py", "wire/frames.py",
+    "backends/sub.py",
+    "links/connection.py", "links/inbox.py",
+    "rpc/agent.py", "rpc/pool.py", "rpc/served_call.py", "wire/frames.py",
 }  # fmt: skip
 
 

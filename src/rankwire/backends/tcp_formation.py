@@ -71,7 +71,10 @@ class _Owner(Audience, Protocol):
 
 
 class Formation:
-    """See the module. ``form``, then ``close``."""
+    """Forms the world, and owns what a rank has besides its peers: ``form``, then ``close``.
+
+    Size: listeners, keys, files and both ends of the control plane live and end together.
+    """
 
     def __init__(
         self,

@@ -105,6 +105,10 @@ class MemoryStream:
         """Have something called by the other end's reader when it has made room."""
         self._outgoing.flush_when_possible(flush)
 
+    def lift_limit(self) -> None:
+        """Take whatever is written from now on, however much lies here."""
+        self._outgoing.lift_limit()
+
     def unsent_nbytes(self) -> int:
         """Return how many bytes have been written that the other end has not read."""
         return self._outgoing.load_nbytes
