@@ -607,7 +607,8 @@ def without_rank_0(ranks, how):
         ranks[0].kill()
     else:
         ranks[0].call("close")
-    introduced = "backend._introductions.ident and not backend._introductions.is_alive()"
+    thread = "backend._introductions._thread"
+    introduced = f"{thread}.ident and not {thread}.is_alive()"
     for rank in ranks[1:]:
         eventually(lambda rank=rank: rank.call("eval", introduced))
 

@@ -43,9 +43,14 @@ class Place(NamedTuple):
     is_message: bool = False  # and not a greeting or a farewell
 
     @property
+    def is_at_header(self) -> bool:
+        """Whether the next byte is the first one of a frame."""
+        return not self.left and not self.head
+
+    @property
     def is_behind_message(self) -> bool:
         """Whether a message has just been written whole."""
-        return self.is_message and not self.left and not self.head
+        return self.is_message and self.is_at_header
 
 
 class Stretch(NamedTuple):

@@ -39,6 +39,7 @@ class _Chunk(NamedTuple):
     end: int  # where they end in all that was ever written
     counts: list[int]  # it is written once this list
     nth: int  # has something at this place
+    is_cut: bool  # whether the rest of a frame is to follow
     when: float = 0.0
     begins: bool = False  # whether a message begins with it
     place: Place = Place()  # after it
@@ -65,6 +66,7 @@ class Pipe:
         "_cut_at",
         "_flushers",
         "_is_ended",
+        "_is_midway",
         "_last",
         "_limit",
         "_place",
@@ -84,6 +86,7 @@ class Pipe:
         self._last: _Chunk | None = None  # while it is being written
         self._written_to = 0
         self._place = Place()
+        self._is_midway = False  # whether the rest of a frame is to follow
         # The reader's.
         self._reading: tuple[list[int], int] | None = None
         self._read_to = 0
@@ -107,12 +110,13 @@ class Pipe:
         self._settle_writing()
         if self._is_ended or self._cut_at is not None:
             raise BrokenPipeError(errno.EPIPE, "the stream has ended")
-        room = self._room()
+        offered, room = sum(map(len, pieces)), self._room()
         if room <= 0:
-            if sum(map(len, pieces)) > HEADER_NBYTES:
+            if offered > HEADER_NBYTES or self._is_midway:
                 raise BlockingIOError
             room = 0  # a message without content, or a farewell
-        chunk = self._next_chunk(_first_bytes(pieces, room + HEADER_NBYTES), counts)
+        data = _first_bytes(pieces, room + HEADER_NBYTES)
+        chunk = self._next_chunk(data, counts, is_cut=len(data) < offered)
         if self._chunks is _NO_CHUNKS:
             self._chunks = deque()
         self._last = chunk
@@ -127,13 +131,13 @@ class Pipe:
         if self._course is not None and chunk.place.is_behind_message:
             self._course.on_message()
 
-    def _next_chunk(self, data: bytes, counts: list[int]) -> _Chunk:
+    def _next_chunk(self, data: bytes, counts: list[int], *, is_cut: bool) -> _Chunk:
         """Return what is written next: all of the data, or what belongs to one message."""
         if self._course is None:
-            return _Chunk(data, self._written_to + len(data), counts, len(counts))
+            return _Chunk(data, self._written_to + len(data), counts, len(counts), is_cut)
         nbytes, when, begins, place = self._course.follow(self._place, data)
-        end = self._written_to + nbytes
-        return _Chunk(data[:nbytes], end, counts, len(counts), when, begins, place)
+        end, is_cut = self._written_to + nbytes, not place.is_at_header
+        return _Chunk(data[:nbytes], end, counts, len(counts), is_cut, when, begins, place)
 
     def _settle_writing(self) -> None:
         """Note what the last writer has written, or drop what it has not. Safe to repeat."""
@@ -141,7 +145,7 @@ class Pipe:
         if last is None:
             return
         if last.is_written:
-            self._written_to, self._place = last.end, last.place
+            self._written_to, self._place, self._is_midway = last.end, last.place, last.is_cut
         elif self._chunks and self._chunks[-1] is last:
             self._chunks.pop()
         self._last = None
