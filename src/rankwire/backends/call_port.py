@@ -95,13 +95,22 @@ class MeshCallPort(CallPort):
     ) -> Reply | None:
         """Send a request; return its pending reply, or None if there is no room for it."""
         try:
-            return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
-        except ChannelClosedError:
-            # The peer's agent closed since the last call, and nothing of this one was sent. There
-            # may be a new one; if not, the door says so.
-            if self._closed is not None or self._ended is not None:
-                raise
-            return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
+            try:
+                return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
+            except ChannelClosedError:
+                # The peer's agent closed since the last call, and nothing of this one was sent.
+                # There may be a new one; if not, the door says so.
+                if self._closed is not None or self._ended is not None:
+                    raise
+                return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
+        except RankwireError:
+            raise
+        except BaseException:  # an interrupt: the request may have left, and its reply is nobody's
+            try:
+                self.cancel(dst, request_id)
+            finally:
+                self.cancel(dst, request_id)  # another one may have fallen into the first
+            raise
 
     def cancel(self, dst: int, request_id: int) -> None:
         """Tell the callee that the reply is not wanted: now, or as soon as that can be sent."""
