@@ -65,6 +65,10 @@ class Inbox:
         connection: Where they come from, if it is known yet.
         fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
 
+    Attributes:
+        was_interrupted: Whether a thread was interrupted in here since the last ``read_quietly``:
+            what it has read may lie in the connection, where no poller sees it, or in ``due``.
+
     Size: a thread that waits here reads, matches, sleeps and may be interrupted in any of that; the
     steps share one mutex and one recovery, and are understood together or not at all.
     """
@@ -91,6 +95,7 @@ class Inbox:
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
         self._parked = ParkedThreads()
         self._asleep = self._parked.asleep
+        self.was_interrupted = False
         guard(self)
 
     def attach(self, connection: Connection) -> bool:
@@ -256,6 +261,7 @@ class Inbox:
             if not self._take_role(token):
                 return
             assert self.connection is not None
+            self.was_interrupted = False
             try:
                 self._deliver(self.connection.undelivered)
                 while not self._mailbox.full:
@@ -286,8 +292,12 @@ class Inbox:
             except Exception:
                 raise
             except BaseException:
+                self.due.extend(hand)  # first of all: another interrupt may fall into the rest
+                self.was_interrupted = True
                 for receive in hand:
                     _call_back(receive)  # what was done of it already is not done twice
+                    with suppress(ValueError):
+                        self.due.remove(receive)
                 raise
 
     def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
@@ -473,6 +483,7 @@ class Inbox:
 
         Whoever sleeps wakes up: its message may have been delivered without a word.
         """
+        self.was_interrupted = True
         with self._mutex:
             self._mailbox.tidy()
             if self._reader is token:
