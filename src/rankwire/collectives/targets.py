@@ -87,7 +87,8 @@ def stored(target: Operand | None, flat: np.ndarray[Any, Any] | None) -> Any:
     """Return the user's view of a target, with a result in it; None where there is no target."""
     if target is None or flat is None:
         return None
-    target.store(flat)
+    if target.has_gaps:
+        target.store(flat)
     return target.value
 
 
