@@ -27,12 +27,12 @@ MAY_IMPORT = {
     "backends": {*LEAVES, "codec", "wire", "links", "rendezvous"},
     "rpc": {*LEAVES, "codec", "wire", "links", "backends"},
     "collectives": {*LEAVES, "codec", "wire", "backends"},
-    "mesh": {"errors", "backends"},
+    "device_mesh": {"errors", "backends"},
     "testing": {*LEAVES, "codec", "wire", "rendezvous", "backends", "rpc", "collectives"},
     "launch": {*LEAVES, "version", "links", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "__main__": {"cli"},
-    "__init__": {"errors", "version", "codec", "backends", "rpc", "collectives", "mesh"},
+    "__init__": {"errors", "version", "codec", "backends", "rpc", "collectives", "device_mesh"},
 }
 BACKENDS = {"tcp", "simulated", "sub"}  # these do not know each other, and only this one makes one
 MAKES_A_BACKEND = "connect"
@@ -44,7 +44,7 @@ BACKEND_INTERFACE = {
     "transport",
 }  # all that the layers above know of backends
 PURE = {"texts", "codec", "wire"}
-ABOVE_LINKS = {"rendezvous", "backends", "rpc", "collectives", "mesh"}
+ABOVE_LINKS = {"rendezvous", "backends", "rpc", "collectives", "device_mesh"}
 IMPURE_MODULES = {
     "socket", "ssl", "select", "selectors", "threading", "asyncio", "time", "os", "subprocess",
     "logging", "multiprocessing", "signal", "pathlib", "tempfile", "io", "ctypes", "mmap", "fcntl",

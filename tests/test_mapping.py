@@ -13,6 +13,10 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "links/course": "links/test_memory_stream.py",
+    "links/memory_poller": "links/test_memory_stream.py",
+    "links/pipe": "links/test_memory_stream.py",
+    "links/sleepers": "links/test_memory_stream.py",
     "links/event_thread": "links/test_acceptor.py",
     "backends/receiving": "backends/test_payloads.py",
     "backends/arguments": "backends/test_base.py",
@@ -23,8 +27,8 @@ SHOWN_IN = {
     "links/borrower": "links/test_single_copy.py",
     "links/lender": "links/test_single_copy.py",
     "links/process_memory": "links/test_single_copy.py",
-    "codec/values": "codec/test_writer.py",
-    "codec/reader": "codec/test_codec.py",
+    "codec/values": "codec/test_value_writer.py",
+    "codec/value_reader": "codec/test_codec.py",
     "testing/conformance/basic_checks": "conformance/test_conformance.py",
     "testing/conformance/call_checks": "conformance/test_conformance.py",
     "testing/conformance/collective_checks": "conformance/test_conformance.py",
@@ -41,6 +45,9 @@ SHOWN_IN = {
     "collectives/operation": "collectives/test_sequence.py",
     "backends/barrier": "conformance/test_conformance.py",
     "backends/mesh": "backends/test_tcp_backend.py",
+    "backends/ports": "backends/test_call_port.py",
+    "backends/tcp_dialing": "backends/test_tcp_backend.py",
+    "backends/tcp_introductions": "backends/test_tcp_failures.py",
     "backends/tcp": "backends/test_tcp_backend.py",
     "backends/tcp_calls": "backends/test_call_port.py",
     "launch/child": "launch/test_run.py",

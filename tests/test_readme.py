@@ -65,3 +65,21 @@ def test_no_line_of_the_pages_is_too_long_to_read():
         if len(line) > 180 and not line.startswith("|")
     ]
     assert not long
+
+
+# Pages that still name files that are gone; to be emptied.
+STILL_NAME_WHAT_IS_GONE = {"docs/data-path.md", "docs/thread-model.md"}
+
+
+def test_the_pages_name_files_that_exist():
+    root = README.parent
+    folders = [path.name for path in (root / "src/rankwire").iterdir() if path.is_dir()]
+    named = re.compile(rf"(?<![\w/])(?:tests/)?((?:{'|'.join(folders)})/[a-z_0-9/]+\.py)")
+    gone = [
+        f"{page.relative_to(root)}: {match[0]}"
+        for page in (root / "README.md", root / "SECURITY.md", *root.glob("docs/*.md"))
+        if str(page.relative_to(root)) not in STILL_NAME_WHAT_IS_GONE
+        for match in named.finditer(page.read_text())
+        if not any((base / match[1]).exists() for base in (root / "src/rankwire", root / "tests"))
+    ]
+    assert not gone

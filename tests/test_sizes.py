@@ -15,10 +15,9 @@ MOST_METHODS = 25
 MOST_ATTRIBUTES = 15
 # Files that are still too large, or have classes that are; to be emptied.
 STILL_TOO_LARGE = {
-    "backends/simulated_calls.py", "backends/simulated_network.py", "backends/sub.py",
-    "backends/tcp.py", "backends/tcp_calls.py", "backends/tcp_formation.py",
-    "backends/tcp_peers.py", "links/connection.py", "links/inbox.py", "rpc/agent.py",
-    "rpc/incoming.py", "rpc/serving.py", "wire/frames.py",
+    "backends/mesh.py", "backends/peers.py", "backends/sub.py", "backends/tcp.py",
+    "backends/tcp_formation.py", "links/connection.py", "links/inbox.py", "links/memory_stream.py",
+    "rpc/agent.py", "rpc/pool.py", "rpc/served_call.py", "wire/frames.py",
 }  # fmt: skip
 
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
         scatter,
     )
     from rankwire.collectives.work import Work
+    from rankwire.device_mesh import DeviceMesh
     from rankwire.links.security import Tls
-    from rankwire.mesh import DeviceMesh
 
 __all__ = [
     "Backend",
@@ -85,7 +85,7 @@ _LOADED_LATER = {
     "backends.faults": "FaultPlan",
     "backends.simulated": "SimulatedBackend",
     "backends.sub": "SubBackend",
-    "mesh": "DeviceMesh",
+    "device_mesh": "DeviceMesh",
     "links.security": "Tls",
     "collectives.work": "Work",
     "collectives.operations": "all_gather all_reduce all_reduce_coalesced all_to_all barrier "

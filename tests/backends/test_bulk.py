@@ -290,7 +290,7 @@ def test_ranks_that_all_send_before_they_know_of_each_other_do_not_wait_for_each
         running = [Running(turn, rank) for rank in range(world_size)]
         for rank, backend in enumerate(world):
             peer = backend._peers[(rank + 1) % world_size]
-            eventually(lambda peer=peer: peer.messages and peer.messages._send_lock.locked())
+            eventually(lambda peer=peer: peer.messages and peer.messages._writer._lock.locked())
         time.sleep(0.2)
         come_in.set()
         assert [each.result(2 * QUICK) for each in running] == [True] * world_size
@@ -607,7 +607,8 @@ def without_rank_0(ranks, how):
         ranks[0].kill()
     else:
         ranks[0].call("close")
-    introduced = "backend._introductions.ident and not backend._introductions.is_alive()"
+    thread = "backend._introductions._thread"
+    introduced = f"{thread}.ident and not {thread}.is_alive()"
     for rank in ranks[1:]:
         eventually(lambda rank=rank: rank.call("eval", introduced))
 
@@ -953,7 +954,7 @@ def test_a_caller_that_cancels_before_its_large_reply_does_not_stop_the_server(l
     for future in futures:
         assert future.cancel()
     eventually(
-        lambda: all(job.call.cancelled for job in list(lending_agents[1]._server.active.values()))
+        lambda: all(job.cancelled for job in list(lending_agents[1]._server.active.values()))
     )
     slow.go.set()
     began = time.monotonic()
@@ -967,7 +968,7 @@ def test_a_caller_that_cancels_while_its_large_reply_is_offered_does_not_stop_th
 ):
     slow = Slow(lending_agents[1])
     lending_agents[0].rpc_sync(1, "echo", 0)
-    inbox = lending_agents[0]._port._outgoing[1]
+    inbox = lending_agents[0]._port._calls.inbox_of(1)
     eventually(lambda: inbox._take_role(inbox))  # nobody reads replies for now
     try:
         futures = [lending_agents[0].rpc_async(1, "slow_large", timeout=PATIENCE) for _ in range(4)]

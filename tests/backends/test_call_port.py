@@ -58,15 +58,15 @@ def until(condition):
 
 
 def call(port, dst, request_id, payload=b"?", on_reply=None, timeout=LATER):
-    return port.call(dst, request_id, [payload], len(payload), Deadline(timeout), on_reply)
+    return port.call(dst, request_id, ([payload], len(payload)), Deadline(timeout), on_reply)
 
 
 def reply(port, request, payload):
-    port.reply(request, [payload], len(payload), Deadline(LATER))
+    port.reply(request, ([payload], len(payload)), Deadline(LATER))
 
 
-def wait(port, dst, receive, timeout=LATER):
-    return port.wait(dst, receive, Deadline(timeout))
+def wait(receive, timeout=LATER):
+    return receive.wait(Deadline(timeout))
 
 
 def poll(port, timeout=LATER, *, count=1):
@@ -85,10 +85,10 @@ def call_and_answer(caller, callee, request_id):
     return receive
 
 
-def events_link(events):
+def origin_of_the_gone(events):
     """Return the stream whose end was told."""
     (gone,) = (event for event in events if isinstance(event, CallerGone))
-    return gone.link
+    return gone.origin
 
 
 def kinds(events):
@@ -106,26 +106,26 @@ def test_a_request_and_its_reply(make_ports):
     assert (request.src, request.request_id, request.payload) == (0, 11, b"question")
     assert caller.in_flight() == 1
     reply(callee, request, b"answer")
-    assert wait(caller, 1, receive) == b"answer"
+    assert wait(receive) == b"answer"
     assert caller.in_flight() == 0
 
 
 def test_the_caller_may_reuse_its_buffer(make_ports):
     caller, callee = make_ports(2)
     buffer = bytearray(b"before")
-    receive = caller.call(1, 1, [buffer, b"!"], 7, Deadline(LATER))
+    receive = caller.call(1, 1, ([buffer, b"!"], 7), Deadline(LATER))
     buffer[:] = b"after."
     (request,) = poll(callee)
     assert request.payload == b"before!"
     answer = bytearray(b"yes")
     reply(callee, request, answer)
     answer[:] = b"no."
-    assert wait(caller, 1, receive) == b"yes"
+    assert wait(receive) == b"yes"
 
 
 def test_a_waiting_caller_is_woken_by_its_reply(make_ports, pool):
     caller, callee = make_ports(2)
-    answers = [pool.submit(wait, caller, 1, call(caller, 1, number)) for number in range(3)]
+    answers = [pool.submit(wait, call(caller, 1, number)) for number in range(3)]
     requests = []
     while len(requests) < 3:
         requests += poll(callee)
@@ -140,7 +140,7 @@ def test_replies_may_come_in_any_order(make_ports):
     requests = poll(callee)
     for request in (requests[index] for index in (3, 0, 4, 1, 2)):
         reply(callee, request, bytes([request.request_id]))
-    assert [wait(caller, 1, receive)[0] for receive in receives] == [0, 1, 2, 3, 4]
+    assert [wait(receive)[0] for receive in receives] == [0, 1, 2, 3, 4]
 
 
 def test_requests_of_one_caller_keep_their_order(make_ports):
@@ -155,7 +155,7 @@ def test_the_same_request_id_of_two_callers_is_two_calls(make_ports):
     receives = [call(ports[src], 2, 1, bytes([src])) for src in (0, 1)]
     for request in poll(ports[2], count=2):
         reply(ports[2], request, b"for " + str(request.src).encode())
-    assert [wait(ports[src], 2, receives[src]) for src in (0, 1)] == [b"for 0", b"for 1"]
+    assert [wait(receives[src]) for src in (0, 1)] == [b"for 0", b"for 1"]
 
 
 def test_ranks_call_each_other_at_the_same_time(make_ports):
@@ -164,7 +164,7 @@ def test_ranks_call_each_other_at_the_same_time(make_ports):
     for port in ports:
         (request,) = poll(port)
         reply(port, request, b"ok")
-    assert [wait(ports[rank], 1 - rank, receives[rank]) for rank in (0, 1)] == [b"ok", b"ok"]
+    assert [wait(receives[rank]) for rank in (0, 1)] == [b"ok", b"ok"]
 
 
 def test_a_callback_runs_without_locks_once_the_reply_is_read(make_world):
@@ -232,7 +232,7 @@ def test_a_request_waits_for_the_port_to_open(make_world):
     (request,) = poll(callee)
     assert request.payload == b"early"
     reply(callee, request, b"in time")
-    assert wait(caller, 1, receive) == b"in time"
+    assert wait(receive) == b"in time"
 
 
 def test_requests_that_nobody_takes_are_bounded(make_world, pool):
@@ -256,7 +256,7 @@ def test_a_rank_that_leaves_before_it_opens_fails_the_calls(make_world):
     receive = call(caller, 1, 1)
     world[1].close()
     with pytest.raises(ChannelClosedError, match="rank 1 has left"):
-        wait(caller, 1, receive)
+        wait(receive)
 
 
 # -- services --------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ def test_two_services_never_meet(make_world):
         (request,) = poll(ports[1])
         assert request.payload == expected
         reply(ports[1], request, b"to " + expected)
-    assert wait(a[0], 1, receives[0]) == b"to a"
-    assert wait(b[0], 1, receives[1]) == b"to b"
+    assert wait(receives[0]) == b"to a"
+    assert wait(receives[1]) == b"to b"
     a[1].close()
     call(b[0], 1, 6)
     assert [type(event) for event in poll(b[1])] == [IncomingCall]
@@ -301,7 +301,7 @@ def test_a_port_that_is_opened_again_is_a_new_one(make_world):
     assert set(kinds(events)) == {IncomingCall, CallerGone}
     (request,) = (event for event in events if isinstance(event, IncomingCall))
     reply(callee, request, b"for the new one")
-    assert wait(new, 1, receive) == b"for the new one"
+    assert wait(receive) == b"for the new one"
 
 
 def test_a_callee_that_is_opened_again_can_be_called(make_world):
@@ -316,9 +316,9 @@ def test_a_callee_that_is_opened_again_can_be_called(make_world):
     (request,) = poll(new)
     assert request.request_id == 3
     reply(new, request, b"ok")
-    assert wait(caller, 1, receive) == b"ok"
+    assert wait(receive) == b"ok"
     with pytest.raises(ChannelClosedError):
-        wait(caller, 1, lost)
+        wait(lost)
 
 
 # -- giving up -------------------------------------------------------------------------------------
@@ -328,29 +328,29 @@ def test_a_wait_that_times_out_takes_the_call_back(make_ports):
     caller, callee = make_ports(2)
     receive = call(caller, 1, 1)
     with pytest.raises(DeadlineExceededError) as caught:
-        wait(caller, 1, receive, timeout=0.01)
+        wait(receive, timeout=0.01)
     assert (caught.value.waiting_for, caller.in_flight()) == ([1], 0)
     (request,) = poll(callee)
     reply(callee, request, b"late")
-    assert wait(caller, 1, call_and_answer(caller, callee, 2)) == b"next"
+    assert wait(call_and_answer(caller, callee, 2)) == b"next"
 
 
 def test_a_drive_that_times_out_leaves_the_call_as_it_is(make_ports):
     caller, callee = make_ports(2)
     receive = call(caller, 1, 1)
-    assert not caller.drive(1, receive, Deadline(0.01))
+    assert not receive.drive(Deadline(0.01))
     assert caller.in_flight() == 1
     (request,) = poll(callee)
     reply(callee, request, b"in the end")
-    assert caller.drive(1, receive, Deadline(LATER))
+    assert receive.drive(Deadline(LATER))
     assert receive.result() == b"in the end"
 
 
 def test_several_threads_may_drive_one_call(make_ports, pool):
     caller, callee = make_ports(2)
     receive = call(caller, 1, 1)
-    patient = [pool.submit(caller.drive, 1, receive, Deadline(LATER)) for _ in range(3)]
-    assert not caller.drive(1, receive, Deadline(0.01))
+    patient = [pool.submit(receive.drive, Deadline(LATER)) for _ in range(3)]
+    assert not receive.drive(Deadline(0.01))
     (request,) = poll(callee)
     reply(callee, request, b"x")
     assert [future.result(SOON) for future in patient] == [True] * 3
@@ -361,10 +361,10 @@ def test_a_late_reply_is_dropped(make_ports):
     called_back = []
     receive = call(caller, 1, 1, on_reply=called_back.append)
     (request,) = poll(callee)
-    assert caller.forget(1, receive)
-    assert not caller.forget(1, receive)
+    assert receive.withdraw()
+    assert not receive.withdraw()
     reply(callee, request, b"late")
-    assert wait(caller, 1, call_and_answer(caller, callee, 2)) == b"next"
+    assert wait(call_and_answer(caller, callee, 2)) == b"next"
     assert (caller.in_flight(), called_back) == (0, [])
 
 
@@ -373,9 +373,9 @@ def test_a_reply_that_has_come_cannot_be_forgotten(make_ports):
     receive = call(caller, 1, 1)
     (request,) = poll(callee)
     reply(callee, request, b"x")
-    assert caller.drive(1, receive, Deadline(LATER))
-    assert not caller.forget(1, receive)
-    assert wait(caller, 1, receive) == b"x"
+    assert receive.drive(Deadline(LATER))
+    assert not receive.withdraw()
+    assert wait(receive) == b"x"
 
 
 def test_a_cancelled_call_is_an_event_after_its_request(make_ports):
@@ -406,7 +406,7 @@ def test_room_for_calls_comes_with_replies(make_ports, pool):
     request, _ = poll(callee, count=2)
     reply(callee, request, b"x")
     assert waiting.result(SOON)
-    caller.forget(1, receives[1])
+    receives[1].withdraw()
     assert caller.wait_for_room(1, 1, Deadline(0))
 
 
@@ -417,7 +417,7 @@ def test_a_closed_port_fails_its_own_calls_and_waits(make_ports, pool):
     caller, callee = make_ports(2)
     called_back = []
     receive = call(caller, 1, 1, on_reply=called_back.append)
-    waiting = [pool.submit(wait, caller, 1, receive), pool.submit(poll, caller)]
+    waiting = [pool.submit(wait, receive), pool.submit(poll, caller)]
     until(lambda: all(future.running() for future in waiting))
     caller.close()
     caller.close()
@@ -435,14 +435,14 @@ def test_a_closed_port_fails_its_own_calls_and_waits(make_ports, pool):
 def test_a_closed_callee_fails_the_calls_to_it(make_ports, pool):
     caller, callee, other = make_ports(3)
     called_back = []
-    waiting = pool.submit(wait, caller, 1, call(caller, 1, 1, on_reply=called_back.append))
+    waiting = pool.submit(wait, call(caller, 1, 1, on_reply=called_back.append))
     unharmed = call(caller, 2, 2)
     callee.close()
     assert isinstance(waiting.exception(SOON), ChannelClosedError)
     assert len(called_back) == 1
     (request,) = poll(other)
     reply(other, request, b"still here")
-    assert wait(caller, 2, unharmed) == b"still here"
+    assert wait(unharmed) == b"still here"
 
 
 def test_a_callee_that_has_never_been_called_by_a_rank_does_not_miss_it(make_ports):
@@ -456,7 +456,7 @@ def test_a_kill_fails_calls_and_is_told_to_the_callees(make_world, pool):
     ports = [backend.open_calls(SERVICE) for backend in world]
     called_back = []
     to_the_dead = call(ports[0], 1, 1, on_reply=called_back.append)
-    waiting = pool.submit(wait, ports[0], 1, to_the_dead)
+    waiting = pool.submit(wait, to_the_dead)
     of_the_dead = call(ports[1], 0, 1)
     (request,) = poll(ports[0])
     world[0].network.kill(1)
@@ -467,7 +467,7 @@ def test_a_kill_fails_calls_and_is_told_to_the_callees(make_world, pool):
     for action in (
         lambda: call(ports[0], 1, 2),
         lambda: reply(ports[0], request, b"x"),
-        lambda: wait(ports[1], 0, of_the_dead),
+        lambda: wait(of_the_dead),
         lambda: poll(ports[1]),
         lambda: call(ports[1], 2, 2),
     ):
@@ -477,7 +477,7 @@ def test_a_kill_fails_calls_and_is_told_to_the_callees(make_world, pool):
     unharmed = call(ports[0], 2, 3)
     (request,) = poll(ports[2])
     reply(ports[2], request, b"fine")
-    assert wait(ports[0], 2, unharmed) == b"fine"
+    assert wait(unharmed) == b"fine"
 
 
 def test_a_broken_link_ends_calls_in_both_directions(make_world):
@@ -487,7 +487,7 @@ def test_a_broken_link_ends_calls_in_both_directions(make_world):
     world[0].network.break_link(0, 1)
     for rank in (0, 1):
         with pytest.raises(PeerLostError) as caught:
-            wait(ports[rank], 1 - rank, receives[rank])
+            wait(receives[rank])
         assert caught.value.peer == 1 - rank
         assert kinds(poll(ports[rank], count=2)) == [IncomingCall, CallerGone]
 
@@ -500,7 +500,7 @@ def test_closing_the_backend_closes_its_ports(make_world, pool):
     world[0].close()
     assert isinstance(waiting.exception(SOON), ChannelClosedError)
     with pytest.raises(ChannelClosedError):
-        wait(ports[0], 1, receive)
+        wait(receive)
     assert kinds(poll(ports[1], count=2)) == [IncomingCall, CallerGone]
     with pytest.raises(ChannelClosedError, match="rank 0 has left"):
         call(ports[1], 0, 1)
@@ -514,7 +514,7 @@ def test_a_caller_that_waits_for_room_hears_that_its_port_was_closed(make_ports,
     sleep(0.02)
     caller.close()
     with pytest.raises(ChannelClosedError):  # at once, or as its reply
-        wait(caller, 1, blocked.result(SOON))
+        wait(blocked.result(SOON))
 
 
 def test_a_caller_that_waits_for_room_hears_that_the_callee_was_closed(make_ports, pool):
@@ -536,9 +536,9 @@ def test_a_reply_under_way_arrives_before_the_news_that_its_sender_closed(make_p
     requests = poll(callee)
     reply(callee, requests[0], b"just in time")
     callee.close()
-    assert wait(caller, 1, answered) == b"just in time"
+    assert wait(answered) == b"just in time"
     with pytest.raises(ChannelClosedError):
-        wait(caller, 1, unanswered)
+        wait(unanswered)
 
 
 def test_a_request_under_way_arrives_before_the_news_that_its_caller_closed(make_ports):
@@ -562,11 +562,11 @@ def test_a_caller_opened_again_is_not_mistaken_for_the_one_that_closed(make_worl
     while len(events) < 3:
         events += poll(callee)
     # They came on two streams: each has an order of its own.
-    of_the_old = [event for event in events if getattr(event, "link", None) is events_link(events)]
+    of_the_old = [event for event in events if event.origin is origin_of_the_gone(events)]
     assert kinds(of_the_old) == [IncomingCall, CallerGone]
     (request,) = (event for event in events if event not in of_the_old)
     reply(callee, request, b"new")
-    assert wait(new, 1, receive) == b"new"
+    assert wait(receive) == b"new"
 
 
 def test_a_kill_loses_what_is_under_way(make_world):
@@ -577,4 +577,4 @@ def test_a_kill_loses_what_is_under_way(make_world):
     reply(ports[1], request, b"never arrives")
     world[1].network.kill(1)
     with pytest.raises(PeerLostError):
-        wait(ports[0], 1, receive)
+        wait(receive)

@@ -330,9 +330,9 @@ def test_a_rank_can_be_dead_from_the_start(make_world):
 def test_calls_count_as_messages(make_world):
     one, other = make_world(2, FaultPlan().kill(0, after=1))
     ports = [backend.open_calls(7) for backend in (one, other)]
-    receive = ports[0].call(1, 1, [b"x"], 1, Deadline(LATER))
+    receive = ports[0].call(1, 1, ([b"x"], 1), Deadline(LATER))
     with pytest.raises(PeerLostError) as caught:
-        ports[0].wait(1, receive, Deadline(LATER))
+        receive.wait(Deadline(LATER))
     assert caught.value.peer == 0
     events = [*ports[1].poll(Deadline(LATER)), *ports[1].poll(Deadline(LATER))]
     assert [type(event).__name__ for event in events] == ["IncomingCall", "CallerGone"]
@@ -434,7 +434,7 @@ def test_a_callback_that_a_close_causes_runs_in_the_closing_thread(make_world):
     ports = [backend.open_calls(1) for backend in (one, other)]
     seen = []
     ports[0].call(
-        1, 1, [b"x"], 1, Deadline(LATER), lambda receive: seen.append(threading.current_thread())
+        1, 1, ([b"x"], 1), Deadline(LATER), lambda receive: seen.append(threading.current_thread())
     )
     ports[0].close()
     assert seen == [threading.current_thread()]
@@ -451,7 +451,7 @@ def test_a_callback_that_a_timed_fault_causes_may_wait_for_the_network(make_worl
         received.append(world[0].recv(3))
         heard.set()
 
-    ports[1].call(0, 1, [b"x"], 1, Deadline(LATER), on_reply)
+    ports[1].call(0, 1, ([b"x"], 1), Deadline(LATER), on_reply)
     with pytest.raises(PeerLostError):  # the next fault is not late because of that
         world[3].recv(2, timeout=SOON)
     world[3].send(b"comes later", 0)
@@ -469,7 +469,7 @@ def test_closing_from_a_callback_does_not_wait_for_itself():
             backend.close()
         closed.set()
 
-    ports[1].call(0, 1, [b"x"], 1, Deadline(LATER), close_all)
+    ports[1].call(0, 1, ([b"x"], 1), Deadline(LATER), close_all)
     assert closed.wait(SOON)
     limit = monotonic() + SOON
     while threads() and monotonic() < limit:

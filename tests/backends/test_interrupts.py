@@ -9,6 +9,7 @@ from interrupts import Interrupt, every_interrupt
 from rankwire import DeadlineExceededError, RpcAgent, SubBackend
 from rankwire.links import lender
 from rankwire.links.connection import Connection
+from rankwire.testing import simulated_world
 from worlds import LEND_FROM, PATIENCE, Running, eventually, tcp_world
 
 SOON = 8.0
@@ -16,9 +17,13 @@ SOON = 8.0
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.fixture(params=["auto", "tcp"])
+def make_world(kind):
+    return simulated_world(2) if kind == "simulated" else tcp_world(2, transport=kind)
+
+
+@pytest.fixture(params=["auto", "tcp", "simulated"])
 def pair(request):
-    with tcp_world(2, transport=request.param) as (near, far):
+    with make_world(request.param) as (near, far):
         yield near, far
 
 
@@ -122,10 +127,10 @@ def take_until_the_end(backend, tag):
 
 
 @pytest.mark.fault(37, "an interrupt in the first send to a rank does not lose that rank")
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", "tcp", "simulated"])
 def test_an_interrupt_anywhere_while_connecting(transport):
     def run(interrupting):
-        with tcp_world(2, transport=transport) as pair:
+        with make_world(transport) as pair:
             near, far = pair
             with suppress(Interrupt), interrupting:
                 near.send(b"first", 1, tag=1, timeout=SOON)
@@ -133,7 +138,7 @@ def test_an_interrupt_anywhere_while_connecting(transport):
             assert (near.alive, far.alive) == ((0, 1), (0, 1))
 
     # Every 13th place: a world takes 20 ms, and there are some hundred places.
-    every_interrupt(run, step=13)
+    every_interrupt(run, step=1 if transport == "simulated" else 13)
 
 
 @pytest.mark.fault(37, "after a caught interrupt in a receive the world goes on, in order")

@@ -16,7 +16,7 @@ import pytest
 
 from headers import pack_header
 from rankwire import RpcAgent
-from rankwire.backends.mesh import MAX_CONNECTIONS_OF_A_RANK
+from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK
 from rankwire.backends.tcp import TcpBackend
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -509,7 +509,8 @@ def test_many_connections_for_one_agent_are_bounded_too():
     with tcp_world(2, secret=SECRET, transport="tcp") as world:
         key = world[1]._formation.key_with(0)
         with RpcAgent(world[0]), contextlib.ExitStack() as stack:
-            (service,) = world[0]._ports
+            (port,) = world[0]._ports.all()
+            service = port.service
 
             def connect():
                 sock = connect_as_another(world[1], 0, Purpose.CALLS, key, service=service)

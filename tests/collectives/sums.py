@@ -168,9 +168,16 @@ class CountingBackend(SimulatedBackend):
     """A rank that remembers what its collectives have sent: destination and size."""
 
     def transmit(self, dst, envelope, message, deadline):
+        self._count(dst, envelope, message)
+        super().transmit(dst, envelope, message, deadline)
+
+    def offer(self, dst, envelope, message, deadline, **options):
+        self._count(dst, envelope, message)
+        return super().offer(dst, envelope, message, deadline, **options)
+
+    def _count(self, dst, envelope, message):
         if envelope[2] != NOTICE_TAG:
             self.__dict__.setdefault("sent", []).append((dst, message[1]))
-        super().transmit(dst, envelope, message, deadline)
 
 
 @contextlib.contextmanager

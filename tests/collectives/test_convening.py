@@ -92,7 +92,7 @@ def test_one_of_many_that_gives_up_ends_the_others():
     with counting(64) as world:
         runs = start(
             world,
-            lambda b: rankwire.barrier(b, timeout=0.6 if b.rank == 11 else TIMEOUT),
+            lambda b: rankwire.barrier(b, timeout=2.0 if b.rank == 11 else TIMEOUT),
             absent=[3],
         )
         late = runs.pop(11)
@@ -102,7 +102,7 @@ def test_one_of_many_that_gives_up_ends_the_others():
             error = run.error()
             assert isinstance(error, CollectiveAbortedError)
             assert error.peer == 11
-            assert "no result within 0.6 s waiting for rank 3" in error.reason
+            assert "no result within 2 s waiting for rank 3" in error.reason
             assert run.ended - late.ended < SOON
         assert notices_of(world, 6) < MOST_NOTICES
 

@@ -307,8 +307,8 @@ def test_settling_waits_until_everything_has_been_read(monkeypatch):
     x.send(1, 0, np.ones(3))
     x.send(2, 0, np.ones(3))
     backend.offers[1].taken.set()
-    threading.Timer(0.05, backend.offers[0].taken.set).start()
     begin = time.monotonic()
+    threading.Timer(0.05, backend.offers[0].taken.set).start()
     x.settle()
     assert time.monotonic() - begin > 0.04
     assert 1 in x.looks

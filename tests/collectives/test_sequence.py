@@ -84,18 +84,22 @@ def tell(backend, dst: int, payload: bytes, timeout: float = TIMEOUT) -> None:
 
 def until_waiting(backend, src: int) -> None:
     """Wait until a simulated rank waits for another one; it looks up in 50 ms."""
-    eventually(lambda: src in backend._inboxes and backend._inboxes[src].in_flight)
+    eventually(lambda: backend._peers[src].inbox.in_flight)
 
 
 def frames_of(backend) -> list[Envelope]:
     """Return a list to which the envelope of everything that a rank sends is added."""
-    frames, transmit = [], backend.transmit
+    frames, transmit, offer = [], backend.transmit, backend.offer
 
     def recording(dst, envelope, *rest):
         frames.append(envelope)
         transmit(dst, envelope, *rest)
 
-    backend.transmit = recording
+    def recording_offer(dst, envelope, *rest, **options):
+        frames.append(envelope)
+        return offer(dst, envelope, *rest, **options)
+
+    backend.transmit, backend.offer = recording, recording_offer
     return frames
 
 
@@ -700,7 +704,7 @@ def test_what_was_sent_before_a_late_rank_was_told_is_forgotten(pair, monkeypatc
         assert check_told_late(pair, PARTS["all_reduce"])
         all_reduce_everywhere(pair)
     for rank, backend in enumerate(pair):
-        arrived = backend._inboxes[1 - rank]._mailbox._arrived
+        arrived = backend._peers[1 - rank].inbox._mailbox._arrived
         assert all(tag == NOTICE_TAG for _, _, tag in arrived)
 
 
@@ -781,7 +785,7 @@ def test_what_others_sent_for_an_operation_that_was_refused_is_forgotten(pair):
             WRONG["no array"](pair[1])
         assert isinstance(waiting.error(), CollectiveAbortedError)
         all_reduce_everywhere(pair)
-    arrived = pair[1]._inboxes[0]._mailbox._arrived
+    arrived = pair[1]._peers[0].inbox._mailbox._arrived
     assert all(tag == NOTICE_TAG for _, _, tag in arrived)
 
 

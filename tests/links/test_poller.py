@@ -5,7 +5,9 @@ import time
 
 import pytest
 
+from links.conftest import socket_pair
 from rankwire.links.poller import EpollPoller
+from rankwire.links.spin import Spin
 from rankwire.links.stream import SocketStream
 from worlds import PATIENCE
 
@@ -20,6 +22,15 @@ def poller():
 @pytest.fixture
 def streams(sockets):
     return [SocketStream(sock) for sock in sockets]
+
+
+@pytest.fixture
+def two_pairs(transport, cleanup):
+    pairs = [[SocketStream(sock) for sock in socket_pair(transport)] for _ in range(2)]
+    for pair in pairs:
+        for stream in pair:
+            cleanup.callback(stream.close)
+    return pairs
 
 
 def read(stream):
@@ -72,9 +83,44 @@ def test_waking_ends_one_poll(poller):
     assert poller.poll(0.01) is None
 
 
-def test_a_look_leaves_the_wake_to_who_waits(poller):
-    poller.wake()
-    assert poller.poll(0) is None
+@pytest.mark.parametrize("spin", [0.0, PATIENCE], ids=["sleeping", "looking"])
+def test_waking_ends_a_poll_that(poller, streams, spin):
+    near, far = streams
+    poller.register(near, "key")
+    far.send(b"x")
+    assert poller.poll(PATIENCE, Spin(spin)) == "key"  # of which it expects more
+    read(near)
     begin = time.monotonic()
-    assert poller.poll(PATIENCE) is None
+    threading.Timer(0.02, poller.wake).start()
+    assert poller.poll(PATIENCE, Spin(spin)) is None
     assert time.monotonic() - begin < PATIENCE
+
+
+def test_looking_finds_what_comes_on_any_stream(poller, two_pairs):
+    spin = Spin(PATIENCE)
+    for number, (near, _) in enumerate(two_pairs):
+        poller.register(near, number)
+    for number in (0, 0, 1, 1, 0):
+        near, far = two_pairs[number]
+        far.send(b"x")
+        assert poller.poll(0, spin) == number
+        read(near)
+
+
+@pytest.mark.parametrize("spin", [0.0, PATIENCE], ids=["sleeping", "looking"])
+def test_a_stream_that_always_has_input_does_not_keep_others_from_their_turn(
+    poller, two_pairs, spin
+):
+    spin = Spin(spin)
+    (busy, its_peer), (near, far) = two_pairs
+    poller.register(busy, "busy")
+    poller.register(near, "other")
+    its_peer.send(b"x")
+    assert poller.poll(PATIENCE, spin) == "busy"
+    far.send(b"x")
+    polls = [poller.poll(PATIENCE, spin) for _ in range(40)]
+    assert {*polls} == {"busy", "other"}
+    poller.unregister(near)
+    poller.wake()
+    polls = [poller.poll(PATIENCE, spin) for _ in range(40)]
+    assert polls.count(None) == 1

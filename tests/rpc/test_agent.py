@@ -24,6 +24,7 @@ from rankwire import (
     SubBackend,
     UnsupportedTypeError,
 )
+from rankwire.deadline import Deadline
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Channel
 from worlds import eventually
@@ -142,14 +143,8 @@ def test_a_spoofed_reply_from_another_peer_is_ignored():
         future = agents[0].rpc_async(1, "wait")
         # Rank 2 answers with the id of the call that rank 1 is working on.
         (connection,) = agents[2]._port._incoming
-        buffers, nbytes = agents[2]._server.encode_value("spoofed")
-        from rankwire.deadline import Deadline
-
-        connection.send(
-            (agents[2]._port.service, Channel.REPLY, future.request_id),
-            (buffers, nbytes),
-            Deadline(1),
-        )
+        envelope = (agents[2]._port.service, Channel.REPLY, future.request_id)
+        connection.send(envelope, agents[2]._server.answers.value("spoofed"), Deadline(1))
         assert agents[0].rpc_sync(2, "hello") == "from 2"
         assert not future.done()
         go_on.set()

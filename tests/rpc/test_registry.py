@@ -24,12 +24,12 @@ class Callable:
 def test_a_registered_function_is_found_and_returns_its_input():
     registry = Registry()
     registry.add("echo", echo, replace=False)
-    assert registry.find("echo").target("hello") == "hello"
+    assert registry.functions["echo"].target("hello") == "hello"
     assert registry.names() == ["echo"]
 
 
 def test_an_unknown_name_is_not_found():
-    assert Registry().find("echo") is None
+    assert "echo" not in Registry().functions
 
 
 def test_a_name_is_registered_once_unless_replaced():
@@ -38,7 +38,7 @@ def test_a_name_is_registered_once_unless_replaced():
     with pytest.raises(ConfigurationError, match="registered already"):
         registry.add("echo", len, replace=False)
     registry.add("echo", len, replace=True)
-    assert registry.find("echo").target is len
+    assert registry.functions["echo"].target is len
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 1025, 7, None])
@@ -85,7 +85,7 @@ def test_coroutine_functions_are_recognised():
     registry.add("later", later, replace=False)
     registry.add("object", Callable(), replace=False)
     registry.add("echo", echo, replace=False)
-    assert [registry.find(name).is_async for name in ("later", "object", "echo")] == [
+    assert [registry.functions[name].is_async for name in ("later", "object", "echo")] == [
         True,
         True,
         False,

@@ -20,7 +20,7 @@ from rankwire import (
 from rankwire.backends.calls import IncomingCall
 from rankwire.deadline import Deadline
 from rankwire.links import stream as stream_module
-from rankwire.rpc import serving as serving_module
+from rankwire.rpc import pool as pool_module
 from rankwire.testing import simulated_world, tcp_world
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Receive
@@ -246,12 +246,12 @@ def test_a_call_made_later_in_a_finished_calls_context_makes_no_second_poller(ag
     polling, most, mutex = [0], [0], threading.Lock()
     poll = callee._port.poll
 
-    def counted(deadline):
+    def counted():
         with mutex:
             polling[0] += 1
             most[0] = max(most[0], polling[0])
         try:
-            return poll(deadline)
+            return poll()
         finally:
             with mutex:
                 polling[0] -= 1
@@ -275,7 +275,7 @@ def test_a_future_made_while_the_standby_falls_asleep_is_looked_after(agents, mo
     futures = []
 
     def call_at_the_last_moment(worker, quiet, *rest):
-        if quiet > serving_module._LOOKS_UNTIL_ASLEEP and not futures:
+        if quiet > pool_module._LOOKS_UNTIL_ASLEEP and not futures:
             futures.append(caller.rpc_async(1, "nap", timeout=2))
         return sleep_between_looks(worker, quiet, *rest)
 
@@ -294,7 +294,7 @@ def test_a_caller_that_reads_no_replies_does_not_stop_the_callee_from_serving_ot
         deaf._port.attend = lambda **_: True  # as a stopped process
         deaf._max_in_flight = 10_000
         futures = [deaf.rpc_async(1, "unknown" * 20, timeout=30) for _ in range(3000)]
-        deaf._port._send_held(deaf._port._outgoing[1], Deadline(1))
+        deaf._port._calls.inbox_of(1).send_held(Deadline(1))
         time.sleep(0.3)
         begin = time.monotonic()
         result = error_of(other.rpc_sync, 1, "fine", timeout=20)
@@ -325,7 +325,9 @@ def test_no_wait_for_a_peer_that_takes_nothing_now_does_not_lose_it(send_held):
         caller = RpcAgent(first, max_in_flight=100_000)
         caller._port.attend = lambda **_: True  # only send_held sends: nothing here has a deadline
         futures = [caller.rpc_async(1, "x", timeout=10) for _ in range(10)]
-        connection = caller._port._outgoing[1].connection  # there is no agent yet: nobody reads
+        connection = caller._port._calls.inbox_of(
+            1
+        ).connection  # there is no agent yet: nobody reads
         for _ in range(2000):
             futures += [caller.rpc_async(1, "x", bytes(15_000), timeout=10) for _ in range(6)]
             send_held(futures)
@@ -347,7 +349,7 @@ def test_a_reply_held_back_while_another_worker_flushes_is_sent(agents):
     caller.rpc_sync(1, "fine")
     (connection,) = callee._port._incoming
     request_id = next(caller._ids)
-    inbox = caller._port._outgoing[1]
+    inbox = caller._port._calls.inbox_of(1)
     receive = Receive((caller._port.service, Channel.REPLY, request_id))
     inbox.post(receive)
     send = connection.send
@@ -357,9 +359,8 @@ def test_a_reply_held_back_while_another_worker_flushes_is_sent(agents):
         return send(*args, **kwargs)
 
     connection.send = interrupted_by_a_flush
-    buffers, nbytes = callee._server.encode_value(7)
     call = IncomingCall(0, request_id, bytearray(), connection)
-    callee._port.reply(call, buffers, nbytes, Deadline(1), hold=True)
+    callee._port.reply(call, callee._server.answers.value(7), Deadline(1), hold=True)
     connection.send = send
     callee._port.flush()  # what the next poll does
     assert inbox.drive(receive, Deadline(1))
@@ -391,7 +392,7 @@ def test_a_discarded_connection_is_not_attended_again(world):
     callee.register("fine", lambda: "fine")
     caller.rpc_sync(1, "fine")
     port = caller._port
-    old = port._outgoing[1]
+    old = port._calls.inbox_of(1)
     callee.close(0.0)
     close = old.close
 
@@ -615,8 +616,8 @@ def test_looking_for_more_jobs_bears_that_another_thread_takes_the_last():
         agent = RpcAgent(backend)
         pool = agent._server.pool
         time.sleep(0.02)
-        arrived, pool._arrived = pool._arrived, Raced()
+        arrived, pool.arrived = pool.arrived, Raced()
         more = error_of(pool.has_more, pool._poller)
-        pool._arrived = arrived
+        pool.arrived = arrived
         agent.close(0.0)
         assert more is False, repr(more)

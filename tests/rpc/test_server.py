@@ -41,8 +41,8 @@ def agents(world):
 
 def send_raw(agent, payload):
     """Send any bytes as a request and return the reply's bytes."""
-    receive = agent._port.call(1, next(agent._ids), [payload], len(payload), Deadline(5))
-    return agent._port.wait(1, receive, Deadline(5))
+    message = ([payload], len(payload))
+    return agent._port.call(1, next(agent._ids), message, Deadline(5)).wait(Deadline(5))
 
 
 def test_a_malformed_request_is_answered(agents):
@@ -55,7 +55,8 @@ def test_a_malformed_request_is_answered(agents):
 
 def test_a_reply_of_an_unknown_id_is_dropped(agents):
     call = IncomingCall(0, 123456, bytearray(), OWN)
-    agents[1]._server.answer(call, agents[1]._server.encode_value(1))
+    answers = agents[1]._server.answers
+    answers.send(call, answers.value(1), Deadline(5))
     assert agents[0]._port.in_flight() == 0
 
 
@@ -172,50 +173,6 @@ def test_nothing_is_left_in_any_table(agents):
     assert agents[1]._server.pool.busy == 0
 
 
-def test_replies_that_two_threads_fail_to_send_at_once_are_both_sent_later(agents, monkeypatch):
-    """The poller and the event loop answer one caller that takes nothing at this moment."""
-    server, link, sent = agents[1]._server, object(), []
-    first, second = (IncomingCall(0, number, bytearray(), object(), link) for number in (1, 2))
-    encoded = server.encode_value(None)
-
-    def refuse(call, *_, **__):
-        if call is first:  # while the first is being refused, the second is too
-            server.answer_at_once(second, encoded)
-        raise DeadlineExceededError(0.0)
-
-    monkeypatch.setattr(server._port, "reply", refuse)
-    monkeypatch.setattr(server, "answer", lambda call, _: sent.append(call.request_id))
-    server.answer_at_once(first, encoded)
-    deadline = Deadline(5)
-    while (len(sent) < 2 or server._unsent) and not deadline.expired:
-        time.sleep(0.001)
-    assert sorted(sent) == [1, 2]
-    assert not server._unsent
-
-
-def test_replies_that_a_caller_does_not_take_are_bounded(agents, monkeypatch):
-    """It may have asked for anything, in a few bytes, and never read."""
-    server, link, sent = agents[1]._server, object(), []
-    may_send = threading.Event()
-    encoded = ([bytes(1 << 20)], 1 << 20)
-
-    def refuse(*_, **__):
-        raise DeadlineExceededError(0.0)
-
-    monkeypatch.setattr(server._port, "reply", refuse)
-    monkeypatch.setattr(server, "answer", lambda call, _: (may_send.wait(5), sent.append(call)))
-    for number in range(1000):
-        server.answer_at_once(IncomingCall(0, number, bytearray(), object(), link), encoded)
-    kept = sum(nbytes for queue in server._unsent.values() for _, (_, nbytes) in queue)
-    assert kept <= 128 << 20
-    may_send.set()
-    eventually(lambda: not server._unsent)
-    assert 100 <= len(sent) <= 130
-    assert server._unsent_nbytes.total() == 0
-    server.answer_at_once(IncomingCall(0, 1001, bytearray(), object(), link), encoded)
-    eventually(lambda: sent[-1].request_id == 1001)
-
-
 # -- who cut a call short --------------------------------------------------------------------------
 
 
@@ -241,11 +198,10 @@ def pair(request):
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_a_request_that_comes_too_late_is_answered_as_late_and_not_as_cancelled(pair, caller, name):
     agent = pair[caller]
-    lane, _ = agent._lane(1)
     request = encode_request(agent.codec, name, 0.0, [], (), {})
-    receive = lane.call(1, next(agent._ids), *request, Deadline(10))
+    reply = agent._port.call(1, next(agent._ids), request, Deadline(10))
     with pytest.raises(DeadlineExceededError) as info:
-        decode_reply(agent.codec, lane.wait(1, receive, Deadline(10)), 1, 0.25)
+        decode_reply(agent.codec, reply.wait(Deadline(10)), 1, 0.25)
     assert (info.value.limit, info.value.waiting_for) == (0.25, [1])
     assert not info.value.may_have_run
     assert not pair[1].ran
@@ -317,7 +273,7 @@ def test_a_nested_wait_that_ends_with_the_agent_is_reported_as_closing(pair, is_
     pair[1].register("relay", relay_async if is_async else relay)
     future = pair[0].rpc_async(1, "relay")
     eventually(lambda: pair[1]._port.in_flight() == 1)
-    eventually(lambda: any(job.call.outgoing for job in pair[1]._server.active.values()))
+    eventually(lambda: any(job.outgoing for job in pair[1]._server.active.values()))
     try:
         pair[1].close(grace=0)
         error = future.exception(10)
@@ -364,8 +320,8 @@ def test_a_decorator_may_ask_for_the_copy(pair):
     def second():
         return 2
 
-    find = pair[1]._registry.find
-    assert find("first").copies
-    assert find("other").copies
-    assert not find("sync").copies
+    functions = pair[1]._registry.functions
+    assert functions["first"].copies
+    assert functions["other"].copies
+    assert not functions["sync"].copies
     assert (pair[0].rpc_sync(1, "first"), pair[0].rpc_sync(1, "other")) == (1, 2)

@@ -36,11 +36,11 @@ class ReadingAll:
         self._peers = peers
 
     def watch(self) -> list[Stream]:
-        """See ``Meanwhile``."""
+        """Return the streams on which something to read may come."""
         return [stream for peer in list(self._peers.values()) for stream in peer.inbox.watch()]
 
     def read(self) -> None:
-        """See ``Meanwhile``."""
+        """Read what is there, without waiting."""
         for peer in list(self._peers.values()):
             peer.inbox.read()
 
@@ -54,7 +54,7 @@ class ReadingAndChecking(ReadingAll):
         self._next = Deadline(_CHECK_EVERY)
 
     def read(self) -> None:
-        """See ``Meanwhile``; raises what ``check`` raises."""
+        """Read what is there; now and then, raise what ``check`` raises."""
         super().read()
         if self._next.expired:
             self._next = Deadline(_CHECK_EVERY)
@@ -77,7 +77,7 @@ class LentOffer(Offer):
         self._send_by_stream = send_by_stream
 
     def wait(self, deadline: Deadline) -> bool:
-        """See ``Offer``. What the peer cannot read is sent to it now."""
+        """Wait until it was read. What the peer cannot read is sent to it now."""
         connection = self._connection
         try:
             return connection.wait_for_receipt(self._lent, deadline, meanwhile=self._meanwhile)
@@ -87,5 +87,5 @@ class LentOffer(Offer):
             return True
 
     def revoke(self) -> None:
-        """See ``Offer``."""
+        """Be done with it: if it was not read, it is as if it had not been sent."""
         self._lent.revoke()

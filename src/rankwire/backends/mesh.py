@@ -5,13 +5,12 @@ for messages (one way) and one for each agent's calls (requests out, replies bac
 call ports and the way a rank ends are here; how a stream to a peer is opened, and who tells that a
 rank is gone, is the business of the backends built on this (``tcp``, ``simulated``).
 
-Locks, in order: a peer's ``dial_lock``, ``_lock`` (ports and parked connections), then the locks
-inside peers, inboxes and connections. ``docs/thread-model.md`` has the whole table.
+Locks, in order: ``_close_lock``, a peer's ``dial_lock``, then those inside ports, peers, inboxes
+and connections. ``docs/thread-model.md`` has the whole table.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -24,13 +23,13 @@ from rankwire.backends.blame import Losses
 from rankwire.backends.bulk import LentOffer, Link, ReadingAll, ReadingAndChecking
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import Fall, fall_by
-from rankwire.backends.peers import Peer
+from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
+from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
-    ConfigurationError,
     DeadlineExceededError,
     RankwireError,
 )
@@ -47,13 +46,8 @@ if TYPE_CHECKING:
 
     from rankwire.links.stream import Stream
 
-__all__ = ["MAX_CONNECTIONS_OF_A_RANK", "Mesh"]
+__all__ = ["Mesh"]
 
-_log = logging.getLogger("rankwire")
-
-# One for messages and one for each agent that calls this rank; a rank that was taken over might
-# open them without end.
-MAX_CONNECTIONS_OF_A_RANK = 128
 _FAREWELL_PATIENCE = 0.2
 
 
@@ -85,10 +79,7 @@ class Mesh(Backend):
         self._single_copy = single_copy
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
-        self._lock = threading.Lock()
-        self._ports: dict[int, MeshCallPort] = {}
-        self._services_closed: set[int] = set()
-        self._callers_waiting: dict[int, dict[int, Connection]] = {}  # by service and rank
+        self._ports = Ports()
         self._peers = peers
         self._losses = Losses()
         self._meanwhile = ReadingAll(self._peers)
@@ -136,14 +127,8 @@ class Mesh(Backend):
 
     # -- messages --------------------------------------------------------------------------------
 
-    def transmit(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-    ) -> None:
-        """See ``Backend.transmit``."""
+    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
+        """Send one message under an envelope. The buffers are free again on return."""
         peer = self._peers[dst]
         connection = peer.messages
         if connection is None:
@@ -159,7 +144,7 @@ class Mesh(Backend):
         *,
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
-        """See ``Backend.offer``."""
+        """Send one message, but do not wait for a peer that reads it out of this rank's memory."""
         peer = self._peers[dst]
         connection = peer.messages
         if connection is None:
@@ -180,28 +165,23 @@ class Mesh(Backend):
             raise
 
     def receive(
-        self,
-        src: int,
-        envelope: Envelope,
-        deadline: Deadline,
-        *,
-        nbytes: int | None = None,
+        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
-        """See ``Backend.receive``."""
+        """Return the next message under an envelope; the caller owns it."""
         inbox = self._peers[src].inbox
         return inbox.take(Receive(envelope, nbytes=nbytes), deadline)
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
-        """See ``Backend.has_arrived``."""
+        """Whether a message lies here, read and not taken."""
         return self._peers[src].inbox.has_arrived(envelope)
 
     def abandon(self, group: int, cause: RankwireError) -> None:
-        """See ``Backend.abandon``."""
+        """End all receives of one group on this rank, because it has left the group."""
         for peer in list(self._peers.values()):
             peer.inbox.abandon(group, cause)
 
     def refuse(self, envelope: Envelope) -> None:
-        """See ``Backend.refuse``."""
+        """Drop the messages of an envelope's family, now and when they come."""
         for peer in list(self._peers.values()):
             peer.inbox.refuse(envelope)
 
@@ -224,34 +204,20 @@ class Mesh(Backend):
     # -- calls -----------------------------------------------------------------------------------
 
     def open_calls(self, service: int) -> MeshCallPort:
-        """See ``Backend.open_calls``."""
+        """Return the port by which an agent calls and is called."""
         port = MeshCallPort(self, service)
-        refusal: RankwireError | None = None
-        waiting: list[Connection] = []
-        with self._lock:
-            if self._closed:
-                refusal = ChannelClosedError("this backend is closed")
-            elif service in self._ports:
-                refusal = ConfigurationError(
-                    "there is an agent of this name already; close it, or give this one a name"
-                )
-            else:
-                waiting = list(self._callers_waiting.pop(service, {}).values())
-                self._ports[service] = port
-                self._services_closed.discard(service)
-        if refusal is not None:
+        try:
+            waiting = self._ports.open(port)
+        except RankwireError:
             port.close()
-            raise refusal
+            raise
         for connection in waiting:
             port.adopt(connection)
         return port
 
     def forget_port(self, port: MeshCallPort) -> None:
-        """Called by a port that is closed."""
-        with self._lock:
-            if self._ports.get(port.service) is port:
-                del self._ports[port.service]
-                self._services_closed.add(port.service)
+        """Let go of a port that is closed."""
+        self._ports.forget(port)
 
     # -- connections -----------------------------------------------------------------------------
 
@@ -339,7 +305,7 @@ class Mesh(Backend):
         )
 
     def release(self, connection: Connection) -> None:
-        """Called by a port for a connection that it has closed."""
+        """Forget a connection that a port has closed."""
         self._peers[connection.peer].remove(connection)
 
     # -- connections that peers open ---------------------------------------------------------------
@@ -356,13 +322,9 @@ class Mesh(Backend):
             peer.inbox.drop_given_up()
             if peer.inbox.connection is not None:
                 return Status.DUPLICATE_RANK, peer.member.pid
-        if peer.incoming_count() >= MAX_CONNECTIONS_OF_A_RANK:
-            if not peer.has_too_many:
-                peer.has_too_many = True  # said once
-                limit = MAX_CONNECTIONS_OF_A_RANK
-                _log.warning("rank %d has %d connections to this rank: no more", hello.rank, limit)
+        if peer.has_too_many_connections():
             return Status.TOO_MANY_CONNECTIONS, MAX_CONNECTIONS_OF_A_RANK
-        if hello.purpose is Purpose.CALLS and hello.service in self._services_closed:
+        if hello.purpose is Purpose.CALLS and self._ports.is_closed(hello.service):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
@@ -380,48 +342,35 @@ class Mesh(Backend):
             if not peer.inbox.attach(connection):
                 self._discard(peer, connection)
             return
-        older: Connection | None = None
-        with self._lock:
-            port = self._ports.get(hello.service)
-            has_closed = self._closed or hello.service in self._services_closed
-            if port is None and not has_closed:
-                waiting = self._callers_waiting.setdefault(hello.service, {})
-                older = waiting.get(hello.rank)
-                waiting[hello.rank] = connection
-        if older is not None:  # of an agent that was closed since: each has one
-            self._discard(peer, older)
+        port, surplus = self._ports.find(hello.service, connection)
         if port is not None:
             port.adopt(connection)
-        elif has_closed:  # since it was let in
-            connection.farewell(Deadline(0.0))
-            self._discard(peer, connection)
+        elif surplus is not None:
+            if surplus is connection:  # the service has closed since it was let in
+                connection.farewell(Deadline(0.0))
+            self._discard(peer, surplus)
 
     # -- the other ranks ---------------------------------------------------------------------------
 
     def failure_of(self, rank: int) -> RankwireError | None:
-        """See ``Backend.failure_of``."""
+        """Return why a peer is gone, or None."""
         return self._peers[self._check_peer(rank)].failure
 
     def status_of(self, rank: int) -> PeerStatus:
-        """See ``Backend.status_of``."""
+        """Return what is known about a peer."""
         rank = self._check_peer(rank)
-        with self._lock:
-            ports = list(self._ports.values())
-        calls = sum(port.in_flight_to(rank) for port in ports)
+        calls = sum(port.in_flight_to(rank) for port in self._ports.all())
         return replace(self._peers[rank].status(), in_flight=calls)
 
     # -- leaving ---------------------------------------------------------------------------------
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """See ``Backend.close``. Agents on this backend are ended too."""
+        """Leave: threads that wait get ``ChannelClosedError``, agents are ended too."""
         with self._close_lock:
-            with self._lock:
-                if self._closed:
-                    return
-                self._closed = True
-                ports = list(self._ports.values())
-                waiting = [c for parked in self._callers_waiting.values() for c in parked.values()]
-                self._callers_waiting.clear()
+            if self._closed:
+                return
+            self._closed = True
+            ports, waiting = self._ports.end()
             cause = ChannelClosedError("this backend is closed")
             for port in ports:
                 port.shut_down(cause)

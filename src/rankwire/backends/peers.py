@@ -11,6 +11,7 @@ declared.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -22,7 +23,13 @@ from rankwire.links.inbox import Inbox
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.mailbox import Mailbox
 
-__all__ = ["Peer"]
+__all__ = ["MAX_CONNECTIONS_OF_A_RANK", "Peer"]
+
+_log = logging.getLogger("rankwire")
+
+# One for messages and one for each agent that calls this rank; a rank that was taken over might
+# open them without end.
+MAX_CONNECTIONS_OF_A_RANK = 128
 
 _VERDICT_PATIENCE = 0.03  # seconds
 # A process that has just been woken up, or has too few cores, reads its news late.
@@ -41,7 +48,6 @@ class Peer:
         messages: The outgoing message connection, once opened.
         silent_for: Seconds of silence that the last beat told of.
         is_suspected: Whether the control plane suspects it.
-        has_too_many: Whether it was refused connections because it has too many.
 
     Args:
         member: Where it is.
@@ -71,7 +77,7 @@ class Peer:
         self._has_verdict: threading.Event | None = None  # made by the first who waits
         self.silent_for = 0.0
         self.is_suspected = False
-        self.has_too_many = False
+        self._was_refused = False  # a connection, because it has too many
         self.inbox = Inbox(member.rank, Mailbox())
         self.failure: RankwireError | None = None
         self.dial_lock = threading.Lock()
@@ -99,6 +105,17 @@ class Peer:
                 incoming and connection.failure is None
                 for connection, incoming in self._connections.items()
             )
+
+    def has_too_many_connections(self) -> bool:
+        """Whether so many stand that the peer has opened that it gets no more. Said once."""
+        count = self.incoming_count()
+        if count < MAX_CONNECTIONS_OF_A_RANK:
+            return False
+        if not self._was_refused:
+            self._was_refused = True
+            rank = self.member.rank
+            _log.warning("rank %d has %d connections to this rank: no more", rank, count)
+        return True
 
     def send_on(self, connection: Connection) -> None:
         """Send messages on this connection from now on."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
@@ -26,6 +27,7 @@ from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.simulated_network import Network
+from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -35,7 +37,8 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.memory_stream import MemoryPoller, MemoryStream
+from rankwire.links.memory_poller import MemoryPoller
+from rankwire.links.memory_stream import MemoryStream
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
@@ -46,6 +49,7 @@ _log = logging.getLogger("rankwire")
 
 DEFAULT_QUEUE_NBYTES = 64 << 20  # NATS lets a slow consumer keep as much pending
 _NOW = Deadline(0.0)
+_PID = os.getpid()
 
 
 class _Peers(dict[int, Peer]):
@@ -89,6 +93,7 @@ class SimulatedBackend(Mesh):
         )
         self.network = network
         self._world = world
+        self._meeting = threading.Lock()  # guards the making of peers
         self._gone: RankwireError | None = None  # why this rank can do nothing more
 
     @classmethod
@@ -135,21 +140,32 @@ class SimulatedBackend(Mesh):
     # -- messages ----------------------------------------------------------------------------------
 
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
-        """See ``Backend.transmit``. The bytes are copied."""
-        self._check_alive()
-        if message[1] > self.max_message_nbytes:
-            raise MessageTooLargeError(message[1], self.max_message_nbytes)
+        """Send one message under an envelope. Its bytes are copied."""
+        self._check_sending(message)
         super().transmit(dst, envelope, message, deadline)
+
+    def offer(
+        self,
+        dst: int,
+        envelope: Envelope,
+        message: Message,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> Offer | None:
+        """Do the same: nothing is lent within a process."""
+        self._check_sending(message)
+        return super().offer(dst, envelope, message, deadline, check=check)
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
-        """See ``Backend.receive``. A rank that is dead receives nothing more."""
+        """Return the next message under an envelope. A rank that is dead receives nothing more."""
         self._check_alive()
         return super().receive(src, envelope, deadline, nbytes=nbytes)
 
     def sources(self, envelope: Envelope) -> list[int]:
-        """See ``Backend.sources``: exactly those. In one process, asking all is what costs."""
+        """Return the ranks that have sent something, or are gone: asking all is what would cost."""
         if self._gone is not None:
             return super().sources(envelope)
         heard = {
@@ -160,9 +176,14 @@ class SimulatedBackend(Mesh):
         return sorted(heard | self.network.gone_for(self.rank))
 
     def open_calls(self, service: int) -> MeshCallPort:
-        """See ``Backend.open_calls``."""
+        """Return the port by which an agent calls and is called, unless this rank is dead."""
         self._check_alive()
         return super().open_calls(service)
+
+    def _check_sending(self, message: Message) -> None:
+        self._check_alive()
+        if message[1] > self.max_message_nbytes:
+            raise MessageTooLargeError(message[1], self.max_message_nbytes)
 
     def _check_alive(self) -> None:
         if self._gone is not None:
@@ -173,7 +194,7 @@ class SimulatedBackend(Mesh):
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
     ) -> tuple[MemoryStream, None]:
-        """See ``Mesh.open_stream``. The other rank takes its end in this thread."""
+        """Return a stream to a peer. The other rank takes its end in this thread."""
         rank = peer.member.rank
         self.hear_of(rank)
         peer.check()
@@ -192,11 +213,11 @@ class SimulatedBackend(Mesh):
         return near, None
 
     def new_poller(self) -> MemoryPoller:
-        """See ``Mesh.new_poller``."""
+        """Return a poller of streams in memory."""
         return MemoryPoller()
 
     def flush_when_possible(self, connection: Connection) -> None:
-        """See ``Mesh.flush_when_possible``: whoever reads at the other end does it."""
+        """Have whoever reads at the other end send what a connection holds back."""
         assert isinstance(connection.stream, MemoryStream)
         connection.stream.flush_when_possible(partial(self._flush, connection))
 
@@ -209,11 +230,12 @@ class SimulatedBackend(Mesh):
                 self.flush_when_possible(connection)
 
     def _meet(self, rank: int) -> Peer:
-        with self._lock:
+        self._check_peer(rank)
+        with self._meeting:
             peer = self._peers.get(rank)
             if peer is None:
                 peer = self._peers[rank] = Peer(
-                    Member(rank, os.getpid(), "", 0, "", ""),
+                    Member(rank, _PID, "", 0, "", ""),
                     ask=partial(self.hear_of, rank),
                     on_lost=self._note_loss,
                     explain=self._losses.explain,
@@ -228,14 +250,14 @@ class SimulatedBackend(Mesh):
     # -- what the network asks ---------------------------------------------------------------------
 
     def cut(self, peer: int) -> None:
-        """See ``Member``."""
+        """End the streams to a peer, at this moment."""
         if peer in self._peers:
             for connection in self._peers[peer].connections():
                 assert isinstance(connection.stream, MemoryStream)
                 connection.stream.abort()
 
     def die(self) -> None:
-        """See ``Member``."""
+        """Be dead: end all streams, at this moment."""
         told = self.network.verdict(self.rank, self.rank)
         assert told is not None
         self._gone = told[0]
@@ -243,17 +265,15 @@ class SimulatedBackend(Mesh):
             self.cut(rank)
 
     def end(self) -> None:
-        """See ``Member``."""
+        """End everything that this rank waits for, because it is dead."""
         assert self._gone is not None
-        with self._lock:
-            ports = list(self._ports.values())
-        for port in ports:
+        for port in self._ports.all():
             port.shut_down(self._gone)
         for rank in list(self._peers):
             self.hear_of(rank)
 
     def hear_of(self, peer: int) -> None:
-        """See ``Member``. The root of a failure is heard of before its consequences."""
+        """Ask what has become of a peer, first of the root of its failure; give up who is gone."""
         told = self.network.verdict(self.rank, peer)
         if told is None:
             return
@@ -273,7 +293,7 @@ class SimulatedBackend(Mesh):
             peer.judge(self._losses.explain(error, cause=cause))
 
     def failure_of(self, rank: int) -> RankwireError | None:
-        """See ``Backend.failure_of``."""
+        """Return why a peer is gone, or None."""
         if self.network.verdict(self.rank, self._check_peer(rank)) is None:
             return None
         self.hear_of(rank)
@@ -282,7 +302,7 @@ class SimulatedBackend(Mesh):
     # -- leaving -----------------------------------------------------------------------------------
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """See ``Backend.close``. Call ports of this rank are closed too.
+        """Leave: threads that wait get ``ChannelClosedError``, call ports are closed too.
 
         What this rank has sent can still be received. The last rank to close also waits for the
         threads that some fault plans need.
@@ -291,17 +311,17 @@ class SimulatedBackend(Mesh):
         self.network.depart()
 
     def tell_leaving(self) -> None:
-        """See ``Mesh.tell_leaving``: whoever sees a stream end from now on knows why."""
+        """Note it first: whoever sees a stream end from now on knows why."""
         self._gone = ChannelClosedError("this backend is closed")
         self.network.leave(self.rank)
 
     def tell_fall(self, fall: Fall) -> None:
-        """See ``Mesh.tell_fall``."""
+        """Tell the others by which error this rank leaves."""
         self.network.fall(self.rank, fall)
         self._gone = ChannelClosedError("this backend is closed")
 
     def depart(self) -> None:
-        """See ``Mesh.depart``."""
+        """Tell those that know this rank that it has left."""
         for other in self._world:
             if self.rank in other._peers:
                 other.hear_of(self.rank)

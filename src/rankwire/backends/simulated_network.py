@@ -27,7 +27,8 @@ from rankwire.backends.arguments import check_rank
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
-from rankwire.links.memory_stream import Course, Gate, MemoryStream, memory_pair
+from rankwire.links.course import Course, Gate
+from rankwire.links.memory_stream import MemoryStream, memory_pair
 from rankwire.wire.handshake import Purpose
 
 __all__ = ["Member", "Network"]
@@ -177,6 +178,8 @@ class Network:
     # -- what befalls messages ---------------------------------------------------------------------
 
     def _course(self, src: int, dst: int, kind: str) -> Course | None:
+        if not self._faults.touches_messages:
+            return None
         with self._lock:  # a stream that is opened again goes on where the last one stopped
             if (src, dst, kind) not in self._delays:
                 self._delays[src, dst, kind] = self._faults.delays(src, dst, kind)

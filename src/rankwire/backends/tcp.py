@@ -12,36 +12,31 @@ threads of the user.
 from __future__ import annotations
 
 import logging
-import os
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.status import PeerStatus
+from rankwire.backends.tcp_dialing import Dialling, Transport
 from rankwire.backends.tcp_formation import Formation
+from rankwire.backends.tcp_introductions import Introductions
 from rankwire.deadline import Deadline
 from rankwire.errors import (
-    AuthenticationError,
     ChannelClosedError,
     ConfigurationError,
-    DeadlineExceededError,
-    NoConnectionError,
     PeerLostError,
     PeerUnresponsiveError,
     ProtocolError,
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.dialer import authenticate
 from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
-from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
+from rankwire.links.sockets import TcpAddress
 from rankwire.links.spin import default_spin
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
@@ -52,7 +47,7 @@ from rankwire.rendezvous.control_messages import (
     Suspected,
     World,
 )
-from rankwire.rendezvous.runtime_dir import has_removed, remove_socket_file
+from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.shutdown import close_at_exit
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
@@ -67,18 +62,7 @@ __all__ = ["TcpBackend", "Transport"]
 
 _log = logging.getLogger("rankwire")
 
-Transport = Literal["auto", "tcp", "unix"]
-
 DEFAULT_JOIN_TIMEOUT = 300.0
-# A peer that refuses connections has died or is leaving; the control connection says which within
-# this time.
-_REFUSED_PATIENCE = 0.5
-_INTRODUCTION_DELAY = 0.2
-# For introductions under way to notice that this rank has closed. One that looks up a name does
-# not; it is left to end by itself.
-_INTRODUCTIONS_PATIENCE = 2.0
-# A host that is there answers at once, whatever its processes do.
-_CONNECT_LIMIT = 5.0
 _UNANSWERED_LIMIT = 4.5
 
 
@@ -181,10 +165,7 @@ class TcpBackend(Mesh):
         self._transport = transport
         self._wanted_spin = spin
         self._is_watched = True
-        self._closing = threading.Event()
-        self._introductions = threading.Thread(
-            target=self._introduce, name="rankwire-introductions", daemon=True
-        )
+        self._introductions = Introductions(self._peers.values, self._greet)
         where = TcpAddress.parse(address)
         policy = choose_policy(security, where, integrity=integrity, tls=tls)
         self.security = policy.mode
@@ -211,6 +192,7 @@ class TcpBackend(Mesh):
     def on_formed(self, world: World) -> None:
         """Get to know the peers. Called once by the formation, before any of them can dial."""
         self._me = world.members[self.rank]
+        self._dialling = Dialling(self._me, self._transport, self._formation)
         local = sum(member.host_id == self._me.host_id for member in world.members)
         self.spin = default_spin(local) if self._wanted_spin is None else self._wanted_spin
         self._hosts = [member.host_id for member in world.members]
@@ -227,7 +209,7 @@ class TcpBackend(Mesh):
 
     @property
     def hosts(self) -> Sequence[object]:
-        """See ``Backend.hosts``."""
+        """Where each rank is: those of ranks on one host are equal."""
         return self._hosts
 
     @property
@@ -238,74 +220,18 @@ class TcpBackend(Mesh):
     # -- connections -------------------------------------------------------------------------------
 
     def new_poller(self) -> EpollPoller:
-        """See ``Mesh.new_poller``."""
+        """Return an epoll."""
         return EpollPoller()
 
     def flush_when_possible(self, connection: Connection) -> None:
-        """See ``Mesh.flush_when_possible``: the doorkeeper does it."""
+        """Have the acceptor's thread send what a connection holds back."""
         self._formation.flush_when_possible(connection)
 
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
     ) -> tuple[AnySocket, Seals | None]:
-        """See ``Mesh.open_stream``."""
-        rank = peer.member.rank
-        hello = self._formation.hello(purpose, rank, service)
-        patience = Deadline(_REFUSED_PATIENCE)
-        while True:
-            peer.check()
-            try:
-                sock = self._connect(peer, deadline)
-                try:
-                    return authenticate(
-                        sock,
-                        hello,
-                        key=self._formation.key_with(rank),
-                        deadline=deadline,
-                        check=peer.check,
-                        policy=self._formation.policy,
-                    )
-                except BaseException:
-                    sock.close()
-                    raise
-            except (NoConnectionError, AuthenticationError) as error:
-                # All have proved the secret when the world formed: who hangs up now is going.
-                if patience.expired or deadline.expired:
-                    raise self._unreachable(peer, error) from error
-                time.sleep(0.005)
-
-    def _unreachable(self, peer: Peer, error: RankwireError) -> RankwireError:
-        """Return what has become of a peer that lets nobody in, if nobody has told.
-
-        Who leaves removes its socket file; who is killed cannot.
-        """
-        rank, member = peer.member.rank, peer.member
-        if member.host_id == self._me.host_id and has_removed(member.unix_path):
-            return ChannelClosedError(f"rank {rank} has left").during(peer=rank)
-        return PeerLostError(rank, error.message)
-
-    def _connect(self, peer: Peer, deadline: Deadline) -> socket.socket:
-        member = peer.member
-        here = member.host_id == self._me.host_id and member.unix_path
-        if self._transport == "unix" and not here:
-            raise ConfigurationError(
-                f"rank {member.rank} is on another host: no Unix socket reaches it"
-            )
-        if here:
-            try:
-                return connect_unix(member.unix_path, deadline, check=peer.check)
-            except NoConnectionError:
-                # Another container of the same host does not see the file; or the peer is gone,
-                # then TCP tells.
-                if self._transport == "unix" or os.path.exists(member.unix_path):
-                    raise
-        limit = deadline.sooner(_CONNECT_LIMIT)
-        try:
-            return connect_tcp(TcpAddress(member.host, member.port), limit, check=peer.check)
-        except DeadlineExceededError as error:
-            if limit is deadline:
-                raise
-            raise NoConnectionError(f"{error.detail} for {limit.limit:g} s") from error
+        """Return a connection to a peer that has let it in, and what its frames are sealed with."""
+        return self._dialling.open_stream(peer, purpose, service, deadline)
 
     # -- the house of the doorkeeper, on its thread ------------------------------------------------
 
@@ -362,7 +288,7 @@ class TcpBackend(Mesh):
                 )
             else:
                 peer.judge(error)
-        self._introductions.start()
+        self._introductions.begin()
 
     def look_for_silence(self) -> None:
         """Look for what nobody tells, now and then.
@@ -381,63 +307,34 @@ class TcpBackend(Mesh):
         return self._is_watched and not self._closed and not self._formation.is_doorkeeper
 
     def status_of(self, rank: int) -> PeerStatus:
-        """See ``Backend.status_of``."""
+        """Return what is known about a peer; its silence by this rank's own count if it has one."""
         status = super().status_of(rank)
         silences = self._formation.silences()
         return replace(status, silent_for=silences.get(status.rank, status.silent_for))
 
-    def _introduce(self) -> None:
-        """Connect to everyone, because the coordinator is gone.
-
-        It would have told who dies. Now each rank hears of the others' ends on its own connections,
-        and for that every two must have one. Not at once: mostly everyone leaves by now.
-        """
-        if self._closing.wait(_INTRODUCTION_DELAY):
-            return
-        # All at once: one that is out of reach must not keep the others from being noticed.
-        threads = [
-            threading.Thread(
-                target=self._greet, args=(peer,), name="rankwire-introduction", daemon=True
-            )
-            for peer in self._peers.values()
-            if peer.failure is None
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
     def _greet(self, peer: Peer) -> None:
-        try:
-            deadline = Deadline(self.timeout)
-            self._dial_messages(peer, deadline).greet(deadline)
-        except PeerLostError as error:
-            peer.fail(error)
-        except ChannelClosedError as error:
-            peer.leave(error)
-        except RankwireError as error:
-            _log.debug("rank %d was not greeted: %s", peer.member.rank, error)
+        deadline = Deadline(self.timeout)
+        self._dial_messages(peer, deadline).greet(deadline)
 
     # -- leaving -----------------------------------------------------------------------------------
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """See ``Mesh.close``. Introductions under way are told to end."""
-        self._closing.set()
+        """Leave; introductions that have not begun do not begin any more."""
+        self._introductions.cancel()
         super().close(error=error)
 
     def tell_fall(self, fall: Fall) -> None:
-        """See ``Mesh.tell_fall``: the last words on the control connection."""
+        """Tell the others by which error this rank leaves, in last words to the coordinator."""
         root = None if fall.cause == self.rank else fall.cause
         self._formation.close(Fallen(fall.reason, fall.traceback, root, fall.exit_code))
 
     def depart(self) -> None:
-        """See ``Mesh.depart``."""
+        """Say the last words on the control connections, if none were said."""
         self._formation.close()
-        if self._introductions.ident is not None:
-            self._introductions.join(_INTRODUCTIONS_PATIENCE)
+        self._introductions.join()
 
     def leave_at_exit(self, error: BaseException | None) -> None:
-        """See ``Leaving``."""
+        """Leave at the end of the interpreter, by the error that the program ends with."""
         self.close(error=error)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ Contract: a value arrives equal and of the same type, or encoding raises ``Unsup
 with the path to it. Decoding trusts nothing: a payload that no codec writes raises
 ``InvalidMessageError`` and nothing else, after time and memory in proportion to its length. This
 module knows no socket, thread, clock, function or rank; what the parts of a head mean is in
-``values``, ``writer`` and ``reader``.
+``values``, ``value_writer`` and ``value_reader``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import msgspec
 
 from rankwire.codec.classes import ClassTable
 from rankwire.codec.limits import DEFAULT_MAX_ITEMS, MIN_SCANNED_NBYTES
-from rankwire.codec.reader import Reader
+from rankwire.codec.value_reader import Reader
+from rankwire.codec.value_writer import Refusal, Writer
 from rankwire.codec.values import ALIGNMENT, ALWAYS_PLAIN, MIN_BUFFER_NBYTES, PLAIN, is_flat
-from rankwire.codec.writer import Refusal, Writer
 from rankwire.errors import InvalidMessageError, MessageTooLargeError, UnsupportedTypeError
 from rankwire.texts import one_line
 

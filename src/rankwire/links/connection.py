@@ -305,7 +305,7 @@ class Connection:
         """The frames that have been read and that nobody has taken."""
         return self._parser.state[0]
 
-    def receive(self, deadline: Deadline) -> Collection[Frame]:
+    def receive(self, deadline: Deadline) -> deque[Frame]:
         """Return the next frames; none at the deadline, or when it has been silent for a while.
 
         One reader at a time; takes and raises as ``receive_ready`` does.
@@ -323,7 +323,7 @@ class Connection:
             # Now and then the reader looks up: what it waits for may have ended in another way.
             elif patience <= 0.0 or not self.stream.wait_readable(patience):
                 break
-        return ()
+        return self._parser.state[0]
 
     def receive_ready(self) -> deque[Frame] | None:
         """Return the frames that have come; None if there is nothing to read.

@@ -18,6 +18,8 @@ A signal (Ctrl-C) may end a thread in here between any two bytecodes. Messages a
 themselves: they are in the connection, in the mailbox or with their receive, and move in one step
 (``wire.mailbox``). Roles, lists and sleepers are put in order by the thread on its way out
 (``_recover``), twice: a second interrupt may fall into the first time.
+
+Size: see ``Inbox``; what could leave has left (``parked``, ``reply``, ``wire.mailbox``).
 """
 
 from __future__ import annotations
@@ -25,10 +27,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import starmap
-from operator import methodcaller
 from time import sleep
 
 from rankwire.deadline import Deadline
@@ -40,6 +41,7 @@ from rankwire.errors import (
 from rankwire.fork import guard
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
+from rankwire.links.parked import ParkedThreads
 from rankwire.links.stream import Stream
 from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.mailbox import ONCE, Mailbox, Receive, payload_of
@@ -52,7 +54,6 @@ _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 # After the deadline: what has come by then may lie behind other messages. But a peer that goes on
 # sending those must not hold the reader for ever.
 _LATE_READS = 16
-_release = methodcaller("release")
 
 
 class Inbox:
@@ -63,6 +64,9 @@ class Inbox:
         mailbox: Where they are matched.
         connection: Where they come from, if it is known yet.
         fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
+
+    Size: a thread that waits here reads, matches, sleeps and may be interrupted in any of that; the
+    steps share one mutex and one recovery, and are understood together or not at all.
     """
 
     def __init__(
@@ -85,7 +89,8 @@ class Inbox:
         mailbox.due = self.due
         self.wanted_by = mailbox.wanted_by
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
-        self._parked: dict[Receive, list[threading.Lock]] = {}
+        self._parked = ParkedThreads()
+        self._asleep = self._parked.asleep
         guard(self)
 
     def attach(self, connection: Connection) -> bool:
@@ -94,7 +99,7 @@ class Inbox:
             if self.connection is not None or self._mailbox.failure is not None:
                 return False
             self.connection = connection
-            self._wake_a_parked()
+            self._parked.wake_one()
         return True
 
     def post(self, receive: Receive) -> None:
@@ -102,8 +107,8 @@ class Inbox:
         with self._mutex:
             self._mailbox.post(receive)
             # Taking a message may have made room for reading on, for which parked threads wait.
-            if self._parked and self._reader is None:
-                self._wake_a_parked()
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()
 
     def take(self, receive: Receive, deadline: Deadline) -> Payload:
         """Post a receive and return its message: ``post`` and ``wait`` in one."""
@@ -155,7 +160,7 @@ class Inbox:
                         self._reader = token
                         self.turns += 1
                     else:
-                        lock = self._park(receive)
+                        lock = self._parked.park(receive)
                 if self._reader is token:
                     self._read_until(receive, deadline, token)
                 else:
@@ -188,7 +193,7 @@ class Inbox:
         with self._mutex:
             receive = self._mailbox.deliver(envelope, payload)
             if receive is not None:
-                self._wake(receive)
+                self._parked.wake(receive)
         self.call_back_due()
 
     def withdraw(self, receive: Receive) -> bool:
@@ -196,7 +201,7 @@ class Inbox:
         with self._mutex:
             try:
                 withdrawn = self._mailbox.withdraw(receive)
-                self._wake(receive)
+                self._parked.wake(receive)
             except BaseException:
                 self._mailbox.tidy()  # interrupted: nobody else would come to it
                 raise
@@ -213,7 +218,7 @@ class Inbox:
             receive.fail(error)
             if receive.on_done is not None:
                 self.due.append(receive)
-            self._wake(receive)
+            self._parked.wake(receive)
         self.call_back_due()
         return True
 
@@ -260,7 +265,8 @@ class Inbox:
                     self._deliver(frames)
             except RankwireError as error:
                 self._ended(error)
-            self._leave_role(token)
+            with self._mutex:
+                self._pass_role(token)
         except BaseException:
             try:
                 self._recover(token)
@@ -330,23 +336,23 @@ class Inbox:
     def _end_all(self, cause: RankwireError) -> None:
         with self._mutex:
             for receive in self._mailbox.fail(cause):
-                self._wake(receive)
+                self._parked.wake(receive)
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End the receives of one group, because this rank has left it."""
         with self._mutex:
             for receive in self._mailbox.fail_group(group, cause):
-                self._wake(receive)
-            if self._parked and self._reader is None:
-                self._wake_a_parked()  # there is room again
+                self._parked.wake(receive)
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()  # there is room again
         self.call_back_due()
 
     def refuse(self, envelope: Envelope) -> None:
         """Drop the messages of a family of tags, now and later: nobody will ask for them."""
         with self._mutex:
             self._mailbox.refuse(envelope)
-            if self._parked and self._reader is None:
-                self._wake_a_parked()  # there is room again
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()  # there is room again
 
     def close(self, cause: RankwireError) -> None:
         """End all receives and close the connection, once its reader has left it."""
@@ -402,42 +408,39 @@ class Inbox:
             self.turns += 1
             return True
 
-    def _park(self, receive: Receive) -> threading.Lock:
-        """Return what to sleep on until a receive is done or the role is free. Mutex held."""
-        lock = threading.Lock()
-        if not receive.done and receive.posted:
-            lock.acquire()
-            self._parked.setdefault(receive, []).append(lock)
-        return lock
-
-    def _leave_role(self, token: object) -> None:
-        with self._mutex:
-            if self._reader is token:
-                self._reader = None
-            if self._parked:
-                self._wake_a_parked()
+    def _pass_role(self, token: object) -> None:
+        """Leave the reading role to one of those that still wait. Mutex held."""
+        if self._reader is token:
+            self._reader = None
+        if self._asleep:
+            self._parked.wake_one()
 
     def _read_until(self, receive: Receive, deadline: Deadline, token: object) -> None:
         """Read, with the role, until one's own is done or somebody has to be called back."""
-        assert self.connection is not None
+        connection, mailbox = self.connection, self._mailbox
+        assert connection is not None
         late_reads = 0
         try:
-            while not (receive.done or self.due or self._mailbox.full):
-                frames = self.connection.receive(deadline)
+            while not (receive.done or self.due or mailbox.full):
+                frames = connection.receive(deadline)
                 if not frames:
                     break
-                self._deliver(frames)
+                if connection.has_parcels:
+                    self._deliver_parcels(frames)
+                else:
+                    with self._mutex:
+                        self._match(frames)
+                        if receive.done:  # mostly: then the role is left in the same step
+                            self._pass_role(token)
                 if not receive.done and deadline.expired:
                     late_reads += 1
                     if late_reads >= _LATE_READS:
                         break
         except RankwireError as error:
             self._ended(error)
-        with self._mutex:
-            if self._reader is token:
-                self._reader = None
-            if self._parked:
-                self._wake_a_parked()
+        if self._reader is token:
+            with self._mutex:
+                self._pass_role(token)
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if self.due:
             self.call_back_due()
@@ -453,7 +456,8 @@ class Inbox:
                 self._deliver(self.connection.receive(deadline))
             except RankwireError as error:
                 self._ended(error)
-            self._leave_role(token)
+            with self._mutex:
+                self._pass_role(token)
         except BaseException:
             try:
                 self._recover(token)
@@ -473,37 +477,35 @@ class Inbox:
             self._mailbox.tidy()
             if self._reader is token:
                 self._reader = None
-            for receive in list(self._parked):
-                self._wake(receive)
+            self._parked.wake_all()
 
-    def _deliver(self, frames: Collection[Frame]) -> None:
+    def _deliver(self, frames: deque[Frame]) -> None:
         """Match the frames to receives, and take them from the connection one by one."""
-        if not frames:
-            return
-        assert isinstance(frames, deque)
         assert self.connection is not None
         if self.connection.has_parcels:
             self._deliver_parcels(frames)
-            return
-        with self._mutex:
-            self._match(frames, len(frames))
+        elif frames:
+            with self._mutex:
+                self._match(frames)
 
-    def _match(self, frames: deque[Frame], count: int = 1) -> None:
-        """Match the first frames. Mutex held."""
+    def _match(self, frames: deque[Frame], *, only_first: bool = False) -> None:
+        """Match frames. Mutex held."""
         mailbox = self._mailbox
-        for _ in range(count):
+        while frames:
             envelope, payload = frames[0]
             source = map(payload_of, starmap(frames.popleft, ONCE))
             receive = mailbox.deliver(envelope, payload, source)
-            if receive is not None and self._parked:
-                self._wake(receive)
+            if receive is not None and self._asleep:
+                self._parked.wake(receive)
             if mailbox.misfits:
                 self._wake_misfits()
+            if only_first:
+                return
 
     def _wake_misfits(self) -> None:
         """Wake those whom a message of another size has ended. Mutex held."""
         while self._mailbox.misfits:
-            self._wake(self._mailbox.misfits.pop())
+            self._parked.wake(self._mailbox.misfits.pop())
 
     def _deliver_parcels(self, frames: deque[Frame]) -> None:
         """Do the same where messages are lent.
@@ -524,7 +526,7 @@ class Inbox:
         payload = frame.payload
         if not isinstance(payload, Borrowed):
             with self._mutex:
-                self._match(frames)
+                self._match(frames, only_first=True)
             return True
         if payload.is_revoked:
             frames.popleft()
@@ -532,7 +534,7 @@ class Inbox:
         with self._mutex:
             is_wanted = self._mailbox.would_take(frame.envelope, len(payload))
             if is_wanted and not self._fetch:
-                self._match(frames)
+                self._match(frames, only_first=True)
                 return True
             if not is_wanted and not self._fetch and self._mailbox.full:
                 return False
@@ -547,7 +549,7 @@ class Inbox:
             frames.popleft()  # revoked, or its sender is gone, which the next read says
             return True
         with self._mutex:
-            self._match(frames)
+            self._match(frames, only_first=True)
         return True
 
     # -- parked threads ----------------------------------------------------------------------------
@@ -563,37 +565,14 @@ class Inbox:
     def _unpark(self, receive: Receive, lock: threading.Lock) -> None:
         """Leave without having been woken; a wake-up that comes at this moment is for another."""
         with self._mutex:
-            locks = self._parked.get(receive)
-            if locks is not None and lock in locks:
-                locks.remove(lock)
-                if not locks:
-                    del self._parked[receive]
+            self._parked.leave(receive, lock)
         self._pass_on()
 
     def _pass_on(self) -> None:
         """Leave the waiting; whoever still waits may have to read now."""
         with self._mutex:
-            if self._parked and self._reader is None:
-                self._wake_a_parked()
-
-    def _wake(self, receive: Receive) -> bool:
-        """Wake all who wait for a receive; return whether there was anyone.
-
-        Taking one from the list and waking it are one call of a C function. Nobody is there if a
-        thread was interrupted behind that.
-        """
-        locks = self._parked.get(receive, [])
-        woken = bool(locks)
-        while locks:
-            deque(map(_release, starmap(locks.pop, ONCE)), 0)
-        self._parked.pop(receive, None)
-        return woken
-
-    def _wake_a_parked(self) -> None:
-        """Whoever wakes up finds its receive not done and takes the role."""
-        while self._parked:
-            if self._wake(next(iter(self._parked))):
-                return
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()
 
     def _abandon(self, receive: Receive) -> None:
         """Let a waiting thread leave by an exception. Safe to repeat.
@@ -605,14 +584,14 @@ class Inbox:
         receive.fetch()
         with self._mutex:
             self._mailbox.withdraw(receive)
-            self._wake(receive)
+            self._parked.wake(receive)
             if receive.payload is not None:
                 next_receive = self._mailbox.put_back(receive)
                 if next_receive is not None:
-                    self._wake(next_receive)
+                    self._parked.wake(next_receive)
                 self._wake_misfits()
             if self._reader is None:
-                self._wake_a_parked()
+                self._parked.wake_one()
         self.call_back_due()
 
     def _too_late(self, deadline: Deadline) -> DeadlineExceededError:

@@ -2,7 +2,7 @@
 
 Who registers a stream gives a *key*, which ``poll`` returns when there is something to read. A
 stream is watched all the time, or armed for one shot, so that another thread may read it meanwhile
-without disturbing the poller again and again. The in-memory twin is ``memory_stream.MemoryPoller``.
+without disturbing the poller again and again. The in-memory twin is ``memory_poller.MemoryPoller``.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class EpollPoller:
         self._keys: dict[int, object] = {}  # by descriptor
         self._watched: set[int] = set()  # all the time, not for one shot
         self._last = -1  # of these, what could be read the last time
+        self._looks = 0  # over all polls: who always has more must not keep others from their turn
         self._waiting = bytearray(4)
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
@@ -114,11 +115,11 @@ class EpollPoller:
 
     def _look(self, limit: float) -> object:
         """Return the key of what can be read, ``_NOTHING`` if there is none in time."""
-        waiting, looks = self._waiting, 0
+        waiting = self._waiting
         while True:
-            looks += 1
+            self._looks += 1
             number = self._last
-            if number >= 0 and looks % _LOOKS_AT_ALL:
+            if number >= 0 and self._looks % _LOOKS_AT_ALL:
                 try:
                     ioctl(number, FIONREAD, waiting)
                 except OSError:  # closed meanwhile

@@ -133,7 +133,7 @@ class FrameWriter:
         grip: list[bool] = []
         try:
             grip.extend(map(self._lock.acquire, (False,)))  # see Deadline.take
-            if not grip[0] or self._journal is not None or self.failure is not None:
+            if self._journal is not None or self.failure is not None or not grip[0]:
                 self._begin(grip, deadline)
             before = sequence, held = self._outgoing
             buffers, nbytes = message
@@ -141,12 +141,14 @@ class FrameWriter:
             header = HEADER.pack(channel, sequence & SEQUENCE_MASK, group, tag, nbytes)
             if self._seal is not None:
                 buffers = self._seal.around(sequence, header, channel, buffers, nbytes)
-            if nbytes > _JOIN_NBYTES:
-                self._write((header, *buffers), deadline, meanwhile, is_owned=False)
-            elif hold and len(held) < _HOLD_FRAMES:
-                self._outgoing = (sequence + 1, (*held, b"".join((header, *buffers))))
-            elif held or self._write_by is not None:
-                self._write((b"".join((header, *buffers)),), deadline, meanwhile, is_owned=True)
+            if hold or held or nbytes > _JOIN_NBYTES or self._write_by is not None:
+                if nbytes > _JOIN_NBYTES:
+                    self._write((header, *buffers), deadline, meanwhile, is_owned=False)
+                elif hold and len(held) < _HOLD_FRAMES:
+                    self._outgoing = (sequence + 1, (*held, b"".join((header, *buffers))))
+                else:
+                    frame = b"".join((header, *buffers))
+                    self._write((frame,), deadline, meanwhile, is_owned=True)
             else:
                 # What ``_write`` does, for a frame that is taken at once: almost all are.
                 frame = b"".join((header, *buffers))

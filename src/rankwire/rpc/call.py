@@ -19,7 +19,7 @@ from rankwire.errors import CallCancelledError, RankwireError
 from rankwire.links.reply import Reply
 
 if TYPE_CHECKING:
-    from rankwire.rpc.pool import Worker
+    from rankwire.rpc.worker import Worker
 
 __all__ = ["Call", "MadeCall", "Wait", "current_call", "describe_chain", "serving"]
 
@@ -76,18 +76,11 @@ class Call:
             whoever asks why this one is late learns of it.
     """
 
-    __slots__ = (
-        "cancelled",
-        "deadline",
-        "depth",
-        "links",
-        "name",
-        "outgoing",
-        "src",
-        "unanswered",
-        "waiting",
-        "worker",
-    )
+    # Most calls end with these as they are: what is not set costs nothing.
+    cancelled: bool = False
+    worker: Worker | None = None
+    waiting: Wait | None = None
+    unanswered: MadeCall | None = None
 
     def __init__(self, src: int, name: str, deadline: Deadline, links: Sequence[Any]) -> None:
         self.src = src
@@ -95,11 +88,7 @@ class Call:
         self.deadline = deadline
         self.links = links  # the chain as it travels: rank, name, rank, name ...
         self.depth = len(links) // 2
-        self.cancelled = False
-        self.worker: Worker | None = None
         self.outgoing: dict[int, MadeCall] = {}
-        self.waiting: Wait | None = None
-        self.unanswered: MadeCall | None = None
 
     @property
     def chain(self) -> tuple[tuple[int, str], ...]:
@@ -108,6 +97,15 @@ class Call:
         Empty for a call made by a program. It is what the caller says; ``src`` is proved.
         """
         return tuple(_pairs(self.links))
+
+    def deadline_of_nested(self, deadline: Deadline) -> Deadline:
+        """Return the deadline of a call made now, which cannot outlive this one's."""
+        left = self.deadline.remaining()
+        return Deadline(left) if left < deadline.limit else deadline
+
+    def chain_of_nested(self, rank: int) -> list[Any]:
+        """Return the chain of a call that is made while this one is served, by this rank."""
+        return [*self.links, rank, self.name]
 
     def began(self, made: MadeCall) -> None:
         """Have a call that the function makes share the fate of this one."""

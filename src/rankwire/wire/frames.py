@@ -180,6 +180,7 @@ class FrameParser:
     __slots__ = (
         "_allocate",
         "_buffer_nbytes",
+        "_is_plain",
         "_max_nbytes",
         "_seal",
         "_seal_nbytes",
@@ -197,6 +198,7 @@ class FrameParser:
     ) -> None:
         self._allocate = allocate
         self._buffer_nbytes = buffer_nbytes
+        self._is_plain = False  # whether there is a buffer, and frames are not sealed
         self._max_nbytes = max_nbytes
         self._seal = seal
         self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
@@ -217,8 +219,8 @@ class FrameParser:
             Whether it is; False if what came is to be parsed, None at the end of the stream. Those
             bytes come first that an interrupted reader has left.
         """
-        frames, counts, _, end, sequence, sealed, buffer, view, large = self.state
-        is_usual = not (end or large or frames or self._seal) and buffer
+        _, counts, _, end, sequence, sealed, buffer, view, large = self.state
+        is_usual = self._is_plain and not end and large is None
         if not counts:
             counts.extend(map(receive_into, (view if is_usual else self.receive_buffer(),)))
         count = counts[0]
@@ -254,6 +256,7 @@ class FrameParser:
         buffer = bytearray(self._buffer_nbytes)
         view = memoryview(buffer)
         self.state = (*self.state[:6], buffer, view, self.state[8])
+        self._is_plain = self._seal is None
         return view
 
     def read(self, receive_into: Callable[[memoryview], int]) -> int:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rankwire
-from rankwire import mesh as mesh_module
+from rankwire import device_mesh as mesh_module
 from rankwire.backends.sub import SubBackend
+from rankwire.device_mesh import DeviceMesh
 from rankwire.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -20,7 +21,6 @@ from rankwire.errors import (
     InvalidWorldSizeError,
     MembershipError,
 )
-from rankwire.mesh import DeviceMesh
 from rankwire.testing import in_parallel, run_ranks, simulated_world, sub_world, tcp_world
 
 WORLDS = {

@@ -17,8 +17,8 @@ import pytest
 from msgspec.msgpack import Ext
 
 from rankwire.codec.classes import ClassTable
+from rankwire.codec.value_writer import Refusal, Writer
 from rankwire.codec.values import ALWAYS_PLAIN, PLAIN, is_flat
-from rankwire.codec.writer import Refusal, Writer
 
 
 @dataclasses.dataclass

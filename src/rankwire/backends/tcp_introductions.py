@@ -1,0 +1,81 @@
+"""Introductions: a rank connects to everyone, because the coordinator is gone.
+
+It would have told who dies. Now each rank hears of the others' ends on its own connections, and for
+that every two must have one. Not at once: mostly everyone leaves by now.
+
+Threads: one that waits and ends with the others, and one a peer while it connects.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from rankwire.backends.peers import Peer
+from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
+
+__all__ = ["Introductions"]
+
+_log = logging.getLogger("rankwire")
+
+_DELAY = 0.2  # seconds
+# For introductions under way to notice that this rank has closed. One that looks up a name does
+# not; it is left to end by itself.
+_PATIENCE = 2.0
+
+
+class Introductions:
+    """``begin`` once the coordinator is gone, and ``end`` when this rank leaves.
+
+    Args:
+        peers: All other ranks; looked at when it begins.
+        greet: Connects to one, and says so.
+    """
+
+    def __init__(self, peers: Callable[[], Iterable[Peer]], greet: Callable[[Peer], None]) -> None:
+        self._peers = peers
+        self._greet = greet
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="rankwire-introductions", daemon=True
+        )
+
+    def begin(self) -> None:
+        """Connect to all, in a moment."""
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Do not begin any more."""
+        self._is_ending.set()
+
+    def join(self) -> None:
+        """Wait for those that are under way, but not for ever."""
+        if self._thread.ident is not None:
+            self._thread.join(_PATIENCE)
+
+    def _run(self) -> None:
+        if self._is_ending.wait(_DELAY):
+            return
+        # All at once: one that is out of reach must not keep the others from being noticed.
+        threads = [
+            threading.Thread(
+                target=self._introduce, args=(peer,), name="rankwire-introduction", daemon=True
+            )
+            for peer in self._peers()
+            if peer.failure is None
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _introduce(self, peer: Peer) -> None:
+        try:
+            self._greet(peer)
+        except PeerLostError as error:
+            peer.fail(error)
+        except ChannelClosedError as error:
+            peer.leave(error)
+        except RankwireError as error:
+            _log.debug("rank %d was not greeted: %s", peer.member.rank, error)

@@ -1,0 +1,103 @@
+"""What a message in memory meets on its way: a delay, a slow reader, and that it is counted.
+
+It knows the headers of frames and the clock; streams and ranks are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import NamedTuple
+
+from rankwire.wire.frames import HEADER_NBYTES, Channel, unpack_size
+
+__all__ = ["Course", "Gate", "Place", "Stretch"]
+
+_COURTESIES = (Channel.FAREWELL, Channel.GREETING)
+
+
+class Gate:
+    """Lets one message through at a time, from all streams to one reader.
+
+    Args:
+        seconds: Between two of them.
+    """
+
+    __slots__ = ("_seconds", "free_at")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.free_at = 0.0  # monotonic
+
+    def take(self, now: float) -> None:
+        """A message is read now."""
+        self.free_at = now + self._seconds
+
+
+class Place(NamedTuple):
+    """Where in a message a writer is."""
+
+    left: int = 0  # bytes of it that are still to come; 0 at a header
+    head: bytes = b""  # what has come of the header
+    when: float = 0.0  # when it becomes visible, in monotonic time
+    is_message: bool = False  # and not a greeting or a farewell
+
+    @property
+    def is_at_header(self) -> bool:
+        """Whether the next byte is the first one of a frame."""
+        return not self.left and not self.head
+
+    @property
+    def is_behind_message(self) -> bool:
+        """Whether a message has just been written whole."""
+        return self.is_message and self.is_at_header
+
+
+class Stretch(NamedTuple):
+    """Bytes that belong to one message, or to a part of a header."""
+
+    nbytes: int
+    when: float  # when they become visible
+    begins: bool  # whether a message begins with them
+    place: Place  # behind them
+
+
+class Course:
+    """What the messages of one direction meet on their way.
+
+    Args:
+        delays: How many seconds each takes in turn; None if they take none.
+        gate: What lets them through at the reader.
+        on_message: Called in the writer's thread when a message is written whole; it must not wait.
+    """
+
+    __slots__ = ("_delays", "gate", "on_message")
+
+    def __init__(
+        self,
+        delays: Iterator[float] | None = None,
+        gate: Gate | None = None,
+        on_message: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._delays = delays
+        self.gate = gate
+        self.on_message = on_message
+
+    def follow(self, place: Place, data: bytes) -> Stretch:
+        """Return how much of what is written next belongs together, and when it is visible.
+
+        Messages stay in order; greetings and farewells take no time of their own.
+        """
+        left, head, when, is_message = place
+        begins = False
+        if not left:
+            missing = HEADER_NBYTES - len(head)
+            if len(data) < missing:
+                return Stretch(len(data), when, False, Place(0, head + data, when, is_message))
+            channel, nbytes = unpack_size(head + data[:missing])
+            left = missing + nbytes
+            begins = is_message = channel not in _COURTESIES
+            if is_message and self._delays is not None:
+                when = max(when, monotonic() + next(self._delays))
+        taken = min(left, len(data))
+        return Stretch(taken, when, begins, Place(left - taken, b"", when, is_message))
