@@ -36,7 +36,7 @@ def collective(
                 f"the first argument of {name} is a backend, not {kind}"
             ).during(op=name) from None
         try:
-            return operations.call(name, prepare, backend, *args, **kwargs)
+            return operations.call(name, prepare, (backend, *args), kwargs)
         except RankwireError as error:
             error.during(op=name, rank=backend.rank)
             raise

@@ -38,6 +38,7 @@ _SMALL = 16 << 10
 # So much is copied to be sent: 0.1 us, and a view of the array takes 0.5.
 _COPIED = 4 << 10
 _NEVER = Deadline.never()
+_CHANNEL = int(Channel.COLLECTIVE)  # to look up a member takes 0.1 us
 
 _local = threading.local()
 
@@ -99,11 +100,11 @@ class Exchange(ABC):
         "size",
     )
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, group: int) -> None:
         self.rank = backend.rank
         self.size = backend.world_size
         self._backend = backend
-        self._group = backend.group
+        self._group = group
         self._tag = 0
         self.deadline = self._next_look = _NEVER
         self.offers: list[tuple[int, Offer]] = []
@@ -135,7 +136,7 @@ class Exchange(ABC):
     def has_news(self) -> bool:
         """Whether a rank of which this one has read its messages has told something beside them."""
         for src in self._sources:
-            if self._backend.has_arrived(src, (self._group, Channel.COLLECTIVE, NOTICE_TAG)):
+            if self._backend.has_arrived(src, (self._group, _CHANNEL, NOTICE_TAG)):
                 return True
         return False
 
@@ -164,15 +165,13 @@ class Exchange(ABC):
         """Send bytes in pieces, as one message. They must not change before ``settle``."""
         if nbytes > self._backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self._backend.max_message_nbytes)
-        if self._next_look.expired:
-            self._next_look = self.deadline.sooner(LOOK_EVERY)
         # A message of which only a part has left must be finished, so a large one is not given up.
         limit = self._next_look if nbytes <= _SMALL else self.deadline
         while True:
             try:
                 offer = self._backend.offer(
                     dst,
-                    (self._group, Channel.COLLECTIVE, self._tag + step),
+                    (self._group, _CHANNEL, self._tag + step),
                     (buffers, nbytes),
                     limit,
                     check=None if nbytes <= _SMALL else partial(self.look, dst),
@@ -193,11 +192,9 @@ class Exchange(ABC):
             RankwireError: It cannot come any more: a rank failed, or is doing something else.
         """
         self._sources.append(src)
-        if self._next_look.expired:
-            self._next_look = self.deadline.sooner(LOOK_EVERY)
+        envelope = (self._group, _CHANNEL, self._tag + step)
         while True:
             try:
-                envelope = (self._group, Channel.COLLECTIVE, self._tag + step)
                 return self._backend.receive(src, envelope, self._next_look, nbytes=nbytes)
             except DeadlineExceededError:
                 self.look(src)

@@ -38,6 +38,7 @@ __all__ = ["Operation", "Run"]
 T = TypeVar("T")
 Run = Callable[[Exchange], T]
 
+_NO_TAGS: frozenset[int] = frozenset()
 _TELLING_TRIES = 4
 # What all ranks find out at the same time, so that not each of them has to tell all others.
 _EVERYWHERE_AT_ONCE = (CollectiveMismatchError, DeadlineExceededError, PeerLostError)
@@ -52,6 +53,7 @@ class Operation(Exchange):
     Attributes:
         description: What it is; the same words on all ranks.
         sequence: Its number in the group, once it has one.
+        has_begun: Whether its arguments are right.
         has_succeeded: Whether it has ended well.
     """
 
@@ -59,31 +61,27 @@ class Operation(Exchange):
         "_ahead",
         "_convening",
         "_epoch",
-        "_has_begun",
         "_operations",
         "_others_tags",
         "_tags",
         "description",
+        "has_begun",
         "has_succeeded",
         "sequence",
     )
 
     def __init__(self, operations: OperationSequence, description: str) -> None:
-        Exchange.__init__(self, operations.backend)
+        Exchange.__init__(self, operations.backend, operations.group)
         self._operations = operations
         self.description = description
-        self._has_begun = False
+        self.has_begun = False
         self.sequence: int | None = None
         self.has_succeeded = False
         self._epoch = operations.epoch  # known for sure once its turn has come
         self._convening: Convening | None = None  # once it has waited for a while
         self._ahead: int | None = None  # a rank that is done with this operation
         self._tags: list[int] = []
-        self._others_tags: set[int] = set()  # of messages that ranks send who call it otherwise
-
-    def begin(self, description: str, deadline: Deadline) -> None:
-        """Note what it is: its arguments are right."""
-        self.description, self.deadline, self._has_begun = description, deadline, True
+        self._others_tags = _NO_TAGS  # of messages that ranks send who call it otherwise
 
     def run(self, run: Run[T]) -> T:
         """Do the steps, when its turn has come."""
@@ -153,7 +151,7 @@ class Operation(Exchange):
         for tag in {*self._tags, ahead, *self._others_tags}:
             backend.refuse((backend.group, Channel.COLLECTIVE, tag))
         if isinstance(error, RankwireError):
-            waited = self.deadline.waited if self._has_begun else None
+            waited = self.deadline.waited if self.has_begun else None
             error.during(op=self.description, rank=backend.rank, waited=waited)
         return error
 
@@ -161,7 +159,7 @@ class Operation(Exchange):
         operations, rank = self._operations, self._operations.backend.rank
         notice = operations.to_relay(self._number)
         if notice is None or not isinstance(error, RankwireError):
-            notice = failure_notice(self._waiting(), rank, error, refused=not self._has_begun)
+            notice = failure_notice(self._waiting(), rank, error, refused=not self.has_begun)
             if isinstance(error, _EVERYWHERE_AT_ONCE) and self._convening is not None:
                 relay = self._convening.relay
                 if relay is not None and not operations.tell(replace(notice, to_relay=True), relay):

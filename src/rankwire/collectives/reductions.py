@@ -157,7 +157,7 @@ class Reduction:
 
 
 @lru_cache(maxsize=256)
-def reduction(op: str, dtype: np.dtype[Any], *, is_bfloat16: bool = False) -> Reduction:
+def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduction:
     """Return the reduction of an op for a dtype.
 
     Args:

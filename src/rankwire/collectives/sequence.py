@@ -21,7 +21,7 @@ it, so that work is queued in the order of its numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -55,6 +55,7 @@ Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 Roll = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
 
 _NOW = Deadline(0.0)
+_NOTHING: Mapping[str, Any] = {}
 _TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
 _MOST_HEARD = 1024  # notices of one rank at once; who says more must not hold the reader
 _MOST_FAILURES = 1024  # operations to come of which it is remembered that others failed in them
@@ -66,6 +67,7 @@ class OperationSequence:
 
     Attributes:
         backend: The group.
+        group: Its number.
         others: All its ranks but this one.
         epoch: The number after the last operation that has failed here.
         turn: The number of the one that may run.
@@ -75,7 +77,8 @@ class OperationSequence:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._notices = (backend.group, Channel.COLLECTIVE, NOTICE_TAG)
+        self.group = backend.group
+        self._notices = (self.group, Channel.COLLECTIVE, NOTICE_TAG)
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
@@ -101,7 +104,13 @@ class OperationSequence:
                     operations = backend.operations = cls(backend)
         return operations
 
-    def call(self, name: str, prepare: Callable[..., Plan], *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self,
+        name: str,
+        prepare: Callable[..., Plan],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = _NOTHING,
+    ) -> Any:
         """Run the next operation of the group, here or in the background.
 
         It has a number also if it cannot be prepared, as on the other ranks, which are told.
@@ -121,9 +130,9 @@ class OperationSequence:
         work: Work[Any] | None = None
         try:
             description, run, async_op, timeout = prepare(*args, **kwargs)
-            operation.begin(
-                description, Deadline(self.backend.timeout if timeout is None else timeout)
-            )
+            deadline = Deadline(self.backend.timeout if timeout is None else timeout)
+            operation.description, operation.deadline = description, deadline
+            operation.has_begun = True
             with self._lock:
                 operation.sequence = self._next
                 self._next += 1
@@ -179,8 +188,10 @@ class OperationSequence:
                 return
             if not operation.has_succeeded:
                 self.epoch = max(self.epoch, sequence + 1)
-            if sequence >= self.turn:
+            if sequence > self.turn:
                 self._ended.add(sequence)
+            elif sequence == self.turn:
+                self.turn += 1
             while self.turn in self._ended:
                 self.turn += 1
                 self._ended.discard(self.turn - 1)

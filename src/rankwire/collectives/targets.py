@@ -42,7 +42,7 @@ def reduction_of(op: str, source: Operand) -> Reduction:
     """
     if not isinstance(op, str):
         raise ConfigurationError(f"an op is a name such as 'sum', not {op!r}")
-    return reduction(op, source.array.dtype, is_bfloat16=source.is_bfloat16)
+    return reduction(op, source.array.dtype, source.is_bfloat16)
 
 
 def target_at_root(
