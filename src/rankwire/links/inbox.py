@@ -118,8 +118,19 @@ class Inbox:
     def take(self, receive: Receive, deadline: Deadline) -> Payload:
         """Post a receive and return its message: ``post`` and ``wait`` in one."""
         try:
-            self.post(receive)
-            return self.wait(receive, deadline)
+            with self._mutex:  # as ``post`` does
+                self._mailbox.post(receive)
+                if self._reader is None:
+                    if self._asleep:
+                        self._parked.wake_one()
+                    elif not receive.done and self.connection and not self._mailbox.full:
+                        self._reader = receive
+                        self.turns += 1
+            if self._reader is receive:
+                self._read_until(receive, deadline, receive)
+            if not receive.done and not self.drive(receive, deadline) and self.withdraw(receive):
+                raise self._too_late(deadline)
+            return receive.take()
         except RankwireError:
             raise
         except BaseException:
@@ -229,7 +240,7 @@ class Inbox:
 
     def has_arrived(self, envelope: Envelope) -> bool:
         """Whether a message of this envelope was read and not taken."""
-        return self._mailbox.has_arrived(envelope)
+        return envelope in self._mailbox.arrived
 
     def tags_wanted(self) -> list[int]:
         """Return the tags of the receives that wait."""
@@ -591,7 +602,7 @@ class Inbox:
         Nothing may wait for it, no wake-up may be lost with it, and its message is for others.
         """
         receive.posted = False
-        self._recover(None)
+        self._recover(receive)
         receive.fetch()
         with self._mutex:
             self._mailbox.withdraw(receive)
