@@ -74,6 +74,8 @@ class SubBackend(Backend):
             member.
         MembershipError: Another member has a different list.
         DeadlineExceededError: ``waiting_for`` has the parent ranks that did not confirm in time.
+
+    Size: it has a method for each of ``Transport``'s, which translates and forwards.
     """
 
     def __init__(
