@@ -108,7 +108,7 @@ class Reduction:
                 self._fold(pieces, count, out, own, spare)
 
     def fold_two(self, first: Array, second: Array, out: Array) -> None:
-        """Do the same with the pieces of two ranks, of which ``out`` may be one."""
+        """Fold the pieces of two ranks, of which ``out`` may be one."""
         if self._widen is not None or self._mean or _QUIET is None:
             self.fold((first, second), 2, out)
         elif self._quiet:

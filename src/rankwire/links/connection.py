@@ -269,7 +269,7 @@ class Connection:
     def wait_for_receipt(
         self, lent: Lent, deadline: Deadline, *, meanwhile: Meanwhile | None = None
     ) -> bool:
-        """Do the same, but return False at the deadline, and leave the loan as it is."""
+        """Wait for the same, but return False at the deadline, and leave the loan as it is."""
         return lent.wait(deadline, self.look_for_end, meanwhile)
 
     def flush(self, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:

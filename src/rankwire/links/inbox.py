@@ -248,14 +248,14 @@ class Inbox:
             return self._mailbox.tags_wanted()
 
     def watch(self) -> list[Stream]:
-        """See ``Meanwhile``: what a thread that cannot send now reads from this peer."""
+        """Return what a thread that cannot send now may read from this peer."""
         connection = self.connection
         if connection is None or connection.failure is not None or self._reader is not None:
             return []
         return [] if self._mailbox.full else [connection.stream]
 
     def read(self) -> None:
-        """See ``Meanwhile``."""
+        """Read what is there, for a thread that cannot send now."""
         if self.connection is not None and not self._mailbox.full:
             self.read_quietly()
 
@@ -266,7 +266,7 @@ class Inbox:
             self.call_back_due()
 
     def read_quietly(self) -> None:
-        """Do the same, but leave those it ends in ``due``: nobody is called back yet."""
+        """Read what is there without waiting, but call nobody back yet: they are left in ``due``."""
         token = object()
         try:
             if not self._take_role(token):
@@ -387,7 +387,7 @@ class Inbox:
             self.connection.close()
 
     def forsake(self) -> None:
-        """See ``Forkable``. A callback may have forked, and goes on in here afterwards."""
+        """End all receives in a forked child: a callback may have forked, and goes on in here."""
         self._mutex = threading.Lock()
         self._mailbox.fail(ForkedProcessError("this inbox"))
 
@@ -530,7 +530,7 @@ class Inbox:
             self._parked.wake(self._mailbox.misfits.pop())
 
     def _deliver_parcels(self, frames: deque[Frame]) -> None:
-        """Do the same where messages are lent.
+        """Match frames of which some are lent.
 
         One that a receive waits for is matched as it is, and fetched by whoever waits; another one
         is fetched here, if there is room for it. If there is not, it stays with the connection, and

@@ -172,7 +172,7 @@ class FrameParser:
         return counts[0]
 
     def read_by(self, read: Callable[[memoryview, list[int]], None]) -> int:
-        """Do the same with a stream that is not written in C.
+        """Receive from a stream that is not written in C; return how many bytes came.
 
         Args:
             read: Receives into a buffer, and notes how much in the list, as one step.
