@@ -729,7 +729,7 @@ def test_a_rank_whose_entry_is_behind_a_large_message_is_not_missing(pair, trans
 
 
 def test_a_barrier_after_a_failed_one_works(four):
-    for thread in [Running(four[rank].barrier, timeout=0.1) for rank in (0, 1, 2)]:
+    for thread in [Running(four[rank].barrier, timeout=2.0) for rank in (0, 1, 2)]:
         assert thread.error().waiting_for == [3]
     with contextlib.suppress(DeadlineExceededError):
         four[3].barrier(timeout=0.1)  # too late for the others, but it is the same barrier
