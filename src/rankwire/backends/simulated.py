@@ -349,4 +349,5 @@ def _has_input(peer: Peer) -> bool:
     connection = peer.inbox.connection
     if connection is None:
         return False
-    return bool(connection.undelivered) or connection.stream.wait_readable(0.0)
+    assert isinstance(connection.stream, MemoryStream)
+    return bool(connection.undelivered) or connection.stream.readable_in() == 0.0

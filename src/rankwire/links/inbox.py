@@ -266,7 +266,7 @@ class Inbox:
             self.call_back_due()
 
     def read_quietly(self) -> None:
-        """Read what is there without waiting, but call nobody back yet: they are left in ``due``."""
+        """Read what is there without waiting; those to be called back are left in ``due``."""
         token = object()
         try:
             if not self._take_role(token):

@@ -25,7 +25,7 @@ class MemoryStream:
 
     transport = "memory"
     # A parser that never reads more at once makes a small buffer: there may be 65,000 of them.
-    buffer_nbytes = 1024
+    buffer_nbytes = 512
     recv_pending = None
 
     def __init__(self, incoming: Pipe, outgoing: Pipe) -> None:

@@ -142,7 +142,7 @@ class Mailbox:
         self._unmatched_limit = unmatched_limit
         self.arrived: dict[Envelope, deque[Payload]] = {}
         self.wanted_by: dict[Envelope, deque[Receive]] = {}
-        self._refused: deque[Envelope] = deque(maxlen=_MOST_REFUSED)
+        self._refused: deque[Envelope] | None = None  # made with the first
         self.failure: RankwireError | None = None
         self.dropped = 0
         self.misfits: list[Receive] = []
@@ -270,6 +270,8 @@ class Mailbox:
         Only the last 256 families are remembered.
         """
         family = _family(envelope)
+        if self._refused is None:
+            self._refused = deque(maxlen=_MOST_REFUSED)
         self._refused.append(family)
         for key in [key for key in self.arrived if _family(key) == family]:
             dropped = self.arrived.pop(key)

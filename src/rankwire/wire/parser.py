@@ -61,6 +61,9 @@ _State = tuple[
 ]
 
 
+_NO_FRAMES: deque[Frame] = deque()  # of all parsers that have not read; nothing is added to it
+
+
 class FrameParser:
     """The receiving state of one direction of one connection. One reader at a time.
 
@@ -103,7 +106,7 @@ class FrameParser:
         self._seal = seal
         self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
         buffer = bytearray()
-        self.state: _State = (deque(), [], 0, 0, 0, 0, buffer, memoryview(buffer), None)
+        self.state: _State = (_NO_FRAMES, [], 0, 0, 0, 0, buffer, memoryview(buffer), None)
         # Sticky. Frames before it are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
 
