@@ -11,8 +11,18 @@ Contract: linear time, the same for text that was treated before. Pure.
 from __future__ import annotations
 
 import re
+import traceback
 
-__all__ = ["MAX_REASON", "MAX_TRACEBACK", "NAME", "one_line", "printable", "shortened"]
+__all__ = [
+    "MAX_REASON",
+    "MAX_TRACEBACK",
+    "NAME",
+    "one_line",
+    "printable",
+    "shortened",
+    "text_of",
+    "traceback_of",
+]
 
 # Characters. A person reads less; a traceback of a thousand frames at the recursion limit has more.
 MAX_REASON = 500
@@ -44,6 +54,25 @@ def one_line(text: str, longest: int = MAX_REASON) -> str:
     """Return what may be printed of a text as one line, whose end is cut."""
     line = " ".join(printable(text[: longest + 1], longest + 100).splitlines())
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error, of whatever kind: a user's ``__str__`` may raise anything."""
+    try:
+        return str(error)
+    except BaseException as second:
+        return f"<its text could not be made: {type(second).__name__}>"
+
+
+def traceback_of(error: BaseException, *, without_first: bool = False) -> str:
+    """Return the traceback of an error; perhaps without the frame that called the user's code."""
+    frames = error.__traceback__
+    if without_first and frames is not None:
+        frames = frames.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, frames))
+    except BaseException as second:
+        return f"<the traceback could not be made: {type(second).__name__}>"
 
 
 def _escaped(character: re.Match[str]) -> str:

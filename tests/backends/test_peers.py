@@ -109,7 +109,7 @@ def test_a_connection_that_was_given_back_does_not_share_the_failure(peer, conne
 
 def test_a_failure_wakes_receivers_that_wait_for_a_first_message(peer):
     waiting = [Running(receive, peer) for _ in range(3)]
-    eventually(lambda: len(peer.inbox._parked) == 3)
+    eventually(lambda: len(peer.inbox._asleep) == 3)
     peer.fail(LOST)
     for thread in waiting:
         assert "first cause" in str(thread.error())
@@ -120,7 +120,7 @@ def test_a_failure_wakes_the_receiver_that_reads_and_those_behind_it(peer, conne
     peer.add(near)
     peer.inbox.attach(near)
     waiting = [Running(receive, peer) for _ in range(3)]
-    eventually(lambda: peer.inbox.is_read and len(peer.inbox._parked) == 2)
+    eventually(lambda: peer.inbox.is_read and len(peer.inbox._asleep) == 2)
     peer.fail(LOST)
     for thread in waiting:
         assert "first cause" in str(thread.error())
@@ -162,7 +162,7 @@ def test_closing_wakes_receivers(peer, connect):
     peer.add(near)
     peer.inbox.attach(near)
     waiting = [Running(receive, peer) for _ in range(3)]
-    eventually(lambda: peer.inbox.is_read and len(peer.inbox._parked) == 2)
+    eventually(lambda: peer.inbox.is_read and len(peer.inbox._asleep) == 2)
     peer.close(CLOSED, Deadline(PATIENCE))
     for thread in waiting:
         assert isinstance(thread.error(), ChannelClosedError)
@@ -218,7 +218,7 @@ def test_a_peer_that_has_left_takes_no_more_but_what_it_sent_is_received(peer, c
 
 def test_a_peer_that_left_without_ever_sending_ends_receives(peer):
     waiting = Running(receive, peer)
-    eventually(lambda: len(peer.inbox._parked) == 1)
+    eventually(lambda: len(peer.inbox._asleep) == 1)
     peer.leave(LEFT)
     assert "rank 3 has left" in str(waiting.error())
 

@@ -68,5 +68,5 @@ def install(backend: Any, peer: int, point: str = "") -> None:
         raise ValueError(f"no such failpoint: {point!r}")
     if int(nbytes) < 1:
         raise ValueError("a failpoint is after one byte or more")
-    connection = backend._peers[peer].messages
-    connection.stream = FailingSocket(connection.stream, int(nbytes), action)
+    writer = backend._peers[peer].messages._writer
+    writer._stream = FailingSocket(writer._stream, int(nbytes), action)

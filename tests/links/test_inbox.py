@@ -52,12 +52,12 @@ class Post:
 
     def start(self, tag, timeout=PATIENCE, **options):
         """Receive in a thread of its own; return once it reads or sleeps."""
-        parked, reading = len(self.inbox._parked), self.inbox.is_read
+        parked, reading = len(self.inbox._asleep), self.inbox.is_read
         running = Running(self.recv, tag, timeout, **options)
         eventually(
             lambda: (
                 running.done
-                or len(self.inbox._parked) > parked
+                or len(self.inbox._asleep) > parked
                 or (self.inbox.is_read and not reading)
             )
         )
@@ -277,7 +277,7 @@ def test_a_thread_that_is_interrupted_while_it_sleeps_leaves_nothing_behind(post
     sleeper = Running(post.recv, 2, Interrupted())
     assert isinstance(sleeper.error(SOON), KeyboardInterrupt)
     assert interrupted.is_set()
-    assert not post.inbox._parked
+    assert not post.inbox._asleep
     post.send(2, b"kept")
     post.send(1, b"x")
     assert reader.result(SOON) == b"x"
@@ -319,7 +319,7 @@ class Crowd:
         assert [receive.result() for receive in self.called] == [b"called back"]
         eventually(lambda: not post.inbox.is_read, SOON)
         assert (post.inbox.in_flight, post.inbox.unmatched_nbytes) == (0, 0)
-        assert not post.inbox._parked
+        assert not post.inbox._asleep
 
 
 @pytest.mark.fault(37, "an interrupted receive loses no message, no wake-up and not the link")
@@ -516,7 +516,7 @@ def test_no_wake_up_is_lost_with_a_thread_whose_deadline_passes_as_it_wakes(post
 def test_no_wake_up_is_lost_with_a_driver_whose_deadline_passes_as_it_wakes(post):
     reader = post.start(1)
     late = Running(post.inbox.drive, post.want(2), LateDeadline())
-    eventually(lambda: len(post.inbox._parked) == 1)
+    eventually(lambda: len(post.inbox._asleep) == 1)
     patient = post.start(3)
     post.send(1, b"the reader's own")
     assert reader.result(SOON) == b"the reader's own"
@@ -703,7 +703,7 @@ def test_a_group_that_is_left_ends_its_own_receives_only(post):
     reader = post.start(1)
     left, stays = post.want(1, group=5), post.want(1, group=6)
     sleeping = Running(post.inbox.wait, left, Deadline(PATIENCE))
-    eventually(lambda: post.inbox._parked)
+    eventually(lambda: post.inbox._asleep)
     post.inbox.abandon(5, ChannelClosedError("left the group"))
     assert isinstance(sleeping.error(SOON), ChannelClosedError)
     assert not stays.done
@@ -724,7 +724,7 @@ def test_a_receive_that_another_thread_takes_back_is_not_waited_for(post, other_
     other = post.start(1) if other_reads else None
     receive = post.want(2)
     driving = Running(post.inbox.drive, receive, Deadline(PATIENCE))
-    eventually(lambda: post.inbox._parked if other_reads else post.inbox.is_read)
+    eventually(lambda: post.inbox._asleep if other_reads else post.inbox.is_read)
     assert post.inbox.withdraw(receive)
     driving.result(SOON)
     post.send(1, b"x")
@@ -1166,14 +1166,14 @@ def test_a_message_that_was_taken_back_ends_no_receive_that_waits_for_another_si
 def test_a_lent_message_for_a_thread_that_is_interrupted_goes_back_and_its_sender_goes_on(
     lent_post,
 ):
-    deliver = lent_post.inbox._deliver
+    deliver = lent_post.inbox._deliver_parcels
 
     def interrupted_after_delivery(frames):
         deliver(frames)
-        lent_post.inbox._deliver = deliver
+        lent_post.inbox._deliver_parcels = deliver
         raise KeyboardInterrupt
 
-    lent_post.inbox._deliver = interrupted_after_delivery
+    lent_post.inbox._deliver_parcels = interrupted_after_delivery
     sending = lent_post.lend(1)
     with pytest.raises(KeyboardInterrupt):
         lent_post.recv(1)
@@ -1350,7 +1350,7 @@ def test_random_timeouts_lose_nothing_double_nothing_and_keep_the_order(post):
     assert sum(sent) > 500
     assert post.inbox.unmatched_nbytes == 0
     assert not post.inbox.is_read
-    assert not post.inbox._parked
+    assert not post.inbox._asleep
 
 
 def test_one_that_waits_for_ever_is_served_however_many_others_give_up(post):

@@ -11,11 +11,16 @@ from rankwire.errors import ChannelClosedError
 from rankwire.rpc.pool import Pool
 
 
+class FakeFunction:
+    def __init__(self, is_slow=False):
+        self.is_slow = is_slow
+
+
 class FakeJob:
-    def __init__(self, action=lambda worker: None, depth=0, is_slow=False):
+    def __init__(self, action=lambda worker: None, depth=0, function=None):
         self.action = action
         self.depth = depth
-        self.is_slow = is_slow
+        self.function = function or FakeFunction()
         self.done = threading.Event()
         self.refused = None
         self.thread = None
@@ -31,6 +36,7 @@ class FakeJob:
 
     def finished(self, seconds):
         self.seconds = seconds
+        self.function.is_slow = seconds > 0.1
 
 
 class Source:
@@ -135,13 +141,27 @@ def test_a_stuck_job_after_a_long_silence_is_noticed(source, pool):
 
 def test_a_job_known_to_be_slow_hands_the_role_over_first(source, pool):
     go_on = threading.Event()
-    slow = FakeJob(lambda _: go_on.wait(10), is_slow=True)
+    slow = FakeJob(lambda _: go_on.wait(10), function=FakeFunction(is_slow=True))
     quick = FakeJob()
     submit(source, slow, quick)
     wait_for(quick)
     assert quick.thread is not slow.thread
     go_on.set()
     wait_for(slow)
+
+
+def test_jobs_that_arrived_when_their_function_was_slow_run_at_once_when_it_is_not(
+    source, pool, monkeypatch
+):
+    """They are read many at a time: a hand-over for each would take longer than all of them."""
+    handed_over, hand_over = [], pool._hand_over
+    monkeypatch.setattr(pool, "_hand_over", lambda: (handed_over.append(1), hand_over()))
+    function = FakeFunction(is_slow=True)
+    jobs = [FakeJob(function=function) for _ in range(100)]
+    source.jobs.put(jobs)
+    for job in jobs:
+        wait_for(job)
+    assert 1 <= len(handed_over) < 50
 
 
 def test_a_job_about_to_block_lets_another_thread_poll(source, pool):

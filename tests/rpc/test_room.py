@@ -250,7 +250,7 @@ def test_waiting_calls_are_bounded_in_bytes_and_their_sender_waits(office):
     sender.result()
     assert [future.result(20) for future in futures] == [CALL_NBYTES] * 30
     eventually(lambda: office.callee._server.room.kept_nbytes == 0)
-    assert not office.caller._allowance.taken
+    assert not office.caller._caller._allowance.taken
 
 
 def test_cancels_nested_calls_and_small_calls_flow_while_large_ones_wait(office):
@@ -319,7 +319,7 @@ def test_a_caller_that_does_not_ask_for_room_is_refused(office):
     for _ in range(6):
         array = np.ones(UNASKED_NBYTES - 1024, np.uint8)
         message = encode_request(caller.codec, "take", 20.0, [], (array,), {})
-        replies.append(caller._port.call(1, next(caller._ids), message, Deadline(20)))
+        replies.append(caller._port.call(1, next(caller._caller._ids), message, Deadline(20)))
     with pytest.raises(OverloadedError, match="not asked"):
         decode_reply(caller.codec, replies[-1].wait(Deadline(20)), 1, 20.0)
 
@@ -349,7 +349,7 @@ def test_an_ask_that_is_no_ask_is_answered(office):
 
     caller = office.caller
     message = encode_request(caller.codec, ROOM, 5.0, [], ("x",), {})
-    reply = caller._port.call(1, next(caller._ids), message, Deadline(5))
+    reply = caller._port.call(1, next(caller._caller._ids), message, Deadline(5))
     with pytest.raises(InvalidMessageError, match="room"):
         decode_reply(caller.codec, reply.wait(Deadline(5)), 1, 5.0)
 

@@ -217,7 +217,7 @@ def test_a_callback_that_raises_anything_does_not_end_serving(agents, quiet_thre
     wait(futures, timeout=1)
     time.sleep(0.05)
     assert callee.rpc_sync(0, "fine", timeout=1) == "fine"
-    assert not caller._futures
+    assert not caller._caller._futures
 
 
 def test_a_callback_that_waits_does_not_keep_its_agent_from_serving(agents):
@@ -348,7 +348,7 @@ def test_a_reply_held_back_while_another_worker_flushes_is_sent(agents):
     callee.register("fine", lambda: 1)
     caller.rpc_sync(1, "fine")
     (connection,) = callee._port._incoming
-    request_id = next(caller._ids)
+    request_id = next(caller._caller._ids)
     inbox = caller._port._calls.inbox_of(1)
     receive = Receive((caller._port.service, Channel.REPLY, request_id))
     inbox.post(receive)

@@ -42,7 +42,7 @@ def agents(world):
 def send_raw(agent, payload):
     """Send any bytes as a request and return the reply's bytes."""
     message = ([payload], len(payload))
-    return agent._port.call(1, next(agent._ids), message, Deadline(5)).wait(Deadline(5))
+    return agent._port.call(1, next(agent._caller._ids), message, Deadline(5)).wait(Deadline(5))
 
 
 def test_a_malformed_request_is_answered(agents):
@@ -168,7 +168,7 @@ def test_nothing_is_left_in_any_table(agents):
     while agents[1]._server.active and not deadline.expired:
         time.sleep(0.001)
     assert not agents[1]._server.active
-    assert not agents[0]._futures
+    assert not agents[0]._caller._futures
     assert agents[0]._port.in_flight() == 0
     assert agents[1]._server.pool.busy == 0
 
@@ -199,7 +199,7 @@ def pair(request):
 def test_a_request_that_comes_too_late_is_answered_as_late_and_not_as_cancelled(pair, caller, name):
     agent = pair[caller]
     request = encode_request(agent.codec, name, 0.0, [], (), {})
-    reply = agent._port.call(1, next(agent._ids), request, Deadline(10))
+    reply = agent._port.call(1, next(agent._caller._ids), request, Deadline(10))
     with pytest.raises(DeadlineExceededError) as info:
         decode_reply(agent.codec, reply.wait(Deadline(10)), 1, 0.25)
     assert (info.value.limit, info.value.waiting_for) == (0.25, [1])

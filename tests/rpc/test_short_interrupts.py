@@ -8,12 +8,15 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import wait
 from contextlib import suppress
 from itertools import count
 
 import pytest
 
 from interrupts import Interrupt, Interrupting, every_interrupt
+from rankwire.deadline import Deadline
+from rankwire.rpc.messages import encode_request
 from rpc.callee import SOON, WORLDS, in_flight, pair, world_of_two
 from worlds import PATIENCE, eventually, nursery, runtime_folder_of_its_own
 
@@ -87,6 +90,55 @@ def test_an_interrupted_wait_for_a_future_loses_no_reply(transport):
         caller.rpc_sync(1, "echo", 1)
         assert every_interrupt(run) >= 20
         assert in_flight(caller) == 0
+
+
+@pytest.mark.parametrize("second_after", [None, 1, 3, 7])
+def test_replies_that_nobody_waits_for_after_an_interrupt_end_their_futures(
+    transport, second_after
+):
+    """What the interrupted thread has read is looked after, although nothing more comes."""
+    turns = count()
+
+    def run(interrupting):
+        sent = values(next(turns))
+        futures = [caller.rpc_async(1, "echo", value, timeout=PATIENCE) for value in sent]
+        with suppress(Interrupt), interrupting:
+            assert futures[-1].result() == sent[-1]
+        assert not wait(futures, SOON).not_done
+        assert [future.result() for future in futures] == sent
+        assert in_flight(caller) == 0
+
+    with pair(transport) as (caller, _):
+        caller.rpc_sync(1, "echo", 1)
+        step = 1 if second_after is None else 2
+        assert every_interrupt(run, second_after=second_after, step=step) >= 10
+
+
+@pytest.mark.parametrize("second_after", [None, 1, 3, 7])
+def test_a_call_whose_sending_was_interrupted_is_not_served_for_nobody(transport, second_after):
+    turns = count()
+
+    def run(interrupting):
+        number = next(turns)
+        results = []
+        with suppress(Interrupt), interrupting:
+            results.append(caller._port.call(1, number, request(caller, number), Deadline(SOON)))
+        for reply in results:
+            reply.withdraw()
+            caller._port.cancel(1, number)
+        assert caller.rpc_sync(1, "echo", 1, timeout=SOON) == 1
+        assert in_flight(caller) == 0
+
+    with pair(transport) as (caller, callee):
+        caller.rpc_sync(1, "echo", 1)
+        step = 1 if second_after is None else 2
+        assert every_interrupt(run, second_after=second_after, step=step) >= 10
+        eventually(lambda: sorted(callee.cancelled()) == sorted(callee.notes()), SOON)
+        assert len(set(callee.notes())) == len(callee.notes()) >= 1
+
+
+def request(caller, number):
+    return encode_request(caller.codec, "watch", SOON, [], (number, SOON), {})
 
 
 def test_an_interrupted_wait_for_room_loses_no_reply(transport):

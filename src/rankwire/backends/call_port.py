@@ -61,6 +61,8 @@ class MeshCallPort(CallPort):
     Args:
         mesh: Dials, and knows the peers.
         service: Which agent this is for.
+
+    Size: it has a method for each of ``CallPort``'s.
     """
 
     def __init__(self, mesh: Mesh, service: int) -> None:
@@ -95,13 +97,22 @@ class MeshCallPort(CallPort):
     ) -> Reply | None:
         """Send a request; return its pending reply, or None if there is no room for it."""
         try:
-            return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
-        except ChannelClosedError:
-            # The peer's agent closed since the last call, and nothing of this one was sent. There
-            # may be a new one; if not, the door says so.
-            if self._closed is not None or self._ended is not None:
-                raise
-            return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
+            try:
+                return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
+            except ChannelClosedError:
+                # The peer's agent closed since the last call, and nothing of this one was sent.
+                # There may be a new one; if not, the door says so.
+                if self._closed is not None or self._ended is not None:
+                    raise
+                return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
+        except RankwireError:
+            raise
+        except BaseException:  # an interrupt: the request may have left, and its reply is nobody's
+            try:
+                self.cancel(dst, request_id)
+            finally:
+                self.cancel(dst, request_id)  # another one may have fallen into the first
+            raise
 
     def cancel(self, dst: int, request_id: int) -> None:
         """Tell the callee that the reply is not wanted: now, or as soon as that can be sent."""
@@ -280,6 +291,8 @@ class MeshCallPort(CallPort):
         if outstanding:
             self.flush()
         for inbox in self._calls.inboxes():
+            if inbox.was_interrupted:
+                self._read_what_is_left(inbox)
             if not inbox.in_flight:
                 continue
             outstanding = True
@@ -290,6 +303,13 @@ class MeshCallPort(CallPort):
             if not inbox.is_read:
                 self._arm(inbox)
         return outstanding
+
+    def _read_what_is_left(self, inbox: Inbox) -> None:
+        """Read what an interrupted thread had taken from the socket: the poller cannot see it."""
+        inbox.read_quietly()
+        if inbox.due:
+            self._own_events.append(RepliesDue(inbox.call_back_due))
+            self.wake()
 
     def _arm(self, inbox: Inbox) -> None:
         with self._lock:

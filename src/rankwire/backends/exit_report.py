@@ -7,11 +7,10 @@ it lost another, they are told which one (see ``blame``).
 
 from __future__ import annotations
 
-import traceback
 from typing import NamedTuple
 
 from rankwire.backends.blame import is_consequence, root_of
-from rankwire.texts import one_line, printable
+from rankwire.texts import one_line, printable, text_of, traceback_of
 
 __all__ = ["Fall", "describe", "fall_by"]
 
@@ -53,7 +52,7 @@ def fall_by(error: BaseException | None, *, first_lost: int | None = None) -> Fa
         return Fall(one_line(f"it exited with {error.code!r}"), "", cause, code)
     return Fall(
         one_line(f"it raised {describe(error)}"),
-        printable(_traceback(error)),
+        printable(traceback_of(error)),
         cause,
         _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
     )
@@ -62,16 +61,5 @@ def fall_by(error: BaseException | None, *, first_lost: int | None = None) -> Fa
 def describe(error: BaseException) -> str:
     """Return the error's type and the first line of its text."""
     name = type(error).__name__
-    try:
-        text = str(error)
-    except Exception as second:  # a user's __str__ may raise anything
-        text = f"<its text could not be made: {type(second).__name__}>"
-    first_line = text.split("\n", 1)[0]
+    first_line = text_of(error).split("\n", 1)[0]
     return f"{name}: {first_line}" if first_line else name
-
-
-def _traceback(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception as second:
-        return f"<the traceback could not be made: {type(second).__name__}>"

@@ -137,9 +137,16 @@ class OutgoingCalls:
         if len(self.own.wanted_by) >= limit:
             return None
         reply = Reply((self._service, _REPLY, request_id), on_reply, self.own)
-        self.own.post(reply)
-        if not reply.done:
-            self._serve_own(request_id, bytearray().join(message[0]))
+        try:
+            self.own.post(reply)
+            if not reply.done:
+                self._serve_own(request_id, bytearray().join(message[0]))
+        except BaseException:
+            try:
+                self.own.withdraw(reply)
+            finally:
+                self.own.withdraw(reply)  # an interrupt may have fallen into the first
+            raise
         return reply
 
     def answer_own(self, request_id: int, message: Message) -> None:

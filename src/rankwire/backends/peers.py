@@ -141,7 +141,7 @@ class Peer:
         return has_verdict.wait(seconds)
 
     def judge(self, cause: RankwireError) -> RankwireError:
-        """Do the same at once, because the control plane has said so."""
+        """Give the peer up at once, because the control plane has said so."""
         if (marked := self._mark(cause)) is not None:
             for connection in self.connections():
                 connection.fail(marked)

@@ -156,7 +156,7 @@ class SimulatedBackend(Mesh):
         *,
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
-        """Do the same: nothing is lent within a process."""
+        """Send one message: nothing is lent within a process."""
         self._check_sending(message)
         return super().offer(dst, envelope, message, deadline, check=check)
 

@@ -26,6 +26,7 @@ from rankwire.backends.blame import CONSEQUENCES, chain
 from rankwire.backends.exit_report import describe
 from rankwire.backends.schedulers import RANK
 from rankwire.errors import PeerLostError, RankwireError
+from rankwire.texts import traceback_of
 
 __all__ = ["FULL_TRACEBACK", "LOG_FILE", "brief", "folded", "install"]
 
@@ -59,7 +60,7 @@ def _report(kind: type[BaseException], error: BaseException, frames: TracebackTy
 
 def _log_whole(error: BaseException, text: str) -> None:
     """Write all of it to the log, unless what is printed is all of it: that is logged anyway."""
-    path, whole = os.environ.get(LOG_FILE), "".join(traceback.format_exception(error))
+    path, whole = os.environ.get(LOG_FILE), traceback_of(error)
     if not path or whole == text:
         return
     # The launcher has made the file, and appends too: neither overwrites the other. In a folder
@@ -83,7 +84,7 @@ def brief(error: BaseException, rank: int = -1) -> str:
         more = f", and {len(others)} error{'s'[: len(others) > 1]} like it" if others else ""
         return f"fell{because}: {describe(first)}{_where(first)}{more}\n"
     with _quoting_nobody(error):
-        text = "".join(traceback.format_exception(error))
+        text = traceback_of(error)
     return "\n".join(folded(text.splitlines())) + "\n"
 
 

@@ -18,6 +18,8 @@ A signal (Ctrl-C) may end a thread in here between any two bytecodes. Messages a
 themselves: they are in the connection, in the mailbox or with their receive, and move in one step
 (``wire.mailbox``). Roles, lists and sleepers are put in order by the thread on its way out
 (``_recover``), twice: a second interrupt may fall into the first time.
+
+Size: see ``Inbox``; what could leave has left (``parked``, ``reply``, ``wire.mailbox``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import starmap
-from operator import methodcaller
 from time import sleep
 
 from rankwire.deadline import Deadline
@@ -40,6 +41,7 @@ from rankwire.errors import (
 from rankwire.fork import guard
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
+from rankwire.links.parked import ParkedThreads
 from rankwire.links.stream import Stream
 from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.mailbox import ONCE, Mailbox, Receive, payload_of
@@ -52,7 +54,6 @@ _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 # After the deadline: what has come by then may lie behind other messages. But a peer that goes on
 # sending those must not hold the reader for ever.
 _LATE_READS = 16
-_release = methodcaller("release")
 
 
 class Inbox:
@@ -63,6 +64,13 @@ class Inbox:
         mailbox: Where they are matched.
         connection: Where they come from, if it is known yet.
         fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
+
+    Attributes:
+        was_interrupted: Whether a thread was interrupted in here since the last ``read_quietly``:
+            what it has read may lie in the connection, where no poller sees it, or in ``due``.
+
+    Size: a thread that waits here reads, matches, sleeps and may be interrupted in any of that; the
+    steps share one mutex and one recovery, and are understood together or not at all.
     """
 
     def __init__(
@@ -85,7 +93,9 @@ class Inbox:
         mailbox.due = self.due
         self.wanted_by = mailbox.wanted_by
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
-        self._parked: dict[Receive, list[threading.Lock]] = {}
+        self._parked = ParkedThreads()
+        self._asleep = self._parked.asleep
+        self.was_interrupted = False
         guard(self)
 
     def attach(self, connection: Connection) -> bool:
@@ -94,7 +104,7 @@ class Inbox:
             if self.connection is not None or self._mailbox.failure is not None:
                 return False
             self.connection = connection
-            self._wake_a_parked()
+            self._parked.wake_one()
         return True
 
     def post(self, receive: Receive) -> None:
@@ -102,14 +112,25 @@ class Inbox:
         with self._mutex:
             self._mailbox.post(receive)
             # Taking a message may have made room for reading on, for which parked threads wait.
-            if self._parked and self._reader is None:
-                self._wake_a_parked()
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()
 
     def take(self, receive: Receive, deadline: Deadline) -> Payload:
         """Post a receive and return its message: ``post`` and ``wait`` in one."""
         try:
-            self.post(receive)
-            return self.wait(receive, deadline)
+            with self._mutex:  # as ``post`` does
+                self._mailbox.post(receive)
+                if self._reader is None:
+                    if self._asleep:
+                        self._parked.wake_one()
+                    elif not receive.done and self.connection and not self._mailbox.full:
+                        self._reader = receive
+                        self.turns += 1
+            if self._reader is receive:
+                self._read_until(receive, deadline, receive)
+            if not receive.done and not self.drive(receive, deadline) and self.withdraw(receive):
+                raise self._too_late(deadline)
+            return receive.take()
         except RankwireError:
             raise
         except BaseException:
@@ -155,7 +176,7 @@ class Inbox:
                         self._reader = token
                         self.turns += 1
                     else:
-                        lock = self._park(receive)
+                        lock = self._parked.park(receive)
                 if self._reader is token:
                     self._read_until(receive, deadline, token)
                 else:
@@ -188,7 +209,7 @@ class Inbox:
         with self._mutex:
             receive = self._mailbox.deliver(envelope, payload)
             if receive is not None:
-                self._wake(receive)
+                self._parked.wake(receive)
         self.call_back_due()
 
     def withdraw(self, receive: Receive) -> bool:
@@ -196,7 +217,7 @@ class Inbox:
         with self._mutex:
             try:
                 withdrawn = self._mailbox.withdraw(receive)
-                self._wake(receive)
+                self._parked.wake(receive)
             except BaseException:
                 self._mailbox.tidy()  # interrupted: nobody else would come to it
                 raise
@@ -213,13 +234,13 @@ class Inbox:
             receive.fail(error)
             if receive.on_done is not None:
                 self.due.append(receive)
-            self._wake(receive)
+            self._parked.wake(receive)
         self.call_back_due()
         return True
 
     def has_arrived(self, envelope: Envelope) -> bool:
         """Whether a message of this envelope was read and not taken."""
-        return self._mailbox.has_arrived(envelope)
+        return envelope in self._mailbox.arrived
 
     def tags_wanted(self) -> list[int]:
         """Return the tags of the receives that wait."""
@@ -227,14 +248,14 @@ class Inbox:
             return self._mailbox.tags_wanted()
 
     def watch(self) -> list[Stream]:
-        """See ``Meanwhile``: what a thread that cannot send now reads from this peer."""
+        """Return what a thread that cannot send now may read from this peer."""
         connection = self.connection
         if connection is None or connection.failure is not None or self._reader is not None:
             return []
         return [] if self._mailbox.full else [connection.stream]
 
     def read(self) -> None:
-        """See ``Meanwhile``."""
+        """Read what is there, for a thread that cannot send now."""
         if self.connection is not None and not self._mailbox.full:
             self.read_quietly()
 
@@ -245,12 +266,13 @@ class Inbox:
             self.call_back_due()
 
     def read_quietly(self) -> None:
-        """Do the same, but leave those it ends in ``due``: nobody is called back yet."""
+        """Read what is there without waiting; those to be called back are left in ``due``."""
         token = object()
         try:
             if not self._take_role(token):
                 return
             assert self.connection is not None
+            self.was_interrupted = False
             try:
                 self._deliver(self.connection.undelivered)
                 while not self._mailbox.full:
@@ -281,8 +303,12 @@ class Inbox:
             except Exception:
                 raise
             except BaseException:
+                self.due.extend(hand)  # first of all: another interrupt may fall into the rest
+                self.was_interrupted = True
                 for receive in hand:
                     _call_back(receive)  # what was done of it already is not done twice
+                    with suppress(ValueError):
+                        self.due.remove(receive)
                 raise
 
     def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
@@ -331,23 +357,23 @@ class Inbox:
     def _end_all(self, cause: RankwireError) -> None:
         with self._mutex:
             for receive in self._mailbox.fail(cause):
-                self._wake(receive)
+                self._parked.wake(receive)
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End the receives of one group, because this rank has left it."""
         with self._mutex:
             for receive in self._mailbox.fail_group(group, cause):
-                self._wake(receive)
-            if self._parked and self._reader is None:
-                self._wake_a_parked()  # there is room again
+                self._parked.wake(receive)
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()  # there is room again
         self.call_back_due()
 
     def refuse(self, envelope: Envelope) -> None:
         """Drop the messages of a family of tags, now and later: nobody will ask for them."""
         with self._mutex:
             self._mailbox.refuse(envelope)
-            if self._parked and self._reader is None:
-                self._wake_a_parked()  # there is room again
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()  # there is room again
 
     def close(self, cause: RankwireError) -> None:
         """End all receives and close the connection, once its reader has left it."""
@@ -361,7 +387,7 @@ class Inbox:
             self.connection.close()
 
     def forsake(self) -> None:
-        """See ``Forkable``. A callback may have forked, and goes on in here afterwards."""
+        """End all receives in a forked child: a callback may have forked, and goes on in here."""
         self._mutex = threading.Lock()
         self._mailbox.fail(ForkedProcessError("this inbox"))
 
@@ -403,20 +429,12 @@ class Inbox:
             self.turns += 1
             return True
 
-    def _park(self, receive: Receive) -> threading.Lock:
-        """Return what to sleep on until a receive is done or the role is free. Mutex held."""
-        lock = threading.Lock()
-        if not receive.done and receive.posted:
-            lock.acquire()
-            self._parked.setdefault(receive, []).append(lock)
-        return lock
-
     def _pass_role(self, token: object) -> None:
         """Leave the reading role to one of those that still wait. Mutex held."""
         if self._reader is token:
             self._reader = None
-        if self._parked:
-            self._wake_a_parked()
+        if self._asleep:
+            self._parked.wake_one()
 
     def _read_until(self, receive: Receive, deadline: Deadline, token: object) -> None:
         """Read, with the role, until one's own is done or somebody has to be called back."""
@@ -476,12 +494,12 @@ class Inbox:
 
         Whoever sleeps wakes up: its message may have been delivered without a word.
         """
+        self.was_interrupted = True
         with self._mutex:
             self._mailbox.tidy()
             if self._reader is token:
                 self._reader = None
-            for receive in list(self._parked):
-                self._wake(receive)
+            self._parked.wake_all()
 
     def _deliver(self, frames: deque[Frame]) -> None:
         """Match the frames to receives, and take them from the connection one by one."""
@@ -499,8 +517,8 @@ class Inbox:
             envelope, payload = frames[0]
             source = map(payload_of, starmap(frames.popleft, ONCE))
             receive = mailbox.deliver(envelope, payload, source)
-            if receive is not None and self._parked:
-                self._wake(receive)
+            if receive is not None and self._asleep:
+                self._parked.wake(receive)
             if mailbox.misfits:
                 self._wake_misfits()
             if only_first:
@@ -509,10 +527,10 @@ class Inbox:
     def _wake_misfits(self) -> None:
         """Wake those whom a message of another size has ended. Mutex held."""
         while self._mailbox.misfits:
-            self._wake(self._mailbox.misfits.pop())
+            self._parked.wake(self._mailbox.misfits.pop())
 
     def _deliver_parcels(self, frames: deque[Frame]) -> None:
-        """Do the same where messages are lent.
+        """Match frames of which some are lent.
 
         One that a receive waits for is matched as it is, and fetched by whoever waits; another one
         is fetched here, if there is room for it. If there is not, it stays with the connection, and
@@ -569,37 +587,14 @@ class Inbox:
     def _unpark(self, receive: Receive, lock: threading.Lock) -> None:
         """Leave without having been woken; a wake-up that comes at this moment is for another."""
         with self._mutex:
-            locks = self._parked.get(receive)
-            if locks is not None and lock in locks:
-                locks.remove(lock)
-                if not locks:
-                    del self._parked[receive]
+            self._parked.leave(receive, lock)
         self._pass_on()
 
     def _pass_on(self) -> None:
         """Leave the waiting; whoever still waits may have to read now."""
         with self._mutex:
-            if self._parked and self._reader is None:
-                self._wake_a_parked()
-
-    def _wake(self, receive: Receive) -> bool:
-        """Wake all who wait for a receive; return whether there was anyone.
-
-        Taking one from the list and waking it are one call of a C function. Nobody is there if a
-        thread was interrupted behind that.
-        """
-        locks = self._parked.get(receive, [])
-        woken = bool(locks)
-        while locks:
-            deque(map(_release, starmap(locks.pop, ONCE)), 0)
-        self._parked.pop(receive, None)
-        return woken
-
-    def _wake_a_parked(self) -> None:
-        """Whoever wakes up finds its receive not done and takes the role."""
-        while self._parked:
-            if self._wake(next(iter(self._parked))):
-                return
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()
 
     def _abandon(self, receive: Receive) -> None:
         """Let a waiting thread leave by an exception. Safe to repeat.
@@ -607,18 +602,18 @@ class Inbox:
         Nothing may wait for it, no wake-up may be lost with it, and its message is for others.
         """
         receive.posted = False
-        self._recover(None)
+        self._recover(receive)
         receive.fetch()
         with self._mutex:
             self._mailbox.withdraw(receive)
-            self._wake(receive)
+            self._parked.wake(receive)
             if receive.payload is not None:
                 next_receive = self._mailbox.put_back(receive)
                 if next_receive is not None:
-                    self._wake(next_receive)
+                    self._parked.wake(next_receive)
                 self._wake_misfits()
             if self._reader is None:
-                self._wake_a_parked()
+                self._parked.wake_one()
         self.call_back_due()
 
     def _too_late(self, deadline: Deadline) -> DeadlineExceededError:

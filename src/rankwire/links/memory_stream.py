@@ -47,7 +47,7 @@ class MemoryStream:
         return self.sendmsg((data,))
 
     def sendmsg(self, pieces: Sequence[Buffer]) -> int:
-        """Do the same with several pieces."""
+        """Send what can be taken now of several pieces."""
         counts: list[int] = []
         self._outgoing.write(pieces, counts)
         return counts[0]

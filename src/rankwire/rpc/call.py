@@ -19,7 +19,7 @@ from rankwire.errors import CallCancelledError, RankwireError
 from rankwire.links.reply import Reply
 
 if TYPE_CHECKING:
-    from rankwire.rpc.pool import Worker
+    from rankwire.rpc.worker import Worker
 
 __all__ = ["Call", "MadeCall", "Wait", "current_call", "describe_chain", "serving"]
 
@@ -97,6 +97,15 @@ class Call:
         Empty for a call made by a program. It is what the caller says; ``src`` is proved.
         """
         return tuple(_pairs(self.links))
+
+    def deadline_of_nested(self, deadline: Deadline) -> Deadline:
+        """Return the deadline of a call made now, which cannot outlive this one's."""
+        left = self.deadline.remaining()
+        return Deadline(left) if left < deadline.limit else deadline
+
+    def chain_of_nested(self, rank: int) -> list[Any]:
+        """Return the chain of a call that is made while this one is served, by this rank."""
+        return [*self.links, rank, self.name]
 
     def began(self, made: MadeCall) -> None:
         """Have a call that the function makes share the fate of this one."""

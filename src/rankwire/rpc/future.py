@@ -21,8 +21,8 @@ from rankwire.links.reply import Reply
 from rankwire.wire.mailbox import Receive
 
 if TYPE_CHECKING:
-    from rankwire.rpc.agent import RpcAgent
     from rankwire.rpc.call import Call
+    from rankwire.rpc.caller import Caller
 
 __all__ = ["RpcFuture"]
 
@@ -45,7 +45,7 @@ class RpcFuture(Future[Any]):
 
     def __init__(
         self,
-        agent: RpcAgent,
+        caller: Caller,
         port: CallPort,
         dst: int,
         request_id: int,
@@ -55,7 +55,7 @@ class RpcFuture(Future[Any]):
     ) -> None:
         super().__init__()
         self._condition.__class__ = _Condition
-        self._agent = agent
+        self._caller = caller
         self._reply: Reply | None = None
         self.call = call  # what was served when it was made
         self._port = port
@@ -79,7 +79,7 @@ class RpcFuture(Future[Any]):
         """Give up the call and tell the callee; False if it is done."""
         if not super().cancel():
             return False
-        self._agent.settled(self)
+        self._caller.settled(self)
         if self._reply is not None:
             self._reply.withdraw()
             self._port.cancel(self.dst, self.request_id)
@@ -89,7 +89,7 @@ class RpcFuture(Future[Any]):
         """Call ``fn(self)`` when it is done, in whatever thread that happens."""
         super().add_done_callback(fn)
         if not self.done():
-            self._agent.look_after_replies()
+            self._caller.look_after_replies()
 
     def __await__(self) -> Generator[Any, None, Any]:
         import asyncio  # here, because it takes as long to load as all of this package
@@ -102,7 +102,7 @@ class RpcFuture(Future[Any]):
 
     def on_reply(self, receive: Receive) -> None:
         """End it: the reply, or the peer's failure, is known."""
-        self._agent.replied(self, receive)
+        self._caller.replied(self, receive)
 
     def resolve(self, value: Any) -> None:
         """End with the call's value, unless it was cancelled."""
@@ -113,7 +113,7 @@ class RpcFuture(Future[Any]):
         self._settle(self.set_exception, error)
 
     def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
-        self._agent.settled(self)
+        self._caller.settled(self)
         try:
             settle(outcome)
         except InvalidStateError:
@@ -126,9 +126,9 @@ class RpcFuture(Future[Any]):
     def expire(self, *, explain: bool = True) -> None:
         """The call's own deadline has passed; ``explain`` takes a moment to ask the callee why."""
         if self.done():
-            self._agent.settled(self)  # by a thread that was interrupted before it came to that
+            self._caller.settled(self)  # by a thread that was interrupted before it came to that
         elif self._reply is None or self._reply.withdraw():
-            error = self._agent.too_late(self, explain=explain)
+            error = self._caller.too_late(self, explain=explain)
             self._port.cancel(self.dst, self.request_id)
             self.fail(error)
 
@@ -140,7 +140,7 @@ class RpcFuture(Future[Any]):
         if self.done() or self._reply is None:
             return timeout
         limit = Deadline(math.inf if timeout is None else timeout)
-        self._agent.drive(self, self._reply, self.deadline.sooner(limit.remaining()))
+        self._caller.drive(self, self._reply, self.deadline.sooner(limit.remaining()))
         if self.deadline.expired and not self._reply.done:
             self.expire()
         return None if timeout is None else limit.remaining()

@@ -8,7 +8,6 @@ as text, never as a class to be looked up.
 
 from __future__ import annotations
 
-import traceback
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
 )
-from rankwire.texts import one_line, printable
+from rankwire.texts import one_line, printable, text_of, traceback_of
 from rankwire.wire.frames import Message
 
 __all__ = [
@@ -135,7 +134,7 @@ def encode_result(codec: Codec, value: Any) -> Message:
 
 
 def copied(encoded: Message) -> Message:
-    """Return the same message in memory of its own."""
+    """Return a message like this one, in memory of its own."""
     buffers, nbytes = encoded
     return [piece if type(piece) is bytes else bytearray(piece) for piece in buffers], nbytes
 
@@ -161,9 +160,9 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
     if isinstance(error, RemoteError):
         kind, text = error.remote_type, error.remote_message
     else:
-        kind, text = _type_name(error), _text(error)
+        kind, text = _type_name(error), text_of(error)
     if longest is None:
-        details = [kind, _printable(text), _printable(_traceback(error))]
+        details = [kind, _printable(text), _printable(traceback_of(error, without_first=True))]
     else:
         details = [kind[:longest], _printable(text[:longest]), ""]
     return encode_reply(codec, Outcome.RAISED, details)
@@ -171,7 +170,7 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
 
 def describe_error(error: BaseException) -> str:
     """Return an error's type and text, as long as they travel."""
-    return _printable(f"{_type_name(error)}: {_text(error)}")
+    return _printable(f"{_type_name(error)}: {text_of(error)}")
 
 
 def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> Any:
@@ -231,23 +230,6 @@ def _type_name(error: BaseException) -> str:
         if kind.__module__ == "builtins"
         else f"{kind.__module__}.{kind.__qualname__}"
     )
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as second:  # a user's __str__ may raise anything, and is not ours to trust
-        return f"<its text could not be made: {type(second).__name__}>"
-
-
-def _traceback(error: BaseException) -> str:
-    # The first frame is the one of this library that ran the function.
-    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    try:
-        text = "".join(traceback.format_exception(type(error), error, frames))
-    except BaseException as second:
-        return f"<the traceback could not be made: {type(second).__name__}>"
-    return text
 
 
 def _printable(text: str) -> str:

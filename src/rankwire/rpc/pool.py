@@ -31,13 +31,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
+from rankwire.rpc.worker import Job, Worker
 
-__all__ = ["Job", "Pool", "Worker"]
+__all__ = ["Pool"]
 
 _log = logging.getLogger("rankwire")
 
@@ -49,36 +49,6 @@ _SPARE_LOOK = 0.003
 _LOOKS_UNTIL_ASLEEP = 50
 _LAZY_LOOK = 0.05
 _LINGER = 2.0  # seconds an idle worker stays
-
-
-class Job(Protocol):
-    """One admitted call."""
-
-    depth: int
-
-    is_slow: bool  # whether another thread should poll while it runs
-
-    def run(self, worker: Worker) -> None:
-        """Do it, reply included. Must not raise."""
-
-    def refuse(self, reason: str) -> None:
-        """Tell the caller that it will not be done. Must not raise."""
-
-    def finished(self, seconds: float) -> None:
-        """Learn how long it took."""
-
-
-class Worker:
-    """One thread of a pool. Made by that thread."""
-
-    __slots__ = ("ident", "job", "pool", "wakeup")
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.ident = threading.get_ident()
-        self.job: Job | None = None  # what it runs; None while it polls or waits
-        self.wakeup = threading.Lock()
-        self.wakeup.acquire()
 
 
 class Pool:
@@ -97,6 +67,8 @@ class Pool:
 
     Attributes:
         arrived: Jobs that were read and not looked at; the poller's.
+
+    Size: roles, counts and queues change together, under one mutex.
     """
 
     def __init__(
@@ -163,7 +135,7 @@ class Pool:
         if not self.arrived or self._poller is not worker:
             return False
         try:
-            return not self.arrived[0].is_slow
+            return not self.arrived[0].function.is_slow
         except IndexError:  # a new poller has just taken it
             return False
 
@@ -195,7 +167,7 @@ class Pool:
             self._closing = True
             threads = list(self._threads)
             for worker in (*self._idle, *([self._standby] if self._standby else ())):
-                _release(worker)
+                worker.wake()
         self._wake()
         for thread in threads:
             if thread is not threading.current_thread():
@@ -268,7 +240,7 @@ class Pool:
             first = not self._closing
             self._closing = True
             for worker in (*self._idle, *([self._standby] if self._standby else ())):
-                _release(worker)
+                worker.wake()
         if first:
             self._on_end()
 
@@ -280,7 +252,7 @@ class Pool:
             job = self._next_job()
             if job is None:
                 continue
-            if job.is_slow:
+            if job.function.is_slow:
                 with self._mutex:
                     if self._poller is worker:
                         self._hand_over()
@@ -350,7 +322,7 @@ class Pool:
             job.run(worker)
         finally:
             seconds = perf_counter() - begin
-            if seconds > _SLOW or job.is_slow:
+            if seconds > _SLOW or job.function.is_slow:
                 job.finished(seconds)
             with self._mutex:
                 # With the role in one step: a standby that takes it from a finished job would make
@@ -407,27 +379,21 @@ class Pool:
     def _rouse_standby(self) -> None:
         if self._standby is not None and self._standby_sleeps:
             self._standby_sleeps = False
-            _release(self._standby)
+            self._standby.wake()
 
     def _hand_over(self) -> None:
         """The poller gives its role away."""
         self._poller = None
         self._standby_sleeps = False
         if self._standby is not None:
-            _release(self._standby)
+            self._standby.wake()
         elif self._idle:
-            _release(self._idle.pop())
+            self._idle.pop().wake()
         else:
             self._start_thread()
 
     def _replace_standby(self) -> None:
         if self._idle:
-            _release(self._idle.pop())
+            self._idle.pop().wake()
         else:
             self._start_thread()
-
-
-def _release(worker: Worker) -> None:
-    """Wake a worker up, once."""
-    if worker.wakeup.locked():
-        worker.wakeup.release()

@@ -23,8 +23,8 @@ from rankwire.wire.frames import Message
 if TYPE_CHECKING:
     from asyncio import Task
 
-    from rankwire.rpc.pool import Worker
     from rankwire.rpc.server import Server
+    from rankwire.rpc.worker import Worker
 
 __all__ = ["ServedCall"]
 
@@ -44,7 +44,7 @@ class ServedCall(Call):
 
     Attributes:
         incoming: The request as it came.
-        is_slow: Whether another thread should poll while it runs.
+        function: What it runs.
         task: What runs it on the event loop.
     """
 
@@ -65,21 +65,20 @@ class ServedCall(Call):
         self._server = server
         self._request: Request | None = request
         self._is_in_room = len(incoming.payload) > SMALL_NBYTES and not links
-        self._function = function
-        self.is_slow = function.is_slow
+        self.function = function
         self.incoming = incoming
 
     @property
     def needs_event_loop(self) -> bool:
         """Whether it is a coroutine that has not ended."""
-        return self._function.is_async and not self._has_result
+        return self.function.is_async and not self._has_result
 
     def run(self, worker: Worker | None) -> None:
         """Run the function and reply. Does not raise."""
         request = self._request  # before the look: whoever cancels lets go of it afterwards
         if self._is_in_room:
             self.leave_room()
-        function = self._function
+        function = self.function
         if request is None or self.cancelled or function.is_async or self.deadline.expired:
             self._run_otherwise(request)
             return
@@ -152,12 +151,12 @@ class ServedCall(Call):
         if self.cancelled:  # before there was a task to cancel
             return self._say_cut_short(began=False)
         try:
-            value = await self._function.target(*request.args, **request.kwargs)
+            value = await self.function.target(*request.args, **request.kwargs)
         except self._server.event_loop.cancelled:
             return self._say_cut_short(began=True)
         except BaseException as error:  # as in ``run``
             return self._say_raised(error)
-        return self._server.answers.value(value, copies=self._function.copies)
+        return self._server.answers.value(value, copies=self.function.copies)
 
     def refuse(self, reason: str) -> None:
         """Tell the caller that it will not be done. Does not raise."""
@@ -166,9 +165,9 @@ class ServedCall(Call):
     def finished(self, seconds: float) -> None:
         """Learn how long it took."""
         if seconds > _SLOW:
-            self._function.is_slow = True
+            self.function.is_slow = True
         elif seconds < _FAST:
-            self._function.is_slow = False
+            self.function.is_slow = False
 
     def cancel(self) -> None:
         """Let the function know that it need not go on."""

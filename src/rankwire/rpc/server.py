@@ -36,10 +36,11 @@ from rankwire.rpc.messages import (
     describe_error,
     encode_result,
 )
-from rankwire.rpc.pool import Job, Pool, Worker
+from rankwire.rpc.pool import Pool
 from rankwire.rpc.registry import Registry
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, Room, unpack_ask
 from rankwire.rpc.served_call import ServedCall
+from rankwire.rpc.worker import Job, Worker
 from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
@@ -325,13 +326,19 @@ class Server:
             _log.warning("a function still runs while its agent is closed")
 
 
+class _Quick:
+    """The pace of errands: most take no time, and of a slow one nothing is learned for the next."""
+
+    is_slow = False
+
+
 class _Errand:
     """Something that is not a call and may take long, such as users' callbacks."""
 
     __slots__ = ("_do",)
 
     depth = 1  # it has nothing to do with the limit on calls
-    is_slow = False
+    function = _Quick()
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do = do

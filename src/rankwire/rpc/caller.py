@@ -1,0 +1,393 @@
+"""The calling side of an agent: a request out, its reply back, and what becomes of both.
+
+A call is given up when its deadline passes, when its thread is interrupted, or when the function
+that made it is not wanted any more; the callee is told each time. A future is ended by whoever
+reads its reply, by the thread that waits for it, or by the standby of the serving threads, which
+looks for late ones now and then.
+
+It knows the call port and what the server tells of calls being served here, not how they are run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rankwire.backends.arguments import check_rank
+from rankwire.backends.base import Backend
+from rankwire.backends.calls import CallPort
+from rankwire.codec.codec import Codec
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    CallCancelledError,
+    ChannelClosedError,
+    CircularCallError,
+    DeadlineExceededError,
+    MessageTooLargeError,
+    OverloadedError,
+    PeerLostError,
+    RankwireError,
+)
+from rankwire.fork import disown
+from rankwire.links.reply import Reply
+from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
+from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.messages import decode_reply, encode_request
+from rankwire.rpc.nested import Nested
+from rankwire.rpc.questions import Questions
+from rankwire.rpc.room import ROOM, SMALL_NBYTES, Allowance
+from rankwire.wire.mailbox import Receive
+
+if TYPE_CHECKING:
+    from rankwire.rpc.server import Server
+
+__all__ = ["Caller"]
+
+_log = logging.getLogger("rankwire")
+
+_MOST_EXPLAINED = 4  # futures that are late at the same moment
+_EXPIRY_CHECK_EVERY = 0.05  # seconds; a thread that waits in result() is exact
+
+
+class Caller:
+    """Makes calls. Every method is safe from any thread.
+
+    Args:
+        backend: Whose ranks are called.
+        port: Carries the requests.
+        codec: How values travel.
+        max_in_flight: Calls to one rank that may wait for a reply.
+
+    Attributes:
+        closed: Whether no call can be made any more. Set by the agent.
+    """
+
+    def __init__(
+        self, backend: Backend, port: CallPort, codec: Codec, *, max_in_flight: int
+    ) -> None:
+        self._backend = backend
+        self._port = port
+        self._codec = codec
+        self._max_in_flight = max_in_flight
+        self.closed = False
+        self._allowance = Allowance()
+        # The upper half tells this agent's calls from those of any other, also of one that had its
+        # place before.
+        self._ids = itertools.count(secrets.randbits(31) << 32)
+        self._futures: dict[int, RpcFuture] = {}
+        self._next_expiry_check = Deadline(0.0)
+        self._server: Server
+        self._questions: Questions
+        self._nested: Nested
+
+    def serve_with(self, server: Server) -> None:
+        """Get to know the server, which knows the calls being served here. Once, at first."""
+        self._server = server
+        self._questions = Questions(self._backend, self._port, self._codec, self._ids, server)
+        self._nested = Nested(server, self._questions.ask)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any call is in flight."""
+        return bool(self._futures or self._port.in_flight())
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        dst: int,
+        name: str,
+        deadline: Deadline,
+        call: Call | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a function and return its result; ``call`` is the one that is being served."""
+        try:
+            if type(dst) is not int or not 0 <= dst < self._backend.world_size:
+                dst = check_rank(dst, self._backend.world_size)
+            reply = self._send(dst, next(self._ids), name, deadline, call, args, kwargs)
+            try:
+                if call is not None:
+                    made = MadeCall(self._port, dst, name, reply)
+                    call.began(made)
+                    self._nested.drive(call, made, deadline, patient=True)
+                payload = reply.wait(deadline)
+            except (CircularCallError, CallCancelledError):
+                raise  # given up by another thread or another look, which has told the callee
+            except BaseException as error:
+                self._give_up(reply, error, dst, name)
+                raise
+            finally:
+                if call is not None:
+                    call.ended(reply.request_id)
+                if self._allowance.taken:
+                    self._allowance.give_back(reply.request_id)
+            return decode_reply(self._codec, payload, dst, deadline.limit)
+        except RankwireError as error:
+            raise self._explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
+
+    def start(
+        self,
+        dst: int,
+        name: str,
+        deadline: Deadline,
+        call: Call | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> RpcFuture:
+        """Start a call and return its future."""
+        try:
+            if type(dst) is not int or not 0 <= dst < self._backend.world_size:
+                dst = check_rank(dst, self._backend.world_size)
+        except RankwireError as error:
+            raise self._explained(error, "rpc_async", name, dst, deadline, call) from None
+        future = RpcFuture(self, self._port, dst, next(self._ids), name, deadline, call)
+        try:
+            reply = self._send(dst, future.request_id, name, deadline, call, args, kwargs, future)
+            future.sent(reply)
+            if reply.done:
+                self.replied(future, reply)
+            elif call is not None:
+                call.began(MadeCall(self._port, dst, name, reply))
+                if future.done():  # at this moment
+                    call.ended(future.request_id)
+        except BaseException as error:
+            if not isinstance(error, RankwireError):  # an interrupt: nobody will have the future
+                self.settled(future)
+                self._port.cancel(dst, future.request_id)
+                raise
+            cause = error.__cause__
+            error = self._explained(error, "rpc_async", name, dst, deadline, call)
+            if future.request_id not in self._futures:  # it did not come to a call
+                raise error from cause
+            future.fail(error)
+        return future
+
+    def _send(
+        self,
+        dst: int,
+        request_id: int,
+        name: str,
+        deadline: Deadline,
+        call: Call | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        future: RpcFuture | None = None,
+    ) -> Reply:
+        """Send a request; a future is known from the moment on when its reply may come."""
+        if self.closed:
+            raise ChannelClosedError("this agent is closed")
+        chain = [] if call is None else call.chain_of_nested(self._backend.rank)
+        if call is not None:
+            self._before_waiting(call)
+        on_reply = None
+        has_room = False
+        while True:
+            message = encode_request(self._codec, name, deadline.remaining(), chain, args, kwargs)
+            if message[1] > self._backend.max_message_nbytes:
+                raise MessageTooLargeError(message[1], self._backend.max_message_nbytes)
+            if future is not None:
+                self._track(future)
+                on_reply = future.on_reply
+            if message[1] > SMALL_NBYTES and not has_room:
+                has_room = True
+                if self._make_room(dst, request_id, message[1], deadline, call):
+                    continue  # that took time, which the request must not promise again
+            try:
+                reply = self._port.call(
+                    dst,
+                    request_id,
+                    message,
+                    deadline,
+                    on_reply,
+                    hold=future is not None,
+                    limit=self._max_in_flight,
+                )
+            except BaseException:
+                if message[1] > SMALL_NBYTES:
+                    self._leave_room(dst, request_id)
+                raise
+            if reply is not None:
+                return reply
+            self._futures.pop(request_id, None)
+            self._wait_for_room(dst, name, deadline, call)
+
+    def _give_up(self, reply: Reply, error: BaseException, dst: int, name: str) -> None:
+        """Tell the callee of a call whose caller stops waiting that it need not go on."""
+        if isinstance(error, DeadlineExceededError):
+            error.may_have_run = True
+            self._questions.explain_delay(error, dst, reply.request_id, name)
+        elif isinstance(error, (PeerLostError, ChannelClosedError)):
+            error.may_have_run = True
+        else:  # an interrupt
+            try:
+                reply.withdraw()
+            finally:
+                reply.withdraw()  # another one may have fallen into the first
+        self._port.cancel(dst, reply.request_id)
+
+    def _wait_for_room(self, dst: int, name: str, deadline: Deadline, call: Call | None) -> None:
+        limit = self._max_in_flight
+        if call is None:
+            has_room = self._port.wait_for_room(dst, limit, deadline)
+        else:
+            has_room = self._nested.wait_for_room(call, self._port, dst, name, limit, deadline)
+        if not has_room:
+            raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
+
+    # -- room for large calls ----------------------------------------------------------------------
+
+    def _make_room(
+        self, dst: int, request_id: int, nbytes: int, deadline: Deadline, call: Call | None
+    ) -> bool:
+        """See to it that the callee has room for a large call; return whether that took time.
+
+        Raises:
+            DeadlineExceededError: It had none in time, or did not say. The call was not sent.
+        """
+        if call is not None or self._allowance.take(dst, request_id, nbytes):
+            return False
+        left = deadline.remaining()
+        ask = encode_request(self._codec, ROOM, left, [], (request_id, nbytes), {})
+        try:
+            reply = self._port.call(dst, next(self._ids), ask, deadline)
+            assert reply is not None  # there is no limit on questions
+            try:
+                decode_reply(self._codec, reply.wait(deadline), dst, deadline.limit)
+            except RankwireError:
+                raise
+            except BaseException:  # an interrupt, perhaps before anyone waited
+                reply.withdraw()
+                raise
+        except BaseException as error:
+            if isinstance(error, DeadlineExceededError):
+                error.explain(
+                    f"it had no room for another {nbytes} bytes of calls that wait for a worker "
+                    "(max_queued_nbytes)"
+                )
+            self._leave_room(dst, request_id)
+            raise
+        return True
+
+    def _leave_room(self, dst: int, request_id: int) -> None:
+        """A large call was not sent: what was kept for it, here and there, is free again."""
+        self._allowance.give_back(request_id)
+        self._port.cancel(dst, request_id)
+
+    # -- calls of functions that are being served --------------------------------------------------
+
+    def _before_waiting(self, call: Call) -> None:
+        """Let another thread serve while a function waits; not if nobody wants its result."""
+        if call.cancelled:
+            raise call.cancellation()
+        if call.worker is not None:
+            self._server.about_to_block(call.worker)
+
+    def drive(self, future: RpcFuture, reply: Reply, deadline: Deadline) -> bool:
+        """Wait for the reply of a future; False if the deadline passes first."""
+        call = serving.get()
+        if call is None:
+            return reply.drive(deadline)
+        self._before_waiting(call)
+        # A function that waits for less than the call may take can go on without it.
+        patient = deadline is future.deadline
+        made = MadeCall(self._port, future.dst, future.name, reply)
+        return self._nested.drive(call, made, deadline, patient=patient)
+
+    def _explained(
+        self,
+        error: RankwireError,
+        op: str,
+        name: str,
+        dst: int,
+        deadline: Deadline,
+        call: Call | None,
+    ) -> RankwireError:
+        if call is not None and isinstance(error, DeadlineExceededError):
+            chain = [*call.chain_of_nested(self._backend.rank), dst, name]
+            error.explain(f"the calls are {describe_chain(chain)}")
+        return error.during(
+            op=f"{op} {name!r}", rank=self._backend.rank, peer=dst, waited=deadline.waited
+        )
+
+    # -- futures -----------------------------------------------------------------------------------
+
+    def _track(self, future: RpcFuture) -> None:
+        self._futures[future.request_id] = future
+        self._server.expect_work()
+
+    def replied(self, future: RpcFuture, receive: Receive) -> None:
+        """End a future with the reply that has come."""
+        try:
+            payload = receive.result()
+        except RankwireError as error:
+            if isinstance(error, (PeerLostError, ChannelClosedError)):
+                error.may_have_run = True
+            self._fail(future, error)
+            return
+        try:
+            value = decode_reply(self._codec, payload, future.dst, future.deadline.limit)
+        except RankwireError as error:
+            self._fail(future, error)
+        else:
+            future.resolve(value)
+
+    def _fail(self, future: RpcFuture, error: RankwireError) -> None:
+        future.fail(self._explained_future(error, future))
+
+    def _explained_future(self, error: RankwireError, future: RpcFuture) -> RankwireError:
+        return self._explained(
+            error, "rpc_async", future.name, future.dst, future.deadline, future.call
+        )
+
+    def settled(self, future: RpcFuture) -> None:
+        """Forget a future that is done."""
+        self._futures.pop(future.request_id, None)
+        self._allowance.give_back(future.request_id)
+        if future.call is not None:
+            future.call.ended(future.request_id)
+
+    def too_late(self, future: RpcFuture, *, explain: bool) -> RankwireError:
+        """Return the error of a future whose deadline has passed; ``explain`` takes a moment."""
+        error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
+        error.may_have_run = True
+        if explain:
+            self._questions.explain_delay(error, future.dst, future.request_id, future.name)
+        return self._explained_future(error, future)
+
+    def look_after_replies(self) -> None:
+        """Have replies read although no thread waits for them."""
+        self._port.attend()
+
+    def look(self) -> bool:
+        """End late futures, and look after replies that nobody waits for.
+
+        Called every now and then by the standby; returns whether any future is outstanding.
+        """
+        if not self._futures:
+            return False
+        if self._next_expiry_check.expired:
+            self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY)
+            late = [f for f in list(self._futures.values()) if f.deadline.expired]
+            explain = len(late) <= _MOST_EXPLAINED
+            for future in late:  # not here: it may have callbacks
+                self._server.run_soon(partial(future.expire, explain=explain))
+        self._port.attend(patiently=True)
+        return True
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def end_all(self) -> None:
+        """End what still waits: this agent is closed, or its backend is."""
+        cause = ChannelClosedError("this agent is closed")
+        for future in list(self._futures.values()):
+            self._fail(future, cause.copy())
+
+    def forsake(self) -> None:
+        """Disown the futures in a child of a fork."""
+        for future in list(self._futures.values()):
+            disown(future)

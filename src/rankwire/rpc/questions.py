@@ -1,0 +1,82 @@
+"""What a caller asks a callee about calls that it has made: what became of them.
+
+The answer is given by the thread that polls there, whatever the functions do (``accounts``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from rankwire.backends.base import Backend
+from rankwire.backends.calls import CallPort
+from rankwire.codec.codec import Codec
+from rankwire.deadline import Deadline
+from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.rpc.accounts import QUESTION
+from rankwire.rpc.circles import ActiveCall, Key, unpack
+from rankwire.rpc.messages import decode_reply, encode_request
+
+if TYPE_CHECKING:
+    from rankwire.rpc.server import Server
+
+__all__ = ["Questions"]
+
+_log = logging.getLogger("rankwire")
+
+_ASK_LIMIT = 0.2  # seconds for asking what became of a call whose deadline has passed
+
+
+class Questions:
+    """Asks. Every method is safe from any thread.
+
+    Args:
+        backend: Whose ranks are asked.
+        port: Carries the questions.
+        codec: How they travel.
+        ids: Numbers for them, shared with the calls.
+        server: Answers what this rank asks itself.
+    """
+
+    def __init__(
+        self, backend: Backend, port: CallPort, codec: Codec, ids: Iterator[int], server: Server
+    ) -> None:
+        self._backend = backend
+        self._port = port
+        self._codec = codec
+        self._ids = ids
+        self._server = server
+
+    def ask(
+        self, rank: int, keys: Iterable[Key], deadline: Deadline
+    ) -> dict[Key, ActiveCall] | None:
+        """Ask a rank about calls that it serves; None if it does not say."""
+        if rank == self._backend.rank:
+            return self._server.account(keys)
+        try:
+            arguments = tuple(list(key) for key in keys)
+            left = float(deadline.remaining())
+            question = encode_request(self._codec, QUESTION, left, [], arguments, {})
+            reply = self._port.call(rank, next(self._ids), question, deadline)
+            assert reply is not None  # there is no limit on questions
+            told = decode_reply(self._codec, reply.wait(deadline), rank, deadline.limit)
+            return unpack(told, rank, self._backend.world_size)
+        except RankwireError as error:
+            _log.debug("rank %d did not say what it is doing: %s", rank, error)
+            return None
+
+    def explain_delay(
+        self, error: DeadlineExceededError, dst: int, request_id: int, name: str
+    ) -> None:
+        """Add what the callee is doing with a call, if it says so soon."""
+        patience = min(_ASK_LIMIT, error.limit / 4)
+        if patience <= 0.0:
+            return
+        key = Key(dst, self._backend.rank, request_id)
+        answer = self.ask(dst, [key], Deadline(patience))
+        if answer is None:
+            error.explain(f"rank {dst} does not say what it is doing")
+        elif key in answer:  # else its reply is on the way, or the request has not arrived
+            call = answer[key]
+            error.explain(f"rank {dst} has had {name!r} for {call.seconds:.3g} s; it {call.doing}")
