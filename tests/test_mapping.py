@@ -54,7 +54,6 @@ SHOWN_IN = {
     "backends/tcp_dialing": "backends/test_tcp_backend.py",
     "backends/tcp_introductions": "backends/test_tcp_failures.py",
     "backends/tcp": "backends/test_tcp_backend.py",
-    "backends/tcp_calls": "backends/test_call_port.py",
     "launch/child": "launch/test_run.py",
     "launch/attempt": "launch/test_run.py",
     "launch/job": "launch/test_run.py",
