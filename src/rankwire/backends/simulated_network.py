@@ -171,7 +171,9 @@ class Network:
     def depart(self) -> None:
         """Wait for the end of the threads of faults if all ranks are gone."""
         if self._end_if_empty():
-            for thread in self._telling:
+            with self._lock:
+                telling = self._telling
+            for thread in telling:
                 if thread is not threading.current_thread():
                     thread.join(_JOIN_LIMIT)
 
@@ -227,9 +229,9 @@ class Network:
 
     def _tell_in_background(self, tell: Callable[[], None]) -> None:
         thread = threading.Thread(target=tell, name="rankwire-tidings", daemon=True)
-        with self._lock:
+        with self._lock:  # those who wait for it find it begun
+            thread.start()
             self._telling = [*(each for each in self._telling if each.is_alive()), thread]
-        thread.start()
 
     def _tell_death(self, rank: int) -> None:
         self._members[rank].end()
