@@ -704,7 +704,7 @@ def test_what_was_sent_before_a_late_rank_was_told_is_forgotten(pair, monkeypatc
         assert check_told_late(pair, PARTS["all_reduce"])
         all_reduce_everywhere(pair)
     for rank, backend in enumerate(pair):
-        arrived = backend._peers[1 - rank].inbox._mailbox._arrived
+        arrived = backend._peers[1 - rank].inbox._mailbox.arrived
         assert all(tag == NOTICE_TAG for _, _, tag in arrived)
 
 
@@ -785,7 +785,7 @@ def test_what_others_sent_for_an_operation_that_was_refused_is_forgotten(pair):
             WRONG["no array"](pair[1])
         assert isinstance(waiting.error(), CollectiveAbortedError)
         all_reduce_everywhere(pair)
-    arrived = pair[1]._peers[0].inbox._mailbox._arrived
+    arrived = pair[1]._peers[0].inbox._mailbox.arrived
     assert all(tag == NOTICE_TAG for _, _, tag in arrived)
 
 
