@@ -84,6 +84,7 @@ class Overview:
 
     def __init__(self, reporter: Any) -> None:
         self._reporter = reporter
+        reporter._show_progress_info = False  # the line below says it
         self._live = sys.stdout.isatty()
         self._began = self._drawn = time.monotonic()
         self._total = 0

@@ -13,6 +13,11 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
+    "wire/parser": "wire/test_frames.py",
+    "links/parked": "links/test_inbox.py",
+    "rpc/caller": "rpc/test_agent.py",
+    "rpc/questions": "rpc/test_accounts.py",
+    "rpc/worker": "rpc/test_pool.py",
     "links/course": "links/test_memory_stream.py",
     "links/memory_poller": "links/test_memory_stream.py",
     "links/pipe": "links/test_memory_stream.py",

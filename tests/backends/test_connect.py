@@ -113,7 +113,7 @@ def test_options_win(launched):
 
 
 def test_the_secret_is_not_shown():
-    place = connect_module.Place(0, 1, "x:1", secret=b"hidden")
+    place = connect_module.Assignment(0, 1, "x:1", secret=b"hidden")
     assert "hidden" not in repr(place)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from faults.netns import Hosts, why_not
-from rankwire.backends.schedulers import HYDRA_JOB, LAUNCHERS, find_place
+from rankwire.backends.schedulers import HYDRA_JOB, LAUNCHERS, find_assignment
 from rankwire.errors import ConfigurationError
 
 OURS = {"RANKWIRE_RANK": "1", "RANKWIRE_WORLD_SIZE": "4", "RANKWIRE_ADDRESS": "h:5"}
@@ -59,7 +59,7 @@ def port_of(place) -> int:
     ids=ALL,
 )
 def test_a_place(environ, host, job, launcher):
-    place = find_place(environ)
+    place = find_assignment(environ)
     assert (place.rank, place.world_size) == (1, 4)
     assert place.address.rpartition(":")[0] == host
     assert (place.job, place.launcher) == (job, launcher)
@@ -69,11 +69,11 @@ def test_a_place(environ, host, job, launcher):
 @pytest.mark.parametrize("key", ["torchrun", "openmpi", "mpich", "slurm"])
 def test_a_port_for_the_job_below_the_outgoing_ones(key):
     environ = ALL[key]
-    port = port_of(find_place(environ))
+    port = port_of(find_assignment(environ))
     assert 20_000 <= port < 30_000
-    assert port == port_of(find_place(environ))
-    assert port_of(find_place(environ | {"RANKWIRE_PORT": "4000"})) == 4000
-    assert find_place(environ | {"RANKWIRE_ADDRESS": "there:9"}).address == "there:9"
+    assert port == port_of(find_assignment(environ))
+    assert port_of(find_assignment(environ | {"RANKWIRE_PORT": "4000"})) == 4000
+    assert find_assignment(environ | {"RANKWIRE_ADDRESS": "there:9"}).address == "there:9"
 
 
 def test_another_job_another_port():
@@ -86,7 +86,7 @@ def test_another_job_another_port():
         (SLURM, {"SLURM_STEP_ID": "4"}),
     ]
     for environ, change in other_jobs:
-        assert port_of(find_place(environ)) != port_of(find_place(environ | change))
+        assert port_of(find_assignment(environ)) != port_of(find_assignment(environ | change))
 
 
 def test_the_innermost_launcher_wins():
@@ -98,22 +98,22 @@ def test_the_innermost_launcher_wins():
         left = {}
         for key in order[index:]:
             left |= ALL[key]
-        assert find_place(left).launcher == find_place(ALL[launcher.key]).launcher
+        assert find_assignment(left).launcher == find_assignment(ALL[launcher.key]).launcher
 
 
 def test_the_user_may_choose_another():
     both = SLURM | PLAIN
-    assert find_place(both).launcher == "Slurm srun"
-    assert find_place(both | {"RANKWIRE_LAUNCHER": "env"}).address == "master:29500"
+    assert find_assignment(both).launcher == "Slurm srun"
+    assert find_assignment(both | {"RANKWIRE_LAUNCHER": "env"}).address == "master:29500"
     with pytest.raises(ConfigurationError, match="not one of rankwire, torchrun"):
-        find_place(both | {"RANKWIRE_LAUNCHER": "pbs"})
+        find_assignment(both | {"RANKWIRE_LAUNCHER": "pbs"})
     with pytest.raises(ConfigurationError, match="Looked for:\n  torchrun"):
-        find_place({"RANKWIRE_LAUNCHER": "torchrun"})
+        find_assignment({"RANKWIRE_LAUNCHER": "torchrun"})
 
 
 def test_nothing_fits_and_all_that_was_looked_for_is_named():
     with pytest.raises(ConfigurationError, match=r"rankwire run -n 4 script\.py") as caught:
-        find_place({"RANK": "3", "MASTER_PORT": "1", "SLURM_PROCID": "0"})
+        find_assignment({"RANK": "3", "MASTER_PORT": "1", "SLURM_PROCID": "0"})
     text = str(caught.value)
     for launcher in LAUNCHERS:
         assert all(name in text for name in launcher.needs)
@@ -123,7 +123,7 @@ def test_nothing_fits_and_all_that_was_looked_for_is_named():
 
 def test_our_own_but_incomplete_is_not_taken_for_anothers():
     with pytest.raises(ConfigurationError, match="not RANKWIRE_ADDRESS"):
-        find_place(PLAIN | {"RANKWIRE_RANK": "0", "RANKWIRE_WORLD_SIZE": "1"})
+        find_assignment(PLAIN | {"RANKWIRE_RANK": "0", "RANKWIRE_WORLD_SIZE": "1"})
 
 
 @pytest.mark.parametrize("key", ALL)
@@ -131,25 +131,25 @@ def test_what_is_no_number_and_what_is_no_rank(key):
     environ = ALL[key]
     rank = next(name for name in environ if name.endswith(("RANK", "PROCID")))
     with pytest.raises(ConfigurationError, match=f"{rank} is 'one'"):
-        find_place(environ | {rank: "one"})
+        find_assignment(environ | {rank: "one"})
     with pytest.raises(ConfigurationError, match="rank 4 of 4 ranks"):
-        find_place(environ | {rank: "4"})
+        find_assignment(environ | {rank: "4"})
 
 
 def test_a_straggler_of_the_last_attempt_has_another_job():
-    again = find_place(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert again.job != find_place(TORCHRUN).job
-    assert again.address == find_place(TORCHRUN).address
+    again = find_assignment(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.job != find_assignment(TORCHRUN).job
+    assert again.address == find_assignment(TORCHRUN).address
 
 
 def test_open_mpi_on_several_hosts():
     several = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert find_place(several).address.startswith("192.0.2.2:")
-    assert find_place(several | {"MASTER_ADDR": "first"}).address.startswith("first:")
+    assert find_assignment(several).address.startswith("192.0.2.2:")
+    assert find_assignment(several | {"MASTER_ADDR": "first"}).address.startswith("first:")
     del several["OMPI_MCA_orte_hnp_uri"]
     with pytest.raises(ConfigurationError, match="RANKWIRE_ADDRESS=host:port"):
-        find_place(several)
-    assert find_place(OPEN_MPI | {"PMIX_NAMESPACE": "prte-7"}).job == "openmpi-prte-7"
+        find_assignment(several)
+    assert find_assignment(OPEN_MPI | {"PMIX_NAMESPACE": "prte-7"}).job == "openmpi-prte-7"
 
 
 # As Open MPI 4.1.4 sets them when mpiexec runs on 10.99.0.1 and the ranks on .2 and .3.
@@ -162,7 +162,7 @@ FROM_OUTSIDE = OPEN_MPI | {
 
 
 def addresses(environ: dict[str, str]) -> list[str]:
-    place = find_place(environ)
+    place = find_assignment(environ)
     return [address.rpartition(":")[0] for address in (place.address, *place.others)]
 
 
@@ -176,7 +176,7 @@ def test_open_mpi_from_outside_of_its_hosts():
     }
     assert addresses(first) == ["10.99.0.2", "10.98.0.2"]
     assert addresses(other) == ["10.99.0.1", "10.99.0.2", "10.99.0.3"]
-    assert port_of(find_place(first)) == port_of(find_place(other))
+    assert port_of(find_assignment(first)) == port_of(find_assignment(other))
     for said in ({"MASTER_ADDR": "there"}, {"RANKWIRE_ADDRESS": "there:5"}):
         assert addresses(first | said) == addresses(other | said) == ["there"]
 
@@ -193,13 +193,13 @@ def test_open_mpi_on_the_host_of_mpiexec(rank):
 def test_mpich_on_several_hosts_or_without_its_proxy():
     several = MPICH | {"MPI_LOCALNRANKS": "2"}
     with pytest.raises(ConfigurationError, match="RANKWIRE_ADDRESS=host:port"):
-        find_place(several)
-    here = find_place(several | {"MASTER_ADDR": "first"})
-    there = find_place(several | {"MASTER_ADDR": "first", HYDRA_JOB: "99"})
+        find_assignment(several)
+    here = find_assignment(several | {"MASTER_ADDR": "first"})
+    there = find_assignment(several | {"MASTER_ADDR": "first", HYDRA_JOB: "99"})
     assert (here.address, here.job) == (there.address, there.job)
     with pytest.raises(ConfigurationError, match="RANKWIRE_ADDRESS=host:port"):
-        find_place(MPICH | {HYDRA_JOB: ""})
-    assert find_place(MPICH | {HYDRA_JOB: "", "RANKWIRE_PORT": "7"}).address == "127.0.0.1:7"
+        find_assignment(MPICH | {HYDRA_JOB: ""})
+    assert find_assignment(MPICH | {HYDRA_JOB: "", "RANKWIRE_PORT": "7"}).address == "127.0.0.1:7"
 
 
 @pytest.mark.parametrize(
@@ -219,27 +219,27 @@ def test_mpi_on_several_hosts_of_a_batch_system(allocation):
         assert addresses(environ | allocation | {"MASTER_ADDR": "there"}) == ["there"]
         assert addresses(environ | allocation | {"RANKWIRE_ADDRESS": "there:1"}) == ["there"]
     several = MPICH | {"MPI_LOCALNRANKS": "2"}
-    assert find_place(several | allocation).address != find_place(
+    assert find_assignment(several | allocation).address != find_assignment(
         several | allocation | dict.fromkeys(("SLURM_JOB_ID", "LSB_JOBID"), "13")
     ).address  # fmt: skip
 
 
 def test_srun_with_pmi2_is_slurm_and_mpiexec_inside_slurm_is_mpich():
     pmi2 = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "4"}
-    assert find_place(pmi2).launcher == "Slurm srun"
-    assert find_place(SLURM | MPICH).launcher == "MPICH mpiexec"
+    assert find_assignment(pmi2).launcher == "Slurm srun"
+    assert find_assignment(SLURM | MPICH).launcher == "MPICH mpiexec"
 
 
 def test_slurm_on_one_host_and_in_a_batch_script():
-    assert find_place(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).address.startswith("127.0.0.1:")
-    assert find_place(SLURM | {"SLURM_STEP_NUM_TASKS": "2"}).world_size == 2
+    assert find_assignment(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).address.startswith("127.0.0.1:")
+    assert find_assignment(SLURM | {"SLURM_STEP_NUM_TASKS": "2"}).world_size == 2
     batch = {name: value for name, value in SLURM.items() if "STEP" not in name}
     with pytest.raises(ConfigurationError, match="not SLURM_STEP_ID"):
-        find_place(batch)
+        find_assignment(batch)
 
 
 def test_an_ipv6_master():
-    assert find_place(PLAIN | {"MASTER_ADDR": "fd00::1"}).address == "[fd00::1]:29500"
+    assert find_assignment(PLAIN | {"MASTER_ADDR": "fd00::1"}).address == "[fd00::1]:29500"
 
 
 # -- the real ones -------------------------------------------------------------------------------

@@ -425,6 +425,16 @@ def test_peers_take_what_a_rank_left_behind(make_world, pool):
         assert (caught.value.rank, caught.value.peer) == (1, 0)
 
 
+def test_a_message_that_fitted_in_part_arrives_although_its_sender_left(make_world):
+    first, second = make_world(2, queue_nbytes=40)
+    first.send(b"a" * 30, 1)
+    first.send(b"b" * 30, 1, timeout=0)  # a part of it is taken
+    first.close()
+    assert [second.recv(0), second.recv(0)] == [b"a" * 30, b"b" * 30]
+    with pytest.raises(ChannelClosedError, match="rank 0 has left"):
+        second.recv(0)
+
+
 def test_a_sender_that_waits_for_room_hears_that_the_reader_left(make_world, pool):
     first, second = make_world(2, queue_nbytes=10)
     first.send(bytes(10), 1)

@@ -89,16 +89,6 @@ def test_a_piece_is_read_in_blocks_or_as_a_whole(kind):
     assert out.tolist() == list(range(10))
 
 
-@pytest.mark.parametrize("kind", [bytearray, Lying])
-def test_a_whole_piece_has_memory_of_its_own(kind):
-    array = np.arange(10, dtype=np.int32)
-    payload = kind(array.tobytes())
-    whole = Piece(payload, array.dtype).whole()
-    assert whole.tolist() == list(range(10))
-    if kind is Lying:
-        assert payload.returned == 1
-
-
 def test_a_piece_that_lies_with_its_sender_is_read_once_and_given_back():
     payload = Lying(np.arange(10, dtype=np.int32).tobytes())
     piece = Piece(payload, np.dtype(np.int32))
@@ -117,7 +107,6 @@ def test_an_empty_piece():
     assert len(piece) == 0
     piece.copy_into(np.empty(0))
     piece.give_back()
-    assert piece.whole().size == 0
 
 
 # -- who is there ----------------------------------------------------------------------------------
@@ -139,10 +128,11 @@ def test_one_host_or_several(monkeypatch, hosts, expected):
 # -- envelopes -------------------------------------------------------------------------------------
 
 
-class Watching:
-    """Stands in for an operation: counts the looks, and may have a reason to give up."""
+class Watching(Exchange):
+    """Counts the looks, and may have a reason to give up."""
 
-    def __init__(self):
+    def __init__(self, backend):
+        super().__init__(backend, backend.group)
         self.looks = []
         self.reason = None
 
@@ -159,7 +149,9 @@ class Watching:
 
 
 def exchange_of(backend, seconds=20.0, words="test()"):
-    return Exchange(backend, Watching(), tag_of(words, 0), Deadline(seconds))
+    exchange = Watching(backend)
+    exchange.open(tag_of(words, 0), Deadline(seconds))
+    return exchange
 
 
 @pytest.fixture
@@ -183,9 +175,9 @@ def test_steps_and_operations_never_mix(pair):
     first.send(1, 0, np.array([1]))
     here, there = exchange_of(pair[1]), exchange_of(pair[1], words="other()")
     like = np.empty(1, int)
-    assert here.receive_piece(0, 0, like).whole() == [1]
-    assert here.receive_piece(0, 1, like).whole() == [2]
-    assert there.receive_piece(0, 0, like).whole() == [3]
+    assert here.receive_array(0, 0, like) == [1]
+    assert here.receive_array(0, 1, like) == [2]
+    assert there.receive_array(0, 0, like) == [3]
 
 
 def test_parts_of_an_operation_begin_their_steps_again(pair):
@@ -195,7 +187,7 @@ def test_parts_of_an_operation_begin_their_steps_again(pair):
         first.send(1, 0, np.array([part]))
     for part in (1, 0):
         second.begin_part(part)
-        assert second.receive_piece(0, 0, np.empty(1, int)).whole() == [part]
+        assert second.receive_array(0, 0, np.empty(1, int)) == [part]
 
 
 def test_pieces_of_all_others_by_rank():
@@ -204,11 +196,29 @@ def test_pieces_of_all_others_by_rank():
         for dst in x.others:
             x.send(dst, 0, np.full(2, backend.rank))
         pieces = x.receive_pieces(0, [np.empty(2, int)] * 3)
-        return [None if piece is None else piece.whole().tolist() for piece in pieces]
+        return [
+            None if piece is None else piece.block(0, 2, np.empty(0)).tolist() for piece in pieces
+        ]
 
     with simulated_world(3) as world:
         results = on_all(world, each)
     assert results == [[None, [1, 1], [2, 2]], [[0, 0], None, [2, 2]], [[0, 0], [1, 1], None]]
+
+
+@pytest.mark.parametrize("kind", [bytearray, Lying])
+def test_an_array_is_received_as_a_whole_or_into_another_one(pair, monkeypatch, kind):
+    sent = np.arange(10, dtype=np.int32)
+    payload = kind(sent.tobytes())
+    x = exchange_of(pair[1])
+    monkeypatch.setattr(type(pair[1]), "receive", lambda *_, nbytes: payload)
+    received = x.receive_array(0, 0, sent)
+    assert received.dtype == sent.dtype
+    assert received.tolist() == list(range(10))
+    out = np.empty(10, np.int32)
+    x.receive_into(0, 0, out)
+    assert out.tolist() == list(range(10))
+    if kind is Lying:
+        assert payload.returned == 2
 
 
 def test_a_message_of_another_size_is_not_taken(pair):
@@ -230,21 +240,21 @@ def test_who_waits_looks_up_now_and_then(pair, monkeypatch):
     waiting = exchange_of(pair[1])
     sender = threading.Timer(0.1, lambda: exchange_of(pair[0]).send(1, 0, np.array([7])))
     sender.start()
-    assert waiting.receive_piece(0, 0, np.empty(1, int)).whole() == [7]
+    assert waiting.receive_array(0, 0, np.empty(1, int)) == [7]
     sender.join()
-    assert 2 <= len(waiting._operation.looks) <= 12
+    assert 2 <= len(waiting.looks) <= 12
 
 
 def test_who_does_not_wait_does_not_look(pair):
     exchange_of(pair[0]).send(1, 0, np.array([7]))
     waiting = exchange_of(pair[1])
     waiting.receive_piece(0, 0, np.empty(1, int))
-    assert waiting._operation.looks == []
+    assert waiting.looks == []
 
 
 def test_what_a_look_finds_ends_the_wait(pair):
     waiting = exchange_of(pair[1])
-    waiting._operation.reason = CollectiveMismatchError("elsewhere")
+    waiting.reason = CollectiveMismatchError("elsewhere")
     begin = time.monotonic()
     with pytest.raises(CollectiveMismatchError):
         waiting.receive(0, 0)
@@ -301,7 +311,7 @@ def test_settling_waits_until_everything_has_been_read(monkeypatch):
     threading.Timer(0.05, backend.offers[0].taken.set).start()
     x.settle()
     assert time.monotonic() - begin > 0.04
-    assert 1 in x._operation.looks
+    assert 1 in x.looks
     assert [offer.revoked for offer in backend.offers] == [1, 1]
     x.settle()  # there is nothing left
     x.revoke()
@@ -324,7 +334,7 @@ def test_an_operation_that_fails_takes_back_what_was_not_read():
     backend = Lending()
     x = exchange_of(backend)
     x.send(1, 0, np.ones(3))
-    x._operation.reason = CollectiveMismatchError("elsewhere")
+    x.reason = CollectiveMismatchError("elsewhere")
     with pytest.raises(CollectiveMismatchError):
         x.settle()
     x.revoke()
@@ -339,8 +349,17 @@ def test_what_is_sent_is_the_callers_own_memory():
         sent.append(message)
 
     backend.offer = offer
-    array = np.arange(4.0)
+    array = np.arange(1000.0)
     exchange_of(backend).send(1, 0, array)
     ((buffers, nbytes),) = sent
-    assert nbytes == 32
+    assert nbytes == 8000
     assert np.shares_memory(np.frombuffer(buffers[0], np.uint8), array)
+
+
+def test_a_few_bytes_are_copied_at_once_or_none_at_all():
+    sent = []
+    backend = Lending()
+    backend.offer = lambda dst, envelope, message, deadline, check: sent.append(message)
+    for array in (np.arange(4.0), np.empty(0)):
+        exchange_of(backend).send(1, 0, array)
+        assert sent.pop() == ((array.tobytes(),), array.nbytes)

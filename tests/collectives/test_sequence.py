@@ -253,7 +253,7 @@ def test_what_a_rank_says_of_operations_to_come_is_bounded(pair):
         tell(pair[1], 0, pack(notice))
     for _ in range(20):  # a part at a time, or who tells without end would hold this rank for ever
         operations.hear()
-    assert sorted(operations._failures) == list(range(1001, 2025))
+    assert sorted(operations.failures) == list(range(1001, 2025))
     assert operations.take_asking() == [1]
     assert not operations._waiting[1].here
     assert not operations._waiting[1].ahead

@@ -38,7 +38,7 @@ from rankwire.links.allocation import allocate
 from rankwire.rendezvous import control_messages as control
 from rankwire.rpc import messages as rpc
 from rankwire.wire.array_messages import pack_array, unpack_head
-from rankwire.wire.frames import LOAN, Channel, FrameParser
+from rankwire.wire.frames import LOAN, Channel
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     HELLO_NBYTES,
@@ -52,6 +52,7 @@ from rankwire.wire.handshake import (
     job_id,
 )
 from rankwire.wire.loans import pack_loan, unpack_loan
+from rankwire.wire.parser import FrameParser
 
 ADDRESS_SPACE = 1 << 30  # beyond what the process has at the start
 MEMORY_LIMIT = 64 << 20

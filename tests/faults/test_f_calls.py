@@ -249,4 +249,4 @@ def test_f44_cancelled_nested_calls_leave_nothing_behind(agents):
         future.cancel()
     for agent in agents:
         eventually(lambda agent=agent: not agent._server.active and not agent._port.in_flight())
-        assert not agent._futures
+        assert not agent._caller._futures

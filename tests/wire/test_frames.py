@@ -20,8 +20,8 @@ from rankwire.wire.frames import (
     WORLD_GROUP,
     Channel,
     Frame,
-    FrameParser,
 )
+from rankwire.wire.parser import FrameParser
 
 BUFFER = 65536  # what one read takes at most; a frame that is larger gets memory of its own
 U64 = 2**64 - 1

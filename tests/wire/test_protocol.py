@@ -15,8 +15,9 @@ from rankwire.errors import (
     ProtocolError,
 )
 from rankwire.texts import MAX_REASON
-from rankwire.wire.frames import LOAN, Channel, Frame, FrameParser
+from rankwire.wire.frames import LOAN, Channel, Frame
 from rankwire.wire.loans import Parcel, pack_loan
+from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import FAREWELL, Course, Happening, Protocol, course_after, left
 
 LIMIT = 1000

@@ -14,8 +14,8 @@ from rankwire.wire.frames import (
     HEADER_NBYTES,
     SEAL_NBYTES,
     Channel,
-    FrameParser,
 )
+from rankwire.wire.parser import FrameParser
 from rankwire.wire.seals import BULK_NBYTES, Protection, Seal, make_seals
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32

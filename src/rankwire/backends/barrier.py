@@ -31,11 +31,11 @@ def meet(ranks: Transport, epoch: int, deadline: Deadline) -> None:
             missing = missing[1:]
         elif missing:
             # While one is late another one may die: that ends the barrier too.
-            missing = [src for src in missing if not _has_entered(ranks, src, epoch, _NOW)]
+            missing = _still_missing(ranks, missing, epoch)
         if not missing and not untold:
             return
         if deadline.expired:
-            missing = [src for src in missing if not _has_entered(ranks, src, epoch, _NOW)]
+            missing = _still_missing(ranks, missing, epoch)
             if missing or untold:
                 raise DeadlineExceededError(deadline.limit, waiting_for=sorted(missing or untold))
 
@@ -54,6 +54,12 @@ def _tell_entered(ranks: Transport, untold: list[int], epoch: int, deadline: Dea
     if failure is not None:
         raise failure
     return still_untold
+
+
+def _still_missing(ranks: Transport, missing: list[int], epoch: int) -> list[int]:
+    """Return those of the missing that have not entered by now; raises if one is gone."""
+    heard = set(ranks.sources((ranks.group, Channel.BARRIER, epoch)))
+    return [src for src in missing if src not in heard or not _has_entered(ranks, src, epoch, _NOW)]
 
 
 def _has_entered(ranks: Transport, src: int, epoch: int, deadline: Deadline) -> bool:

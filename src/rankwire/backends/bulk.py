@@ -46,7 +46,7 @@ class ReadingAll:
 
 
 class ReadingAndChecking(ReadingAll):
-    """The same, and a look now and then at whether it still makes sense to wait."""
+    """Reads like ``ReadingAll``, and looks now and then whether it still makes sense to wait."""
 
     def __init__(self, peers: dict[int, Peer], check: Callable[[], None]) -> None:
         super().__init__(peers)

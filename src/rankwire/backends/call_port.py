@@ -61,6 +61,8 @@ class MeshCallPort(CallPort):
     Args:
         mesh: Dials, and knows the peers.
         service: Which agent this is for.
+
+    Size: it has a method for each of ``CallPort``'s.
     """
 
     def __init__(self, mesh: Mesh, service: int) -> None:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rankwire.backends.schedulers import HYDRA_JOB, OURS, Place, find_place, read_integer
+from rankwire.backends.schedulers import HYDRA_JOB, OURS, Assignment, find_assignment, read_integer
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.backends.tracebacks import install
 from rankwire.deadline import Deadline
@@ -35,7 +35,7 @@ from rankwire.links.rank_zero import find_rank_0, own_address
 from rankwire.links.security import Tls, files_of
 from rankwire.rendezvous.secret import RankKey
 
-__all__ = ["Place", "connect"]
+__all__ = ["Assignment", "connect"]
 
 _log = logging.getLogger("rankwire")
 
@@ -80,7 +80,7 @@ def connect(**options: Any) -> TcpBackend:
         ConfigurationError: No launcher started this process, or its variables are incomplete.
         RendezvousError: The world did not form in time.
     """
-    place = _find_place(os.environ)
+    place = _find_assignment(os.environ)
     if place.launcher == OURS:
         install()
     arguments: dict[str, Any] = {
@@ -114,7 +114,7 @@ def connect(**options: Any) -> TcpBackend:
     return backend
 
 
-def _settle_address(place: Place, arguments: dict[str, Any]) -> None:
+def _settle_address(place: Assignment, arguments: dict[str, Any]) -> None:
     """Choose among several addresses of rank 0, and leave the rest of the time for joining."""
     deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT))
     addresses = (place.address, *place.others)
@@ -141,12 +141,12 @@ def _join(arguments: dict[str, Any]) -> TcpBackend:
         arguments["join_timeout"] = deadline.remaining()
 
 
-def _find_place(environ: Environment) -> Place:
+def _find_assignment(environ: Environment) -> Assignment:
     """Return the place that the launcher left, with the secret that it handed down."""
     seen = dict(environ)
     if "PMI_RANK" in seen:
         seen[HYDRA_JOB] = _process_id_of_ancestor(_HYDRA_PROXIES)
-    place = find_place(seen)
+    place = find_assignment(seen)
     if place.launcher != OURS:
         return place
     return replace(place, secret=_memory.take_secret(environ))

@@ -54,6 +54,8 @@ _FAREWELL_PATIENCE = 0.2
 class Mesh(Backend):
     """A rank that is connected to its peers by streams.
 
+    Size: it has all of ``Transport``, and names in one place what its backends differ in.
+
     Args:
         rank: This rank.
         world_size: The number of ranks.

@@ -31,10 +31,6 @@ _log = logging.getLogger("rankwire")
 # open them without end.
 MAX_CONNECTIONS_OF_A_RANK = 128
 
-_VERDICT_PATIENCE = 0.03  # seconds
-# A process that has just been woken up, or has too few cores, reads its news late.
-_LATE_NEWS_PATIENCE = 0.5
-
 
 class Peer:
     """One other rank, seen from here. Every method is safe from any thread.
@@ -51,9 +47,8 @@ class Peer:
 
     Args:
         member: Where it is.
-        ask: Has the control plane tell what it knows, where it can be asked at once.
-        expects_verdict: Whether the control plane may still tell more, and the caller may wait.
-        catch_up: Waits until what it has told is known here, at most for the seconds given.
+        await_verdict: Waits until the control plane has said what has become of it, or has nothing
+            to say; called before it is given up because of a connection.
         on_lost: Called once if the peer is lost.
         explain: Returns the error to raise for its end, with what else is known; see ``blame``.
     """
@@ -62,16 +57,12 @@ class Peer:
         self,
         member: Member,
         *,
-        ask: Callable[[], None] = lambda: None,
-        expects_verdict: Callable[[], bool] = lambda: False,
-        catch_up: Callable[[float], None] = lambda seconds: None,
+        await_verdict: Callable[[Peer], None] = lambda peer: None,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
         explain: Callable[[RankwireError], RankwireError] = lambda error: error,
     ) -> None:
         self.member = member
-        self._ask = ask
-        self._expects_verdict = expects_verdict
-        self._catch_up = catch_up
+        self._await = await_verdict
         self._on_lost = on_lost
         self._explain = explain
         self._has_verdict: threading.Event | None = None  # made by the first who waits
@@ -139,18 +130,18 @@ class Peer:
 
     def _await_verdict(self) -> None:
         if self.failure is None:
-            self._ask()
-        if self.failure is not None or not self._expects_verdict():
-            return
+            self._await(self)
+
+    def is_judged_within(self, seconds: float) -> bool:
+        """Wait for a verdict; return whether it has come."""
         with self._lock:
             has_verdict = self._has_verdict = self._has_verdict or threading.Event()
             if self.failure is not None:
-                return
-        if not has_verdict.wait(_VERDICT_PATIENCE):
-            self._catch_up(_LATE_NEWS_PATIENCE)
+                return True
+        return has_verdict.wait(seconds)
 
     def judge(self, cause: RankwireError) -> RankwireError:
-        """Do the same at once, because the control plane has said so."""
+        """Give the peer up at once, because the control plane has said so."""
         if (marked := self._mark(cause)) is not None:
             for connection in self.connections():
                 connection.fail(marked)

@@ -1,9 +1,9 @@
 """Schedulers: what each kind of launcher tells a process about its rank, by environment variables.
 
-Pure: a mapping in, a ``Place`` out. One small function per launcher, and ``LAUNCHERS`` lists them
-with the innermost first: a process that one launcher starts inside another belongs to the inner
-one. A launcher counts as found when all variables in its ``needs`` are set. Nothing here reads the
-secret or opens anything; that is ``connect``'s part.
+Pure: a mapping in, an ``Assignment`` out. One small function per launcher, and ``LAUNCHERS`` lists
+them with the innermost first: a process that one launcher starts inside another belongs to the
+inner one. A launcher counts as found when all variables in its ``needs`` are set. Nothing here
+reads the secret or opens anything; that is ``connect``'s part.
 
 Foreign launchers name no port for us. Each reader derives one from the job's own identity, below
 the range from which the kernel takes ports for outgoing connections; ``RANKWIRE_PORT`` or
@@ -21,7 +21,7 @@ from itertools import islice
 from rankwire.backends.nodelists import expand_nodes, expand_nodes_of_open_mpi
 from rankwire.errors import ConfigurationError
 
-__all__ = ["HYDRA_JOB", "LAUNCHERS", "OURS", "Launcher", "Place", "find_place"]
+__all__ = ["HYDRA_JOB", "LAUNCHERS", "OURS", "Launcher", "Assignment", "find_assignment"]
 
 RANK = "RANKWIRE_RANK"
 WORLD_SIZE = "RANKWIRE_WORLD_SIZE"
@@ -47,7 +47,7 @@ Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Assignment:
     """What a launcher tells one rank.
 
     Attributes:
@@ -88,10 +88,10 @@ class Launcher:
     name: str
     key: str
     needs: tuple[str, ...]
-    read: Callable[[Environment], Place | None]
+    read: Callable[[Environment], Assignment | None]
 
 
-def find_place(environ: Environment) -> Place:
+def find_assignment(environ: Environment) -> Assignment:
     """Return the place that the innermost launcher gave to this process.
 
     Raises:
@@ -118,7 +118,7 @@ def _wanted(environ: Environment) -> tuple[Launcher, ...]:
     return wanted
 
 
-def _checked(place: Place) -> Place:
+def _checked(place: Assignment) -> Assignment:
     if not 0 <= place.rank < place.world_size:
         raise ConfigurationError(
             f"{place.launcher} says that this is rank {place.rank} of {place.world_size} ranks:"
@@ -146,9 +146,9 @@ def _nothing_fits(environ: Environment) -> str:
 # -- one function per launcher ---------------------------------------------------------------------
 
 
-def read_rankwire_run(environ: Environment) -> Place:
+def read_rankwire_run(environ: Environment) -> Assignment:
     """Read what ``rankwire run`` sets; by hand, the first three variables are enough."""
-    return Place(
+    return Assignment(
         rank=read_integer(environ, RANK),
         world_size=read_integer(environ, WORLD_SIZE),
         address=environ[ADDRESS],
@@ -157,7 +157,7 @@ def read_rankwire_run(environ: Environment) -> Place:
     )
 
 
-def read_torchrun(environ: Environment) -> Place:
+def read_torchrun(environ: Environment) -> Assignment:
     """Read what torchrun sets.
 
     Its own store listens at ``MASTER_PORT``, so that port is not ours to take.
@@ -165,7 +165,7 @@ def read_torchrun(environ: Environment) -> Place:
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     run = environ["TORCHELASTIC_RUN_ID"]
     address, advice = _address(environ, host, f"torchrun {host} {port} {run}", "torchrun")
-    return Place(
+    return Assignment(
         rank=read_integer(environ, "RANK"),
         world_size=read_integer(environ, "WORLD_SIZE"),
         address=address,
@@ -176,7 +176,7 @@ def read_torchrun(environ: Environment) -> Place:
     )
 
 
-def read_open_mpi(environ: Environment) -> Place:
+def read_open_mpi(environ: Environment) -> Assignment:
     """Read what Open MPI's ``mpiexec`` sets."""
     size = read_integer(environ, "OMPI_COMM_WORLD_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
@@ -186,7 +186,7 @@ def read_open_mpi(environ: Environment) -> Place:
         hosts = [named] if named else _hosts_of_open_mpi(environ) or _hosts_of_allocation(environ)
     seed = f"openmpi {job}" if job else ""
     address, advice = _address(environ, hosts[0] if hosts else "", seed, "Open MPI")
-    return Place(
+    return Assignment(
         rank=read_integer(environ, "OMPI_COMM_WORLD_RANK"),
         world_size=size,
         address=address,
@@ -223,7 +223,7 @@ def _daemon(uri: str) -> tuple[int, list[str]]:
     return int(number[1]) if number else -1, found[1].split(",") if found else []
 
 
-def read_mpich(environ: Environment) -> Place | None:
+def read_mpich(environ: Environment) -> Assignment | None:
     """Read what the ``mpiexec`` of MPICH, Hydra and Intel MPI sets."""
     if "MPI_LOCALNRANKS" not in environ and "SLURM_PROCID" in environ:
         return None  # srun --mpi=pmi2 sets PMI_RANK too, and Slurm's variables tell more
@@ -238,7 +238,7 @@ def read_mpich(environ: Environment) -> Place | None:
     address, advice = _address(
         environ, hosts[0] if hosts else "", seed and f"mpich {seed}", "MPICH"
     )
-    return Place(
+    return Assignment(
         rank=read_integer(environ, "PMI_RANK"),
         world_size=read_integer(environ, "PMI_SIZE"),
         address=address,
@@ -249,7 +249,7 @@ def read_mpich(environ: Environment) -> Place | None:
     )
 
 
-def read_slurm(environ: Environment) -> Place:
+def read_slurm(environ: Environment) -> Assignment:
     """Read what Slurm's ``srun`` sets."""
     job = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
@@ -257,7 +257,7 @@ def read_slurm(environ: Environment) -> Place:
     if environ.get("SLURM_STEP_NUM_NODES") == "1":
         host = _LOOPBACK
     address, advice = _address(environ, host, f"slurm {job}", "Slurm")
-    return Place(
+    return Assignment(
         rank=read_integer(environ, "SLURM_PROCID"),
         # Of this step; SLURM_NTASKS may be that of the whole allocation.
         world_size=read_integer(
@@ -270,11 +270,11 @@ def read_slurm(environ: Environment) -> Place:
     )
 
 
-def read_plain(environ: Environment) -> Place:
+def read_plain(environ: Environment) -> Assignment:
     """Read ``RANK`` and its companions, as Kubernetes operators and scripts set them."""
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     address = _join(host, environ.get(PORT) or port)
-    return Place(
+    return Assignment(
         rank=read_integer(environ, "RANK"),
         world_size=read_integer(environ, "WORLD_SIZE"),
         address=environ.get(ADDRESS) or address,

@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Self
 
@@ -68,6 +69,8 @@ class SimulatedBackend(Mesh):
 
     Every method is safe from any thread. What is sent is copied, so the sender's buffers are free
     on return; what is received belongs to the receiver.
+
+    Size: it is a mesh, and what the network asks of a member.
 
     Attributes:
         network: Shared by all ranks of the world; ``network.kill(rank)`` and
@@ -153,7 +156,7 @@ class SimulatedBackend(Mesh):
         *,
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
-        """Do the same: nothing is lent within a process."""
+        """Send one message: nothing is lent within a process."""
         self._check_sending(message)
         return super().offer(dst, envelope, message, deadline, check=check)
 
@@ -236,12 +239,15 @@ class SimulatedBackend(Mesh):
             if peer is None:
                 peer = self._peers[rank] = Peer(
                     Member(rank, _PID, "", 0, "", ""),
-                    ask=partial(self.hear_of, rank),
+                    await_verdict=self._await_verdict,
                     on_lost=self._note_loss,
                     explain=self._losses.explain,
                 )
         self.hear_of(rank)
         return peer
+
+    def _await_verdict(self, peer: Peer) -> None:
+        self.hear_of(peer.member.rank)  # the network knows it at once
 
     def _note_loss(self, error: PeerLostError) -> None:
         if error.peer != self.rank:  # else it is this rank that is lost to all others
@@ -314,6 +320,17 @@ class SimulatedBackend(Mesh):
         """Note it first: whoever sees a stream end from now on knows why."""
         self._gone = ChannelClosedError("this backend is closed")
         self.network.leave(self.rank)
+        for peer in list(self._peers.values()):
+            for connection in peer.connections():
+                self._send_rest(connection)
+
+    def _send_rest(self, connection: Connection) -> None:
+        """Send the rest of a message that counts as sent: nobody would flush it any more."""
+        assert isinstance(connection.stream, MemoryStream)
+        if connection.queued_nbytes > connection.stream.unsent_nbytes():
+            connection.stream.lift_limit()
+            with suppress(RankwireError):  # it has failed, or another thread is about to do it
+                connection.flush(_NOW)
 
     def tell_fall(self, fall: Fall) -> None:
         """Tell the others by which error this rank leaves."""
@@ -332,4 +349,5 @@ def _has_input(peer: Peer) -> bool:
     connection = peer.inbox.connection
     if connection is None:
         return False
-    return bool(connection.undelivered) or connection.stream.wait_readable(0.0)
+    assert isinstance(connection.stream, MemoryStream)
+    return bool(connection.undelivered) or connection.stream.readable_in() == 0.0

@@ -74,6 +74,8 @@ class SubBackend(Backend):
             member.
         MembershipError: Another member has a different list.
         DeadlineExceededError: ``waiting_for`` has the parent ranks that did not confirm in time.
+
+    Size: it has a method for each of ``Transport``'s, which translates and forwards.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class SubBackend(Backend):
         return self._members.index(parent_rank) if parent_rank in self._members else None
 
     def world_rank_of(self, rank: int) -> int:
-        """See ``Backend.world_rank_of``."""
+        """Return the rank in the whole world of a rank of this group."""
         return self._parent.world_rank_of(self.to_global(rank))
 
     # -- messages ----------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class SubBackend(Backend):
         message: Message,
         deadline: Deadline,
     ) -> None:
-        """See ``Backend.transmit``."""
+        """Send one message to a rank of this group."""
         with self.translating(dst) as parent_rank:
             self._parent.transmit(parent_rank, envelope, message, deadline)
 
@@ -155,7 +157,7 @@ class SubBackend(Backend):
         *,
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
-        """See ``Backend.offer``."""
+        """Send one message, but do not wait for a rank that reads it out of this one's memory."""
         offer: Offer | None = None
         try:
             with self.translating(dst) as parent_rank:
@@ -168,7 +170,7 @@ class SubBackend(Backend):
 
     @property
     def hosts(self) -> Sequence[object]:
-        """See ``Backend.hosts``."""
+        """One item a rank; those of ranks on one host are equal."""
         return [self._parent.hosts[member] for member in self._members]
 
     def receive(
@@ -179,7 +181,7 @@ class SubBackend(Backend):
         *,
         nbytes: int | None = None,
     ) -> Payload:
-        """See ``Backend.receive``."""
+        """Return the next message of a rank of this group."""
         with self._receiving(envelope[0]), self.translating(src) as parent_rank:
             while True:
                 patience = deadline.sooner(_LOOK_UP_EVERY)
@@ -191,26 +193,26 @@ class SubBackend(Backend):
                     self._raise_if_closed()
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
-        """See ``Backend.has_arrived``."""
+        """Whether a message lies here, read and not taken."""
         return self._parent.has_arrived(self._members[src], envelope)
 
     def sources(self, envelope: Envelope) -> list[int]:
-        """See ``Backend.sources``."""
+        """Return the ranks of which a receive may not come back empty-handed at once."""
         found = {*self._parent.sources(envelope)}
         return [rank for rank, member in enumerate(self._members) if member in found]
 
     def abandon(self, group: int, cause: RankwireError) -> None:
-        """See ``Backend.abandon``."""
+        """End all receives of one group on this rank."""
         self._parent.abandon(group, cause)
 
     def refuse(self, envelope: Envelope) -> None:
-        """See ``Backend.refuse``."""
+        """Drop the messages of a family of tags, now and later."""
         self._parent.refuse(envelope)
 
     # -- calls -------------------------------------------------------------------------------------
 
     def open_calls(self, service: int) -> CallPort:
-        """See ``Backend.open_calls``. The same number in another group is another service."""
+        """Return a port for calls. The same number in another group is another service."""
         self._raise_if_closed()
         port = SubCallPort(self, self._parent.open_calls(service_of_group(self._group, service)))
         with self._lock:
@@ -227,7 +229,7 @@ class SubBackend(Backend):
     # -- ending ------------------------------------------------------------------------------------
 
     def failure_of(self, rank: int) -> RankwireError | None:
-        """See ``Backend.failure_of``."""
+        """Return why a peer is gone, or None."""
         failure = self._parent.failure_of(self.to_global(rank))
         if failure is not None:
             failure = failure.copy()
@@ -235,11 +237,11 @@ class SubBackend(Backend):
         return failure
 
     def status_of(self, rank: int) -> PeerStatus:
-        """See ``Backend.status_of``: of the rank, also beyond this group."""
+        """Return what is known about a peer, also beyond this group."""
         return replace(self._parent.status_of(self.to_global(rank)), rank=rank)
 
     def on_peer_lost(self, callback: OnLost) -> Callable[[], None]:
-        """See ``Backend.on_peer_lost``: for members of this group."""
+        """Have a function called when a member of this group is lost."""
 
         def lost(error: PeerLostError) -> None:
             rank = self.to_local(error.peer) if error.peer is not None else None
@@ -250,7 +252,7 @@ class SubBackend(Backend):
         return self._parent.on_peer_lost(lost)
 
     def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
-        """See ``Backend.on_peer_suspected``: for members of this group."""
+        """Have a function called when a member of this group becomes silent, or is heard again."""
 
         def suspected(parent_rank: int, seconds: float) -> None:
             rank = self.to_local(parent_rank)
@@ -372,10 +374,10 @@ class _SubOffer(Offer):
         self._offer = offer
 
     def wait(self, deadline: Deadline) -> bool:
-        """See ``Offer``; errors name ranks of the group."""
+        """Wait until it has been read; errors name ranks of the group."""
         with self._group.translating(self._dst):
             return self._offer.wait(deadline)
 
     def revoke(self) -> None:
-        """See ``Offer``."""
+        """Be done with it."""
         self._offer.revoke()

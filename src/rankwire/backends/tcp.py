@@ -64,6 +64,9 @@ _log = logging.getLogger("rankwire")
 
 DEFAULT_JOIN_TIMEOUT = 300.0
 _UNANSWERED_LIMIT = 4.5
+_VERDICT_PATIENCE = 0.03  # seconds
+# A process that has just been woken up, or has too few cores, reads its news late.
+_LATE_NEWS_PATIENCE = 0.5
 
 
 class TcpBackend(Mesh):
@@ -201,8 +204,7 @@ class TcpBackend(Mesh):
             if member.rank != self.rank:
                 self._peers[member.rank] = Peer(
                     member,
-                    expects_verdict=self._expects_verdict,
-                    catch_up=self._formation.catch_up,
+                    await_verdict=self._await_verdict,
                     on_lost=self._events.lost,
                     explain=self._explain_end,
                 )
@@ -303,8 +305,10 @@ class TcpBackend(Mesh):
     def _explain_end(self, error: RankwireError) -> RankwireError:
         return self._losses.explain(error, is_told=self._is_watched)
 
-    def _expects_verdict(self) -> bool:
-        return self._is_watched and not self._closed and not self._formation.is_doorkeeper
+    def _await_verdict(self, peer: Peer) -> None:
+        if self._is_watched and not self._closed and not self._formation.is_doorkeeper:
+            if not peer.is_judged_within(_VERDICT_PATIENCE):
+                self._formation.catch_up(_LATE_NEWS_PATIENCE)
 
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer; its silence by this rank's own count if it has one."""

@@ -71,7 +71,10 @@ class _Owner(Audience, Protocol):
 
 
 class Formation:
-    """See the module. ``form``, then ``close``."""
+    """Forms the world, and owns what a rank has besides its peers: ``form``, then ``close``.
+
+    Size: listeners, keys, files and both ends of the control plane live and end together.
+    """
 
     def __init__(
         self,
@@ -301,7 +304,7 @@ class Formation:
         return {} if self._coordinator is None else self._coordinator.silences()
 
     def forsake(self) -> None:
-        """See ``Forkable``. The files are the parent's to remove."""
+        """Leave the files to the parent, in a forked child."""
         for remove in self._files:
             remove.detach()
         for listener in (self._tcp_listener, self._unix_listener):

@@ -100,7 +100,7 @@ def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
         x.send((x.rank - have) % x.size, step, rows[:count].reshape(-1))
         # Row i is the part of rank (rank + i) % N.
         arriving = rows[have : have + count].reshape(-1)
-        x.receive_piece((x.rank + have) % x.size, step, arriving).copy_into(arriving)
+        x.receive_into((x.rank + have) % x.size, step, arriving)
         have, step = have + count, step + 1
     return [rows[rank - x.rank] for rank in range(x.size)]
 
@@ -130,7 +130,7 @@ def scatter_directly(x: Exchange, parts: Sequence[Array] | None, own: Array, roo
         for dst in x.others:
             x.send(dst, _SPREAD, parts[dst])
     else:
-        x.receive_piece(root, _SPREAD, own).copy_into(own)
+        x.receive_into(root, _SPREAD, own)
 
 
 def all_to_all_directly(x: Exchange, sent: Sequence[Array], received: Sequence[Array]) -> None:
@@ -158,7 +158,7 @@ def broadcast_by_tree(x: Exchange, array: Array, root: int) -> None:
     while bit < x.size and not place & bit:
         bit *= 2
     if place:
-        x.receive_piece((place - bit + root) % x.size, _SPREAD, array).copy_into(array)
+        x.receive_into((place - bit + root) % x.size, _SPREAD, array)
     bit //= 2
     while bit:
         if place + bit < x.size:
@@ -173,7 +173,7 @@ def broadcast_directly(x: Exchange, array: Array, root: int) -> None:
         for dst in x.others:
             x.send(dst, _SPREAD, array)
     else:
-        x.receive_piece(root, _SPREAD, array).copy_into(array)
+        x.receive_into(root, _SPREAD, array)
 
 
 def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
@@ -190,7 +190,7 @@ def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
             x.send(dst, _GATHER, own)
     if x.rank != root:
         for src in reversed(x.others):
-            x.receive_piece(src, _GATHER, parts[src]).copy_into(parts[src])
+            x.receive_into(src, _GATHER, parts[src])
 
 
 # -- reducing --------------------------------------------------------------------------------------
@@ -200,9 +200,13 @@ def all_reduce_by_exchange(x: Exchange, source: Array, out: Array, r: Reduction)
     """Give the other one of two ranks everything, and reduce here: for small arrays."""
     other = 1 - x.rank
     x.send(other, _REDUCE, source)
-    theirs = x.receive_piece(other, _REDUCE, source).whole()
-    x.settle()
-    r.fold((source, theirs) if x.rank == 0 else (theirs, source), 2, out)
+    theirs = x.receive_array(other, _REDUCE, source)
+    if x.offers:
+        x.settle()
+    if x.rank == 0:
+        r.fold_two(source, theirs, out)
+    else:
+        r.fold_two(theirs, source, out)
 
 
 def all_reduce_by_gathering(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
@@ -262,17 +266,17 @@ def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction)
     total = source.copy()
     if x.rank >= inner:
         x.send(x.rank - inner, _REDUCE, total)
-        x.receive_piece(x.rank - inner, _SPREAD, total).copy_into(out)
+        x.receive_into(x.rank - inner, _SPREAD, out)
         return
     received = np.empty_like(total)
     if x.rank < extra:
-        x.receive_piece(x.rank + inner, _REDUCE, total).copy_into(received)
+        x.receive_into(x.rank + inner, _REDUCE, received)
         r.merge(total, received)
     distance, step = 1, _REDUCE + 1
     while distance < inner:
         partner = x.rank ^ distance
         x.send(partner, step, total)
-        x.receive_piece(partner, step, total).copy_into(received)
+        x.receive_into(partner, step, received)
         x.settle()
         lower, upper = (total, received) if x.rank < partner else (received, total)
         r.merge(lower, upper)
@@ -311,7 +315,7 @@ def all_reduce_by_ring(x: Exchange, source: Array, out: Array, r: Reduction) -> 
     for turn in range(x.size - 1):
         x.send(right, step, parts[(x.rank - turn) % x.size])
         mine = parts[(x.rank - turn - 1) % x.size]
-        x.receive_piece(left, step, mine).copy_into(mine)
+        x.receive_into(left, step, mine)
         step += 1
 
 

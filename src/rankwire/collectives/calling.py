@@ -29,14 +29,14 @@ def collective(
     @wraps(prepare)
     def calling(backend: Backend, *args: P.args, **kwargs: P.kwargs) -> Any:
         try:
-            operations = OperationSequence.of(backend)
+            operations = backend.operations or OperationSequence.of(backend)
         except AttributeError:
             kind = type(backend).__name__
             raise ConfigurationError(
                 f"the first argument of {name} is a backend, not {kind}"
             ).during(op=name) from None
         try:
-            return operations.call(name, lambda: prepare(backend, *args, **kwargs))
+            return operations.call(name, prepare, (backend, *args), kwargs)
         except RankwireError as error:
             error.during(op=name, rank=backend.rank)
             raise

@@ -2,14 +2,17 @@
 
 It is all that an algorithm sees: rank, size, send and receive. It gives every message the
 operation's envelope, lends large ones, and while it waits for one it looks up now and then for
-other ranks' trouble. Used by one thread.
+other ranks' trouble, which is the business of the ``operation`` that it is a part of. Used by one
+thread.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +23,6 @@ from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
 from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
-
-if TYPE_CHECKING:
-    from rankwire.collectives.operation import Operation
 
 __all__ = ["BLOCK_NBYTES", "Exchange", "Piece", "blocks", "scratch"]
 
@@ -35,6 +35,10 @@ LOOK_EVERY = 0.05
 BLOCK_NBYTES = 512 << 10
 
 _SMALL = 16 << 10
+# So much is copied to be sent: 0.1 us, and a view of the array takes 0.5.
+_COPIED = 4 << 10
+_NEVER = Deadline.never()
+_CHANNEL = int(Channel.COLLECTIVE)  # to look up a member takes 0.1 us
 
 _local = threading.local()
 
@@ -60,10 +64,6 @@ class Piece:
         self._payload.read_into(start * self._dtype.itemsize, block.view(np.uint8).data)
         return block
 
-    def whole(self) -> Array:
-        """Return all of it, in memory of its own, and let the sender go on."""
-        return np.frombuffer(whole_of(self._payload), self._dtype)
-
     def copy_into(self, out: Array) -> None:
         """Copy all of it and let the sender go on."""
         if isinstance(self._payload, bytearray):
@@ -78,46 +78,65 @@ class Piece:
             self._payload.give_back()
 
 
-class Exchange:
+class Exchange(ABC):
     """Send and receive, for one operation.
 
     Attributes:
         rank: This rank.
         size: The number of ranks.
+        deadline: For all of it.
+        offers: What was sent, and to whom, that may not be changed yet.
     """
 
     __slots__ = (
         "_backend",
-        "_deadline",
         "_group",
         "_next_look",
-        "_offers",
-        "_operation",
         "_sources",
         "_tag",
+        "deadline",
+        "offers",
         "rank",
         "size",
     )
 
-    def __init__(
-        self, backend: Backend, operation: Operation, tag: int, deadline: Deadline
-    ) -> None:
+    def __init__(self, backend: Backend, group: int) -> None:
         self.rank = backend.rank
         self.size = backend.world_size
         self._backend = backend
-        self._operation = operation
-        self._group = backend.group
-        self._tag = tag
-        self._deadline = deadline
-        self._next_look = deadline.sooner(LOOK_EVERY)
-        self._offers: list[tuple[int, Offer]] = []
+        self._group = group
+        self._tag = 0
+        self.deadline = self._next_look = _NEVER
+        self.offers: list[tuple[int, Offer]] = []
         self._sources: list[int] = []  # the ranks from which something was received
+
+    @abstractmethod
+    def look(self, src: int) -> None:
+        """See whether there is still a reason to wait for a rank.
+
+        Raises:
+            RankwireError: There is none.
+        """
+
+    @abstractmethod
+    def too_late(self, src: int) -> DeadlineExceededError:
+        """Return the error of an operation whose time is up while it waits for a rank."""
+
+    @abstractmethod
+    def tag_of_part(self, part: int) -> int:
+        """Return the tag of step 0 of a part."""
+
+    def open(self, tag: int, deadline: Deadline) -> None:
+        """Begin, with the tag of step 0."""
+        self._tag = tag
+        self.deadline = deadline
+        self._next_look = deadline if deadline.limit <= LOOK_EVERY else Deadline(LOOK_EVERY)
 
     @property
     def has_news(self) -> bool:
         """Whether a rank of which this one has read its messages has told something beside them."""
         for src in self._sources:
-            if self._backend.has_arrived(src, (self._group, Channel.COLLECTIVE, NOTICE_TAG)):
+            if self._backend.has_arrived(src, (self._group, _CHANNEL, NOTICE_TAG)):
                 return True
         return False
 
@@ -134,37 +153,37 @@ class Exchange:
 
     def begin_part(self, part: int) -> None:
         """Keep the messages from now on apart from earlier ones: the steps begin again."""
-        self._tag = self._operation.tag_of_part(part)
+        self._tag = self.tag_of_part(part)
 
     def send(self, dst: int, step: int, data: Array) -> None:
         """Send to a rank. The data must not change before ``settle``."""
-        self.send_buffers(dst, step, (_bytes_of(data),), data.nbytes)
+        nbytes = data.nbytes
+        buffer = data.tobytes() if nbytes <= _COPIED else data.view(np.uint8).data
+        self.send_buffers(dst, step, (buffer,), nbytes)
 
     def send_buffers(self, dst: int, step: int, buffers: Sequence[Buffer], nbytes: int) -> None:
         """Send bytes in pieces, as one message. They must not change before ``settle``."""
         if nbytes > self._backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self._backend.max_message_nbytes)
-        if self._next_look.expired:
-            self._next_look = self._deadline.sooner(LOOK_EVERY)
         # A message of which only a part has left must be finished, so a large one is not given up.
-        limit = self._next_look if nbytes <= _SMALL else self._deadline
+        limit = self._next_look if nbytes <= _SMALL else self.deadline
         while True:
             try:
                 offer = self._backend.offer(
                     dst,
-                    (self._group, Channel.COLLECTIVE, self._tag + step),
+                    (self._group, _CHANNEL, self._tag + step),
                     (buffers, nbytes),
                     limit,
-                    check=None if nbytes <= _SMALL else lambda: self._operation.look(dst),
+                    check=None if nbytes <= _SMALL else partial(self.look, dst),
                 )
                 break
             except DeadlineExceededError:
-                self._operation.look(dst)
-                if self._deadline.expired:
-                    raise self._operation.too_late(dst) from None
-                limit = self._next_look = self._deadline.sooner(LOOK_EVERY)
+                self.look(dst)
+                if self.deadline.expired:
+                    raise self.too_late(dst) from None
+                limit = self._next_look = self.deadline.sooner(LOOK_EVERY)
         if offer is not None:
-            self._offers.append((dst, offer))
+            self.offers.append((dst, offer))
 
     def receive(self, src: int, step: int, nbytes: int | None = None) -> Payload:
         """Return what a rank sent in a step.
@@ -173,17 +192,30 @@ class Exchange:
             RankwireError: It cannot come any more: a rank failed, or is doing something else.
         """
         self._sources.append(src)
-        if self._next_look.expired:
-            self._next_look = self._deadline.sooner(LOOK_EVERY)
+        envelope = (self._group, _CHANNEL, self._tag + step)
         while True:
             try:
-                envelope = (self._group, Channel.COLLECTIVE, self._tag + step)
                 return self._backend.receive(src, envelope, self._next_look, nbytes=nbytes)
             except DeadlineExceededError:
-                self._operation.look(src)
-                if self._deadline.expired:
-                    raise self._operation.too_late(src) from None
-                self._next_look = self._deadline.sooner(LOOK_EVERY)
+                self.look(src)
+                if self.deadline.expired:
+                    raise self.too_late(src) from None
+                self._next_look = self.deadline.sooner(LOOK_EVERY)
+
+    def receive_array(self, src: int, step: int, like: Array) -> Array:
+        """Return an array that has the size and dtype of ``like``, in memory of its own."""
+        payload = self.receive(src, step, like.nbytes)
+        if not isinstance(payload, bytearray):
+            payload = whole_of(payload)
+        return np.frombuffer(payload, like.dtype)
+
+    def receive_into(self, src: int, step: int, out: Array) -> None:
+        """Receive an array of the size and dtype of ``out`` into it."""
+        payload = self.receive(src, step, out.nbytes)
+        if isinstance(payload, bytearray):
+            out[...] = np.frombuffer(payload, out.dtype)
+        else:
+            Piece(payload, out.dtype).copy_into(out)
 
     def receive_piece(self, src: int, step: int, like: Array) -> Piece:
         """Return a part of an array that has the size and dtype of ``like``."""
@@ -198,19 +230,19 @@ class Exchange:
 
     def settle(self) -> None:
         """Wait until all that was sent may be changed again."""
-        for dst, offer in self._offers:
-            while not offer.wait(self._deadline.sooner(LOOK_EVERY)):
-                self._operation.look(dst)
-                if self._deadline.expired:
-                    raise self._operation.too_late(dst)
+        for dst, offer in self.offers:
+            while not offer.wait(self.deadline.sooner(LOOK_EVERY)):
+                self.look(dst)
+                if self.deadline.expired:
+                    raise self.too_late(dst)
             offer.revoke()
-        self._offers.clear()
+        self.offers.clear()
 
     def revoke(self) -> None:
         """Take back what was sent and not read: the operation has failed."""
-        for _, offer in self._offers:
+        for _, offer in self.offers:
             offer.revoke()
-        self._offers.clear()
+        self.offers.clear()
 
 
 def scratch(dtype: np.dtype[Any]) -> tuple[Array, Array]:
@@ -227,7 +259,3 @@ def blocks(count: int, dtype: np.dtype[Any]) -> Iterable[tuple[int, int]]:
     step = max(1, BLOCK_NBYTES // dtype.itemsize)
     for start in range(0, count, step):
         yield start, min(start + step, count)
-
-
-def _bytes_of(array: Array) -> memoryview:
-    return array.view(np.uint8).data if array.size else memoryview(b"")

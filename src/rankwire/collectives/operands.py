@@ -27,9 +27,10 @@ class Operand:
         array: An array on its memory; int16 for bfloat16.
         dtype_name: What to call its dtype.
         shape: Its shape.
+        has_gaps: Whether its elements do not lie in C order, one after the other.
     """
 
-    __slots__ = ("array", "dtype_name", "is_bfloat16", "shape", "value")
+    __slots__ = ("array", "dtype_name", "has_gaps", "is_bfloat16", "shape", "value")
 
     def __init__(self, value: Any, array: Array, dtype_name: str, *, is_bfloat16: bool) -> None:
         self.value = value
@@ -37,6 +38,7 @@ class Operand:
         self.dtype_name = dtype_name
         self.shape = array.shape
         self.is_bfloat16 = is_bfloat16
+        self.has_gaps = not array.flags.c_contiguous
 
     @property
     def rows(self) -> int:
@@ -45,8 +47,9 @@ class Operand:
 
     def flat(self) -> Array:
         """Return the elements in C order, one-dimensional: its own memory, or a copy if need be."""
-        array = self.array
-        return array.reshape(-1) if array.flags.c_contiguous else array.ravel()
+        if self.has_gaps:
+            return self.array.ravel()
+        return self.array if len(self.shape) == 1 else self.array.reshape(-1)
 
     def check_writable(self, name: str) -> None:
         """Raise unless it can be written."""
@@ -64,7 +67,7 @@ class Operand:
 
     def store(self, flat: Array) -> None:
         """Take the elements from what ``flat`` returned, if that was a copy."""
-        if not self.array.flags.c_contiguous:
+        if self.has_gaps:
             self.array[...] = flat.reshape(self.shape)
 
 
@@ -74,11 +77,12 @@ def operand(value: Any, name: str = "array") -> Operand:
     Raises:
         UnsupportedTypeError: It is neither, or of a kind that is not carried.
     """
-    if is_plain_array(value):
-        if dtype_code(value.dtype) is None:
+    if type(value) is np.ndarray or is_plain_array(value):
+        dtype_name = _name_of(value.dtype)
+        if dtype_name is None:
             advice = f"Arrays of dtype {value.dtype} are not carried."
             raise UnsupportedTypeError(name, type(value).__qualname__, advice)
-        return Operand(value, value, _name_of(value.dtype), is_bfloat16=False)
+        return Operand(value, value, dtype_name, is_bfloat16=False)
     if is_tensor(value):
         obstacle = tensor_advice(value)
         if obstacle is not None:
@@ -97,8 +101,13 @@ def new_like(other: Operand, shape: tuple[int, ...]) -> Operand:
 
 
 @lru_cache(maxsize=256)
-def _name_of(dtype: np.dtype[Any]) -> str:
-    """Return what to call a dtype: one name for each, and one that reads well."""
+def _name_of(dtype: np.dtype[Any]) -> str | None:
+    """Return what to call a dtype: one name for each, and one that reads well.
+
+    None if it is not carried.
+    """
+    if dtype_code(dtype) is None:
+        return None
     return f"big-endian {dtype.name}" if dtype.str.startswith(">") else dtype.name
 
 
@@ -110,5 +119,5 @@ def _tensor_operand(tensor: Any, name: str) -> Operand:
         call = ".resolve_conj()" if dense.is_conj() else ".resolve_neg()"
         raise UnsupportedTypeError(name, "Tensor", f"It is a lazy view: call {call} first.")
     array: Array = (dense.view(torch.int16) if is_bfloat16 else dense).numpy()
-    dtype_name = "bfloat16" if is_bfloat16 else _name_of(array.dtype)
+    dtype_name = "bfloat16" if is_bfloat16 else _name_of(array.dtype) or array.dtype.name
     return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16)

@@ -38,6 +38,7 @@ __all__ = ["Operation", "Run"]
 T = TypeVar("T")
 Run = Callable[[Exchange], T]
 
+_NO_TAGS: frozenset[int] = frozenset()
 _TELLING_TRIES = 4
 # What all ranks find out at the same time, so that not each of them has to tell all others.
 _EVERYWHERE_AT_ONCE = (CollectiveMismatchError, DeadlineExceededError, PeerLostError)
@@ -46,13 +47,13 @@ _FAREWELL_PATIENCE = 0.2  # for the failure upon which a rank has left to be tol
 _HEARING_PAUSE = 0.002
 
 
-class Operation:
+class Operation(Exchange):
     """One operation on one rank.
 
     Attributes:
         description: What it is; the same words on all ranks.
-        deadline: For all of it.
         sequence: Its number in the group, once it has one.
+        has_begun: Whether its arguments are right.
         has_succeeded: Whether it has ended well.
     """
 
@@ -63,70 +64,58 @@ class Operation:
         "_operations",
         "_others_tags",
         "_tags",
-        "deadline",
         "description",
+        "has_begun",
         "has_succeeded",
         "sequence",
     )
 
     def __init__(self, operations: OperationSequence, description: str) -> None:
+        Exchange.__init__(self, operations.backend, operations.group)
         self._operations = operations
         self.description = description
-        self.deadline: Deadline | None = None  # None: it has not begun
+        self.has_begun = False
         self.sequence: int | None = None
         self.has_succeeded = False
         self._epoch = operations.epoch  # known for sure once its turn has come
         self._convening: Convening | None = None  # once it has waited for a while
         self._ahead: int | None = None  # a rank that is done with this operation
         self._tags: list[int] = []
-        self._others_tags: set[int] = set()  # of messages that ranks send who call it otherwise
+        self._others_tags = _NO_TAGS  # of messages that ranks send who call it otherwise
 
     def run(self, run: Run[T]) -> T:
-        """Do the steps; on any error tell the others, so that no rank waits for this one."""
-        operations, exchange = self._operations, None
-        try:
-            assert self.sequence is not None
-            assert self.deadline is not None
-            if operations.turn != self.sequence:
-                self._await_turn()
-            self._epoch = operations.epoch
-            tag = tag_of(self.description, self.sequence, self._epoch)
-            self._tags.append(tag)
-            exchange = Exchange(operations.backend, self, tag, self.deadline)
-            if operations.has_bad_news:
-                self._raise_if_failed()
-            result = run(exchange)
-            exchange.settle()
-            if exchange.has_news:
-                self._hear_at_the_end()
-            if self._convening is not None:
-                self._convening.end()
-            self.has_succeeded = True
-            return result
-        except BaseException as error:
-            if exchange is not None:
-                try:
-                    exchange.revoke()
-                finally:
-                    exchange.revoke()  # an interrupt may have fallen into the first
-            raise self.failed(error) from error.__cause__
+        """Do the steps, when its turn has come."""
+        operations = self._operations
+        assert self.sequence is not None
+        if operations.turn != self.sequence:
+            self._await_turn()
+        self._epoch = operations.epoch
+        tag = tag_of(self.description, self.sequence, self._epoch)
+        self._tags.append(tag)
+        self.open(tag, self.deadline)
+        if operations.failures:
+            self._raise_if_failed()
+        result = run(self)
+        if self.offers:
+            self.settle()
+        if self.has_news:
+            self._hear_at_the_end()
+        if self._convening is not None:
+            self._convening.end()
+        self.has_succeeded = True
+        return result
 
     @property
     def _number(self) -> int:
         assert self.sequence is not None
         return self.sequence
 
-    @property
-    def _limit(self) -> Deadline:
-        assert self.deadline is not None
-        return self.deadline
-
     def _await_turn(self) -> None:
         """Wait for earlier operations to end, unless this one cannot succeed any more."""
-        while not self._operations.is_turn_of(self._number, self._limit.sooner(LOOK_EVERY)):
-            if self._limit.expired:
+        while not self._operations.is_turn_of(self._number, self.deadline.sooner(LOOK_EVERY)):
+            if self.deadline.expired:
                 raise DeadlineExceededError(
-                    self._limit.limit, detail="an earlier one of this group is still running"
+                    self.deadline.limit, detail="an earlier one of this group is still running"
                 )
             self._operations.hear()
             self._raise_if_failed()
@@ -145,8 +134,9 @@ class Operation:
     # -- failing -----------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> BaseException:
-        """End it: tell the others unless they know, and return what to raise."""
+        """End it: tell the others unless they know, and return what to raise. Safe to repeat."""
         operations, backend = self._operations, self._operations.backend
+        self.revoke()
         if isinstance(error, LoanRevokedError):
             error = self._why_revoked()
         elif isinstance(error, (PeerLostError, ChannelClosedError)) and not error.is_reported:
@@ -161,7 +151,7 @@ class Operation:
         for tag in {*self._tags, ahead, *self._others_tags}:
             backend.refuse((backend.group, Channel.COLLECTIVE, tag))
         if isinstance(error, RankwireError):
-            waited = None if self.deadline is None else self.deadline.waited
+            waited = self.deadline.waited if self.has_begun else None
             error.during(op=self.description, rank=backend.rank, waited=waited)
         return error
 
@@ -169,7 +159,7 @@ class Operation:
         operations, rank = self._operations, self._operations.backend.rank
         notice = operations.to_relay(self._number)
         if notice is None or not isinstance(error, RankwireError):
-            notice = failure_notice(self._waiting(), rank, error, refused=self.deadline is None)
+            notice = failure_notice(self._waiting(), rank, error, refused=not self.has_begun)
             if isinstance(error, _EVERYWHERE_AT_ONCE) and self._convening is not None:
                 relay = self._convening.relay
                 if relay is not None and not operations.tell(replace(notice, to_relay=True), relay):
@@ -234,7 +224,7 @@ class Operation:
         """
         operations = self._operations
         if self._convening is None:
-            self._convening = Convening(operations, self._waiting(), self._limit)
+            self._convening = Convening(operations, self._waiting(), self.deadline)
         try:
             operations.hear()
         finally:
@@ -269,4 +259,4 @@ class Operation:
     def too_late(self, src: int) -> DeadlineExceededError:
         """Return the error of an operation whose time is up."""
         missing = self._operations.absent(self._number) or [src]
-        return DeadlineExceededError(self._limit.limit, waiting_for=missing)
+        return DeadlineExceededError(self.deadline.limit, waiting_for=missing)

@@ -102,8 +102,7 @@ def all_reduce(
         return stored(target, result)
 
     kind = "ordered all_reduce" if ordered else "all_reduce"
-    what = describe(kind, op, source.dtype_name, source.shape)
-    return what, run, async_op, timeout
+    return describe(kind, op, source.dtype_name, source.shape), run, async_op, timeout
 
 
 @collective

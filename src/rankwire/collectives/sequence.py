@@ -21,7 +21,7 @@ it, so that work is queued in the order of its numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -55,6 +55,7 @@ Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 Roll = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
 
 _NOW = Deadline(0.0)
+_NOTHING: Mapping[str, Any] = {}
 _TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
 _MOST_HEARD = 1024  # notices of one rank at once; who says more must not hold the reader
 _MOST_FAILURES = 1024  # operations to come of which it is remembered that others failed in them
@@ -66,14 +67,18 @@ class OperationSequence:
 
     Attributes:
         backend: The group.
+        group: Its number.
         others: All its ranks but this one.
         epoch: The number after the last operation that has failed here.
         turn: The number of the one that may run.
+        failures: What ranks that have failed in an operation, lately, said of it: by its number,
+            then by rank.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._notices = (backend.group, Channel.COLLECTIVE, NOTICE_TAG)
+        self.group = backend.group
+        self._notices = (self.group, Channel.COLLECTIVE, NOTICE_TAG)
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
@@ -84,7 +89,7 @@ class OperationSequence:
         self._waiting: dict[int, Notice] = {}  # where each rank was last said to be
         self._conveners: dict[int, Notice] = {}  # who convenes, and in which operation
         self._asking: list[int] = []  # who wants the roll
-        self._failures: dict[int, dict[int, Notice]] = {}  # by number, then by rank
+        self.failures: dict[int, dict[int, Notice]] = {}
         self._refused: dict[int, set[int]] = {}  # tags that others used for what was refused here
         self._worker = OperationThread(f"rankwire-collectives-{backend.rank}")
 
@@ -99,7 +104,13 @@ class OperationSequence:
                     operations = backend.operations = cls(backend)
         return operations
 
-    def call(self, name: str, prepare: Callable[[], Plan]) -> Any:
+    def call(
+        self,
+        name: str,
+        prepare: Callable[..., Plan],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = _NOTHING,
+    ) -> Any:
         """Run the next operation of the group, here or in the background.
 
         It has a number also if it cannot be prepared, as on the other ranks, which are told.
@@ -107,6 +118,8 @@ class OperationSequence:
         Args:
             name: What was called.
             prepare: Checks the arguments, and returns what is to be done.
+            args: For it.
+            kwargs: For it.
 
         Returns:
             What the steps return, or the ``Work`` whose ``wait`` returns it.
@@ -116,9 +129,10 @@ class OperationSequence:
         operation = Operation(self, name)
         work: Work[Any] | None = None
         try:
-            description, run, async_op, timeout = prepare()
-            deadline = Deadline.of(timeout, self.backend.timeout)
+            description, run, async_op, timeout = prepare(*args, **kwargs)
+            deadline = Deadline(self.backend.timeout if timeout is None else timeout)
             operation.description, operation.deadline = description, deadline
+            operation.has_begun = True
             with self._lock:
                 operation.sequence = self._next
                 self._next += 1
@@ -127,44 +141,63 @@ class OperationSequence:
                     self._worker.submit(work, lambda: self._run_and_end(operation, run))
             return operation.run(run) if work is None else work
         except BaseException as error:
-            if operation.sequence is not None:
+            if work is not None:
                 raise
-            with self._lock:
-                operation.sequence = self._next
-                self._next += 1
-                self._refused[operation.sequence] = set()
-                while len(self._refused) > _MOST_REFUSED:
-                    del self._refused[min(self._refused)]
-            raise operation.failed(error) from error.__cause__
+            try:
+                failure = self._fail(operation, error)
+            except BaseException:  # interrupted: the others must know, and count this one too
+                self._fail(operation, error)
+                raise
+            raise failure from error.__cause__
         finally:
-            # Written out, and not a function: an interrupt at its first line would stop the group.
             if work is None:
-                with self._lock:
-                    if operation.sequence is not None:
-                        self._ended.add(operation.sequence)
-                        if not operation.has_succeeded:
-                            self.epoch = max(self.epoch, operation.sequence + 1)
-                    while self.turn in self._ended:
-                        self._ended.discard(self.turn)
-                        self.turn += 1
-                    if self._failures:
-                        self._forget()
-                    self._turn_changed.notify_all()
+                try:
+                    self._end(operation)
+                except BaseException:
+                    self._end(operation)  # interrupted: the group would stop at this number
+                    raise
 
     def _run_and_end(self, operation: Operation, run: Callable[[Exchange], Any]) -> Any:
+        """Do what ``call`` does, on the thread for it, which no signal interrupts."""
         try:
             return operation.run(run)
+        except BaseException as error:
+            raise operation.failed(error) from error.__cause__
         finally:
+            self._end(operation)
+
+    def _fail(self, operation: Operation, error: BaseException) -> BaseException:
+        """Give up an operation, which has or gets a number; return why. Safe to repeat."""
+        if operation.sequence is None:
             with self._lock:
-                assert operation.sequence is not None
-                self._ended.add(operation.sequence)
-                if not operation.has_succeeded:
-                    self.epoch = max(self.epoch, operation.sequence + 1)
-                while self.turn in self._ended:
-                    self._ended.discard(self.turn)
-                    self.turn += 1
-                if self._failures:
-                    self._forget()
+                self._refused[self._next] = set()
+                operation.sequence = self._next
+                self._next += 1
+                while len(self._refused) > _MOST_REFUSED:
+                    del self._refused[min(self._refused)]
+        return operation.failed(error)
+
+    def _end(self, operation: Operation) -> None:
+        """Let the next operation have its turn, once this one and all before it have ended.
+
+        Safe to repeat: whatever an interrupt has left undone is done then.
+        """
+        with self._lock:
+            sequence = operation.sequence
+            if sequence is None:
+                return
+            if not operation.has_succeeded:
+                self.epoch = max(self.epoch, sequence + 1)
+            if sequence > self.turn:
+                self._ended.add(sequence)
+            elif sequence == self.turn:
+                self.turn += 1
+            while self.turn in self._ended:
+                self.turn += 1
+                self._ended.discard(self.turn - 1)
+            if self.failures:
+                self._forget()
+            if self.turn != self._next:  # or there is no other one that could wait for its turn
                 self._turn_changed.notify_all()
 
     def is_turn_of(self, sequence: int, deadline: Deadline) -> bool:
@@ -233,9 +266,9 @@ class OperationSequence:
         if notice.is_failure:
             self._conveners.pop(src, None)
             if not self._is_settled(notice.sequence):
-                self._failures.setdefault(notice.sequence, {})[src] = notice
-                if len(self._failures) > _MOST_FAILURES:
-                    del self._failures[max(self._failures)]  # what is furthest away
+                self.failures.setdefault(notice.sequence, {})[src] = notice
+                if len(self.failures) > _MOST_FAILURES:
+                    del self.failures[max(self.failures)]  # what is furthest away
         elif notice.state == "done":
             self._conveners.pop(src, None)
         elif notice.state == "roll":
@@ -286,11 +319,6 @@ class OperationSequence:
             asking, self._asking = self._asking, []
         return asking
 
-    @property
-    def has_bad_news(self) -> bool:
-        """Whether another rank has failed in an operation, lately."""
-        return bool(self._failures)
-
     def failure_of(self, sequence: int) -> RankwireError | None:
         """Return why an operation cannot succeed, if another rank has said so.
 
@@ -304,12 +332,12 @@ class OperationSequence:
 
     def _failure_of(self, sequence: int) -> RankwireError | None:
         with self._lock:
-            for number, notices in sorted(self._failures.items()):
+            for number, notices in sorted(self.failures.items()):
                 is_news = self.epoch <= number < sequence and self.turn == sequence
                 if number == sequence or is_news:
                     src, notice = next(iter(notices.items()))
                     error = notice.error(src, self.backend.rank, is_news=is_news)
-                    told = self._failures.get(sequence, {}).values()
+                    told = self.failures.get(sequence, {}).values()
                     error.is_reported = any(not notice.to_relay for notice in told)
                     return error
         return None
@@ -317,7 +345,7 @@ class OperationSequence:
     def to_relay(self, sequence: int) -> Notice | None:
         """Return what a rank has told this one of an operation, that it may tell it to all."""
         with self._lock:
-            for src, notice in self._failures.get(sequence, {}).items():
+            for src, notice in self.failures.get(sequence, {}).items():
                 if notice.to_relay:
                     return replace(notice, to_relay=False, said_by=src)
         return None
@@ -328,20 +356,20 @@ class OperationSequence:
 
     def _forget(self) -> None:
         """Drop what was said of operations of which no news is wanted any more."""
-        for sequence in [number for number in self._failures if self._is_settled(number)]:
-            del self._failures[sequence]
+        for sequence in [number for number in self.failures if self._is_settled(number)]:
+            del self.failures[sequence]
 
     def refusing(self, sequence: int) -> list[int]:
         """Return the ranks that have refused to begin an operation."""
         with self._lock:
-            notices = self._failures.get(sequence, {})
+            notices = self.failures.get(sequence, {})
             return [src for src, notice in notices.items() if notice.state == "refused"]
 
     def tags_at(self, sequence: int) -> set[int]:
         """Return the tags under which other ranks have sent for the operation of a number."""
         with self._lock:
             notices = [n for n in self._waiting.values() if n.sequence == sequence]
-            notices += self._failures.get(sequence, {}).values()
+            notices += self.failures.get(sequence, {}).values()
             return {tag_of(n.description, sequence, n.epoch) for n in notices}
 
     def elsewhere(self, sequence: int, description: str, epoch: int) -> tuple[int, Notice] | None:

@@ -42,7 +42,7 @@ def reduction_of(op: str, source: Operand) -> Reduction:
     """
     if not isinstance(op, str):
         raise ConfigurationError(f"an op is a name such as 'sum', not {op!r}")
-    return reduction(op, source.array.dtype, is_bfloat16=source.is_bfloat16)
+    return reduction(op, source.array.dtype, source.is_bfloat16)
 
 
 def target_at_root(
@@ -87,7 +87,8 @@ def stored(target: Operand | None, flat: np.ndarray[Any, Any] | None) -> Any:
     """Return the user's view of a target, with a result in it; None where there is no target."""
     if target is None or flat is None:
         return None
-    target.store(flat)
+    if target.has_gaps:
+        target.store(flat)
     return target.value
 
 

@@ -10,6 +10,9 @@ deadline passes in the middle of a frame, or who is interrupted there, loses not
 
 Failure is sticky: the first cause is kept in ``failure`` and raised by every later use. Foreign
 exceptions end here: above, only errors of this package are seen.
+
+Size: reading, and what the end of a stream means, need the same three objects (stream, parser,
+protocol) in the same order; a third of the rest forwards to the writer and the protocol.
 """
 
 from __future__ import annotations
@@ -41,10 +44,10 @@ from rankwire.wire.frames import (
     SEAL_NBYTES,
     Envelope,
     Frame,
-    FrameParser,
     Message,
 )
 from rankwire.wire.loans import Loan, LoanRefusedError
+from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import FAREWELL, Course, Happening, Protocol, left
 from rankwire.wire.seals import Seals
 
@@ -79,6 +82,8 @@ class Connection:
     Attributes:
         failure: Why it cannot be used any more, if that is so.
         has_parcels: Whether something lent was among the frames read; reset by who takes them.
+
+    Size: it is all that its owners know of a peer's stream, so it has a verb for each of theirs.
     """
 
     # From here on a payload is lent. There and back take, lent and by stream: 238 and 126 us at 512
@@ -264,7 +269,7 @@ class Connection:
     def wait_for_receipt(
         self, lent: Lent, deadline: Deadline, *, meanwhile: Meanwhile | None = None
     ) -> bool:
-        """Do the same, but return False at the deadline, and leave the loan as it is."""
+        """Wait for the same, but return False at the deadline, and leave the loan as it is."""
         return lent.wait(deadline, self.look_for_end, meanwhile)
 
     def flush(self, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:

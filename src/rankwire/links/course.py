@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rankwire.wire.frames import HEADER_NBYTES, Channel, unpack_size
 
-__all__ = ["Course", "Gate", "Place", "Stretch"]
+__all__ = ["Course", "Gate", "Position", "Stretch"]
 
 _COURTESIES = (Channel.FAREWELL, Channel.GREETING)
 
@@ -34,7 +34,7 @@ class Gate:
         self.free_at = now + self._seconds
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where in a message a writer is."""
 
     left: int = 0  # bytes of it that are still to come; 0 at a header
@@ -59,7 +59,7 @@ class Stretch(NamedTuple):
     nbytes: int
     when: float  # when they become visible
     begins: bool  # whether a message begins with them
-    place: Place  # behind them
+    position: Position  # behind them
 
 
 class Course:
@@ -83,21 +83,21 @@ class Course:
         self.gate = gate
         self.on_message = on_message
 
-    def follow(self, place: Place, data: bytes) -> Stretch:
+    def follow(self, position: Position, data: bytes) -> Stretch:
         """Return how much of what is written next belongs together, and when it is visible.
 
         Messages stay in order; greetings and farewells take no time of their own.
         """
-        left, head, when, is_message = place
+        left, head, when, is_message = position
         begins = False
         if not left:
             missing = HEADER_NBYTES - len(head)
             if len(data) < missing:
-                return Stretch(len(data), when, False, Place(0, head + data, when, is_message))
+                return Stretch(len(data), when, False, Position(0, head + data, when, is_message))
             channel, nbytes = unpack_size(head + data[:missing])
             left = missing + nbytes
             begins = is_message = channel not in _COURTESIES
             if is_message and self._delays is not None:
                 when = max(when, monotonic() + next(self._delays))
         taken = min(left, len(data))
-        return Stretch(taken, when, begins, Place(left - taken, b"", when, is_message))
+        return Stretch(taken, when, begins, Position(left - taken, b"", when, is_message))

@@ -118,8 +118,19 @@ class Inbox:
     def take(self, receive: Receive, deadline: Deadline) -> Payload:
         """Post a receive and return its message: ``post`` and ``wait`` in one."""
         try:
-            self.post(receive)
-            return self.wait(receive, deadline)
+            with self._mutex:  # as ``post`` does
+                self._mailbox.post(receive)
+                if self._reader is None:
+                    if self._asleep:
+                        self._parked.wake_one()
+                    elif not receive.done and self.connection and not self._mailbox.full:
+                        self._reader = receive
+                        self.turns += 1
+            if self._reader is receive:
+                self._read_until(receive, deadline, receive)
+            if not receive.done and not self.drive(receive, deadline) and self.withdraw(receive):
+                raise self._too_late(deadline)
+            return receive.take()
         except RankwireError:
             raise
         except BaseException:
@@ -229,7 +240,7 @@ class Inbox:
 
     def has_arrived(self, envelope: Envelope) -> bool:
         """Whether a message of this envelope was read and not taken."""
-        return self._mailbox.has_arrived(envelope)
+        return envelope in self._mailbox.arrived
 
     def tags_wanted(self) -> list[int]:
         """Return the tags of the receives that wait."""
@@ -237,14 +248,14 @@ class Inbox:
             return self._mailbox.tags_wanted()
 
     def watch(self) -> list[Stream]:
-        """See ``Meanwhile``: what a thread that cannot send now reads from this peer."""
+        """Return what a thread that cannot send now may read from this peer."""
         connection = self.connection
         if connection is None or connection.failure is not None or self._reader is not None:
             return []
         return [] if self._mailbox.full else [connection.stream]
 
     def read(self) -> None:
-        """See ``Meanwhile``."""
+        """Read what is there, for a thread that cannot send now."""
         if self.connection is not None and not self._mailbox.full:
             self.read_quietly()
 
@@ -255,7 +266,7 @@ class Inbox:
             self.call_back_due()
 
     def read_quietly(self) -> None:
-        """Do the same, but leave those it ends in ``due``: nobody is called back yet."""
+        """Read what is there without waiting; those to be called back are left in ``due``."""
         token = object()
         try:
             if not self._take_role(token):
@@ -376,7 +387,7 @@ class Inbox:
             self.connection.close()
 
     def forsake(self) -> None:
-        """See ``Forkable``. A callback may have forked, and goes on in here afterwards."""
+        """End all receives in a forked child: a callback may have forked, and goes on in here."""
         self._mutex = threading.Lock()
         self._mailbox.fail(ForkedProcessError("this inbox"))
 
@@ -519,7 +530,7 @@ class Inbox:
             self._parked.wake(self._mailbox.misfits.pop())
 
     def _deliver_parcels(self, frames: deque[Frame]) -> None:
-        """Do the same where messages are lent.
+        """Match frames of which some are lent.
 
         One that a receive waits for is matched as it is, and fetched by whoever waits; another one
         is fetched here, if there is room for it. If there is not, it stays with the connection, and
@@ -591,7 +602,7 @@ class Inbox:
         Nothing may wait for it, no wake-up may be lost with it, and its message is for others.
         """
         receive.posted = False
-        self._recover(None)
+        self._recover(receive)
         receive.fetch()
         with self._mutex:
             self._mailbox.withdraw(receive)

@@ -25,7 +25,7 @@ class MemoryStream:
 
     transport = "memory"
     # A parser that never reads more at once makes a small buffer: there may be 65,000 of them.
-    buffer_nbytes = 1024
+    buffer_nbytes = 512
     recv_pending = None
 
     def __init__(self, incoming: Pipe, outgoing: Pipe) -> None:
@@ -47,7 +47,7 @@ class MemoryStream:
         return self.sendmsg((data,))
 
     def sendmsg(self, pieces: Sequence[Buffer]) -> int:
-        """Do the same with several pieces."""
+        """Send what can be taken now of several pieces."""
         counts: list[int] = []
         self._outgoing.write(pieces, counts)
         return counts[0]
@@ -104,6 +104,10 @@ class MemoryStream:
     def flush_when_possible(self, flush: Callable[[], None]) -> None:
         """Have something called by the other end's reader when it has made room."""
         self._outgoing.flush_when_possible(flush)
+
+    def lift_limit(self) -> None:
+        """Take whatever is written from now on, however much lies here."""
+        self._outgoing.lift_limit()
 
     def unsent_nbytes(self) -> int:
         """Return how many bytes have been written that the other end has not read."""

@@ -25,7 +25,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple
 
-from rankwire.links.course import Course, Place
+from rankwire.links.course import Course, Position
 from rankwire.links.sleepers import Sleepers, wake
 from rankwire.wire.frames import HEADER_NBYTES, Buffer
 
@@ -42,7 +42,7 @@ class _Chunk(NamedTuple):
     is_cut: bool  # whether the rest of a frame is to follow
     when: float = 0.0
     begins: bool = False  # whether a message begins with it
-    place: Place = Place()  # after it
+    position: Position = Position()  # behind it
 
     @property
     def is_written(self) -> bool:
@@ -69,7 +69,7 @@ class Pipe:
         "_is_midway",
         "_last",
         "_limit",
-        "_place",
+        "_position",
         "_read_to",
         "_reading",
         "_written_to",
@@ -85,7 +85,7 @@ class Pipe:
         # The writer's.
         self._last: _Chunk | None = None  # while it is being written
         self._written_to = 0
-        self._place = Place()
+        self._position = Position()
         self._is_midway = False  # whether the rest of a frame is to follow
         # The reader's.
         self._reading: tuple[list[int], int] | None = None
@@ -128,16 +128,16 @@ class Pipe:
         except BaseException:
             self.wake_readers()  # interrupted: nobody else would
             raise
-        if self._course is not None and chunk.place.is_behind_message:
+        if self._course is not None and chunk.position.is_behind_message:
             self._course.on_message()
 
     def _next_chunk(self, data: bytes, counts: list[int], *, is_cut: bool) -> _Chunk:
         """Return what is written next: all of the data, or what belongs to one message."""
         if self._course is None:
             return _Chunk(data, self._written_to + len(data), counts, len(counts), is_cut)
-        nbytes, when, begins, place = self._course.follow(self._place, data)
-        end, is_cut = self._written_to + nbytes, not place.is_at_header
-        return _Chunk(data[:nbytes], end, counts, len(counts), is_cut, when, begins, place)
+        nbytes, when, begins, position = self._course.follow(self._position, data)
+        end, is_cut = self._written_to + nbytes, not position.is_at_header
+        return _Chunk(data[:nbytes], end, counts, len(counts), is_cut, when, begins, position)
 
     def _settle_writing(self) -> None:
         """Note what the last writer has written, or drop what it has not. Safe to repeat."""
@@ -145,7 +145,7 @@ class Pipe:
         if last is None:
             return
         if last.is_written:
-            self._written_to, self._place, self._is_midway = last.end, last.place, last.is_cut
+            self._written_to, self._position, self._is_midway = last.end, last.position, last.is_cut
         elif self._chunks and self._chunks[-1] is last:
             self._chunks.pop()
         self._last = None
@@ -171,6 +171,11 @@ class Pipe:
         """Have something called by whoever reads next, when there is room."""
         self._flushers.append(flush)
         self.wake_readers()  # there may be room already
+
+    def lift_limit(self) -> None:
+        """Take whatever is written from now on."""
+        self._limit = sys.maxsize
+        wake(self.writers)
 
     def end(self) -> None:
         """Write no more; what was written can be read."""

@@ -95,7 +95,7 @@ class EpollPoller:
             self._epoll.unregister(number)
 
     def poll(self, seconds: float, spin: Spin | None = None) -> object | None:
-        """See ``Poller``.
+        """Return the key of a stream that can be read; None after the time, or when woken.
 
         Whoever sent last sends next, most of the time: its descriptor is asked more often than the
         epoll, and for less.

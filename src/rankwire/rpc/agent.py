@@ -276,7 +276,7 @@ class RpcAgent:
                 self._caller.end_all()
 
     def leave_at_exit(self, error: BaseException | None) -> None:
-        """See ``Leaving``. Functions that still run are not waited for.
+        """Close when the interpreter ends. Functions that still run are not waited for.
 
         After an error the backend tells the others, and ends this agent too: a farewell would come
         before the reason.
@@ -285,7 +285,7 @@ class RpcAgent:
             self._close(_EXIT_GRACE, _EXIT_GRACE)
 
     def forsake(self) -> None:
-        """See ``Forkable``."""
+        """Let a forked child refuse to use it."""
         self._caller.forsake()
         disown(self)
 

@@ -79,7 +79,7 @@ class EventLoop:
                 _end(loop)
 
     def forsake(self) -> None:
-        """See ``Forkable``. A coroutine that has forked returns to the loop in the child.
+        """Stop in a forked child: a coroutine that has forked returns to the loop there.
 
         It shares its selector with the parent's, so there it must do nothing more.
         """

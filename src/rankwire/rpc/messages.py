@@ -134,7 +134,7 @@ def encode_result(codec: Codec, value: Any) -> Message:
 
 
 def copied(encoded: Message) -> Message:
-    """Return the same message in memory of its own."""
+    """Return a message like this one, in memory of its own."""
     buffers, nbytes = encoded
     return [piece if type(piece) is bytes else bytearray(piece) for piece in buffers], nbytes
 

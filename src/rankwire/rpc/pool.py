@@ -67,6 +67,8 @@ class Pool:
 
     Attributes:
         arrived: Jobs that were read and not looked at; the poller's.
+
+    Size: roles, counts and queues change together, under one mutex.
     """
 
     def __init__(

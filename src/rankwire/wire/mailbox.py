@@ -114,7 +114,8 @@ class Mailbox:
     Attributes:
         misfits: Receives that a message of another size has ended, for the owner to wake.
         due: Receives that are done, for the owner to call ``on_done``; None if it does not ask.
-        unmatched: How many messages are kept for later.
+        arrived: The messages that are kept for later, by envelope.
+        unmatched: How many they are.
         unmatched_nbytes: Their bytes.
         wanted_by: The receives that are posted and not done, by envelope. For request ids, of which
             each is used once, its length is the number of calls in flight.
@@ -122,10 +123,10 @@ class Mailbox:
     """
 
     __slots__ = (
-        "_arrived",
         "_keep_unmatched",
         "_refused",
         "_unmatched_limit",
+        "arrived",
         "dropped",
         "due",
         "failure",
@@ -139,9 +140,9 @@ class Mailbox:
     def __init__(self, *, keep_unmatched: bool = True, unmatched_limit: int = 1 << 30) -> None:
         self._keep_unmatched = keep_unmatched
         self._unmatched_limit = unmatched_limit
-        self._arrived: dict[Envelope, deque[Payload]] = {}
+        self.arrived: dict[Envelope, deque[Payload]] = {}
         self.wanted_by: dict[Envelope, deque[Receive]] = {}
-        self._refused: deque[Envelope] = deque(maxlen=_MOST_REFUSED)
+        self._refused: deque[Envelope] | None = None  # made with the first
         self.failure: RankwireError | None = None
         self.dropped = 0
         self.misfits: list[Receive] = []
@@ -177,17 +178,13 @@ class Mailbox:
                 return receive.nbytes in (None, nbytes)
         return False
 
-    def has_arrived(self, key: Envelope) -> bool:
-        """Whether a message of this key is kept for later."""
-        return key in self._arrived
-
     def post(self, receive: Receive) -> None:
         """Ask for a message. Ends at once if it is here, or if the peer has failed.
 
         Then it is not left in ``due``.
         """
         receive.posted = True
-        arrived = self._arrived.get(receive.envelope)
+        arrived = self.arrived.get(receive.envelope)
         if arrived:
             nbytes = len(arrived[0])
             if receive.nbytes is not None and receive.nbytes != nbytes:
@@ -195,7 +192,7 @@ class Mailbox:
                 return
             receive.complete(starmap(arrived.popleft, ONCE))
             if not arrived:
-                del self._arrived[receive.envelope]
+                del self.arrived[receive.envelope]
             self._count(-1, -nbytes)
         elif self.failure is not None:
             receive.fail(self.failure)
@@ -263,7 +260,7 @@ class Mailbox:
             deque(source, 0)
             self.dropped += 1
         else:
-            self._arrived.setdefault(key, deque()).extend(source)
+            self.arrived.setdefault(key, deque()).extend(source)
             self._count(1, len(payload))
         return None
 
@@ -273,9 +270,11 @@ class Mailbox:
         Only the last 256 families are remembered.
         """
         family = _family(envelope)
+        if self._refused is None:
+            self._refused = deque(maxlen=_MOST_REFUSED)
         self._refused.append(family)
-        for key in [key for key in self._arrived if _family(key) == family]:
-            dropped = self._arrived.pop(key)
+        for key in [key for key in self.arrived if _family(key) == family]:
+            dropped = self.arrived.pop(key)
             self.dropped += len(dropped)
             self._forget(dropped)
 
@@ -290,7 +289,7 @@ class Mailbox:
         source = starmap(receive._cell.pop, ONCE)
         if not self._keep_unmatched or receive.envelope in self.wanted_by:
             return self.deliver(receive.envelope, payload, source)
-        self._arrived.setdefault(receive.envelope, deque()).extendleft(source)
+        self.arrived.setdefault(receive.envelope, deque()).extendleft(source)
         self._count(1, len(payload))
         return None
 
@@ -307,11 +306,11 @@ class Mailbox:
                 self.wanted_by[key] = waiting
             else:
                 del self.wanted_by[key]
-        for key, arrived in list(self._arrived.items()):
+        for key, arrived in list(self.arrived.items()):
             if not arrived:
-                del self._arrived[key]
+                del self.arrived[key]
         self.unmatched = self.unmatched_nbytes = 0
-        for queue in self._arrived.values():
+        for queue in self.arrived.values():
             self._count(len(queue), sum(map(len, queue)))
         self._count(0, 0)
         if self.failure is not None:
@@ -339,8 +338,8 @@ class Mailbox:
         self._note_due(ended)
         for key in [key for key in self.wanted_by if key[0] == group]:
             del self.wanted_by[key]
-        for key in [key for key in self._arrived if key[0] == group]:
-            self._forget(self._arrived.pop(key))
+        for key in [key for key in self.arrived if key[0] == group]:
+            self._forget(self.arrived.pop(key))
         return ended
 
     def _forget(self, messages: deque[Payload]) -> None:

@@ -1,0 +1,385 @@
+"""The parser: frames out of any split of a byte stream.
+
+It is strict: a value that this version does not write is a ``ProtocolError``, and a length above
+the limit is refused from the header alone, before anything is allocated. It is fed any split of the
+stream and gives the same frames; its state is the connection's, so a reader may stop in the middle
+of a frame and another one goes on. It does not know sockets, nor how memory is taken: its owner
+hands it what does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from rankwire.errors import MessageTooLargeError, ProtocolError
+from rankwire.wire.frames import (
+    CHANNELS,
+    DEFAULT_BUFFER_NBYTES,
+    DEFAULT_MAX_MESSAGE_NBYTES,
+    FIRST_SPECIAL,
+    HEADER,
+    HEADER_NBYTES,
+    LOAN,
+    SEAL_NBYTES,
+    SEQUENCE_MASK,
+    Channel,
+    Envelope,
+    Frame,
+    is_farewell,
+)
+
+if TYPE_CHECKING:
+    from rankwire.wire.seals import Impression, Seal
+
+__all__ = ["FrameParser"]
+
+_new_frame = tuple.__new__  # 0.15 us instead of 0.24 for Frame(...), once for every message
+
+
+class _Large(NamedTuple):
+    """A payload too large for the buffer, which is received into memory of its own."""
+
+    body: bytearray
+    envelope: Envelope
+    filled: int
+    impression: Impression | None  # of what has come of it, if it is sealed
+
+
+# What a parser knows between two reads:
+_State = tuple[
+    deque[Frame],  # complete frames that nobody has taken
+    list[int],  # how many bytes the last receive brought; empty before it
+    int,  # where in the buffer the first incomplete frame begins,
+    int,  # and where what has come of it ends
+    int,  # the next sequence number
+    int,  # how many frames with a good seal there were; unlike a sequence number it never repeats
+    bytearray,  # the buffer,
+    memoryview,  # and a view of it
+    _Large | None,  # a large payload that is being received
+]
+
+
+_NO_FRAMES: deque[Frame] = deque()  # of all parsers that have not read; nothing is added to it
+
+
+class FrameParser:
+    """The receiving state of one direction of one connection. One reader at a time.
+
+    A signal may end the reader between any two bytecodes, and another reader goes on where it
+    stopped. So neither bytes nor frames are ever between two places: receiving and noting how much
+    are one call of a C function (``read``), and all that parsing changes is replaced by one
+    assignment (``commit``). Until then the old state stands, and parsing again gives the same.
+
+    Args:
+        max_nbytes: Largest payload that is accepted.
+        seal: Checks the seals of this direction; None if there are none.
+        allocate: Makes the memory of large payloads; what is in it is overwritten.
+        buffer_nbytes: The size of the buffer, made at the first read. What does not fit there is
+            large. Sealed frames need the default.
+    """
+
+    __slots__ = (
+        "_allocate",
+        "_buffer_nbytes",
+        "_is_plain",
+        "_max_nbytes",
+        "_seal",
+        "_seal_nbytes",
+        "state",
+        "violation",
+    )
+
+    def __init__(
+        self,
+        *,
+        max_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
+        seal: Seal | None = None,
+        allocate: Callable[[int], bytearray] = bytearray,
+        buffer_nbytes: int = DEFAULT_BUFFER_NBYTES,
+    ) -> None:
+        self._allocate = allocate
+        self._buffer_nbytes = buffer_nbytes
+        self._is_plain = False  # whether there is a buffer, and frames are not sealed
+        self._max_nbytes = max_nbytes
+        self._seal = seal
+        self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
+        buffer = bytearray()
+        self.state: _State = (_NO_FRAMES, [], 0, 0, 0, 0, buffer, memoryview(buffer), None)
+        # Sticky. Frames before it are returned first, and nothing after it.
+        self.violation: ProtocolError | None = None
+
+    @property
+    def frames(self) -> deque[Frame]:
+        """The complete frames; whoever takes one removes it."""
+        return self.state[0]
+
+    def take_in(self, receive_into: Callable[[memoryview], int]) -> bool | None:
+        """Receive; if that is one whole small frame, as it mostly is, it is in ``frames`` then.
+
+        Returns:
+            Whether it is; False if what came is to be parsed, None at the end of the stream. Those
+            bytes come first that an interrupted reader has left.
+        """
+        _, counts, _, end, sequence, sealed, buffer, view, large = self.state
+        is_usual = self._is_plain and not end and large is None
+        if not counts:
+            counts.extend(map(receive_into, (view if is_usual else self.receive_buffer(),)))
+        count = counts[0]
+        if not is_usual or count < HEADER_NBYTES:
+            return False if count else None
+        channel, number, group, tag, nbytes = HEADER.unpack_from(buffer)
+        if (
+            nbytes + HEADER_NBYTES != count
+            or number != sequence
+            or not 0 < channel < FIRST_SPECIAL
+            or nbytes > self._max_nbytes
+        ):
+            return False
+        frame = _new_frame(Frame, ((group, channel, tag), buffer[HEADER_NBYTES:count]))
+        sequence = (sequence + 1) & SEQUENCE_MASK
+        self.state = (deque((frame,)), [], 0, 0, sequence, sealed, buffer, view, None)
+        return True
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether a frame has begun and is not complete."""
+        _, counts, start, end, _, _, _, _, large = self.state
+        return large is not None or end > start or any(counts)
+
+    def receive_buffer(self) -> memoryview:
+        """Return where the next bytes of the stream belong; never empty."""
+        _, _, _, end, _, _, _, view, large = self.state
+        if large is not None and large.filled < len(large.body):
+            return memoryview(large.body)[large.filled :]
+        return view[end:] if end else view or self._first_buffer()
+
+    def _first_buffer(self) -> memoryview:
+        buffer = bytearray(self._buffer_nbytes)
+        view = memoryview(buffer)
+        self.state = (*self.state[:6], buffer, view, self.state[8])
+        self._is_plain = self._seal is None
+        return view
+
+    def read(self, receive_into: Callable[[memoryview], int]) -> int:
+        """Receive, and return how many bytes came; those of an interrupted reader come first.
+
+        Args:
+            receive_into: Receives into a buffer. If it is not a C function, an interrupt may fall
+                between the receive and the note of it.
+        """
+        counts = self.state[1]
+        if not counts:
+            counts.extend(map(receive_into, (self.receive_buffer(),)))
+        return counts[0]
+
+    def read_by(self, read: Callable[[memoryview, list[int]], None]) -> int:
+        """Receive from a stream that is not written in C; return how many bytes came.
+
+        Args:
+            read: Receives into a buffer, and notes how much in the list, as one step.
+        """
+        counts = self.state[1]
+        if not counts:
+            read(self.receive_buffer(), counts)
+        return counts[0]
+
+    def received(self, count: int) -> None:
+        """Note that ``count`` bytes were written to ``receive_buffer()``, after the last commit."""
+        self.state[1].append(count)
+
+    def commit(self, state: _State) -> None:
+        """Make what ``parse`` has returned the state from now on."""
+        self.state = state
+
+    def bytes_received(self, count: int) -> list[Frame]:
+        """Take ``count`` bytes written to ``receive_buffer()``; return the frames they complete.
+
+        All of the above in one, for owners that nothing interrupts.
+
+        Raises:
+            ProtocolError: The stream is not a valid one; the connection must not be used again.
+        """
+        self.received(count)
+        self.commit(self.parse()[0])
+        frames = list(self.frames)
+        self.frames.clear()
+        return frames
+
+    def parse(self) -> tuple[_State, bool]:
+        """Work out what the bytes that came last complete; nothing changes until ``commit``.
+
+        Returns:
+            The next state, and whether its frames have something special among them: a greeting, a
+            farewell or a loan, or a violation behind them.
+
+        Raises:
+            ProtocolError: The stream is not a valid one.
+        """
+        if self.violation is not None:
+            raise self.violation
+        old, counts, start, end, sequence, sealed, buffer, view, large = self.state
+        frames = deque(old) if old else deque()
+        if large is None:
+            return self._parse(
+                frames, start, end + counts[0], sequence, sealed, buffer, view, is_special=False
+            )
+        if large.filled == len(large.body):  # what came is the seal behind it, and more
+            end += counts[0]
+        else:
+            large = self._filled_further(large, counts[0])
+        if large.filled < len(large.body) or (large.impression and end < SEAL_NBYTES):
+            return (frames, [], start, end, sequence, sealed, buffer, view, large), False
+        if large.impression:
+            if not large.impression.matches(view[:SEAL_NBYTES]):
+                self.violation = _broken_seal()
+                raise self.violation
+            start = SEAL_NBYTES
+            sealed += 1
+        frames.append(Frame(large.envelope, large.body))
+        is_special = large.envelope[1] >= FIRST_SPECIAL
+        return self._parse(
+            frames, start, end, sequence, sealed, buffer, view, is_special=is_special
+        )
+
+    def _parse(
+        self,
+        frames: deque[Frame],
+        start: int,
+        end: int,
+        sequence: int,
+        sealed: int,
+        buffer: bytearray,
+        view: memoryview,
+        *,
+        is_special: bool,
+    ) -> tuple[_State, bool]:
+        """Find the frames in the buffer."""
+        large: _Large | None = None
+        seal_nbytes = self._seal_nbytes
+        while end - start >= HEADER_NBYTES:
+            channel, number, group, tag, nbytes = HEADER.unpack_from(buffer, start)
+            if channel not in CHANNELS or number != sequence or nbytes > self._max_nbytes:
+                self.violation = self._describe_violation(channel, number, sequence, nbytes)
+                break
+            body = start + HEADER_NBYTES
+            stop = body + nbytes
+            if stop + seal_nbytes <= end:
+                payload = buffer[body:stop]
+                if seal_nbytes:
+                    if not self._is_sealed(sealed, channel, view[start : stop + seal_nbytes]):
+                        self.violation = _broken_seal()
+                        break
+                    sealed += 1
+                frames.append(_new_frame(Frame, ((group, channel, tag), payload)))
+                start = stop + seal_nbytes
+                if channel >= FIRST_SPECIAL:
+                    is_special = True
+                sequence = (sequence + 1) & SEQUENCE_MASK
+            elif stop + seal_nbytes - start > self._buffer_nbytes and end - body >= seal_nbytes:
+                envelope = (group, channel, tag)
+                large = self._begin_large(envelope, nbytes, view[start:end], sealed)
+                if large is None:
+                    break
+                start = body + seal_nbytes + large.filled
+                sequence = (sequence + 1) & SEQUENCE_MASK
+                break
+            else:
+                break  # the rest of it comes later; of a large sealed one, first its header's seal
+        if self.violation is not None:
+            if not frames:
+                raise self.violation
+            is_special = True
+        if start == end:
+            start = end = 0
+        elif start:
+            # The rest of the frame must fit behind it. Copied, not moved: the old state stands.
+            rest = self._allocate(self._buffer_nbytes)
+            rest[: end - start] = view[start:end]
+            buffer, view, start, end = rest, memoryview(rest), 0, end - start
+        return (frames, [], start, end, sequence, sealed, buffer, view, large), is_special
+
+    def _is_sealed(self, number: int, channel: int, frame: memoryview) -> bool:
+        """Check the seal behind a whole frame."""
+        assert self._seal is not None
+        payload = frame[HEADER_NBYTES:-SEAL_NBYTES]
+        impression = self._seal.begin(number, frame[:HEADER_NBYTES], channel, len(payload))
+        impression.add(payload)
+        return impression.matches(frame[-SEAL_NBYTES:])
+
+    def is_farewell(self, tail: bytes) -> bool:
+        """Whether a stream that ends with these bytes, all unread, ends with a genuine farewell."""
+        if self._seal is None:
+            return is_farewell(tail)
+        header, seal = tail[-HEADER_NBYTES - SEAL_NBYTES : -SEAL_NBYTES], tail[-SEAL_NBYTES:]
+        if not is_farewell(header):
+            return False
+        # Some frames may stand before it; how many its sequence number says.
+        _, _, _, _, sequence, sealed, _, _, large = self.state
+        ahead = (HEADER.unpack(header)[1] - sequence) & SEQUENCE_MASK
+        number = sealed + (large is not None) + ahead
+        return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
+
+    def _begin_large(
+        self, envelope: Envelope, nbytes: int, come: memoryview, number: int
+    ) -> _Large | None:
+        """Take memory for a large payload; None and a violation if its header is not genuine.
+
+        Args:
+            envelope: What it is sent under.
+            nbytes: Its size.
+            come: What has come of the frame.
+            number: Which sealed frame it is.
+        """
+        header, first = come[:HEADER_NBYTES], come[HEADER_NBYTES:]
+        impression = None
+        if self._seal is not None:
+            seal, first = first[:SEAL_NBYTES], first[SEAL_NBYTES:]
+            if not self._seal.begin_head(number, header).matches(seal):
+                self.violation = _broken_seal()
+                return None
+            impression = self._seal.begin(number, header, envelope[1], nbytes)
+        try:
+            body = self._allocate(nbytes)
+        except MemoryError as error:
+            self.violation = ProtocolError(f"no memory for a message of {nbytes} bytes")
+            self.violation.__cause__ = error
+            return None
+        first = first[:nbytes]
+        body[: len(first)] = first
+        return self._filled_further(_Large(body, envelope, 0, impression), len(first))
+
+    def _filled_further(self, large: _Large, count: int) -> _Large:
+        """Return a large payload of which ``count`` bytes more have come."""
+        body, envelope, filled, impression = large
+        if impression is not None:
+            impression = impression.plus(memoryview(body)[filled : filled + count])
+        return _Large(body, envelope, filled + count, impression)
+
+    def _describe_violation(
+        self, word: int, sequence: int, expected: int, nbytes: int
+    ) -> ProtocolError:
+        channel, flags, reserved = word & 0xFF, word >> 8 & 0xFF, word >> 16
+        if channel not in CHANNELS:
+            return ProtocolError(f"a frame names the unknown channel {channel}")
+        if word not in CHANNELS:
+            if word == channel | LOAN:
+                return ProtocolError(f"a frame of channel {channel} cannot lend its payload")
+            return ProtocolError(
+                f"a frame has unknown flags {flags:#x} or reserved bits {reserved:#x}"
+            )
+        if sequence != expected:
+            return ProtocolError(
+                f"a frame has sequence number {sequence}, expected {expected}: "
+                "one is lost or repeated"
+            )
+        error = ProtocolError(f"the peer announced {nbytes} bytes, the limit is {self._max_nbytes}")
+        error.__cause__ = MessageTooLargeError(nbytes, self._max_nbytes)
+        return error
+
+
+def _broken_seal() -> ProtocolError:
+    return ProtocolError(
+        "the seal of a frame does not fit: it was altered, repeated or left out on the way"
+    )
