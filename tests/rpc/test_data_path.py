@@ -39,7 +39,7 @@ def walked():
                 agent.rpc_sync(1, "add", 2, 3)
             caller = [walk_of_a_caller(agent) for _ in range(CALLS)]
             server = far.call("eval", "server.walks()")
-    assert len(server) >= CALLS / 2
+    assert server
     return {
         side: ["  " * depth + name for depth, name in min(walks, key=len)]
         for side, walks in (("caller", caller), ("server", server))

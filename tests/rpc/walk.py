@@ -6,6 +6,7 @@ Counted are calls of functions in Python, properties included; functions in C ar
 import sys
 import threading
 from collections import defaultdict
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -62,7 +63,7 @@ class Server:
         walks = []
         for steps in list(self._recorder.steps.values()):
             begins = [number for number, (_, name) in enumerate(steps) if name == BEGIN]
-            for begin, end in zip(begins, begins[1:], strict=False):
+            for begin, end in pairwise(begins):
                 if any(name == FUNCTION for _, name in steps[begin:end]):
                     walks.append(_from_the_left(steps[begin:end]))
             del steps[: begins[-1] if begins else 0]
