@@ -980,7 +980,8 @@ def test_a_caller_that_cancels_while_its_large_reply_is_offered_does_not_stop_th
         for future in futures:
             assert future.cancel()
     finally:
-        inbox._leave_role(inbox)
+        with inbox._mutex:
+            inbox._pass_role(inbox)
     began = time.monotonic()
     assert lending_agents[2].rpc_sync(1, "echo", 5, timeout=5.0) == 5
     assert time.monotonic() - began < QUICK
