@@ -119,8 +119,7 @@ def test_backends_do_not_know_each_other(path):
         parts = module.split(".")
         if parts[:2] == ["rankwire", "backends"] and len(parts) > 2:
             other = parts[2].split("_")[0]
-            is_shared = parts[2] == "tcp_calls"  # the port of both
-            assert other == own or is_shared or other not in BACKENDS, f"{path} imports {module}"
+            assert other == own or other not in BACKENDS, f"{path} imports {module}"
 
 
 def test_calls_and_collectives_know_no_concrete_backend():
