@@ -147,7 +147,7 @@ def test_requests_of_one_caller_keep_their_order(make_ports):
     caller, callee = make_ports(2)
     for number in range(20):
         call(caller, 1, number)
-    assert [request.request_id for request in poll(callee)] == list(range(20))
+    assert [request.request_id for request in poll(callee, count=20)] == list(range(20))
 
 
 def test_the_same_request_id_of_two_callers_is_two_calls(make_ports):
