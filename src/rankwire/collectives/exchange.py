@@ -100,11 +100,11 @@ class Exchange(ABC):
         "size",
     )
 
-    def __init__(self, backend: Backend, group: int) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.rank = backend.rank
         self.size = backend.world_size
         self._backend = backend
-        self._group = group
+        self._group = backend.group
         self._tag = 0
         self.deadline = self._next_look = _NEVER
         self.offers: list[tuple[int, Offer]] = []

@@ -108,7 +108,7 @@ class Reduction:
                 self._fold(pieces, count, out, own, spare)
 
     def fold_two(self, first: Array, second: Array, out: Array) -> None:
-        """Fold the pieces of two ranks, of which ``out`` may be one."""
+        """Reduce the pieces of two ranks, in this order, into ``out``, which may be one of them."""
         if self._widen is not None or self._mean or _QUIET is None:
             self.fold((first, second), 2, out)
         elif self._quiet:
