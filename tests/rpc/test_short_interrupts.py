@@ -114,6 +114,26 @@ def test_replies_that_nobody_waits_for_after_an_interrupt_end_their_futures(
         assert every_interrupt(run, second_after=second_after, step=step) >= 10
 
 
+@pytest.mark.parametrize("second_after", [1, 4])
+def test_two_interrupts_in_a_call_lose_no_other_reply_and_keep_nothing_of_it(
+    transport, second_after
+):
+    turns = count()
+
+    def run(interrupting):
+        sent = values(next(turns))
+        futures = [caller.rpc_async(1, "echo", value, timeout=PATIENCE) for value in sent]
+        with suppress(Interrupt), interrupting:
+            caller.rpc_sync(1, "echo", 1)
+        assert not wait(futures, SOON).not_done
+        assert [future.result() for future in futures] == sent
+        assert in_flight(caller) == 0
+
+    with pair(transport) as (caller, _):
+        caller.rpc_sync(1, "echo", 1)
+        assert every_interrupt(run, second_after=second_after) >= 30
+
+
 @pytest.mark.parametrize("second_after", [None, 1, 3, 7])
 def test_a_call_whose_sending_was_interrupted_is_not_served_for_nobody(transport, second_after):
     turns = count()
