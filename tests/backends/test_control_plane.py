@@ -257,8 +257,8 @@ def test_the_shortest_limits_of_all_ranks_count():
     zero = Running(TcpBackend, 0, 2, address_of(listener), listener=listener, fail_after=9.0)
     one = Running(TcpBackend, 1, 2, address_of(listener), suspect_after=2.0, fail_after=20.0)
     with zero.result() as zero, one.result() as one:
-        assert zero._formation._coordinator._patience == one._formation._attendance._patience
-        patience = one._formation._attendance._patience
+        assert zero._formation._coordinator._patience == one._formation._membership._patience
+        patience = one._formation._membership._patience
         assert (patience.suspect_after, patience.fail_after) == (2.0, 9.0)
 
 
@@ -417,7 +417,7 @@ def test_a_control_message_that_is_too_long_ends_the_connection_of_its_sender():
     """From its header, before it is read; all are told who sent it."""
     with tcp_world(3) as ranks:
         waiting = [Running(ranks[survivor].recv, 1) for survivor in (0, 2)]
-        control = ranks[1]._formation._attendance._control
+        control = ranks[1]._formation._membership._control
         with contextlib.suppress(RankwireError):  # it may be hung up on before it has sent all
             control.send((0, Channel.CONTROL, 0), ([bytes(1 << 20)], 1 << 20), Deadline(PATIENCE))
         for command in waiting:

@@ -72,7 +72,7 @@ HOSTILE = 2
 def say_on_control(rank, message):
     """Send a control message on a rank's own connection to the coordinator."""
     payload = pack(message)
-    control = rank._formation._attendance._control
+    control = rank._formation._membership._control
     control.send((0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(PATIENCE))
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_speaks_for_others_is_given_up_by_name_and_nobody_else_is(li
         assert world[3]._is_watched
         # The control plane still tells of deaths.
         with contextlib.suppress(OSError):
-            world[3]._formation._attendance._control.stream.shut_down()
+            world[3]._formation._membership._control.stream.shut_down()
         eventually(lambda: 3 not in world[1].alive)
 
 

@@ -130,7 +130,7 @@ def test_off_loopback_all_frames_are_sealed_those_of_the_control_connection_too(
         connections = [
             *connections_of(world[0]),
             *connections_of(world[1]),
-            world[1]._formation._attendance._control,
+            world[1]._formation._membership._control,
             *world[0]._formation._coordinator._controls.values(),
         ]
         assert len(connections) >= 4
@@ -267,7 +267,7 @@ def test_more_protection_than_demanded_is_taken():
     zero = Running(TcpBackend, 0, 2, address, listener=listener, secret=SECRET)
     one = Running(TcpBackend, 1, 2, address, secret=SECRET, security="auth")
     with zero.result(), one.result() as backend:
-        assert backend._formation._attendance._control._writer._seal is not None
+        assert backend._formation._membership._control._writer._seal is not None
 
 
 def test_a_plain_rank_is_told_that_the_world_is_inside_tls(files):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rankwire
+from interrupts import Interrupt, every_interrupt
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.collectives import algorithms
 from rankwire.collectives.fingerprints import NOTICE_TAG, describe, tag_of
@@ -164,6 +165,27 @@ def test_groups_of_the_same_ranks_count_for_themselves():
             return [OperationSequence.of(group)._next for group in (*groups, backend)]
 
         assert in_parallel([partial(run, backend) for backend in world]) == [[3, 1, 2]] * 3
+
+
+def test_an_interrupt_anywhere_in_an_operation_is_told_and_stops_nothing():
+    """Each of them is counted here, unless it has not begun, and the others hear that it failed."""
+
+    def run(interrupting):
+        number = mine._next
+        with contextlib.suppress(Interrupt), interrupting:
+            mine.call("nothing", lambda: ("nothing()", lambda x: None, False, None))
+        assert mine.turn == mine._next <= number + 1
+        assert not mine._ended
+        if mine.epoch == number + 1:
+            failed.append(number)
+            theirs.hear()
+            assert theirs.failures[number][0].is_failure
+
+    failed = []
+    with simulated_world(2, timeout=TIMEOUT) as world:
+        mine, theirs = map(OperationSequence.of, world)
+        every_interrupt(run)
+    assert len(failed) > 10
 
 
 def test_a_rank_that_is_ahead_is_found_out(pair):
@@ -704,7 +726,7 @@ def test_what_was_sent_before_a_late_rank_was_told_is_forgotten(pair, monkeypatc
         assert check_told_late(pair, PARTS["all_reduce"])
         all_reduce_everywhere(pair)
     for rank, backend in enumerate(pair):
-        arrived = backend._peers[1 - rank].inbox._mailbox._arrived
+        arrived = backend._peers[1 - rank].inbox._mailbox.arrived
         assert all(tag == NOTICE_TAG for _, _, tag in arrived)
 
 
@@ -785,7 +807,7 @@ def test_what_others_sent_for_an_operation_that_was_refused_is_forgotten(pair):
             WRONG["no array"](pair[1])
         assert isinstance(waiting.error(), CollectiveAbortedError)
         all_reduce_everywhere(pair)
-    arrived = pair[1]._peers[0].inbox._mailbox._arrived
+    arrived = pair[1]._peers[0].inbox._mailbox.arrived
     assert all(tag == NOTICE_TAG for _, _, tag in arrived)
 
 

@@ -13,7 +13,8 @@ from rankwire.wire.frames import Channel
 
 __all__ = ["meet"]
 
-_LOOK = 0.05  # seconds between two looks at all ranks
+# Seconds between two looks at all ranks; more if they are many, for who looks holds others up.
+_LOOK, _LOOK_OF_ONE = 0.05, 0.001
 _NOW = Deadline(0.0)
 
 
@@ -23,11 +24,12 @@ def meet(ranks: Transport, epoch: int, deadline: Deadline) -> None:
     Raises:
         DeadlineExceededError: ``waiting_for`` lists the ranks that did not.
     """
+    look = max(_LOOK, ranks.world_size * _LOOK_OF_ONE)
     others = [(ranks.rank + step) % ranks.world_size for step in range(1, ranks.world_size)]
     untold, missing = others, others
     while True:
         untold = _tell_entered(ranks, untold, epoch, deadline)
-        if missing and _has_entered(ranks, missing[0], epoch, deadline.sooner(_LOOK)):
+        if missing and _has_entered(ranks, missing[0], epoch, deadline.sooner(look)):
             missing = missing[1:]
         elif missing:
             # While one is late another one may die: that ends the barrier too.

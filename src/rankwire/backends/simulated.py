@@ -350,4 +350,4 @@ def _has_input(peer: Peer) -> bool:
     if connection is None:
         return False
     assert isinstance(connection.stream, MemoryStream)
-    return bool(connection.undelivered) or connection.stream.readable_in() == 0.0
+    return not connection.stream.is_silent or bool(connection.undelivered)

@@ -5,7 +5,7 @@ the whole world is up. Afterwards it is a ``mesh``: over Unix sockets where both
 host and over TCP otherwise. This module knows where peers are, how they are dialled, and what the
 control plane says of them.
 
-Threads: the doorkeeper accepts connections and hears who has gone; everything else happens in the
+Threads: the acceptor accepts connections and hears who has gone; everything else happens in the
 threads of the user.
 """
 
@@ -235,7 +235,7 @@ class TcpBackend(Mesh):
         """Return a connection to a peer that has let it in, and what its frames are sealed with."""
         return self._dialling.open_stream(peer, purpose, service, deadline)
 
-    # -- the house of the doorkeeper, on its thread ------------------------------------------------
+    # -- what the acceptor asks, on its thread ------------------------------------------------
 
     def on_gone(self, gone: Gone) -> None:
         """Hear from the control plane that a rank has died or left."""
@@ -306,7 +306,7 @@ class TcpBackend(Mesh):
         return self._losses.explain(error, is_told=self._is_watched)
 
     def _await_verdict(self, peer: Peer) -> None:
-        if self._is_watched and not self._closed and not self._formation.is_doorkeeper:
+        if self._is_watched and not self._closed and not self._formation.is_on_acceptor_thread:
             if not peer.is_judged_within(_VERDICT_PATIENCE):
                 self._formation.catch_up(_LATE_NEWS_PATIENCE)
 

@@ -1,8 +1,8 @@
 """Formation: what a TCP backend owns besides its peers.
 
-These are the listening sockets, the doorkeeper, the secret and the control connections. It forms
+These are the listening sockets, the acceptor, the secret and the control connections. It forms
 the world (as coordinator on rank 0, by joining elsewhere) and afterwards passes on what the
-doorkeeper and the control connections report. A world of one rank needs none of it and opens
+acceptor and the control connections report. A world of one rank needs none of it and opens
 nothing.
 """
 
@@ -115,9 +115,9 @@ class Formation:
         self._unix_path = ""
         self._member: Member | None = None
         self._epoch = 0
-        self._doorkeeper: Acceptor | None = None
+        self._acceptor: Acceptor | None = None
         self._coordinator: Coordinator | None = None
-        self._attendance: Membership | None = None
+        self._membership: Membership | None = None
         guard(self)
 
     # -- forming -----------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class Formation:
         self._formed(world)
         # Only now are peers let in: those that dialled already have waited in the listeners'
         # backlog.
-        doorkeeper = self._employ_doorkeeper()
-        self._attendance = Membership(control, world, doorkeeper, self._owner)
-        self._attendance.begin(rest)
-        doorkeeper.start()
+        acceptor = self._make_acceptor()
+        self._membership = Membership(control, world, acceptor, self._owner)
+        self._membership.begin(rest)
+        acceptor.start()
 
     def _formed(self, world: World) -> None:
         """Let the owner know its peers before any of them can dial."""
@@ -175,11 +175,11 @@ class Formation:
             raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
         self.key = rank_key(secret, self._owner.rank)
         me = self._describe(self.address.host)
-        doorkeeper = self._employ_doorkeeper()
+        acceptor = self._make_acceptor()
         self._coordinator = Coordinator(
             me,
             self._owner.world_size,
-            doorkeeper,
+            acceptor,
             key_of=partial(rank_key, secret),
             patience=self._patience,
             on_formed=self._formed,
@@ -187,7 +187,7 @@ class Formation:
             on_suspected=self._owner.on_suspected,
         )
         start_listening(listener)
-        doorkeeper.start()
+        acceptor.start()
         self._coordinator.wait_formed(deadline)
 
     def _place_of_rank_0(self) -> TcpAddress:
@@ -212,7 +212,7 @@ class Formation:
     def _find_key_of(self, hello: Hello) -> bytes:
         """Return the key that a stranger must have to be who it says; to be nobody, one at random.
 
-        On the doorkeeper's thread.
+        On the acceptor's thread.
         """
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
             return rank_key(self._given_secret or self._agreed_secret, hello.rank)
@@ -241,21 +241,21 @@ class Formation:
         )
         return self._member
 
-    def _employ_doorkeeper(self) -> Acceptor:
-        self._doorkeeper = Acceptor(self, key=self._find_key_of, policy=self.policy)
-        self._doorkeeper.call_every(_LOOK_EVERY, self._owner.look_for_silence)
+    def _make_acceptor(self) -> Acceptor:
+        self._acceptor = Acceptor(self, key=self._find_key_of, policy=self.policy)
+        self._acceptor.call_every(_LOOK_EVERY, self._owner.look_for_silence)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
-                self._doorkeeper.listen(listener)
+                self._acceptor.listen(listener)
         self._tcp_listener = self._unix_listener = None
-        return self._doorkeeper
+        return self._acceptor
 
     # -- afterwards --------------------------------------------------------------------------------
 
     def flush_when_possible(self, connection: Connection) -> None:
-        """Have the doorkeeper send what a connection holds back."""
-        if self._doorkeeper is not None:
-            self._doorkeeper.flush_when_possible(connection)
+        """Have the acceptor send what a connection holds back."""
+        if self._acceptor is not None:
+            self._acceptor.flush_when_possible(connection)
 
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
         """Return the greeting for a connection of our own."""
@@ -290,14 +290,14 @@ class Formation:
         )
 
     @property
-    def is_doorkeeper(self) -> bool:
-        """Whether the caller runs on the doorkeeper's thread, which must not wait."""
-        return self._doorkeeper is not None and self._doorkeeper.is_current_thread
+    def is_on_acceptor_thread(self) -> bool:
+        """Whether the caller runs on the acceptor's thread, which must not wait."""
+        return self._acceptor is not None and self._acceptor.is_current_thread
 
     def catch_up(self, seconds: float) -> None:
         """Wait until the control plane's news that have come are known, but not for longer."""
-        if self._doorkeeper is not None:
-            self._doorkeeper.catch_up(Deadline(seconds))
+        if self._acceptor is not None:
+            self._acceptor.catch_up(Deadline(seconds))
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""
@@ -319,17 +319,17 @@ class Formation:
         Args:
             fallen: The error because of which this rank leaves, if there is one.
         """
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         if self._coordinator is not None:
             self._coordinator.close(fallen)
-        if self._attendance is not None:
-            if fallen is not None and self._attendance.has_ended:
+        if self._membership is not None:
+            if fallen is not None and self._membership.has_ended:
                 # Nobody can be told. A file that is gone would say that this rank left in good
                 # order; as that of a killed one, it is swept by the next world.
                 for remove in self._files:
                     remove.detach()
-            self._attendance.leave(fallen)
+            self._membership.leave(fallen)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
                 listener.close()

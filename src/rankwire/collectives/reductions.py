@@ -112,9 +112,9 @@ class Reduction:
         if self._widen is not None or self._mean or _QUIET is None:
             self.fold((first, second), 2, out)
         elif self._quiet:
-            self._ufunc(first, second, out)
+            self._ufunc(first, second, out=out)
         else:
-            _QUIET.copy().run(self._ufunc, first, second, out)
+            _QUIET.copy().run(self._ufunc, first, second, out=out)
 
     def _fold(
         self, pieces: Iterable[Array], count: int, out: Array, own: int, spare: Array | None

@@ -97,6 +97,11 @@ class MemoryStream:
         """Return in how many seconds there is something to read; None if that is not known."""
         return self._incoming.readable_in()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is on its way to this end, and no end has come."""
+        return self._incoming.is_silent
+
     def call_on_news(self, on_news: Callable[[], None] | None) -> None:
         """Have a poller called when there may be something to read; None ends that."""
         self._incoming.on_news = on_news

@@ -225,6 +225,11 @@ class Pipe:
             raise BlockingIOError
         return bytes(buffer[:count])
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is on its way, and no end has come. A look for many pipes at once."""
+        return not self._chunks and not self._is_ended and self._cut_at is None
+
     def readable_in(self) -> float | None:
         """Return in how many seconds there is something to read; None if that is not known.
 
