@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -63,24 +63,21 @@ class CountingBackend(SimulatedBackend):
         self,
         method: Callable[..., Any],
         dst: int,
-        channel: Any,
-        group: int,
-        tag: int,
-        buffers: Sequence[Any],
-        nbytes: int,
+        envelope: Any,
+        message: tuple[Any, int],
         deadline: Any,
         **options: Any,
     ) -> Any:
         is_outermost = not getattr(self._inside, "sending", False)
         self._inside.sending = True
         try:
-            outcome = method(dst, channel, group, tag, buffers, nbytes, deadline, **options)
+            outcome = method(dst, envelope, message, deadline, **options)
         finally:
             self._inside.sending = not is_outermost
         if is_outermost:
             with self._counting:
                 self.messages += 1
-                self.nbytes += nbytes
+                self.nbytes += message[1]
         return outcome
 
 

@@ -1,11 +1,15 @@
 import itertools
 import math
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, sleep
 
+import numpy as np
 import pytest
 
+import rankwire
+from rankwire import RpcAgent
 from rankwire.backends.faults import FaultPlan, Timetable, link_between
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.deadline import Deadline
@@ -15,6 +19,7 @@ from rankwire.errors import (
     DeadlineExceededError,
     InvalidRankError,
     PeerLostError,
+    RankwireError,
 )
 from rankwire.testing import in_parallel
 
@@ -475,3 +480,49 @@ def test_closing_from_a_callback_does_not_wait_for_itself():
     while threads() and monotonic() < limit:
         sleep(0.001)
     assert threads() == []
+
+
+# -- everything at once ----------------------------------------------------------------------------
+
+
+def random_plan(seed, size):
+    chance = random.Random(seed)
+    plan = FaultPlan(seed)
+    if chance.random() < 0.6:
+        plan.delay(0.0, jitter=chance.choice([0.0005, 0.003]))
+    if chance.random() < 0.5:
+        plan.kill(chance.randrange(size), after=chance.randint(1, 60))
+    if chance.random() < 0.3:
+        plan.kill(chance.randrange(size), after_seconds=chance.random() * 0.1)
+    if chance.random() < 0.4:
+        plan.drop_link(*chance.sample(range(size), 2), after=chance.randint(1, 40))
+    if chance.random() < 0.2:
+        plan.slow_reader(chance.randrange(size), 0.0005)
+    return plan
+
+
+def talk(backend):
+    """Reduce, send to all, call the next one, meet; three times."""
+    others = [rank for rank in range(backend.world_size) if rank != backend.rank]
+    with backend, RpcAgent(backend) as agent:
+        agent.register("echo", lambda value: value)
+        for tag in range(3):
+            assert rankwire.all_reduce(backend, np.ones(40)).tolist() == [len(others) + 1.0] * 40
+            for dst in others:
+                backend.send(bytes([backend.rank]) * 37 * tag, dst, tag=tag)
+            for src in others:
+                assert backend.recv(src, tag=tag) == bytes([src]) * 37 * tag
+            futures = [agent.rpc_async(others[0], "echo", number) for number in range(5)]
+            assert [future.result() for future in futures] == list(range(5))
+            backend.barrier()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_goes_wrong_everybody_ends_and_is_told_why(make_world, pool, seed):
+    size = random.Random(seed).randint(2, 6)
+    queue_nbytes = random.Random(seed).choice([50, 5000, 1 << 20])
+    world = make_world(size, random_plan(seed, size), queue_nbytes=queue_nbytes)
+    for running in [pool.submit(talk, backend) for backend in world]:
+        error = running.exception(LATER)
+        assert error is None or isinstance(error, RankwireError)
+        assert not isinstance(error, DeadlineExceededError)
