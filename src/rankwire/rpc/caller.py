@@ -11,7 +11,6 @@ It knows the call port and what the server tells of calls being served here, not
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from rankwire.rpc.server import Server
 
 __all__ = ["Caller"]
-
-_log = logging.getLogger("rankwire")
 
 _MOST_EXPLAINED = 4  # futures that are late at the same moment
 _EXPIRY_CHECK_EVERY = 0.05  # seconds; a thread that waits in result() is exact
