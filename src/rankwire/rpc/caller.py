@@ -210,11 +210,9 @@ class Caller:
                     hold=future is not None,
                     limit=self._max_in_flight,
                 )
-            except BaseException as error:
+            except BaseException:
                 if message[1] > SMALL_NBYTES:
                     self._leave_room(dst, request_id)
-                elif not isinstance(error, RankwireError):  # an interrupt: it may have left
-                    self._port.cancel(dst, request_id)
                 raise
             if reply is not None:
                 return reply
