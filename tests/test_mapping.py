@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 
 # Vocabulary without behaviour of its own; shown by the tests of those who use it.
 WITHOUT_OWN_TEST = {
-    "version", "__main__", "rpc/outgoing", "backends/calls", "backends/transport",
+    "version", "__main__", "backends/calls", "backends/transport",
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
@@ -79,3 +79,8 @@ def test_every_module_has_its_tests():
         if not (TESTS / SHOWN_IN.get(str(module), usual)).exists():
             missing.append(str(module))
     assert not missing
+
+
+def test_what_is_shown_elsewhere_is_there():
+    named = {*SHOWN_IN, *WITHOUT_OWN_TEST}
+    assert not [module for module in sorted(named) if not (SOURCE / f"{module}.py").exists()]

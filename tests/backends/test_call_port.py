@@ -137,7 +137,7 @@ def test_a_waiting_caller_is_woken_by_its_reply(make_ports, pool):
 def test_replies_may_come_in_any_order(make_ports):
     caller, callee = make_ports(2)
     receives = [call(caller, 1, number) for number in range(5)]
-    requests = poll(callee)
+    requests = poll(callee, count=5)
     for request in (requests[index] for index in (3, 0, 4, 1, 2)):
         reply(callee, request, bytes([request.request_id]))
     assert [wait(receive)[0] for receive in receives] == [0, 1, 2, 3, 4]

@@ -132,7 +132,7 @@ class Watching(Exchange):
     """Counts the looks, and may have a reason to give up."""
 
     def __init__(self, backend):
-        super().__init__(backend, backend.group)
+        super().__init__(backend)
         self.looks = []
         self.reason = None
 

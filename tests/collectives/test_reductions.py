@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from sums import DTYPES, UFUNCS, bits, left_fold, ops_of, same
 
+from rankwire.collectives import reductions
 from rankwire.collectives.reductions import OPS, Reduction, reduction
 from rankwire.errors import ConfigurationError
 
@@ -96,6 +97,26 @@ def test_merging_and_finishing_is_folding(dtype, data):
             r.merge(total, piece)
         r.finish(total, len(pieces))
         assert bits(signless(op, total)) == bits(signless(op, left_fold(pieces, op)))
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_folding_two_is_folding_also_in_place_and_says_nothing(dtype, has_context, monkeypatch):
+    """With numpy 1 there is no context in which it is quiet."""
+    if not has_context:
+        monkeypatch.setattr(reductions, "_QUIET", None)
+    rng = np.random.default_rng(3)
+    first, second = np.frombuffer(rng.bytes(2048), dtype).reshape(2, -1)
+    before = np.geterr()
+    for op in ops_of(dtype):
+        r = reduction(op, np.dtype(dtype))
+        expected = bits(signless(op, left_fold([first, second], op)))
+        for own in (None, 0, 1):
+            pieces = [first.copy(), second.copy()]
+            out = np.empty_like(first) if own is None else pieces[own]
+            r.fold_two(*pieces, out)
+            assert bits(signless(op, out)) == expected, (op, own)
+    assert np.geterr() == before
 
 
 def test_the_order_is_that_of_the_ranks():

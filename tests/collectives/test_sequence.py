@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rankwire
+from interrupts import Interrupt, every_interrupt
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.collectives import algorithms
 from rankwire.collectives.fingerprints import NOTICE_TAG, describe, tag_of
@@ -164,6 +165,27 @@ def test_groups_of_the_same_ranks_count_for_themselves():
             return [OperationSequence.of(group)._next for group in (*groups, backend)]
 
         assert in_parallel([partial(run, backend) for backend in world]) == [[3, 1, 2]] * 3
+
+
+def test_an_interrupt_anywhere_in_an_operation_is_told_and_stops_nothing():
+    """Each of them is counted here, unless it has not begun, and the others hear that it failed."""
+
+    def run(interrupting):
+        number = mine._next
+        with contextlib.suppress(Interrupt), interrupting:
+            mine.call("nothing", lambda: ("nothing()", lambda x: None, False, None))
+        assert mine.turn == mine._next <= number + 1
+        assert not mine._ended
+        if mine.epoch == number + 1:
+            failed.append(number)
+            theirs.hear()
+            assert theirs.failures[number][0].is_failure
+
+    failed = []
+    with simulated_world(2, timeout=TIMEOUT) as world:
+        mine, theirs = map(OperationSequence.of, world)
+        every_interrupt(run)
+    assert len(failed) > 10
 
 
 def test_a_rank_that_is_ahead_is_found_out(pair):

@@ -96,6 +96,20 @@ def test_waking_ends_a_poll_that(poller, streams, spin):
     assert time.monotonic() - begin < PATIENCE
 
 
+def test_looking_that_pays_is_done_as_long_as_ever(poller, two_pairs):
+    (near, far), _ = two_pairs
+    poller.register(near, "key")
+    spin = Spin(0.1)
+    for number in range(20):  # looks at the last stream, and at all
+        spin.wasted()
+        far.send(b"x")
+        assert poller.poll(0, spin) == "key"
+        assert spin.budget == spin.most, number
+        read(near)
+    assert poller.poll(0, spin) is None
+    assert spin.budget == spin.most / 2
+
+
 def test_looking_finds_what_comes_on_any_stream(poller, two_pairs):
     spin = Spin(PATIENCE)
     for number, (near, _) in enumerate(two_pairs):

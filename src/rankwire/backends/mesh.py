@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
@@ -155,16 +156,16 @@ class Mesh(Backend):
         lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
         if lent is None:
             return None
-
-        def send_by_stream() -> None:
-            limit = Deadline(self.timeout)  # once begun, it must be finished
-            connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
-
         try:
+            send_by_stream = partial(self._send_by_stream, connection, envelope, message)
             return LentOffer(connection, lent, self._meanwhile, send_by_stream)
         except BaseException:
             lent.revoke()  # interrupted: nobody else knows of it
             raise
+
+    def _send_by_stream(self, connection: Connection, envelope: Envelope, message: Message) -> None:
+        limit = Deadline(self.timeout)  # once begun, it must be finished
+        connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None

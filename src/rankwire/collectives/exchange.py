@@ -100,11 +100,11 @@ class Exchange(ABC):
         "size",
     )
 
-    def __init__(self, backend: Backend, group: int) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.rank = backend.rank
         self.size = backend.world_size
         self._backend = backend
-        self._group = group
+        self._group = backend.group
         self._tag = 0
         self.deadline = self._next_look = _NEVER
         self.offers: list[tuple[int, Offer]] = []
@@ -165,6 +165,8 @@ class Exchange(ABC):
         """Send bytes in pieces, as one message. They must not change before ``settle``."""
         if nbytes > self._backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self._backend.max_message_nbytes)
+        if self._next_look.expired:
+            self._next_look = self.deadline.sooner(LOOK_EVERY)
         # A message of which only a part has left must be finished, so a large one is not given up.
         limit = self._next_look if nbytes <= _SMALL else self.deadline
         while True:
@@ -192,6 +194,8 @@ class Exchange(ABC):
             RankwireError: It cannot come any more: a rank failed, or is doing something else.
         """
         self._sources.append(src)
+        if self._next_look.expired:
+            self._next_look = self.deadline.sooner(LOOK_EVERY)
         envelope = (self._group, _CHANNEL, self._tag + step)
         while True:
             try:

@@ -31,9 +31,10 @@ from rankwire.wire.frames import Channel
 from rankwire.wire.loans import LoanRevokedError
 
 if TYPE_CHECKING:
+    from rankwire.backends.base import Backend
     from rankwire.collectives.sequence import OperationSequence
 
-__all__ = ["Operation", "Run"]
+__all__ = ["Operation", "Run", "root_of"]
 
 T = TypeVar("T")
 Run = Callable[[Exchange], T]
@@ -71,7 +72,7 @@ class Operation(Exchange):
     )
 
     def __init__(self, operations: OperationSequence, description: str) -> None:
-        Exchange.__init__(self, operations.backend, operations.group)
+        Exchange.__init__(self, operations.backend)
         self._operations = operations
         self.description = description
         self.has_begun = False
@@ -260,3 +261,13 @@ class Operation(Exchange):
         """Return the error of an operation whose time is up."""
         missing = self._operations.absent(self._number) or [src]
         return DeadlineExceededError(self.deadline.limit, waiting_for=missing)
+
+
+def root_of(backend: Backend, peer: int | None) -> int | None:
+    """Return whose failure it is that a peer has failed. Not under the lock of a sequence."""
+    if peer is None or peer == backend.rank or not 0 <= peer < backend.world_size:
+        return None
+    known = backend.failure_of(peer)
+    if known is not None and known.root is not None:
+        return known.root
+    return backend.world_rank_of(peer)

@@ -108,13 +108,13 @@ class Reduction:
                 self._fold(pieces, count, out, own, spare)
 
     def fold_two(self, first: Array, second: Array, out: Array) -> None:
-        """Fold the pieces of two ranks, of which ``out`` may be one."""
+        """Reduce the pieces of two ranks, in this order, into ``out``, which may be one of them."""
         if self._widen is not None or self._mean or _QUIET is None:
             self.fold((first, second), 2, out)
         elif self._quiet:
-            self._ufunc(first, second, out)
+            self._ufunc(first, second, out=out)
         else:
-            _QUIET.copy().run(self._ufunc, first, second, out)
+            _QUIET.copy().run(self._ufunc, first, second, out=out)
 
     def _fold(
         self, pieces: Iterable[Array], count: int, out: Array, own: int, spare: Array | None

@@ -21,7 +21,7 @@ it, so that work is queued in the order of its numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -30,7 +30,7 @@ from rankwire.backends.base import Backend
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import NOTICE_TAG, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
-from rankwire.collectives.operation import Operation
+from rankwire.collectives.operation import Operation, root_of
 from rankwire.collectives.work import OperationThread, Work
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -55,7 +55,6 @@ Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 Roll = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
 
 _NOW = Deadline(0.0)
-_NOTHING: Mapping[str, Any] = {}
 _TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
 _MOST_HEARD = 1024  # notices of one rank at once; who says more must not hold the reader
 _MOST_FAILURES = 1024  # operations to come of which it is remembered that others failed in them
@@ -67,7 +66,6 @@ class OperationSequence:
 
     Attributes:
         backend: The group.
-        group: Its number.
         others: All its ranks but this one.
         epoch: The number after the last operation that has failed here.
         turn: The number of the one that may run.
@@ -77,8 +75,7 @@ class OperationSequence:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.group = backend.group
-        self._notices = (self.group, Channel.COLLECTIVE, NOTICE_TAG)
+        self._notices = (backend.group, Channel.COLLECTIVE, NOTICE_TAG)
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
@@ -104,13 +101,7 @@ class OperationSequence:
                     operations = backend.operations = cls(backend)
         return operations
 
-    def call(
-        self,
-        name: str,
-        prepare: Callable[..., Plan],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = _NOTHING,
-    ) -> Any:
+    def call(self, name: str, prepare: Callable[[], Plan]) -> Any:
         """Run the next operation of the group, here or in the background.
 
         It has a number also if it cannot be prepared, as on the other ranks, which are told.
@@ -118,8 +109,6 @@ class OperationSequence:
         Args:
             name: What was called.
             prepare: Checks the arguments, and returns what is to be done.
-            args: For it.
-            kwargs: For it.
 
         Returns:
             What the steps return, or the ``Work`` whose ``wait`` returns it.
@@ -129,7 +118,7 @@ class OperationSequence:
         operation = Operation(self, name)
         work: Work[Any] | None = None
         try:
-            description, run, async_op, timeout = prepare(*args, **kwargs)
+            description, run, async_op, timeout = prepare()
             deadline = Deadline(self.backend.timeout if timeout is None else timeout)
             operation.description, operation.deadline = description, deadline
             operation.has_begun = True
@@ -325,12 +314,7 @@ class OperationSequence:
         Either that rank has failed in it, or in an earlier one of which this rank had done its part
         when it heard of that. Then the others do not know yet that this one fails too.
         """
-        error = self._failure_of(sequence)
-        if isinstance(error, PeerLostError | CollectiveAbortedError):
-            error.root = _root_of(self.backend, error.peer)
-        return error
-
-    def _failure_of(self, sequence: int) -> RankwireError | None:
+        error: RankwireError | None = None
         with self._lock:
             for number, notices in sorted(self.failures.items()):
                 is_news = self.epoch <= number < sequence and self.turn == sequence
@@ -339,8 +323,10 @@ class OperationSequence:
                     error = notice.error(src, self.backend.rank, is_news=is_news)
                     told = self.failures.get(sequence, {}).values()
                     error.is_reported = any(not notice.to_relay for notice in told)
-                    return error
-        return None
+                    break
+        if isinstance(error, PeerLostError | CollectiveAbortedError):
+            error.root = root_of(self.backend, error.peer)
+        return error
 
     def to_relay(self, sequence: int) -> Notice | None:
         """Return what a rank has told this one of an operation, that it may tell it to all."""
@@ -402,16 +388,6 @@ class OperationSequence:
                 for rank in self.others
                 if rank not in self._waiting or self._waiting[rank].sequence < sequence
             ]
-
-
-def _root_of(backend: Backend, peer: int | None) -> int | None:
-    """Return whose failure it is that a peer has failed. Not under the lock of a sequence."""
-    if peer is None or peer == backend.rank or not 0 <= peer < backend.world_size:
-        return None
-    known = backend.failure_of(peer)
-    if known is not None and known.root is not None:
-        return known.root
-    return backend.world_rank_of(peer)
 
 
 _making = threading.Lock()

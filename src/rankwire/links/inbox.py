@@ -229,12 +229,16 @@ class Inbox:
         A thread that waits for it and has the reading role notices when it looks up.
         """
         with self._mutex:
-            if not self._mailbox.withdraw(receive):
-                return False
-            receive.fail(error)
-            if receive.on_done is not None:
-                self.due.append(receive)
-            self._parked.wake(receive)
+            try:
+                if not self._mailbox.withdraw(receive):
+                    return False
+                receive.fail(error)
+                if receive.on_done is not None:
+                    self.due.append(receive)
+                self._parked.wake(receive)
+            except BaseException:
+                self._mailbox.tidy()  # as in ``withdraw``
+                raise
         self.call_back_due()
         return True
 

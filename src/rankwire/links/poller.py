@@ -20,7 +20,6 @@ from rankwire.links.stream import Stream
 __all__ = ["EpollPoller", "Poller"]
 
 _LOOKS_AT_ALL = 8  # one look in so many is at all streams
-_NOTHING = object()
 _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 
 
@@ -101,36 +100,33 @@ class EpollPoller:
         Whoever sent last sends next, most of the time: its descriptor is asked more often than the
         epoll, and for less.
         """
-        if spin is not None:
-            if spin.budget > 0.0:
-                found = self._look(perf_counter() + spin.budget)
-                if found is not _NOTHING:
-                    spin.paid()
-                    return found
-                spin.wasted()
-            else:
-                spin.skipped()
+        if spin is None:
+            pass
+        elif spin.budget <= 0.0:
+            spin.skipped()
+        else:
+            limit = perf_counter() + spin.budget
+            waiting = self._waiting
+            while True:
+                self._looks += 1
+                number = self._last
+                if number >= 0 and self._looks % _LOOKS_AT_ALL:
+                    try:
+                        ioctl(number, FIONREAD, waiting)
+                    except OSError:  # closed meanwhile
+                        self._last = -1
+                    else:
+                        if waiting != NOTHING_TO_READ:
+                            spin.budget = spin.most
+                            return self._keys.get(number)
+                elif ready := self._epoll.poll(0, 1):
+                    spin.budget = spin.most
+                    return self._key_of(ready[0][0])
+                if perf_counter() >= limit:
+                    break
+            spin.wasted()
         ready = self._epoll.poll(seconds, 1)
         return self._key_of(ready[0][0]) if ready else None
-
-    def _look(self, limit: float) -> object:
-        """Return the key of what can be read, ``_NOTHING`` if there is none in time."""
-        waiting = self._waiting
-        while True:
-            self._looks += 1
-            number = self._last
-            if number >= 0 and self._looks % _LOOKS_AT_ALL:
-                try:
-                    ioctl(number, FIONREAD, waiting)
-                except OSError:  # closed meanwhile
-                    self._last = -1
-                else:
-                    if waiting != NOTHING_TO_READ:
-                        return self._keys.get(number)
-            elif ready := self._epoll.poll(0, 1):
-                return self._key_of(ready[0][0])
-            if perf_counter() >= limit:
-                return _NOTHING
 
     def _key_of(self, number: int) -> object | None:
         if number == self._wakeup:

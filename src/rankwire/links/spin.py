@@ -27,12 +27,16 @@ class Spin:
     """A budget in seconds that adapts to whether spinning pays.
 
     Races between readers only blur it.
+
+    Attributes:
+        budget: How long to look now. Whoever finds something sets it to ``most`` again.
+        most: The full one.
     """
 
-    __slots__ = ("_most", "_skips", "_waiting", "budget")
+    __slots__ = ("_skips", "_waiting", "budget", "most")
 
     def __init__(self, most: float) -> None:
-        self._most = most
+        self.most = most
         self._skips = 0
         self._waiting = bytearray(4)
         self.budget = most
@@ -53,7 +57,7 @@ class Spin:
             while True:
                 ioctl(descriptor, FIONREAD, waiting)
                 if waiting != NOTHING_TO_READ:
-                    self.budget = self._most
+                    self.budget = self.most
                     return True
                 if perf_counter() >= limit:
                     break
@@ -61,10 +65,6 @@ class Spin:
             return True  # it was closed, which the next read says
         self.wasted()
         return False
-
-    def paid(self) -> None:
-        """Data came while polling."""
-        self.budget = self._most
 
     def wasted(self) -> None:
         """The budget was spent and nothing came."""
@@ -75,7 +75,7 @@ class Spin:
         self._skips += 1
         if self._skips >= _RETRY_EVERY:
             self._skips = 0
-            self.budget = self._most
+            self.budget = self.most
 
 
 def default_spin(ranks_on_this_host: int) -> float:

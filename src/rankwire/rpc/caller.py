@@ -11,7 +11,6 @@ It knows the call port and what the server tells of calls being served here, not
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from rankwire.rpc.server import Server
 
 __all__ = ["Caller"]
-
-_log = logging.getLogger("rankwire")
 
 _MOST_EXPLAINED = 4  # futures that are late at the same moment
 _EXPIRY_CHECK_EVERY = 0.05  # seconds; a thread that waits in result() is exact
@@ -118,8 +115,14 @@ class Caller:
                 payload = reply.wait(deadline)
             except (CircularCallError, CallCancelledError):
                 raise  # given up by another thread or another look, which has told the callee
-            except BaseException as error:
+            except RankwireError as error:
                 self._give_up(reply, error, dst, name)
+                raise
+            except BaseException:
+                try:
+                    self._take_back(reply, dst)
+                finally:
+                    self._take_back(reply, dst)  # a second interrupt may have fallen into the first
                 raise
             finally:
                 if call is not None:
@@ -216,18 +219,19 @@ class Caller:
             self._futures.pop(request_id, None)
             self._wait_for_room(dst, name, deadline, call)
 
-    def _give_up(self, reply: Reply, error: BaseException, dst: int, name: str) -> None:
+    def _give_up(self, reply: Reply, error: RankwireError, dst: int, name: str) -> None:
         """Tell the callee of a call whose caller stops waiting that it need not go on."""
-        if isinstance(error, DeadlineExceededError):
-            error.may_have_run = True
-            self._questions.explain_delay(error, dst, reply.request_id, name)
-        elif isinstance(error, (PeerLostError, ChannelClosedError)):
-            error.may_have_run = True
-        else:  # an interrupt
-            try:
-                reply.withdraw()
-            finally:
-                reply.withdraw()  # another one may have fallen into the first
+        try:
+            if isinstance(error, (DeadlineExceededError, PeerLostError, ChannelClosedError)):
+                error.may_have_run = True
+            if isinstance(error, DeadlineExceededError):
+                self._questions.explain_delay(error, dst, reply.request_id, name)
+        finally:  # whoever is asked why may not say, and the asker may be interrupted
+            self._port.cancel(dst, reply.request_id)
+
+    def _take_back(self, reply: Reply, dst: int) -> None:
+        """Do the same for a caller that was interrupted. Safe to repeat."""
+        reply.withdraw()
         self._port.cancel(dst, reply.request_id)
 
     def _wait_for_room(self, dst: int, name: str, deadline: Deadline, call: Call | None) -> None:
