@@ -211,7 +211,8 @@ def joined_ranks() -> set[int]:
     return {
         rank
         for thing in gc.get_objects()
-        if type(thing) is Coordinator and thing._state.name == "FORMING"
+        if type(thing) is Coordinator and hasattr(thing, "_changed")  # else it is being made
+        if thing._state.name == "FORMING"
         for rank in thing._roster.members
     }
 

@@ -203,6 +203,7 @@ def test_a_late_call_says_what_its_callee_is_doing(world, how):
             call(caller, how, "note", 1, timeout=0.2)
         assert "it waits for one of 1 workers" in caught.value.detail
         check_context(caught.value, how, "note", 0.2)
+        time.sleep(0.3)  # until its time is over at the callee too, whether or not it was told
         callee.release()
         assert call(caller, how, "echo", 1) == 1
         assert callee.notes() == []

@@ -230,7 +230,7 @@ class Caller:
             self._port.cancel(dst, reply.request_id)
 
     def _take_back(self, reply: Reply, dst: int) -> None:
-        """Do the same for a caller that was interrupted. Safe to repeat."""
+        """Give up a call whose caller was interrupted, and tell the callee. Safe to repeat."""
         reply.withdraw()
         self._port.cancel(dst, reply.request_id)
 
