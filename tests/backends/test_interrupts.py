@@ -1,5 +1,6 @@
 """Ctrl-C anywhere in an operation: whoever catches it and goes on has a world."""
 
+import time
 from contextlib import suppress
 
 import numpy as np
