@@ -77,13 +77,22 @@ class RpcFuture(Future[Any]):
 
     def cancel(self) -> bool:
         """Give up the call and tell the callee; False if it is done."""
-        if not super().cancel():
-            return False
+        try:
+            if not super().cancel():
+                return False
+            self._take_back()
+        except BaseException:  # an interrupt: a reply of which nobody knows would not be read
+            if self.cancelled():
+                self._take_back()
+            raise
+        return True
+
+    def _take_back(self) -> None:
+        """Let go of the call and of its reply. Safe to repeat."""
         self._caller.settled(self)
         if self._reply is not None:
             self._reply.withdraw()
             self._port.cancel(self.dst, self.request_id)
-        return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Call ``fn(self)`` when it is done, in whatever thread that happens."""
