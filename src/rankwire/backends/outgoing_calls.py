@@ -99,14 +99,18 @@ class OutgoingCalls:
             return None
         reply = Reply((self._service, _REPLY, request_id), on_reply, inbox)
         try:
-            inbox.post(reply)
-            inbox.connection.send(  # type: ignore[union-attr]
-                (self._service, _CALL, request_id),
-                message,
-                deadline,
-                hold=hold and in_flight >= _HOLD_FROM,
-                meanwhile=inbox,
-            )
+            try:
+                inbox.post(reply)
+                inbox.connection.send(  # type: ignore[union-attr]
+                    (self._service, _CALL, request_id),
+                    message,
+                    deadline,
+                    hold=hold and in_flight >= _HOLD_FROM,
+                    meanwhile=inbox,
+                )
+            finally:
+                if inbox.due:
+                    inbox.call_back_due()
         except ChannelClosedError:
             if inbox.withdraw(reply):
                 raise
@@ -120,9 +124,6 @@ class OutgoingCalls:
             finally:
                 inbox.withdraw(reply)  # an interrupt may have fallen into the first
             raise
-        finally:
-            if inbox.due:
-                inbox.call_back_due()
         return reply
 
     def _call_own(
