@@ -25,8 +25,9 @@ SOON = 8.0  # seconds; measured: 0.1 to 0.3 on an idle machine
 TIMEOUT = 20.0
 MANY = _FEW + 4
 # For each rank, beside the log2(N) of the operation: an answer, the roll, a question near the end
-# and its answer, and the failure, there and back. On a busy machine there may be two conveners.
-MOST_NOTICES = 20
+# and its answer, and the failure, there and back. On a busy machine there may be two conveners, and
+# more looks. If everyone told everyone it would be 127 of each.
+MOST_NOTICES = 60
 
 
 def counting(size: int):
