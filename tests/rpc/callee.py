@@ -66,6 +66,10 @@ class Callee:
         eventually(lambda: not self._held)
         self._released.clear()
 
+    def receive(self) -> None:
+        """Wait for a message of rank 0, which comes after all that it sent before."""
+        self.agent.backend.recv(0, timeout=PATIENCE)
+
     def open(self, gate: int) -> None:
         """Let ``wait_for(gate)`` end."""
         self._gate(gate).set()

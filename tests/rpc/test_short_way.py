@@ -164,6 +164,10 @@ def test_however_a_call_ends_its_place_is_free_again(world):
         assert cancelled.cancel()
         for future in late:
             assert isinstance(future.exception(PATIENCE), DeadlineExceededError)
+        time.sleep(0.3)  # until their time is over at the callee too, which got them later
+        # A message keeps the order of the connection: the callee has read what was cancelled.
+        caller.backend.send(b"all is withdrawn", 1)
+        callee.receive()
         callee.release()
         assert (held.result(PATIENCE), kept.result(PATIENCE)) == ("released", "kept")
         assert callee.notes() == ["kept"]
