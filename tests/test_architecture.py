@@ -11,7 +11,7 @@ import rankwire
 
 SOURCE = Path(rankwire.__file__).parent
 
-LEAVES = {"errors", "texts", "deadline", "fork", "shutdown"}
+LEAVES = {"errors", "texts", "clock", "deadline", "fork", "shutdown"}
 # What each layer may import of ours (its own modules apart).
 MAY_IMPORT = {
     "errors": set(),
@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "texts": set(),
     "fork": {"errors"},
     "shutdown": {"errors"},
-    "deadline": {"errors"},
+    "clock": set(),
+    "deadline": {"errors", "clock"},
     "codec": {"errors", "texts"},
     "wire": {"errors", "texts", "codec"},
     "links": {*LEAVES, "wire"},

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
 from rankwire.rendezvous.standalone import CoordinatorHost
 from worlds import (
@@ -36,6 +37,7 @@ class Launcher:
             world_size,
             secret=SECRET,
             job="hosted",
+            clock=REAL_TIME,
             on_formed=lambda world: self.told.append("formed"),
             on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
             on_hopeless=self.told.append,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rankwire.backends.peers import Peer
 from rankwire.backends.transport import Offer
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
 from rankwire.links.lender import Lent
@@ -48,16 +49,16 @@ class ReadingAll:
 class ReadingAndChecking(ReadingAll):
     """Reads like ``ReadingAll``, and looks now and then whether it still makes sense to wait."""
 
-    def __init__(self, peers: dict[int, Peer], check: Callable[[], None]) -> None:
+    def __init__(self, peers: dict[int, Peer], check: Callable[[], None], clock: Clock) -> None:
         super().__init__(peers)
         self._check = check
-        self._next = Deadline(_CHECK_EVERY)
+        self._next = Deadline(_CHECK_EVERY, clock)
 
     def read(self) -> None:
         """Read what is there; now and then, raise what ``check`` raises."""
         super().read()
         if self._next.expired:
-            self._next = Deadline(_CHECK_EVERY)
+            self._next = Deadline(_CHECK_EVERY, self._next.clock)
             self._check()
 
 

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -192,7 +193,7 @@ def follow(
 def _find_node_0(
     loop: Loop, *, address: str, secret: bytes, policy: Policy, node: int, nodes: int
 ) -> LauncherLink:
-    deadline = Deadline(GATHER_LIMIT)
+    deadline = Deadline(GATHER_LIMIT, REAL_TIME)
 
     def look_at_signals(patience: float = 0.0) -> None:
         for number in loop.turn(patience):

@@ -6,9 +6,9 @@ It knows the headers of frames and the clock; streams and ranks are not known he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from time import monotonic
 from typing import NamedTuple
 
+from rankwire.clock import Clock
 from rankwire.wire.frames import HEADER_NBYTES, Channel, unpack_size
 
 __all__ = ["Course", "Gate", "Position", "Stretch"]
@@ -66,19 +66,22 @@ class Course:
     """What the messages of one direction meet on their way.
 
     Args:
+        clock: By which they are late.
         delays: How many seconds each takes in turn; None if they take none.
         gate: What lets them through at the reader.
         on_message: Called in the writer's thread when a message is written whole; it must not wait.
     """
 
-    __slots__ = ("_delays", "gate", "on_message")
+    __slots__ = ("_delays", "gate", "now", "on_message")
 
     def __init__(
         self,
+        clock: Clock,
         delays: Iterator[float] | None = None,
         gate: Gate | None = None,
         on_message: Callable[[], None] = lambda: None,
     ) -> None:
+        self.now = clock.now
         self._delays = delays
         self.gate = gate
         self.on_message = on_message
@@ -98,6 +101,6 @@ class Course:
             left = missing + nbytes
             begins = is_message = channel not in _COURTESIES
             if is_message and self._delays is not None:
-                when = max(when, monotonic() + next(self._delays))
+                when = max(when, self.now() + next(self._delays))
         taken = min(left, len(data))
         return Stretch(taken, when, begins, Position(left - taken, b"", when, is_message))

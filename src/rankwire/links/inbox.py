@@ -30,8 +30,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import starmap
-from time import sleep
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     DeadlineExceededError,
@@ -62,6 +62,7 @@ class Inbox:
     Args:
         peer: The rank whose messages these are, for errors.
         mailbox: Where they are matched.
+        clock: By which its threads wait.
         connection: Where they come from, if it is known yet.
         fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
 
@@ -77,11 +78,13 @@ class Inbox:
         self,
         peer: int,
         mailbox: Mailbox,
+        clock: Clock,
         connection: Connection | None = None,
         *,
         fetch: bool = False,
     ) -> None:
         self.peer = peer
+        self._clock = clock
         self._fetch = fetch
         self.connection = connection
         self._mailbox = mailbox
@@ -327,7 +330,7 @@ class Inbox:
                 raise self._mailbox.failure.copy()
             if not self._read_once(deadline):
                 # Somebody else reads and will end receives; look again when that may have happened.
-                sleep(min(0.001, deadline.sleep_limit()))
+                self._clock.sleep(min(0.001, deadline.sleep_limit()))
         return True
 
     def fail(self, cause: RankwireError) -> None:
@@ -383,9 +386,9 @@ class Inbox:
         """End all receives and close the connection, once its reader has left it."""
         if self.connection is not None:
             self.connection.fail(cause)
-        patience = Deadline(_CLOSE_PATIENCE)
+        patience = Deadline(_CLOSE_PATIENCE, self._clock)
         while self._reader is not None and not patience.expired:
-            sleep(0.0005)  # it delivers what had arrived, and leaves
+            self._clock.sleep(0.0005)  # it delivers what had arrived, and leaves
         self.fail(cause)
         if self.connection is not None:
             self.connection.close()
@@ -583,7 +586,7 @@ class Inbox:
     def _sleep(self, receive: Receive, lock: threading.Lock, deadline: Deadline) -> None:
         woken = False
         try:
-            woken = lock.acquire(timeout=deadline.sleep_limit())
+            woken = self._clock.acquire(lock, True, deadline.sleep_limit())
         finally:
             if not woken:
                 self._unpark(receive, lock)

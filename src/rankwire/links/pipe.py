@@ -22,7 +22,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import NamedTuple
 
 from rankwire.links.course import Course, Position
@@ -186,7 +185,8 @@ class Pipe:
     def cut(self) -> None:
         """Lose what is not visible by now. Any thread."""
         if self._cut_at is None:
-            self._cut_at = monotonic()
+            # Where no message is late, all is visible at any time.
+            self._cut_at = 0.0 if self._course is None else self._course.now()
         self.wake_readers()
         wake(self.writers)
 
@@ -241,7 +241,7 @@ class Pipe:
             return 0.0 if is_over or (self._flushers and self._room() > 0) else None
         if self._cut_at is not None or self._course is None:
             return 0.0
-        now = monotonic()
+        now = self._course.now()
         opens_at = max(chunk.when, self._opens_at(chunk))
         return opens_at - now if opens_at > now else 0.0
 
@@ -250,7 +250,7 @@ class Pipe:
         read_to, filled, index = self._read_to, 0, 0
         latest = self._cut_at
         if latest is None:
-            latest = monotonic() if self._course is not None else 0.0
+            latest = 0.0 if self._course is None else self._course.now()
         while filled < len(buffer):
             try:
                 chunk = self._chunks[index]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
@@ -51,6 +52,7 @@ class CoordinatorHost:
         world_size: How many ranks a world has.
         secret: What the key of every rank is made of.
         job: The name of the job.
+        clock: By which it waits.
         policy: How connections are protected; by default as the address demands.
         on_formed: Called when a world is complete; this and the following on the host's own
             thread, they must not block.
@@ -69,6 +71,7 @@ class CoordinatorHost:
         *,
         secret: bytes,
         job: str,
+        clock: Clock,
         policy: Policy | None = None,
         on_formed: Callable[[World], None] = lambda world: None,
         on_gone: Callable[[Gone], None] = lambda gone: None,
@@ -89,7 +92,7 @@ class CoordinatorHost:
         self._on_hopeless = on_hopeless
         self._absent: dict[int, str] = {}
         self._acceptor = Acceptor(
-            self, key=self._find_key, policy=policy or _default_policy(listener)
+            self, clock, key=self._find_key, policy=policy or _default_policy(listener)
         )
         self._acceptor.listen(listener)
         self._coordinator = self._new_coordinator()
@@ -153,9 +156,10 @@ class CoordinatorHost:
         expect_prompt_reading(sock)
         is_launcher = hello.purpose is Purpose.LAUNCH
         longest = MAX_LAUNCHER_NBYTES if is_launcher else MAX_MEMBER_NBYTES
-        connection = Connection(sock, peer=hello.rank, max_nbytes=longest, seals=seals)
+        clock = self._acceptor.clock
+        connection = Connection(sock, peer=hello.rank, max_nbytes=longest, clock=clock, seals=seals)
         if is_launcher:
-            self._on_launcher(hello.rank, LauncherLink(connection))
+            self._on_launcher(hello.rank, LauncherLink(connection, clock))
             return
         self._coordinator.enter(hello.rank, connection)
 

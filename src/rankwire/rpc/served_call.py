@@ -58,7 +58,7 @@ class ServedCall(Call):
         # As ``Call`` does, without the hop.
         self.src = incoming.src
         self.name = name
-        self.deadline = Deadline(timeout)
+        self.deadline = Deadline(timeout, server.clock)
         self.links = links
         self.depth = len(links) // 2
         self.outgoing = {}

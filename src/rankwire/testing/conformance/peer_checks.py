@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from time import monotonic, sleep
 
 from rankwire.backends.base import Backend
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, PeerLostError
 from rankwire.testing.conformance.tools import expect
 from rankwire.testing.worlds import MakeWorld
@@ -23,10 +23,10 @@ def _leave(backend: Backend, error: BaseException | None = None) -> None:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end = monotonic() + _PATIENCE
+    end = REAL_TIME.now() + _PATIENCE
     while not condition():
-        assert monotonic() < end, "it did not come about"
-        sleep(0.001)
+        assert REAL_TIME.now() < end, "it did not come about"
+        REAL_TIME.sleep(0.001)
 
 
 def at_first_all_are_alive(make_world: MakeWorld) -> None:
