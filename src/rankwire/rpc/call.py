@@ -77,6 +77,7 @@ class Call:
     """
 
     # Most calls end with these as they are: what is not set costs nothing.
+    depth: int = 0
     cancelled: bool = False
     worker: Worker | None = None
     waiting: Wait | None = None

@@ -54,13 +54,13 @@ class ServedCall(Call):
     def __init__(
         self, server: Server, incoming: IncomingCall, request: Request, function: Function
     ) -> None:
-        name, timeout, links, _, _ = request
         # As ``Call`` does, without the hop.
         self.src = incoming.src
-        self.name = name
-        self.deadline = Deadline(timeout)
-        self.links = links
-        self.depth = len(links) // 2
+        self.name = request.name
+        self.deadline = Deadline(request.timeout)
+        self.links = links = request.chain
+        if links:
+            self.depth = len(links) // 2
         self.outgoing = {}
         self._server = server
         self._request: Request | None = request
