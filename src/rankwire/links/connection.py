@@ -108,6 +108,8 @@ class Connection:
         self.peer = peer
         self.failure: RankwireError | None = None
         self.has_parcels = False
+        # What reads it once it is known to be in use, if that is one read of a bare socket.
+        self._recv_into: Callable[[memoryview], int] | None = None
         self._ending: RankwireError | None = None  # the first cause, while its owner is asked
         self._on_lost = on_lost
         self._on_left = on_left
@@ -342,22 +344,11 @@ class Connection:
         parser = self._parser
         if parser.state[0]:
             return parser.state[0]
-        stream = self.stream
         try:
-            if parser.violation is not None:
-                raise parser.violation
-            if stream.read is None:
-                is_whole = parser.take_in(stream.recv_into)
-            else:
-                is_whole = False if parser.read_by(stream.read) else None
-            if is_whole is None:
-                raise self._ended()
-            if self._protocol.course is Course.UNUSED:
-                self._protocol.happened(Happening.FRAMES)
-            if not is_whole:
-                self._parse()
-            if stream.recv_pending is not None:
-                self._read_pending(stream.recv_pending)
+            if self._recv_into is None:
+                self._take_in_otherwise()
+            elif not (is_whole := parser.take_in(self._recv_into)):
+                self._take_further(is_whole)
         except BlockingIOError:
             return None
         except ProtocolError as error:
@@ -367,6 +358,29 @@ class Connection:
         except OSError as error:
             raise self._ended(error) from error
         return parser.state[0]
+
+    def _take_in_otherwise(self) -> None:
+        """Take in the first that comes, or what comes over a stream that is no bare socket."""
+        parser, stream = self._parser, self.stream
+        if stream.read is None:
+            self._take_further(parser.take_in(stream.recv_into))
+        elif parser.violation is not None:
+            raise parser.violation
+        else:
+            self._take_further(False if parser.read_by(stream.read) else None)
+        if stream.recv_pending is not None:
+            self._read_pending(stream.recv_pending)
+        elif stream.read is None:
+            self._recv_into = stream.recv_into
+
+    def _take_further(self, is_whole: bool | None) -> None:
+        """Go on with what the parser took in: whole, a part, or None at the end of the stream."""
+        if is_whole is None:
+            raise self._ended()
+        if self._protocol.course is Course.UNUSED:
+            self._protocol.happened(Happening.FRAMES)
+        if not is_whole:
+            self._parse()
 
     def read_ready(self) -> list[Frame] | None:
         """Return what ``receive_ready`` does, and take it: for readers that nobody interrupts."""
@@ -405,9 +419,10 @@ class Connection:
     def _take_special(self, frames: deque[Frame]) -> None:
         """Take out what is for the connection itself. Safe to repeat: nobody has the frames yet."""
         messages, violation = self._protocol.take(frames, self._borrow)
-        self._parser.violation = self._parser.violation or violation
-        if violation is not None and not messages:
-            raise violation
+        if violation is not None:
+            self._parser.spoil(violation)
+            if not messages:
+                raise violation
         frames.clear()
         frames.extend(messages)
         if self._protocol.course is Course.LEFT:

@@ -127,9 +127,14 @@ class FrameParser:
         Returns:
             Whether it is; False if what came is to be parsed, None at the end of the stream. Those
             bytes come first that an interrupted reader has left.
+
+        Raises:
+            ProtocolError: The stream was not a valid one before.
         """
         _, counts, sequence, place = self.state
         if place is not self._between:
+            if self.violation is not None:
+                raise self.violation
             return False if self.read(receive_into) else None
         _, _, _, buffer, view, _ = place
         if not counts:
@@ -143,6 +148,11 @@ class FrameParser:
         frame = _new_frame(Frame, ((group, channel, tag), buffer[HEADER_NBYTES:count]))
         self.state = (deque((frame,)), [], (sequence + 1) & SEQUENCE_MASK, place)
         return True
+
+    def spoil(self, violation: ProtocolError) -> None:
+        """Read no further: what a frame says is not what may be said there."""
+        self.violation = self.violation or violation
+        self._between = None
 
     @property
     def in_frame(self) -> bool:
