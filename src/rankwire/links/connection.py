@@ -81,6 +81,7 @@ class Connection:
 
     Attributes:
         failure: Why it cannot be used any more, if that is so.
+        send_small: ``send``, for what is never lent.
         has_parcels: Whether something lent was among the frames read; reset by who takes them.
 
     Size: it is all that its owners know of a peer's stream, so it has a verb for each of theirs.
@@ -131,6 +132,7 @@ class Connection:
             fail=self.fail,
             explain=self._why_not_sent,
         )
+        self.send_small = self._writer.send  # ``send`` for less than ``lend_from``, without a hop
         self._farewell_nbytes = HEADER_NBYTES if seals is None else HEADER_NBYTES + SEAL_NBYTES
         self._parser = FrameParser(
             max_nbytes=max_nbytes,
@@ -189,10 +191,10 @@ class Connection:
         envelope: Envelope,
         message: Message,
         deadline: Deadline,
-        *,
         hold: bool = False,
-        lend: bool = True,
         meanwhile: Meanwhile | None = None,
+        *,
+        lend: bool = True,
     ) -> None:
         """Send one frame. Safe from any thread; the buffers are free again on return.
 
@@ -202,9 +204,9 @@ class Connection:
             deadline: For all of it, also for other threads' frames before it.
             hold: Whether a small frame may stay here until the next one leaves, or ``flush``.
                 Whoever holds frames back sees to it that they are flushed soon.
-            lend: Whether a large payload may be lent; not if the peer has refused to borrow it.
             meanwhile: What to read when the peer does not take more for now, so that two ends which
                 both send first do not wait for each other. The send lock may be held.
+            lend: Whether a large payload may be lent; not if the peer has refused to borrow it.
 
         Raises:
             DeadlineExceededError: It was not taken in time. If ``may_have_arrived``, a part of it

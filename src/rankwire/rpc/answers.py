@@ -139,7 +139,7 @@ class Answers:
                 return
             deadline = Deadline(_PATIENCE)
         try:
-            self._port.reply(call, message, deadline, hold=hold)
+            self._port.reply(call, message, deadline, hold)
         except RankwireError as error:
             _log.debug("a reply to rank %d was not sent: %s", call.src, error)
 
