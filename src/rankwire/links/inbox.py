@@ -309,10 +309,13 @@ class Inbox:
         while self.due:
             hand: list[Receive] = []
             try:
-                with suppress(IndexError):  # another thread was faster
-                    hand.extend(starmap(self.due.popleft, ONCE))
+                hand.extend(starmap(self.due.popleft, ONCE))
                 for receive in hand:
                     _call_back(receive)
+            except IndexError:
+                if hand:
+                    raise  # a callback's
+                break  # another thread was faster
             except Exception:
                 raise
             except BaseException:
