@@ -37,7 +37,7 @@ class Deadline:
     def __init__(self, limit: float, clock: Clock) -> None:
         if type(limit) is not float:
             limit = _seconds(limit)
-        if not limit >= 0:  # also refuses NaN
+        if not limit >= 0.0:  # also refuses NaN
             raise ConfigurationError(f"a time limit is 0 or more seconds, not {limit!r}")
         self.limit = limit
         self.clock = clock
@@ -60,7 +60,9 @@ class Deadline:
         """Return the seconds left, bounded to what lock and poll calls accept."""
         now = self._now
         left = self._end - now()
-        return 0.0 if left < 0.0 else min(left, _LONGEST_SLEEP)
+        if left < 0.0:
+            return 0.0
+        return left if left < _LONGEST_SLEEP else _LONGEST_SLEEP
 
     @property
     def expired(self) -> bool:
