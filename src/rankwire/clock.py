@@ -37,7 +37,8 @@ class Clock:
     Another clock derives from this one and replaces all members but ``wait_for``.
 
     Attributes:
-        now: Returns the time in seconds, monotonic; only differences mean something.
+        now: Returns the time in seconds: it never goes back, nor below 0, and only differences mean
+            something.
         sleep: Sleeps for so many seconds.
         acquire: Takes a lock: ``acquire(lock, True, seconds)`` returns whether it did in time, -1
             is without a limit.

@@ -89,10 +89,10 @@ class Forming:
         return self
 
     def __exit__(self, *_) -> None:
-        self._listener.close()
         for running in self._started:
             with contextlib.suppress(RankwireError):
                 running.result().close()
+        self._listener.close()  # rank 0's, if it was started: not while that accepts on it
 
 
 def until_listening(address: str) -> None:

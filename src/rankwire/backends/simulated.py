@@ -86,7 +86,6 @@ class SimulatedBackend(Mesh):
         *,
         timeout: float,
         max_message_nbytes: int,
-        clock: Clock,
     ) -> None:
         super().__init__(
             rank,
@@ -94,7 +93,7 @@ class SimulatedBackend(Mesh):
             timeout=timeout,
             max_message_nbytes=max_message_nbytes,
             peers=_Peers(self._meet),
-            clock=clock,
+            clock=network.clock,
             single_copy=False,
         )
         self.network = network
@@ -140,14 +139,7 @@ class SimulatedBackend(Mesh):
         world: list[Self] = []
         for rank in range(world_size):
             world.append(
-                cls(
-                    rank,
-                    network,
-                    world,
-                    timeout=timeout,
-                    max_message_nbytes=max_message_nbytes,
-                    clock=clock,
-                )
+                cls(rank, network, world, timeout=timeout, max_message_nbytes=max_message_nbytes)
             )
         network.start(world)
         return list(world)

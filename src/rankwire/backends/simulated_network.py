@@ -62,13 +62,16 @@ class Network:
         queue_nbytes: What a stream holds.
         faults: What goes wrong, and when; a copy is taken.
         clock: The world's.
+
+    Attributes:
+        clock: The same.
     """
 
     def __init__(
         self, world_size: int, *, queue_nbytes: int, faults: FaultPlan, clock: Clock
     ) -> None:
         self.world_size = world_size
-        self._clock = clock
+        self.clock = clock
         self._queue_nbytes = queue_nbytes
         self._faults = copy.deepcopy(faults)
         self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
@@ -92,7 +95,7 @@ class Network:
         for link, count in self._faults.break_after_messages.items():
             if count == 0:
                 self.break_link(*link)
-        now = self._clock.now()
+        now = self.clock.now()
         for rank, seconds in self._faults.kill_after_seconds.items():
             self._timetable.plan(now + seconds, partial(self._kill_in_passing, rank))
         for link, seconds in self._faults.break_after_seconds.items():
@@ -158,7 +161,7 @@ class Network:
         else:
             there, back = f"requests {service}", f"replies {service}"
         courses = self._course(src, dst, there), self._course(dst, src, back)
-        return memory_pair(self._queue_nbytes, self._clock, *courses)
+        return memory_pair(self._queue_nbytes, self.clock, *courses)
 
     def leave(self, rank: int) -> None:
         """Note that a rank leaves in good order: from now on its streams may end."""
@@ -179,7 +182,7 @@ class Network:
                 telling = self._telling
             for thread in telling:
                 if thread is not threading.current_thread():
-                    self._clock.join(thread, _JOIN_LIMIT)
+                    self.clock.join(thread, _JOIN_LIMIT)
 
     # -- what befalls messages ---------------------------------------------------------------------
 
@@ -192,8 +195,8 @@ class Network:
             delays = self._delays[src, dst, kind]
         gate = self._gates.get(dst)
         if self._faults.counts_messages:
-            return Course(self._clock, delays, gate, partial(self._count, src, dst))
-        return None if delays is None and gate is None else Course(self._clock, delays, gate)
+            return Course(self.clock, delays, gate, partial(self._count, src, dst))
+        return None if delays is None and gate is None else Course(self.clock, delays, gate)
 
     def _count(self, src: int, dst: int) -> None:
         link = link_between(src, dst)
