@@ -239,4 +239,4 @@ def test_no_other_clock_is_used_in_a_world(world, pool, uses_of_real_time):
         for done in [pool.submit(live, backend) for backend in backends]:
             done.result(50.0)
     assert not uses_of_real_time, "\n\n".join(uses_of_real_time)
-    assert set(clock.uses) >= {"now", "acquire", "sleep", "wait", "join"}
+    assert set(clock.uses) >= {"now", "acquire", "wait", "join"}  # who sleeps depends on the moment
