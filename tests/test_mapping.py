@@ -18,7 +18,7 @@ SHOWN_IN = {
     "rpc/caller": "rpc/test_agent.py",
     "rpc/questions": "rpc/test_accounts.py",
     "rpc/worker": "rpc/test_pool.py",
-    "links/course": "links/test_memory_stream.py",
+    "links/route": "links/test_memory_stream.py",
     "links/memory_poller": "links/test_memory_stream.py",
     "links/pipe": "links/test_memory_stream.py",
     "links/sleepers": "links/test_memory_stream.py",

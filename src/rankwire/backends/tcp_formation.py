@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,7 +35,7 @@ from rankwire.links.sockets import (
 from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.join import join
-from rankwire.rendezvous.membership import Audience, Membership
+from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
 from rankwire.wire.handshake import (
@@ -45,29 +45,18 @@ from rankwire.wire.handshake import (
     Status,
     job_id,
 )
-from rankwire.wire.keys import KEY_NBYTES, Key, RankKey, rank_key, unwrap
+from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
     import socket
 
+    from rankwire.backends.tcp import TcpBackend
     from rankwire.links.tls import AnySocket
 
 __all__ = ["Formation"]
 
 _LOOK_EVERY = 0.5  # seconds between two looks at connections that may be cut
-
-
-class _Owner(Audience, Protocol):
-    """The backend, as far as it is known here."""
-
-    rank: int
-    world_size: int
-
-    def admit(self, hello: Hello) -> tuple[Status, int]: ...
-    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None: ...
-    def on_formed(self, world: World) -> None: ...
-    def look_for_silence(self) -> None: ...
 
 
 class Formation:
@@ -78,7 +67,7 @@ class Formation:
 
     def __init__(
         self,
-        owner: _Owner,
+        owner: TcpBackend,
         address: TcpAddress,
         *,
         secret: bytes | str | None,
@@ -99,7 +88,7 @@ class Formation:
         self._has_coordinator = has_coordinator
         self.address = address
         self.key = b""  # this rank's, by which it joins
-        self._keys: Mapping[int, Key] = {}  # with every other rank
+        self._keys: Mapping[int, HiddenKey] = {}  # with every other rank
         self._owner = owner
         self._job = job_id(job)
         self._share_files = share_files

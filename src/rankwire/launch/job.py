@@ -37,7 +37,7 @@ from rankwire.rendezvous.control_messages import Gone
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.standalone import CoordinatorHost
 
-__all__ = ["Job"]
+__all__ = ["LaunchedJob"]
 
 # Schedulers signal the launchers of all hosts at once: that is one request, not two. But two to one
 # launcher are two (``Loop`` knows echoes of its own).
@@ -55,7 +55,7 @@ class _Request(NamedTuple):
         return monotonic() - self.at < _ECHO_OF_NODES and node != self.node
 
 
-class Job:
+class LaunchedJob:
     """Conducts the job from the first launcher that comes to the last report. One thread.
 
     Args:

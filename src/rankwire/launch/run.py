@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
-from rankwire.launch.job import Job
+from rankwire.launch.job import LaunchedJob
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import STOPPING, Loop
 from rankwire.launch.nodes import follow
@@ -131,7 +131,7 @@ def run(
             output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
         job = stack.enter_context(
             contextlib.closing(
-                Job(
+                LaunchedJob(
                     loop,
                     local,
                     listener=listener,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rankwire.wire.frames import HEADER_NBYTES, Channel, unpack_size
 
-__all__ = ["Course", "Gate", "Position", "Stretch"]
+__all__ = ["Route", "Gate", "Position", "Stretch"]
 
 _COURTESIES = (Channel.FAREWELL, Channel.GREETING)
 
@@ -62,7 +62,7 @@ class Stretch(NamedTuple):
     position: Position  # behind them
 
 
-class Course:
+class Route:
     """What the messages of one direction meet on their way.
 
     Args:
