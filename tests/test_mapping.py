@@ -15,6 +15,7 @@ WITHOUT_OWN_TEST = {
 SHOWN_IN = {
     "wire/parser": "wire/test_frames.py",
     "links/parked": "links/test_inbox.py",
+    "links/shared_mailbox": "links/test_inbox.py",
     "rpc/caller": "rpc/test_agent.py",
     "rpc/questions": "rpc/test_accounts.py",
     "rpc/worker": "rpc/test_pool.py",
