@@ -25,7 +25,7 @@ from rankwire.deadline import Deadline
 from rankwire.links.dialer import HANDSHAKE_LIMIT
 from rankwire.links.event_thread import EventThread
 from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import tune, unix_peer_uid
+from rankwire.links.sockets import tune, unix_peer
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     NONCE_NBYTES,
@@ -132,7 +132,7 @@ class Acceptor(EventThread):
     def _receive_stranger(self, sock: socket.socket) -> None:
         try:
             tune(sock)
-            foreign = sock.family == socket.AF_UNIX and unix_peer_uid(sock) != os.geteuid()
+            foreign = sock.family == socket.AF_UNIX and unix_peer(sock)[1] != os.geteuid()
         except OSError:
             foreign = True  # it is gone already
         if foreign:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from rankwire.links.route import Position, Route
 from rankwire.links.sleepers import Sleepers, wake
+from rankwire.links.stream import first_bytes
 from rankwire.wire.frames import HEADER_NBYTES, Buffer
 
 __all__ = ["Pipe"]
@@ -115,7 +116,9 @@ class Pipe:
             if offered > HEADER_NBYTES or self._is_midway:
                 raise BlockingIOError
             room = 0  # a message without content, or a farewell
-        data = _first_bytes(pieces, room + HEADER_NBYTES)
+        data = pieces[0]
+        if len(pieces) > 1 or type(data) is not bytes or len(data) > room + HEADER_NBYTES:
+            data = bytes(first_bytes(pieces, room + HEADER_NBYTES))  # that nobody changes
         chunk = self._next_chunk(data, counts, is_cut=len(data) < offered)
         if self._chunks is _NO_CHUNKS:
             self._chunks = deque()
@@ -332,17 +335,3 @@ class Pipe:
     def discard(self) -> None:
         """Forget what nobody will read."""
         self._chunks = deque()
-
-
-def _first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes:
-    """Return the beginning of a message in pieces, in memory that nobody changes."""
-    if len(pieces) == 1 and type(pieces[0]) is bytes and len(pieces[0]) <= nbytes:
-        return pieces[0]
-    views: list[memoryview] = []
-    for piece in pieces:
-        view = memoryview(piece).cast("B")[:nbytes]
-        views.append(view)
-        nbytes -= len(view)
-        if nbytes <= 0:
-            break
-    return b"".join(views)

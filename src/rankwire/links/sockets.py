@@ -38,7 +38,7 @@ __all__ = [
     "listen_unix",
     "start_listening",
     "tune",
-    "unix_peer_uid",
+    "unix_peer",
     "wait_for",
     "wait_patiently",
 ]
@@ -238,11 +238,11 @@ def connect_unix(
     return _connect(sock, path, path, deadline, check)
 
 
-def unix_peer_uid(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end, from the kernel."""
+def unix_peer(sock: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end and its user, by the word of the kernel."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return int(uid)
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 def wait_for(sock: Pollable, events: int, seconds: float, also_readable: Sequence[int] = ()) -> int:
