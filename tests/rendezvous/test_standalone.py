@@ -6,6 +6,7 @@ import pytest
 
 from rankwire.backends.tcp import TcpBackend
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
+from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.standalone import CoordinatorHost
 from worlds import (
     PATIENCE,
@@ -36,9 +37,11 @@ class Launcher:
             world_size,
             secret=SECRET,
             job="hosted",
-            on_formed=lambda world: self.told.append("formed"),
-            on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
-            on_hopeless=self.told.append,
+            told=Told(
+                on_formed=lambda world: self.told.append("formed"),
+                on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
+                on_hopeless=self.told.append,
+            ),
         )
 
     def join(self, rank, world_size, **options):

@@ -33,18 +33,12 @@ from rankwire.links.sockets import (
     start_listening,
 )
 from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
-from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.join import join
 from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
-from rankwire.wire.handshake import (
-    LAUNCHER,
-    Hello,
-    Purpose,
-    Status,
-    job_id,
-)
+from rankwire.wire.handshake import LAUNCHER, Hello, Purpose, Status, job_id
 from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap
 from rankwire.wire.seals import Seals
 
@@ -171,9 +165,7 @@ class Formation:
             acceptor,
             key_of=partial(rank_key, secret),
             patience=self._patience,
-            on_formed=self._formed,
-            on_gone=self._owner.on_gone,
-            on_suspected=self._owner.on_suspected,
+            told=Told(self._formed, self._owner.on_gone, self._owner.on_suspected),
         )
         start_listening(listener)
         acceptor.start()
@@ -274,8 +266,7 @@ class Formation:
         assert self._coordinator is not None
         expect_prompt_reading(sock)
         self._coordinator.enter(
-            hello.rank,
-            Connection(sock, peer=hello.rank, max_nbytes=MAX_MEMBER_NBYTES, seals=seals),
+            hello.rank, Connection(sock, peer=hello.rank, max_nbytes=MAX_MEMBER_NBYTES, seals=seals)
         )
 
     @property

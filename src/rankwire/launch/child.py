@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from rankwire.backends import connect, schedulers, tracebacks
+from rankwire.launch.reaper import DEAD, families
 from rankwire.links.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
@@ -215,15 +216,8 @@ def signal_name(number: int) -> str:
 
 def _is_any_running(group: int) -> bool:
     """Whether a process of the group runs: in containers, no process may collect the dead ones."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # "pid (name) state parent group ...", and the name may hold anything
-            state, _, found = path.read_bytes().rpartition(b")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue
-        if int(found) == group and state not in (b"Z", b"X"):
-            return True
-    return False
+    everyone = (process for family in families().values() for process in family)
+    return any(found == group and state not in DEAD for _, found, state in everyone)
 
 
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:

@@ -34,6 +34,7 @@ from rankwire.launch.summary import first_failure, list_ranks
 from rankwire.launch.wakeup import Wakeup
 from rankwire.links.security import Policy
 from rankwire.rendezvous.control_messages import Gone
+from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.standalone import CoordinatorHost
 
@@ -100,16 +101,19 @@ class LaunchedJob:
         loop.on_turn = lambda: self._reporter.show_status(self._attempt)
         self._closing = contextlib.ExitStack()
         wakeup = self._closing.enter_context(contextlib.closing(Wakeup(loop.selector)))
+        told = Told(
+            on_formed=lambda world: wakeup.post(lambda: self._attempt.formed(len(world.members))),
+            on_gone=lambda gone: wakeup.post(lambda: self._rank_gone(gone)),
+            on_suspected=lambda said: wakeup.post(lambda: self._attempt.rank_suspected(said)),
+            on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
+        )
         self._host = CoordinatorHost(
             listener,
             local.count,
             secret=secret,
             job=self._name,
             policy=policy,
-            on_formed=lambda world: wakeup.post(lambda: self._attempt.formed(len(world.members))),
-            on_gone=lambda gone: wakeup.post(lambda: self._rank_gone(gone)),
-            on_suspected=lambda said: wakeup.post(lambda: self._attempt.rank_suspected(said)),
-            on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
+            told=told,
             nodes=nodes,
             on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )

@@ -11,7 +11,8 @@ import os
 import selectors
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from functools import partial
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -77,10 +78,7 @@ class RemoteRanks:
         self.on_lost: Callable[[RankwireError], None] = lambda error: None
         self._errors: dict[int, list[str]] = {}
         self._link = link
-        self._hanging_up = ExitStack()
-        self._hanging_up.callback(link.close)
-        loop.selector.register(link, selectors.EVENT_READ, self._hear)
-        self._hanging_up.callback(loop.selector.unregister, link)
+        self.close = _listen(loop, link, self._obey, self._lose)
 
     def start(self, world: JobSettings, first_rank: int) -> None:
         """Have the launcher start all its ranks, numbered from ``first_rank``."""
@@ -112,20 +110,9 @@ class RemoteRanks:
         self.on_trouble = lambda text, code: None
         self._link.tell(Finish(code, text, was_asked))
 
-    def close(self) -> None:
-        """Hang up. Idempotent."""
-        self._hanging_up.close()
-
-    def _hear(self) -> None:
-        try:
-            messages = self._link.receive()
-        except RankwireError as error:
-            self.close()
-            self.is_over = True
-            self.on_lost(error)
-            return
-        for message in messages:
-            self._obey(message)
+    def _lose(self, error: RankwireError) -> None:
+        self.is_over = True
+        self.on_lost(error)
 
     def _obey(self, message: Message) -> None:
         match message:
@@ -141,6 +128,31 @@ class RemoteRanks:
                 self.on_asked(number)
             case Trouble(text, code):
                 self.on_trouble(text, code)
+
+
+def _listen(
+    loop: Loop,
+    link: LauncherLink,
+    obey: Callable[[Message], None],
+    lose: Callable[[RankwireError], None],
+) -> Callable[[], None]:
+    """Pass on what the other launcher says, and that it is gone; return how to hang up."""
+    hanging_up = ExitStack()
+    hanging_up.callback(link.close)
+
+    def hear() -> None:
+        try:
+            messages = link.receive()
+        except RankwireError as error:
+            hanging_up.close()
+            lose(error)
+            return
+        for message in messages:
+            obey(message)
+
+    loop.selector.register(link, selectors.EVENT_READ, hear)
+    hanging_up.callback(loop.selector.unregister, link)
+    return hanging_up.close
 
 
 class _InterruptedError(Exception):
@@ -176,9 +188,8 @@ def follow(
         ConfigurationError: Node 0 was not found, or does not want this node.
     """
     try:
-        link = _find_node_0(
-            loop, address=address, secret=secret, policy=policy, node=node, nodes=nodes
-        )
+        dial = partial(dial_launcher, address, secret=secret, node=node, nodes=nodes, policy=policy)
+        link = _find_node_0(loop, dial, address, node)
     except _InterruptedError as interrupted:
         return loop.write_rest(128 + interrupted.number, patience=LAST_WORDS)
     follower = _Follower(loop, ranks, link, address, secret, node)
@@ -190,7 +201,7 @@ def follow(
 
 
 def _find_node_0(
-    loop: Loop, *, address: str, secret: bytes, policy: Policy, node: int, nodes: int
+    loop: Loop, dial: Callable[..., LauncherLink], address: str, node: int
 ) -> LauncherLink:
     deadline = Deadline(GATHER_LIMIT)
 
@@ -200,15 +211,7 @@ def _find_node_0(
 
     while True:
         try:
-            return dial_launcher(
-                address,
-                secret=secret,
-                node=node,
-                nodes=nodes,
-                policy=policy,
-                deadline=deadline,
-                check=look_at_signals,
-            )
+            return dial(deadline=deadline, check=look_at_signals)
         except (RendezvousError, AuthenticationError) as error:
             raise ConfigurationError(
                 f"the launcher of node 0 at {address} refused node {node}: {error.message}"
@@ -250,7 +253,7 @@ class _Follower:
         self._asked: int | None = None
         self._is_lost = False
         ranks.on_ended = self._rank_ended
-        loop.selector.register(link, selectors.EVENT_READ, self._hear)
+        self.close = _listen(loop, link, self._obey, self._lose)
 
     def run(self) -> int:
         """Follow until node 0 says that the job is over, or is gone."""
@@ -267,21 +270,6 @@ class _Follower:
             if self._asked is not None and self._is_lost and self._ranks.is_over:
                 return 128 + self._asked
         return self._code
-
-    def close(self) -> None:
-        """Hang up. Idempotent."""
-        with suppress(KeyError, ValueError):
-            self._loop.selector.unregister(self._link)
-        self._link.close()
-
-    def _hear(self) -> None:
-        try:
-            messages = self._link.receive()
-        except RankwireError as error:
-            self._lose(error)
-            return
-        for message in messages:
-            self._obey(message)
 
     def _obey(self, message: Message) -> None:
         match message:
@@ -307,7 +295,6 @@ class _Follower:
                     self._loop.output.say(text)
 
     def _lose(self, error: RankwireError) -> None:
-        self.close()
         self._is_lost = True
         if self._code is None:
             reason = f"the launcher of node 0 is gone ({error.message}): stopping the ranks here"

@@ -105,20 +105,17 @@ def run(
         strays = stack.enter_context(contextlib.closing(Strays()))
         if not strays.is_adopting:
             output.say("what ranks start in other sessions cannot be found here, and may stay")
-        local = stack.enter_context(
-            contextlib.closing(
-                LocalRanks(
-                    command,
-                    ranks,
-                    grace=grace,
-                    selector=selector,
-                    output=output,
-                    reaper=reaper,
-                    strays=strays,
-                    tls_dir=tls_dir,
-                )
-            )
+        local = LocalRanks(
+            command,
+            ranks,
+            grace=grace,
+            selector=selector,
+            output=output,
+            reaper=reaper,
+            strays=strays,
+            tls_dir=tls_dir,
         )
+        stack.callback(local.close)
         if node > 0:
             assert master is not None
             return follow(
@@ -129,21 +126,18 @@ def run(
         host, port = listener.getsockname()[:2]
         if nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
             output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
-        job = stack.enter_context(
-            contextlib.closing(
-                LaunchedJob(
-                    loop,
-                    local,
-                    listener=listener,
-                    address=master or str(TcpAddress(host, port)),
-                    secret=secret,
-                    policy=policy,
-                    nodes=nodes,
-                    restarts=restarts,
-                    grace=grace,
-                )
-            )
+        job = LaunchedJob(
+            loop,
+            local,
+            listener=listener,
+            address=master or str(TcpAddress(host, port)),
+            secret=secret,
+            policy=policy,
+            nodes=nodes,
+            restarts=restarts,
+            grace=grace,
         )
+        stack.callback(job.close)
         return job.run()
 
 

@@ -15,16 +15,7 @@ from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_channel import tell
-from rankwire.rendezvous.control_messages import (
-    CONTROL,
-    Beat,
-    Fallen,
-    Gone,
-    Suspected,
-    World,
-    pack,
-    unpack,
-)
+from rankwire.rendezvous.control_messages import Beat, Fallen, Gone, Suspected, World, unpack
 from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
@@ -110,9 +101,5 @@ class Membership:
         if fallen is None:
             self._control.farewell(Deadline(0.0))
         else:
-            payload = pack(fallen)
-            try:
-                self._control.send(CONTROL, ([payload], len(payload)), Deadline(0.2))
-            except RankwireError as error:
-                self._control.fail(error)
+            tell(self._control, fallen, Deadline(0.2))
         self._control.close()
