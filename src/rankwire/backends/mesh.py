@@ -29,11 +29,7 @@ from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    DeadlineExceededError,
-    RankwireError,
-)
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
@@ -279,7 +275,7 @@ class Mesh(Backend):
             peer = self._peers[self._check_peer(rank)]
             connection = peer.messages or self._dial_messages(peer, deadline)
         except RankwireError as error:
-            raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
+            raise self.explained(error, "link_to", deadline, rank) from error.__cause__
         return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
 
     def _discard(self, peer: Peer, connection: Connection) -> None:

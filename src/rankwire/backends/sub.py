@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import sleep
+from typing import Any
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
@@ -99,8 +100,7 @@ class SubBackend(Backend):
         try:
             ordinal = Agreement.at(parent).reach(parent, chosen, deadline)
         except RankwireError as error:
-            error.during(op="SubBackend", rank=parent.rank, waited=deadline.waited)
-            raise
+            raise parent.explained(error, "SubBackend", deadline) from error.__cause__
         self._group = group_id(parent.group, chosen, ordinal)
 
     @property
@@ -137,13 +137,7 @@ class SubBackend(Backend):
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def transmit(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-    ) -> None:
+    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
         """Send one message to a rank of this group."""
         with self.translating(dst) as parent_rank:
             self._parent.transmit(parent_rank, envelope, message, deadline)
@@ -174,12 +168,7 @@ class SubBackend(Backend):
         return [self._parent.hosts[member] for member in self._members]
 
     def receive(
-        self,
-        src: int,
-        envelope: Envelope,
-        deadline: Deadline,
-        *,
-        nbytes: int | None = None,
+        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
         """Return the next message of a rank of this group."""
         with self._receiving(envelope[0]), self.translating(src) as parent_rank:
@@ -330,17 +319,11 @@ class SubBackend(Backend):
             error.waiting_for = [rank for rank in ranks if rank is not None]
         self._note(error, [peer])
 
-    def _explained(
-        self,
-        error: RankwireError,
-        op: str,
-        peer: int | None,
-        tag: int | None,
-        deadline: Deadline,
-    ) -> RankwireError:
+    def explained(self, error: RankwireError, *context: Any) -> RankwireError:
+        """Add what was being done, and which ranks of the parent are missing."""
         if isinstance(error, DeadlineExceededError):
             self._note(error, error.waiting_for)  # a barrier finds out who is missing here
-        return super()._explained(error, op, peer, tag, deadline)
+        return super().explained(error, *context)
 
     def _note(self, error: RankwireError, ranks: Iterable[int]) -> None:
         for rank in ranks:
