@@ -30,6 +30,7 @@ from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.memory_stream import MemoryStream, memory_pair
 from rankwire.links.route import Gate, Route
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.protocol import left
 
 if TYPE_CHECKING:
     from rankwire.backends.simulated import SimulatedBackend
@@ -123,7 +124,7 @@ class Network:
             if rank != peer and link_between(rank, peer) in self._broken:
                 return PeerLostError(peer, "the link to it is broken"), None
             if peer in self._left:
-                return ChannelClosedError(f"rank {peer} has left").during(peer=peer), None
+                return left(peer), None
         return None
 
     def gone_for(self, rank: int) -> set[int]:

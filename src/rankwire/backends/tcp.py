@@ -51,6 +51,7 @@ from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.shutdown import close_at_exit
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class TcpBackend(Mesh):
             raise ProtocolError(f"the coordinator tells of rank {gone.rank}, which does not exist")
         peer = self._peers[gone.rank]
         if gone.orderly:
-            peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
+            peer.leave(left(gone.rank))
             return
         kind = PeerUnresponsiveError if gone.silent else PeerLostError
         loss = kind(gone.rank, gone.reason, remote_traceback=gone.traceback)
@@ -283,11 +284,7 @@ class TcpBackend(Mesh):
         peer = self._peers.get(self._coordinator)
         if peer is not None:
             if isinstance(error, ChannelClosedError):
-                peer.leave(
-                    ChannelClosedError(f"rank {peer.member.rank} has left").during(
-                        peer=peer.member.rank
-                    )
-                )
+                peer.leave(left(peer.member.rank))
             else:
                 peer.judge(error)
         self._introductions.begin()

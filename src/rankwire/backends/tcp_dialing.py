@@ -15,7 +15,6 @@ from rankwire.backends.tcp_formation import Formation
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
-    ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
     NoConnectionError,
@@ -27,6 +26,7 @@ from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.rendezvous.control_messages import Member
 from rankwire.rendezvous.runtime_dir import has_removed
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Dialling:
         """
         rank, member = peer.member.rank, peer.member
         if member.host_id == self._me.host_id and has_removed(member.unix_path):
-            return ChannelClosedError(f"rank {rank} has left").during(peer=rank)
+            return left(rank)
         return PeerLostError(rank, error.message)
 
     def _connect(self, peer: Peer, deadline: Deadline) -> socket.socket:

@@ -47,13 +47,7 @@ class Transport(ABC):
         return WORLD_GROUP
 
     @abstractmethod
-    def transmit(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-    ) -> None:
+    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
         """Send one message under an envelope. The buffers are free again on return."""
 
     def offer(
@@ -87,12 +81,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(
-        self,
-        src: int,
-        envelope: Envelope,
-        deadline: Deadline,
-        *,
-        nbytes: int | None = None,
+        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
         """Return the next message under an envelope; the caller owns it.
 

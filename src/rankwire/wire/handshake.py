@@ -28,7 +28,7 @@ from __future__ import annotations
 import hmac
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from hashlib import sha256
 
@@ -140,19 +140,8 @@ class Hello:
 
     def pack(self, nonce: bytes) -> bytes:
         """Return the HELLO message."""
-        return _HELLO.pack(
-            _MAGIC,
-            PROTOCOL_VERSION,
-            self.purpose,
-            self.job,
-            self.epoch,
-            self.world_size,
-            self.rank,
-            self.peer,
-            self.service,
-            nonce,
-            self.protection,
-        )
+        *others, protection = astuple(self)
+        return _HELLO.pack(_MAGIC, PROTOCOL_VERSION, *others, nonce, protection)
 
     @classmethod
     def unpack(cls, data: bytes) -> Hello:
