@@ -82,6 +82,15 @@ class Inbox(SharedMailbox):
             if self._asleep and self._reader is None:
                 self._parked.wake_one()
 
+    def expect(self, reply: Receive) -> None:
+        """Ask for a message that cannot have come yet: the reply of a call that is being made."""
+        with self._mutex:
+            if self._mailbox.failure is None:
+                reply.posted = True
+                self.wanted_by[reply.envelope] = deque((reply,))
+                return
+        self.post(reply)
+
     def take(self, receive: Receive, deadline: Deadline) -> Payload:
         """Post a receive and return its message: ``post`` and ``wait`` in one."""
         try:

@@ -34,7 +34,7 @@ from rankwire.fork import disown
 from rankwire.links.reply import Reply
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.future import RpcFuture
-from rankwire.rpc.messages import decode_reply, encode_request
+from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.questions import Questions
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, Allowance
@@ -68,6 +68,7 @@ class Caller:
         self._backend = backend
         self._port = port
         self._codec = codec
+        self._max_nbytes = backend.max_message_nbytes
         self._max_in_flight = max_in_flight
         self.closed = False
         self._allowance = Allowance()
@@ -184,21 +185,25 @@ class Caller:
         """Send a request; a future is known from the moment on when its reply may come."""
         if self.closed:
             raise ChannelClosedError("this agent is closed")
-        chain = [] if call is None else call.chain_of_nested(self._backend.rank)
+        chain: Chain = []
         if call is not None:
+            chain = call.chain_of_nested(self._backend.rank)
             self._before_waiting(call)
         on_reply = None
         has_room = False
+        left = deadline.limit  # it has just been made
         while True:
-            message = encode_request(self._codec, name, deadline.remaining(), chain, args, kwargs)
-            if message[1] > self._backend.max_message_nbytes:
-                raise MessageTooLargeError(message[1], self._backend.max_message_nbytes)
+            message = encode_request(self._codec, name, left, chain, args, kwargs)
+            nbytes = message[1]
+            if nbytes > self._max_nbytes:
+                raise MessageTooLargeError(nbytes, self._max_nbytes)
             if future is not None:
                 self._track(future)
                 on_reply = future.on_reply
-            if message[1] > SMALL_NBYTES and not has_room:
+            if nbytes > SMALL_NBYTES and not has_room:
                 has_room = True
-                if self._make_room(dst, request_id, message[1], deadline, call):
+                if self._make_room(dst, request_id, nbytes, deadline, call):
+                    left = deadline.remaining()
                     continue  # that took time, which the request must not promise again
             try:
                 reply = self._port.call(
@@ -207,17 +212,18 @@ class Caller:
                     message,
                     deadline,
                     on_reply,
-                    hold=future is not None,
-                    limit=self._max_in_flight,
+                    future is not None,
+                    self._max_in_flight,
                 )
             except BaseException:
-                if message[1] > SMALL_NBYTES:
+                if nbytes > SMALL_NBYTES:
                     self._leave_room(dst, request_id)
                 raise
             if reply is not None:
                 return reply
             self._futures.pop(request_id, None)
             self._wait_for_room(dst, name, deadline, call)
+            left = deadline.remaining()
 
     def _give_up(self, reply: Reply, error: RankwireError, dst: int, name: str) -> None:
         """Tell the callee of a call whose caller stops waiting that it need not go on."""
