@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rankwire.backends.peers import Peer
@@ -61,31 +62,24 @@ class ReadingAndChecking(ReadingAll):
             self._check()
 
 
+@dataclass(eq=False)
 class LentOffer(Offer):
     """A message that a peer may be reading out of this process's memory."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        lent: Lent,
-        meanwhile: ReadingAll,
-        send_by_stream: Callable[[], None],
-    ) -> None:
-        self._connection = connection
-        self._lent = lent
-        self._meanwhile = meanwhile
-        self._send_by_stream = send_by_stream
+    connection: Connection
+    lent: Lent
+    meanwhile: ReadingAll
+    send_by_stream: Callable[[], None]
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until it was read. What the peer cannot read is sent to it now."""
-        connection = self._connection
         try:
-            return connection.wait_for_receipt(self._lent, deadline, meanwhile=self._meanwhile)
+            return self.connection.wait_for_receipt(self.lent, deadline, meanwhile=self.meanwhile)
         except LoanRefusedError:
-            self._lent.revoke()
-            self._send_by_stream()
+            self.lent.revoke()
+            self.send_by_stream()
             return True
 
     def revoke(self) -> None:
         """Be done with it: if it was not read, it is as if it had not been sent."""
-        self._lent.revoke()
+        self.lent.revoke()

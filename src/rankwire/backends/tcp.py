@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.exit_report import Fall
@@ -36,7 +35,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
-from rankwire.links.sockets import TcpAddress
+from rankwire.links.sockets import AnySocket, Socket, TcpAddress
 from rankwire.links.spin import default_spin
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
@@ -53,11 +52,6 @@ from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["TcpBackend", "Transport"]
 
@@ -143,7 +137,7 @@ class TcpBackend(Mesh):
         security: Security = "auto",
         integrity: Integrity = "crc",
         tls: Tls | None = None,
-        listener: socket.socket | None = None,
+        listener: Socket | None = None,
     ) -> None:
         super().__init__(
             rank,

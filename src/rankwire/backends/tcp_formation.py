@@ -26,6 +26,8 @@ from rankwire.links.connection import Connection
 from rankwire.links.listening import ListeningPlace, listen_somewhere
 from rankwire.links.security import Policy
 from rankwire.links.sockets import (
+    AnySocket,
+    Socket,
     TcpAddress,
     expect_prompt_reading,
     listen_tcp,
@@ -43,10 +45,7 @@ from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    import socket
-
     from rankwire.backends.tcp import TcpBackend
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["Formation"]
 
@@ -68,7 +67,7 @@ class Formation:
         job: str,
         policy: Policy,
         share_files: bool,
-        listener: socket.socket | None,
+        listener: Socket | None,
         patience: Patience,
         has_coordinator: bool,
         listen: str | None,
@@ -94,7 +93,7 @@ class Formation:
         # Removed by close(), and by the interpreter's end if nobody closes.
         self._files: list[weakref.finalize[..., Formation]] = []
         self._tcp_listener = listener
-        self._unix_listener: socket.socket | None = None
+        self._unix_listener: Socket | None = None
         self._unix_path = ""
         self._member: Member | None = None
         self._epoch = 0

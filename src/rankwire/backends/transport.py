@@ -36,15 +36,12 @@ class Transport(ABC):
     Attributes:
         rank: This process's index, from 0.
         world_size: The number of ranks.
+        group: The id by which this group's traffic is told from others'; the same on all members.
     """
 
     rank: int
     world_size: int
-
-    @property
-    def group(self) -> int:
-        """The id by which this group's traffic is told from others'."""
-        return WORLD_GROUP
+    group: int = WORLD_GROUP
 
     @abstractmethod
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:

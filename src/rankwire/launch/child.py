@@ -141,12 +141,8 @@ class Child:
         except BaseException:
             self._handover.close()
             raise
+        self.pid = self._process.pid  # also that of its process group
         self._handover.theirs.close()
-
-    @property
-    def pid(self) -> int:
-        """The process id, also that of its process group."""
-        return self._process.pid
 
     @property
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:

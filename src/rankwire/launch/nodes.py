@@ -12,6 +12,7 @@ import selectors
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 
 from rankwire.deadline import Deadline
@@ -228,102 +229,96 @@ def _find_node_0(
         look_at_signals(_PAUSE)
 
 
+@dataclass(eq=False)
 class _Follower:
     """Does what node 0 says."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        ranks: LocalRanks,
-        link: LauncherLink,
-        address: str,
-        secret: bytes,
-        node: int,
-    ) -> None:
-        self.was_asked = False
-        self._node = node
-        self._loop = loop
-        self._ranks = ranks
-        self._link = link
-        self._address = address
-        self._secret = secret
-        self._failed: list[int] = []
-        self._has_reported = True
-        self._code: int | None = None
-        self._asked: int | None = None
-        self._is_lost = False
-        ranks.on_ended = self._rank_ended
-        self.close = _listen(loop, link, self._obey, self._lose)
+    loop: Loop
+    ranks: LocalRanks
+    link: LauncherLink
+    address: str
+    secret: bytes = field(repr=False)
+    node: int
+    was_asked: bool = False
+    failed: list[int] = field(default_factory=list)
+    has_reported: bool = True
+    code: int | None = None
+    asked: int | None = None
+    is_lost: bool = False
+
+    def __post_init__(self) -> None:
+        self.ranks.on_ended = self._rank_ended
+        self.close = _listen(self.loop, self.link, self._obey, self._lose)
 
     def run(self) -> int:
         """Follow until node 0 says that the job is over, or is gone."""
-        self._link.tell(Here(self._ranks.count, os.uname().nodename))
-        while self._code is None or not self._ranks.is_over:
-            for number in self._loop.turn(self._ranks.wake_in):
+        self.link.tell(Here(self.ranks.count, os.uname().nodename))
+        while self.code is None or not self.ranks.is_over:
+            for number in self.loop.turn(self.ranks.wake_in):
                 self._pass_on(number)
-            self._ranks.look()
-            if not self._ranks.ranks:
-                self._loop.output.remind("waiting for node 0 to start the ranks")
-            if self._ranks.is_over and not self._has_reported:
+            self.ranks.look()
+            if not self.ranks.ranks:
+                self.loop.output.remind("waiting for node 0 to start the ranks")
+            if self.ranks.is_over and not self.has_reported:
                 self._report()
             self._check_stdout()
-            if self._asked is not None and self._is_lost and self._ranks.is_over:
-                return 128 + self._asked
-        return self._code
+            if self.asked is not None and self.is_lost and self.ranks.is_over:
+                return 128 + self.asked
+        return self.code
 
     def _obey(self, message: Message) -> None:
         match message:
             case Start(world_size, first_rank, job, attempt):
-                self._failed, self._has_reported = [], False
+                self.failed, self.has_reported = [], False
                 if attempt:
-                    self._loop.output.say(f"starting the ranks here again, restart {attempt}")
-                world = JobSettings(world_size, self._address, job, self._secret, attempt)
+                    self.loop.output.say(f"starting the ranks here again, restart {attempt}")
+                world = JobSettings(world_size, self.address, job, self.secret, attempt)
                 try:
-                    self._ranks.start(world, first_rank)
+                    self.ranks.start(world, first_rank)
                 except ConfigurationError as error:
-                    reason = f"the launcher of node {self._node} cannot start: {error.message}"
-                    self._link.tell(Trouble(reason, _LOST_EXIT_CODE))
+                    reason = f"the launcher of node {self.node} cannot start: {error.message}"
+                    self.link.tell(Trouble(reason, _LOST_EXIT_CODE))
                     raise
             case Stop(number):
-                self._ranks.stop(number)
+                self.ranks.stop(number)
             case Kill():
-                self._ranks.kill()
+                self.ranks.kill()
             case Finish(code, text, was_asked):
-                self._code = code
+                self.code = code
                 self.was_asked |= was_asked
                 if text:
-                    self._loop.output.say(text)
+                    self.loop.output.say(text)
 
     def _lose(self, error: RankwireError) -> None:
-        self._is_lost = True
-        if self._code is None:
+        self.is_lost = True
+        if self.code is None:
             reason = f"the launcher of node 0 is gone ({error.message}): stopping the ranks here"
-            self._loop.output.say(reason, "bold red")
-            self._code = _LOST_EXIT_CODE if self._asked is None else 128 + self._asked
-            self._ranks.stop(signal.SIGTERM)
+            self.loop.output.say(reason, "bold red")
+            self.code = _LOST_EXIT_CODE if self.asked is None else 128 + self.asked
+            self.ranks.stop(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
-        self._link.tell(Asked(number))  # a second time too: node 0 then kills everywhere
-        if self._asked is not None:
-            self._ranks.kill()
+        self.link.tell(Asked(number))  # a second time too: node 0 then kills everywhere
+        if self.asked is not None:
+            self.ranks.kill()
             return
-        self._asked = number
+        self.asked = number
         self.was_asked = True
         hint = "; Ctrl-C again kills it" if number == signal.SIGINT else ""
-        self._loop.output.say(f"{signal_name(number)}: stopping the job on all nodes{hint}")
-        self._ranks.stop(number)
+        self.loop.output.say(f"{signal_name(number)}: stopping the job on all nodes{hint}")
+        self.ranks.stop(number)
 
     def _check_stdout(self) -> None:
-        if (trouble := self._loop.new_stdout_trouble()) is not None:
-            text = describe_stdout(trouble, f" of node {self._node}")
-            self._link.tell(Trouble(text, stdout_exit_code(trouble)))
+        if (trouble := self.loop.new_stdout_trouble()) is not None:
+            text = describe_stdout(trouble, f" of node {self.node}")
+            self.link.tell(Trouble(text, stdout_exit_code(trouble)))
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         if ending.is_failure and by_itself:
-            self._failed.append(rank)
-        self._link.tell(Ended(rank, ending.code, ending.signal, ending.is_oom, by_itself))
+            self.failed.append(rank)
+        self.link.tell(Ended(rank, ending.code, ending.signal, ending.is_oom, by_itself))
 
     def _report(self) -> None:
-        self._has_reported = True
-        errors = {rank: self._ranks.errors_of(rank) for rank in self._failed}
-        self._link.tell(Over(self._ranks.stopped, self._ranks.killed, errors))
+        self.has_reported = True
+        errors = {rank: self.ranks.errors_of(rank) for rank in self.failed}
+        self.link.tell(Over(self.ranks.stopped, self.ranks.killed, errors))

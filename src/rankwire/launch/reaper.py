@@ -49,11 +49,7 @@ class Reaper:
             pass_fds=[self._hold],
             start_new_session=True,  # what ends the launcher's group must not end it
         )
-
-    @property
-    def pid(self) -> int:
-        """The reaper's process id."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     @contextlib.contextmanager
     def new_leash(self) -> Iterator[int | None]:

@@ -192,14 +192,12 @@ def _runtime_folder(output: Output) -> Iterator[None]:
             folder = Path(stack.enter_context(made))
         if trouble:
             output.say(f"{trouble}; {folder} is used instead. {WHAT_TO_SET}", "bold yellow")
+            if before is None:
+                stack.callback(os.environ.pop, RUNTIME_DIR)
+            else:
+                stack.callback(os.environ.__setitem__, RUNTIME_DIR, before)
             os.environ[RUNTIME_DIR] = str(folder)
-        try:
-            yield
-        finally:
-            if trouble and before is None:
-                del os.environ[RUNTIME_DIR]
-            elif trouble and before is not None:
-                os.environ[RUNTIME_DIR] = before
+        yield
 
 
 def _policy(address: str, tls_dir: Path | None) -> Policy:

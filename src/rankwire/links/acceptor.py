@@ -19,13 +19,13 @@ import selectors
 import socket
 from collections.abc import Callable
 from secrets import token_bytes
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.links.dialer import HANDSHAKE_LIMIT
 from rankwire.links.event_thread import EventThread
 from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import tune, unix_peer
+from rankwire.links.sockets import AnySocket, tune, unix_peer
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     NONCE_NBYTES,
@@ -35,9 +35,6 @@ from rankwire.wire.handshake import (
     Status,
 )
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["Acceptor", "House"]
 

@@ -14,16 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from time import sleep
-from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
+from rankwire.links.sockets import AnySocket
 from rankwire.wire.frames import Frame
-
-if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["EventThread"]
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -26,9 +26,11 @@ from rankwire.errors import (
 )
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
+    from rankwire.links.tls import TlsStream
 
 __all__ = [
+    "AnySocket",
+    "Socket",
     "TcpAddress",
     "connect_tcp",
     "connect_unix",
@@ -58,6 +60,8 @@ _CHECK_EVERY = 0.1  # seconds
 _BACKLOG = 4096  # cut by the kernel to somaxconn
 _WILDCARDS = ("0.0.0.0", "::")
 
+Socket = socket.socket  # for signatures above this layer, where no socket is touched
+AnySocket: TypeAlias = "Socket | TlsStream"  # what handshakes are done on
 # What the system calls take: host and port, and for IPv6 flow and scope too.
 _SocketAddress = tuple[Any, ...]
 

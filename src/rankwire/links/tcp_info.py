@@ -12,11 +12,10 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
+from rankwire.links.sockets import AnySocket, Pollable
 
 if TYPE_CHECKING:
-    from rankwire.links.sockets import Pollable
     from rankwire.links.stream import Stream
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["Unanswered", "tcp_info", "unsent_nbytes"]
 

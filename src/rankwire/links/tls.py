@@ -37,7 +37,7 @@ from rankwire.links.stream import DescriptorStream, first_bytes
 if TYPE_CHECKING:
     from rankwire.wire.frames import Buffer
 
-__all__ = ["AnySocket", "TlsStream"]
+__all__ = ["TlsStream"]
 
 # Encrypted or read in one go: long enough to be efficient, short enough for the lock.
 _CHUNK_NBYTES = 256 << 10
@@ -302,9 +302,6 @@ class TlsStream(DescriptorStream):
     def peer_pid(self) -> int:
         """Return 0: the other end is on another host, or could be."""
         return 0
-
-
-AnySocket = socket.socket | TlsStream  # what handshakes are done on
 
 
 class _Records:

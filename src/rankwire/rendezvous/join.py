@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -28,7 +27,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.links.sockets import AnySocket, Socket, TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.control_messages import (
     CONTROL,
     DEFAULT_PATIENCE,
@@ -47,11 +46,6 @@ from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["join"]
 
@@ -174,7 +168,7 @@ class _Attempt:
             sock.close()
             raise
 
-    def _authenticate(self, sock: socket.socket) -> tuple[AnySocket, Seals | None]:
+    def _authenticate(self, sock: Socket) -> tuple[AnySocket, Seals | None]:
         key = self.find_key()
         if key is None:
             raise self._no_secret()

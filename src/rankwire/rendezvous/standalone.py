@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.security import Policy, choose_policy
-from rankwire.links.sockets import TcpAddress, expect_prompt_reading, listen_tcp, start_listening
+from rankwire.links.sockets import (
+    AnySocket,
+    Socket,
+    TcpAddress,
+    expect_prompt_reading,
+    listen_tcp,
+    start_listening,
+)
 from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Gone, World
 from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.launchers import LAUNCH_JOB, MAX_LAUNCHER_NBYTES, LauncherLink
@@ -23,15 +29,10 @@ from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_i
 from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Seals
 
-if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
-
 __all__ = ["CoordinatorHost", "bind"]
 
 
-def bind(address: str) -> socket.socket:
+def bind(address: str) -> Socket:
     """Return a socket bound to ``host:port``, so that no other process can take it.
 
     Raises:
@@ -60,7 +61,7 @@ class CoordinatorHost:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Socket,
         world_size: int,
         *,
         secret: bytes,
@@ -179,6 +180,6 @@ class CoordinatorHost:
         self._coordinator.close()
 
 
-def _default_policy(listener: socket.socket) -> Policy:
+def _default_policy(listener: Socket) -> Policy:
     host, port = listener.getsockname()[:2]
     return choose_policy("auto", TcpAddress(host, port))
