@@ -31,8 +31,8 @@ from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
 from rankwire.launch.parts import Parts
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.summary import first_failure, list_ranks
-from rankwire.launch.wakeup import Wakeup
 from rankwire.links.security import Policy
+from rankwire.links.wakeup import Wakeup
 from rankwire.rendezvous.control_messages import Gone
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink
