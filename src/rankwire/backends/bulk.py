@@ -14,7 +14,7 @@ from rankwire.links.lender import Lent
 from rankwire.links.stream import Stream
 from rankwire.wire.loans import LoanRefusedError
 
-__all__ = ["Link", "ReadingAll", "ReadingAndChecking", "LentOffer"]
+__all__ = ["Link", "ReadingAll", "LentOffer"]
 
 _CHECK_EVERY = 0.05
 
@@ -31,10 +31,16 @@ class ReadingAll:
     """What a thread does that cannot send now: it reads whatever other ranks have sent.
 
     So ranks that all send first, in pairs or in a circle, do not wait for each other.
+
+    Args:
+        peers: The other ranks.
+        check: Raises if it makes no sense any more to wait; called now and then.
     """
 
-    def __init__(self, peers: dict[int, Peer]) -> None:
+    def __init__(self, peers: dict[int, Peer], check: Callable[[], None] | None = None) -> None:
         self._peers = peers
+        self._check = check
+        self._next = Deadline(_CHECK_EVERY)
 
     def watch(self) -> list[Stream]:
         """Return the streams on which something to read may come."""
@@ -44,20 +50,7 @@ class ReadingAll:
         """Read what is there, without waiting."""
         for peer in list(self._peers.values()):
             peer.inbox.read()
-
-
-class ReadingAndChecking(ReadingAll):
-    """Reads like ``ReadingAll``, and looks now and then whether it still makes sense to wait."""
-
-    def __init__(self, peers: dict[int, Peer], check: Callable[[], None]) -> None:
-        super().__init__(peers)
-        self._check = check
-        self._next = Deadline(_CHECK_EVERY)
-
-    def read(self) -> None:
-        """Read what is there; now and then, raise what ``check`` raises."""
-        super().read()
-        if self._next.expired:
+        if self._check is not None and self._next.expired:
             self._next = Deadline(_CHECK_EVERY)
             self._check()
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
 from rankwire.backends.blame import Losses
-from rankwire.backends.bulk import LentOffer, Link, ReadingAll, ReadingAndChecking
+from rankwire.backends.bulk import LentOffer, Link, ReadingAll
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import Fall, fall_by
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
@@ -148,7 +148,7 @@ class Mesh(Backend):
         connection = peer.messages
         if connection is None:
             connection = self._dial_messages(peer, deadline)
-        meanwhile = self._meanwhile if check is None else ReadingAndChecking(self._peers, check)
+        meanwhile = self._meanwhile if check is None else ReadingAll(self._peers, check)
         lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
         if lent is None:
             return None
