@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
 from rankwire.backends.arguments import check_rank, check_world
 from rankwire.backends.base import Backend
 from rankwire.backends.sub import SubBackend
@@ -50,8 +52,7 @@ class DeviceMesh:
                 f"a mesh of shape {self._shape} has {self._size} ranks, the world {world_size}"
             )
         self._names = None if names is None else _checked_names(names, self.ndim)
-        # How far apart neighbours along each axis are.
-        self._strides = tuple(math.prod(self._shape[axis + 1 :]) for axis in range(self.ndim))
+        self._ranks = np.arange(self._size).reshape(self._shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,10 +83,7 @@ class DeviceMesh:
             InvalidRankError: It is not a rank of this mesh.
         """
         rank = check_rank(rank, self._size)
-        return tuple(
-            rank // stride % length
-            for stride, length in zip(self._strides, self._shape, strict=True)
-        )
+        return tuple(map(int, np.unravel_index(rank, self._shape)))
 
     def rank_of(self, coords: Iterable[int]) -> int:
         """Return the rank at the given index along each axis.
@@ -98,7 +96,7 @@ class DeviceMesh:
             raise ConfigurationError(
                 f"a mesh of shape {self._shape} has {self.ndim} coordinates, not {chosen!r}"
             )
-        rank = 0
+        indices = []
         for axis, (coordinate, length) in enumerate(zip(chosen, self._shape, strict=True)):
             index = _as_index(coordinate)
             if index is None or not 0 <= index < length:
@@ -106,8 +104,8 @@ class DeviceMesh:
                     f"coordinate {coordinate!r} of {chosen!r} is not an integer from 0 to "
                     f"{length - 1}, as {self._called(axis)} has"
                 )
-            rank += index * self._strides[axis]
-        return rank
+            indices.append(index)
+        return int(self._ranks[tuple(indices)])
 
     def ranks_along_dim(self, axis: int | str, rank: int) -> list[int]:
         """Return the ranks, ascending, that differ from this one along one axis only, and itself.
@@ -117,9 +115,9 @@ class DeviceMesh:
             InvalidRankError: It is not a rank of this mesh.
         """
         chosen = self._axis(axis)
-        index = self.coords(rank)[chosen]
-        first = operator.index(rank) - index * self._strides[chosen]
-        return self._line(chosen, first)
+        index: list[Any] = list(self.coords(rank))
+        index[chosen] = slice(None)
+        return list(map(int, self._ranks[tuple(index)]))
 
     def groups_along_dim(self, axis: int | str) -> list[list[int]]:
         """Return all groups along an axis: each rank is in one, and lower first members come first.
@@ -128,9 +126,8 @@ class DeviceMesh:
             ConfigurationError: There is no such axis.
         """
         chosen = self._axis(axis)
-        return [
-            self._line(chosen, rank) for rank in range(self._size) if self.coords(rank)[chosen] == 0
-        ]
+        lines = np.moveaxis(self._ranks, chosen, -1).reshape(-1, self._shape[chosen])
+        return [list(map(int, line)) for line in lines]
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -199,10 +196,6 @@ class DeviceMesh:
 
     def __hash__(self) -> int:
         return hash((self._shape, self._names))
-
-    def _line(self, axis: int, first: int) -> list[int]:
-        stride = self._strides[axis]
-        return list(range(first, first + stride * self._shape[axis], stride))
 
     def _axis(self, axis: int | str) -> int:
         """Return the index of an axis, from 0."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from rankwire.backends import connect, schedulers, tracebacks
-from rankwire.launch.reaper import DEAD, families
+from rankwire.launch.reaper import DEAD, families, send_signal
 from rankwire.links.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
@@ -177,11 +177,7 @@ class Child:
 
     def send_group(self, number: int) -> bool:
         """Send a signal to the rank and all it started; return whether anyone was there."""
-        try:
-            os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return False
-        return True
+        return send_signal(os.killpg, self.pid, number)
 
     def has_group(self) -> bool:
         """Whether something that it started is still running in its process group."""
@@ -218,10 +214,7 @@ def _is_any_running(group: int) -> bool:
 
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
     """Return the environment without what concerns a world that this launcher is itself in."""
-    environ = dict(os.environ)
     unwanted = [*_OTHER_SECRETS, connect.SECRET_FD, connect.TLS_DIR, tracebacks.LOG_FILE]
     if has_tls:  # else they stay, so that a rank that wants TLS is not left without it unawares
         unwanted += connect.TLS_FILES
-    for name in unwanted:
-        environ.pop(name, None)
-    return environ
+    return {name: value for name, value in os.environ.items() if name not in unwanted}

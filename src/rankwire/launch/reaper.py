@@ -30,7 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Self
 
-__all__ = ["DEAD", "Reaper", "descendants", "families"]
+__all__ = ["DEAD", "Reaper", "descendants", "families", "send_signal"]
 
 DEAD = (b"Z", b"X")  # states of processes that are only still to be collected
 
@@ -125,19 +125,20 @@ def keep(grace: float) -> None:
     end = time.monotonic() + grace
     young = descendants(groups + adopted)  # while they are a family
     strays = adopted + [pid for pid, group, _ in young if group not in groups]
-    left = [group for group in groups if _signal(os.killpg, group, signal.SIGTERM)]
-    strays = [pid for pid in strays if _signal(os.kill, pid, signal.SIGTERM)]
+    left = [group for group in groups if send_signal(os.killpg, group, signal.SIGTERM)]
+    strays = [pid for pid in strays if send_signal(os.kill, pid, signal.SIGTERM)]
     while (left or strays) and time.monotonic() < end:
         time.sleep(0.05)
-        left = [group for group in left if _signal(os.killpg, group, 0)]
-        strays = [pid for pid in strays if _signal(os.kill, pid, 0)]
+        left = [group for group in left if send_signal(os.killpg, group, 0)]
+        strays = [pid for pid in strays if send_signal(os.kill, pid, 0)]
     for group in left:
-        _signal(os.killpg, group, signal.SIGKILL)
+        send_signal(os.killpg, group, signal.SIGKILL)
     for pid in strays:
-        _signal(os.kill, pid, signal.SIGKILL)
+        send_signal(os.kill, pid, signal.SIGKILL)
 
 
-def _signal(send: Callable[[int, int], None], target: int, number: int) -> bool:
+def send_signal(send: Callable[[int, int], None], target: int, number: int) -> bool:
+    """Send a signal by ``os.kill`` or ``os.killpg``; return whether anyone was there."""
     try:
         send(target, number)
     except (ProcessLookupError, PermissionError):

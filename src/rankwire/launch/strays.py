@@ -16,7 +16,7 @@ from collections.abc import Collection
 from pathlib import Path
 from time import monotonic
 
-from rankwire.launch.reaper import DEAD, Reaper, descendants
+from rankwire.launch.reaper import DEAD, Reaper, descendants, send_signal
 
 __all__ = ["Strays"]
 
@@ -58,8 +58,7 @@ class Strays:
         """Send a signal to all of them; return whether there was any."""
         found = self.find(groups)
         for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
+            send_signal(os.kill, pid, number)
         return bool(found)
 
     def collect(self, ranks: Collection[int], reaper: Reaper) -> None:

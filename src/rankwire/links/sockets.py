@@ -302,7 +302,10 @@ def _connect(
 ) -> socket.socket:
     sock.setblocking(False)
     try:
-        code = _start_connecting(sock, where, name)
+        try:
+            code = sock.connect_ex(where)
+        except OSError as error:  # not even an address: a path that is too long
+            raise NoConnectionError(f"cannot connect to {name}: {_why(error)}") from error
         if code == errno.EINPROGRESS:
             if not wait_patiently(sock, select.POLLOUT, deadline, check):
                 raise DeadlineExceededError(deadline.limit, detail=f"no answer from {name}")
@@ -326,13 +329,6 @@ def _open_socket(family: int) -> socket.socket:
         return socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ResourceError(f"cannot open a socket: {_why(error)}") from error
-
-
-def _start_connecting(sock: socket.socket, where: _SocketAddress | str, name: str) -> int:
-    try:
-        return sock.connect_ex(where)
-    except OSError as error:  # not even an address: a path that is too long
-        raise NoConnectionError(f"cannot connect to {name}: {_why(error)}") from error
 
 
 def _why(error: Exception) -> str:

@@ -16,6 +16,7 @@ import os
 import secrets
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError
@@ -128,10 +129,9 @@ class AgreedSecret:
 
 
 def _read_if_there(path: Path) -> bytes | None:
-    try:
+    with suppress(FileNotFoundError):
         return path.read_bytes()
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def _sweep(newest: Path, namespace: int) -> None:
