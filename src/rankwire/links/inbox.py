@@ -74,14 +74,6 @@ class Inbox(SharedMailbox):
             self._parked.wake_one()
         return True
 
-    def post(self, receive: Receive) -> None:
-        """Ask for a message; it may be done on return."""
-        with self._mutex:
-            self._mailbox.post(receive)
-            # Taking a message may have made room for reading on, for which parked threads wait.
-            if self._asleep and self._reader is None:
-                self._parked.wake_one()
-
     def expect(self, reply: Receive) -> None:
         """Ask for a message that cannot have come yet: the reply of a call that is being made."""
         with self._mutex:
@@ -397,13 +389,10 @@ class Inbox(SharedMailbox):
         return True
 
     def _too_late(self, deadline: Deadline) -> DeadlineExceededError:
-        kept, count = self._mailbox.unmatched_nbytes, self._mailbox.unmatched
-        detail = ""
-        if self._mailbox.full:
-            detail = (
-                f"{kept} bytes of other messages from it ({count}) wait to be received, no more are"
-                " read"
-            )
+        mailbox, detail = self._mailbox, ""
+        if mailbox.full:
+            kept = f"{mailbox.unmatched_nbytes} bytes of other messages from it"
+            detail = f"{kept} ({mailbox.unmatched}) wait to be received, no more are read"
         elif self.connection is None:
             detail = "it has not sent anything yet"
         return DeadlineExceededError(deadline.limit, waiting_for=[self.peer], detail=detail)

@@ -57,6 +57,14 @@ class SharedMailbox:
         self.was_interrupted = False
         guard(self)
 
+    def post(self, receive: Receive) -> None:
+        """Ask for a message; it may be done on return."""
+        with self._mutex:
+            self._mailbox.post(receive)
+            # Taking a message may have made room for reading on, for which parked threads wait.
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()
+
     def put(self, envelope: Envelope, payload: Payload) -> None:
         """Deliver a message that came over no connection: this rank's own."""
         with self._mutex:
@@ -109,10 +117,13 @@ class SharedMailbox:
         while self.due:
             hand: list[Receive] = []
             try:
-                with suppress(IndexError):  # another thread was faster
-                    hand.extend(starmap(self.due.popleft, ONCE))
+                hand.extend(starmap(self.due.popleft, ONCE))
                 for receive in hand:
                     _call_back(receive)
+            except IndexError:
+                if hand:
+                    raise  # a callback's
+                break  # another thread was faster
             except Exception:
                 raise
             except BaseException:

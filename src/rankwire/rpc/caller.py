@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.questions import Questions
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, Allowance
+from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Receive
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class Caller:
 
     Attributes:
         closed: Whether no call can be made any more. Set by the agent.
+        lock: Guards the state of all futures; those who use one take it by its condition.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Caller:
         # place before.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture] = {}
+        self.lock = threading.RLock()
         self._next_expiry_check = Deadline(0.0)
         self._server: Server
         self._questions: Questions
@@ -331,7 +335,9 @@ class Caller:
     def replied(self, future: RpcFuture, receive: Receive) -> None:
         """End a future with the reply that has come."""
         try:
-            payload = receive.result()
+            payload = receive.take()
+            if type(payload) is not bytearray:
+                payload = whole_of(payload)
         except RankwireError as error:
             if isinstance(error, (PeerLostError, ChannelClosedError)):
                 error.may_have_run = True
@@ -355,7 +361,8 @@ class Caller:
     def settled(self, future: RpcFuture) -> None:
         """Forget a future that is done."""
         self._futures.pop(future.request_id, None)
-        self._allowance.give_back(future.request_id)
+        if self._allowance.taken:
+            self._allowance.give_back(future.request_id)
         if future.call is not None:
             future.call.ended(future.request_id)
 
