@@ -8,14 +8,13 @@ communicate, by making a ``SubBackend``; the rest is pure.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
-from rankwire.backends.arguments import check_rank, check_world
+from rankwire.backends.arguments import as_index, check_rank, check_world
 from rankwire.backends.base import Backend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import ConfigurationError
@@ -98,7 +97,7 @@ class DeviceMesh:
             )
         indices = []
         for axis, (coordinate, length) in enumerate(zip(chosen, self._shape, strict=True)):
-            index = _as_index(coordinate)
+            index = as_index(coordinate)
             if index is None or not 0 <= index < length:
                 raise ConfigurationError(
                     f"coordinate {coordinate!r} of {chosen!r} is not an integer from 0 to "
@@ -205,7 +204,7 @@ class DeviceMesh:
             if axis not in self._names:
                 raise ConfigurationError(f"no axis {axis!r}: the names are {self._names}")
             return self._names.index(axis)
-        index = _as_index(axis)
+        index = as_index(axis)
         if index is None:
             raise ConfigurationError(f"an axis is an integer or a name, not {axis!r}")
         if not -self.ndim <= index < self.ndim:
@@ -224,7 +223,7 @@ def _checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
         raise ConfigurationError(f"a mesh needs at least 1 axis, not the shape {given}")
     lengths = []
     for length in given:
-        index = _as_index(length)
+        index = as_index(length)
         if index is None or index < 1:
             raise ConfigurationError(
                 f"a mesh has positive integers as its shape, not {length!r} as in {given!r}"
@@ -252,11 +251,3 @@ def _as_tuple(values: Iterable[Any], what: str) -> tuple[Any, ...]:
         return tuple(values)
     except TypeError:
         raise ConfigurationError(f"{what} are one value an axis, not {values!r}") from None
-
-
-def _as_index(value: int) -> int | None:
-    """Return an integer as Python's own; None for anything else."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None

@@ -51,7 +51,7 @@ _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
 class TlsStream(DescriptorStream):
     """A TCP connection inside TLS.
 
-    Size: it has all methods of a stream, and those of a socket that handshakes use.
+    Size: six of its attributes are what handshakes use of the socket itself.
 
     One reader and one writer at a time, in any threads; the handshakes come before both.
 
