@@ -19,7 +19,6 @@ import pytest
 
 from rankwire import RpcAgent
 from rankwire.backends.bulk import Link
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -31,6 +30,7 @@ from rankwire.errors import (
 )
 from rankwire.links import borrower, connection
 from rankwire.links.borrower import Borrowed
+from real_time import Deadline
 from worlds import (
     PATIENCE,
     Running,

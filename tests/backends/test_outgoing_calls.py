@@ -10,9 +10,9 @@ import pytest
 
 from interrupts import Interrupt, every_interrupt
 from rankwire.backends.calls import OWN, CallCancelled, IncomingCall, RepliesDue
-from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError
 from rankwire.testing import simulated_world, tcp_world
+from real_time import Deadline
 from worlds import Running, eventually
 
 SOON = 8.0

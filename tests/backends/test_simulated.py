@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rankwire.backends.simulated import SimulatedBackend
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -27,6 +26,7 @@ from rankwire.errors import (
 )
 from rankwire.testing import in_parallel
 from rankwire.wire.frames import Channel
+from real_time import Deadline
 
 SOON = 10.0  # what must happen "at once" happens within it on the slowest machine
 LATER = 40.0  # a time limit that no operation here may need

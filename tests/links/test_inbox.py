@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from interrupts import Interrupt, every_interrupt
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -24,6 +24,7 @@ from rankwire.links.inbox import Inbox
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox, Receive
+from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 
 SOON = 8.0  # seconds for what takes milliseconds, on a machine that is busy with other things
@@ -35,7 +36,9 @@ class Post:
 
     def __init__(self, connections, mailbox=None, *, attached=True):
         self.connection, self.sender = connections
-        self.inbox = Inbox(1, mailbox or Mailbox(), self.connection if attached else None)
+        self.inbox = Inbox(
+            1, mailbox or Mailbox(), REAL_TIME, self.connection if attached else None
+        )
 
     def send(self, tag, payload=b""):
         deadline = Deadline(PATIENCE)
@@ -619,8 +622,8 @@ def test_a_farewell_ends_receives_as_closed(post):
 def incoming(sockets):
     """An inbox whose connection was dialled by the peer, and the peer's socket."""
     near, far = sockets
-    connection = Connection(near, peer=1, max_nbytes=1 << 20, incoming=True)
-    return Post((connection, Connection(far, peer=0, max_nbytes=1 << 20)))
+    connection = Connection(near, peer=1, max_nbytes=1 << 20, clock=REAL_TIME, incoming=True)
+    return Post((connection, Connection(far, peer=0, max_nbytes=1 << 20, clock=REAL_TIME)))
 
 
 @on_both_transports
@@ -1020,7 +1023,7 @@ class Lending(Post):
 
     def __init__(self, connections, mailbox=None, *, fetch=False):
         super().__init__(connections, mailbox)
-        self.inbox = Inbox(1, mailbox or Mailbox(), self.connection, fetch=fetch)
+        self.inbox = Inbox(1, mailbox or Mailbox(), REAL_TIME, self.connection, fetch=fetch)
 
     def lend(self, tag, payload=None, timeout=PATIENCE):
         payload = large(tag) if payload is None else payload

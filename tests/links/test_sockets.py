@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -34,6 +33,7 @@ from rankwire.links.sockets import (
     wait_for,
     wait_patiently,
 )
+from real_time import Deadline
 from worlds import PATIENCE
 
 ANY_PORT = TcpAddress("127.0.0.1", 0)

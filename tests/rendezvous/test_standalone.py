@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.standalone import CoordinatorHost
@@ -42,6 +43,7 @@ class Launcher:
                 on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
                 on_hopeless=self.told.append,
             ),
+            clock=REAL_TIME,
         )
 
     def join(self, rank, world_size, **options):

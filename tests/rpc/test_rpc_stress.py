@@ -9,8 +9,8 @@ import time
 import pytest
 
 from rankwire import PeerLostError, RpcAgent
-from rankwire.deadline import Deadline
 from rankwire.testing import in_parallel, run_ranks, simulated_world, tcp_world
+from real_time import Deadline
 
 WORKERS = 4
 

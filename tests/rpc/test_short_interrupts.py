@@ -15,8 +15,8 @@ from itertools import count
 import pytest
 
 from interrupts import Interrupt, Interrupting, every_interrupt
-from rankwire.deadline import Deadline
 from rankwire.rpc.messages import encode_request
+from real_time import Deadline
 from rpc.callee import SOON, WORLDS, in_flight, pair, world_of_two
 from worlds import PATIENCE, eventually, nursery, runtime_folder_of_its_own
 

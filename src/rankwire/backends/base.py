@@ -27,6 +27,7 @@ from rankwire.backends.payloads import check_out, copy_into, share_memory, to_ar
 from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
 from rankwire.backends.status import WorldStatus
 from rankwire.backends.transport import Transport
+from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -58,8 +59,10 @@ class Backend(Transport):
         world_size: The number of ranks.
         timeout: Seconds for every operation that is not given its own limit.
         max_message_nbytes: Largest message sent or accepted.
+        clock: By which everything in its world waits.
 
     Attributes:
+        clock: The same.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
     """
@@ -73,11 +76,13 @@ class Backend(Transport):
         *,
         timeout: float = DEFAULT_TIMEOUT,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
+        clock: Clock = REAL_TIME,
     ) -> None:
         check_world(rank, world_size)
         self.rank = operator.index(rank)  # numpy's integers would not travel
         self.world_size = operator.index(world_size)
-        self.timeout = Deadline(timeout).limit
+        self.clock = clock
+        self.timeout = Deadline(timeout, clock).limit
         self.max_message_nbytes = max_message_nbytes
         self.operations: Any = None  # what the collectives keep about this group; theirs alone
         self._events = PeerEvents()
@@ -110,7 +115,7 @@ class Backend(Transport):
             MessageTooLargeError: Nothing was sent.
             ConfigurationError: It is no such buffer; nothing was sent.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             dst, tag = self._check(dst, tag)
             message = self._as_message(data)
@@ -132,7 +137,7 @@ class Backend(Transport):
             DeadlineExceededError: None came in time; a later receive still gets it.
             PeerLostError: The peer is gone and left nothing.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
             return take(self, src, tag, deadline, None, whole_of)
@@ -153,7 +158,7 @@ class Backend(Transport):
             ConfigurationError: The buffer is read-only, has gaps, or holds references, such as an
                 array of objects; the same.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
             view = flat_view(buffer)
@@ -174,7 +179,7 @@ class Backend(Transport):
         Raises:
             UnsupportedTypeError: It is neither, or of a dtype that is not carried.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             dst, tag = self._check(dst, tag)
             message = self._as_message(pack_array(array)[0])
@@ -199,7 +204,7 @@ class Backend(Transport):
                 of objects, nothing is received.
             InvalidMessageError: The message was not sent by ``send_array``.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
             check_out(out)
@@ -231,7 +236,7 @@ class Backend(Transport):
             PeerLostError: One of the two is gone, and has not done its part.
         """
         src = dst if src is None else src
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         offer = None
         try:
             dst, tag = self._check(dst, tag)
@@ -278,7 +283,7 @@ class Backend(Transport):
                 barrier is not affected.
             PeerLostError: A rank is gone.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         grip: list[bool] = []
         try:
             if not deadline.take(self._barrier_lock, grip):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rankwire.backends.peers import Peer
 from rankwire.backends.transport import Offer
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
 from rankwire.links.lender import Lent
@@ -34,13 +35,16 @@ class ReadingAll:
 
     Args:
         peers: The other ranks.
+        clock: By which it is called now and then.
         check: Raises if it makes no sense any more to wait; called now and then.
     """
 
-    def __init__(self, peers: dict[int, Peer], check: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, peers: dict[int, Peer], clock: Clock, check: Callable[[], None] | None = None
+    ) -> None:
         self._peers = peers
         self._check = check
-        self._next = Deadline(_CHECK_EVERY)
+        self._next = Deadline(_CHECK_EVERY, clock)
 
     def watch(self) -> list[Stream]:
         """Return the streams on which something to read may come."""
@@ -51,7 +55,7 @@ class ReadingAll:
         for peer in list(self._peers.values()):
             peer.inbox.read()
         if self._check is not None and self._next.expired:
-            self._next = Deadline(_CHECK_EVERY)
+            self._next = Deadline(_CHECK_EVERY, self._next.clock)
             self._check()
 
 

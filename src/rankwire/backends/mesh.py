@@ -28,7 +28,8 @@ from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.transport import Offer
-from rankwire.deadline import Deadline
+from rankwire.clock import Clock
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.poller import Poller
@@ -59,6 +60,7 @@ class Mesh(Backend):
         timeout: Seconds for every operation without a limit of its own.
         max_message_nbytes: Largest message sent or accepted.
         peers: The other ranks, by rank; may be filled later.
+        clock: By which everything in its world waits.
         single_copy: Whether memory of ranks on this host may be read.
     """
 
@@ -72,16 +74,19 @@ class Mesh(Backend):
         timeout: float,
         max_message_nbytes: int,
         peers: dict[int, Peer],
+        clock: Clock,
         single_copy: bool = True,
     ) -> None:
-        super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
+        super().__init__(
+            rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes, clock=clock
+        )
         self._single_copy = single_copy
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._ports = Ports()
         self._peers = peers
         self._losses = Losses()
-        self._meanwhile = ReadingAll(self._peers)
+        self._meanwhile = ReadingAll(self._peers, self.clock)
 
     # -- what differs ----------------------------------------------------------------------------
 
@@ -148,7 +153,9 @@ class Mesh(Backend):
         connection = peer.messages
         if connection is None:
             connection = self._dial_messages(peer, deadline)
-        meanwhile = self._meanwhile if check is None else ReadingAll(self._peers, check)
+        meanwhile = self._meanwhile
+        if check is not None:
+            meanwhile = ReadingAll(self._peers, self.clock, check)
         lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
         if lent is None:
             return None
@@ -160,7 +167,7 @@ class Mesh(Backend):
             raise
 
     def _send_by_stream(self, connection: Connection, envelope: Envelope, message: Message) -> None:
-        limit = Deadline(self.timeout)  # once begun, it must be finished
+        limit = Deadline(self.timeout, self.clock)  # once begun, it must be finished
         connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
 
     def receive(
@@ -270,7 +277,7 @@ class Mesh(Backend):
 
     def link_to(self, rank: int, timeout: float | None = None) -> Link:
         """Return how messages to a rank travel; connects if that has not happened yet."""
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             peer = self._peers[self._check_peer(rank)]
             connection = peer.messages or self._dial_messages(peer, deadline)
@@ -294,7 +301,8 @@ class Mesh(Backend):
             stream,
             peer=peer.member.rank,
             max_nbytes=self.max_message_nbytes,
-            spin=Spin(self.spin),
+            clock=self.clock,
+            spin=Spin(self.spin, self.clock),
             on_lost=peer.fail,
             on_left=peer.explain_farewell,
             on_rest=self.flush_when_possible,
@@ -346,7 +354,7 @@ class Mesh(Backend):
             port.adopt(connection)
         elif surplus is not None:
             if surplus is connection:  # the service has closed since it was let in
-                connection.farewell(Deadline(0.0))
+                connection.farewell(AT_ONCE)
             self._discard(peer, surplus)
 
     # -- the other ranks ---------------------------------------------------------------------------
@@ -373,7 +381,7 @@ class Mesh(Backend):
             cause = ChannelClosedError("this backend is closed")
             for port in ports:
                 port.shut_down(cause)
-            patience = Deadline(_FAREWELL_PATIENCE)
+            patience = Deadline(_FAREWELL_PATIENCE, self.clock)
             fall = fall_by(error, first_lost=self._losses.first)
             if fall is None:
                 self.tell_leaving()

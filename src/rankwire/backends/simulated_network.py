@@ -20,12 +20,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
+from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.memory_stream import MemoryStream, memory_pair
 from rankwire.links.route import Gate, Route
@@ -49,10 +49,17 @@ class Network:
         world_size: How many ranks.
         queue_nbytes: What a stream holds.
         faults: What goes wrong, and when; a copy is taken.
+        clock: The world's.
+
+    Attributes:
+        clock: The same.
     """
 
-    def __init__(self, world_size: int, *, queue_nbytes: int, faults: FaultPlan) -> None:
+    def __init__(
+        self, world_size: int, *, queue_nbytes: int, faults: FaultPlan, clock: Clock
+    ) -> None:
         self.world_size = world_size
+        self.clock = clock
         self._queue_nbytes = queue_nbytes
         self._faults = copy.deepcopy(faults)
         self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
@@ -64,7 +71,7 @@ class Network:
         self._broken: set[Link] = set()
         self._sent: Counter[int] = Counter()
         self._carried: Counter[Link] = Counter()
-        self._timetable = Timetable()
+        self._timetable = Timetable(clock)
         self._telling: list[threading.Thread] = []
 
     def start(self, members: Sequence[SimulatedBackend]) -> None:
@@ -76,7 +83,7 @@ class Network:
         for link, count in self._faults.break_after_messages.items():
             if count == 0:
                 self.break_link(*link)
-        now = monotonic()
+        now = self.clock.now()
         for rank, seconds in self._faults.kill_after_seconds.items():
             self._timetable.plan(now + seconds, partial(self._kill_in_passing, rank))
         for link, seconds in self._faults.break_after_seconds.items():
@@ -142,7 +149,7 @@ class Network:
         else:
             there, back = f"requests {service}", f"replies {service}"
         routes = self._route(src, dst, there), self._route(dst, src, back)
-        return memory_pair(self._queue_nbytes, *routes)
+        return memory_pair(self._queue_nbytes, self.clock, *routes)
 
     def leave(self, rank: int) -> None:
         """Note that a rank leaves in good order: from now on its streams may end."""
@@ -163,7 +170,7 @@ class Network:
                 telling = self._telling
             for thread in telling:
                 if thread is not threading.current_thread():
-                    thread.join(_JOIN_LIMIT)
+                    self.clock.join(thread, _JOIN_LIMIT)
 
     # -- what befalls messages ---------------------------------------------------------------------
 
@@ -176,8 +183,8 @@ class Network:
             delays = self._delays[src, dst, kind]
         gate = self._gates.get(dst)
         if self._faults.counts_messages:
-            return Route(delays, gate, partial(self._count, src, dst))
-        return None if delays is None and gate is None else Route(delays, gate)
+            return Route(self.clock.now, delays, gate, partial(self._count, src, dst))
+        return None if delays is None and gate is None else Route(self.clock.now, delays, gate)
 
     def _count(self, src: int, dst: int) -> None:
         link = link_between(src, dst)

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from time import sleep
 from typing import Any
 
 from rankwire.backends.arguments import check_rank
@@ -88,6 +87,7 @@ class SubBackend(Backend):
             len(chosen),
             timeout=parent.timeout if timeout is None else timeout,
             max_message_nbytes=parent.max_message_nbytes,
+            clock=parent.clock,
         )
         self.parent = parent
         self.security = parent.security
@@ -96,7 +96,7 @@ class SubBackend(Backend):
         self._lock = threading.Lock()
         self._ports: set[SubCallPort] = set()
         self._waiting: Counter[int] = Counter()  # receives under way, by group
-        deadline = Deadline(self.timeout)
+        deadline = Deadline(self.timeout, self.clock)
         try:
             ordinal = Agreement.at(parent).reach(parent, chosen, deadline)
         except RankwireError as error:
@@ -251,10 +251,10 @@ class SubBackend(Backend):
             ports = list(self._ports)
         for port in ports:
             port.close()
-        patience = Deadline(_CLOSE_PATIENCE)
+        patience = Deadline(_CLOSE_PATIENCE, self.clock)
         self._abandon_waiting()
         while self._waiting and not patience.expired:
-            sleep(0.001)  # one had not reached the parent yet, or sleeps
+            self.clock.sleep(0.001)  # one had not reached the parent yet, or sleeps
             self._abandon_waiting()
 
     def _abandon_waiting(self) -> None:

@@ -23,6 +23,7 @@ from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_dialing import Dialling, Transport
 from rankwire.backends.tcp_formation import Formation
 from rankwire.backends.tcp_introductions import Introductions
+from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -108,6 +109,8 @@ class TcpBackend(Mesh):
         tls: Files for TLS between hosts.
         listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
             from now on.
+        clock: By which it waits. The operating system waits for sockets, in real time, so only a
+            clock that keeps that will do.
 
     Raises:
         RendezvousError: The world did not form; ``missing`` has the absent ranks.
@@ -138,6 +141,7 @@ class TcpBackend(Mesh):
         integrity: Integrity = "crc",
         tls: Tls | None = None,
         listener: Socket | None = None,
+        clock: Clock = REAL_TIME,
     ) -> None:
         super().__init__(
             rank,
@@ -145,11 +149,13 @@ class TcpBackend(Mesh):
             timeout=timeout,
             max_message_nbytes=max_message_nbytes,
             peers={},
+            clock=clock,
             single_copy=single_copy,
         )
         if transport not in ("auto", "tcp", "unix"):
             raise ConfigurationError(f'transport is "auto", "tcp" or "unix", not {transport!r}')
-        suspect_after, fail_after = Deadline(suspect_after).limit, Deadline(fail_after).limit
+        suspect_after = Deadline(suspect_after, clock).limit
+        fail_after = Deadline(fail_after, clock).limit
         if not 0 < suspect_after <= fail_after:
             raise ConfigurationError(
                 "a rank is suspected before it is given up: 0 < suspect_after <= fail_after, not "
@@ -163,7 +169,7 @@ class TcpBackend(Mesh):
         self._transport = transport
         self._wanted_spin = spin
         self._is_watched = True
-        self._introductions = Introductions(self._peers.values, self._greet)
+        self._introductions = Introductions(self._peers.values, self._greet, clock)
         where = TcpAddress.parse(address)
         policy = choose_policy(security, where, integrity=integrity, tls=tls)
         self.security = policy.mode
@@ -181,7 +187,7 @@ class TcpBackend(Mesh):
             advertise=advertise,
         )
         try:
-            self._formation.form(Deadline(join_timeout))
+            self._formation.form(Deadline(join_timeout, clock))
         except BaseException:
             self._formation.close()
             raise
@@ -199,6 +205,7 @@ class TcpBackend(Mesh):
             if member.rank != self.rank:
                 self._peers[member.rank] = Peer(
                     member,
+                    self.clock,
                     await_verdict=self._await_verdict,
                     on_lost=self._events.lost,
                     explain=self._explain_end,
@@ -308,7 +315,7 @@ class TcpBackend(Mesh):
         return replace(status, silent_for=silences.get(status.rank, status.silent_for))
 
     def _greet(self, peer: Peer) -> None:
-        deadline = Deadline(self.timeout)
+        deadline = Deadline(self.timeout, self.clock)
         self._dial_messages(peer, deadline).greet(deadline)
 
     # -- leaving -----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ business of ``mesh``.
 from __future__ import annotations
 
 import os
-import time
 from typing import Literal
 
 from rankwire.backends.peers import Peer
@@ -66,7 +65,7 @@ class Dialling:
         """
         rank = peer.member.rank
         hello = self._formation.hello(purpose, rank, service)
-        patience = Deadline(_REFUSED_PATIENCE)
+        patience = Deadline(_REFUSED_PATIENCE, deadline.clock)
         while True:
             peer.check()
             try:
@@ -87,7 +86,7 @@ class Dialling:
                 # All have proved the secret when the world formed: who hangs up now is going.
                 if patience.expired or deadline.expired:
                     raise self._unreachable(peer, error) from error
-                time.sleep(0.005)
+                deadline.clock.sleep(0.005)
 
     def _unreachable(self, peer: Peer, error: RankwireError) -> RankwireError:
         """Return what has become of a peer that lets nobody in, if nobody has told.

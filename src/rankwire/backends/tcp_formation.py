@@ -222,7 +222,9 @@ class Formation:
         return self._member
 
     def _make_acceptor(self) -> Acceptor:
-        self._acceptor = Acceptor(self, key=self._find_key_of, policy=self.policy)
+        self._acceptor = Acceptor(
+            self, self._owner.clock, key=self._find_key_of, policy=self.policy
+        )
         self._acceptor.call_every(_LOOK_EVERY, self._owner.look_for_silence)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
@@ -265,7 +267,14 @@ class Formation:
         assert self._coordinator is not None
         expect_prompt_reading(sock)
         self._coordinator.enter(
-            hello.rank, Connection(sock, peer=hello.rank, max_nbytes=MAX_MEMBER_NBYTES, seals=seals)
+            hello.rank,
+            Connection(
+                sock,
+                peer=hello.rank,
+                max_nbytes=MAX_MEMBER_NBYTES,
+                clock=self._owner.clock,
+                seals=seals,
+            ),
         )
 
     @property
@@ -276,7 +285,7 @@ class Formation:
     def catch_up(self, seconds: float) -> None:
         """Wait until the control plane's news that have come are known, but not for longer."""
         if self._acceptor is not None:
-            self._acceptor.catch_up(Deadline(seconds))
+            self._acceptor.catch_up(Deadline(seconds, self._owner.clock))
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""

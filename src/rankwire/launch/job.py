@@ -18,9 +18,9 @@ import math
 import secrets
 import signal
 import socket
-from time import monotonic
 from typing import NamedTuple
 
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.launch.attempt import Attempt
@@ -53,7 +53,7 @@ class _Request(NamedTuple):
     at: float
 
     def is_echoed_by(self, node: int) -> bool:
-        return monotonic() - self.at < _ECHO_OF_NODES and node != self.node
+        return REAL_TIME.now() - self.at < _ECHO_OF_NODES and node != self.node
 
 
 class LaunchedJob:
@@ -112,6 +112,7 @@ class LaunchedJob:
             local.count,
             secret=secret,
             job=self._name,
+            clock=REAL_TIME,
             policy=policy,
             told=told,
             nodes=nodes,
@@ -166,7 +167,7 @@ class LaunchedJob:
 
     def _gather(self) -> None:
         """Wait for the launchers of all hosts."""
-        deadline = Deadline(GATHER_LIMIT)
+        deadline = Deadline(GATHER_LIMIT, REAL_TIME)
         while missing := self._parts.missing_nodes():
             if deadline.expired:
                 raise ConfigurationError(
@@ -223,11 +224,11 @@ class LaunchedJob:
         """Wait until all parts are over, and see to it that they are."""
         while not all(part.is_over for part in self._parts):
             wake_in = min(part.wake_in for part in self._parts)
-            for number in self._loop.turn(min(self._stop_due() - monotonic(), wake_in)):
+            for number in self._loop.turn(min(self._stop_due() - REAL_TIME.now(), wake_in)):
                 self._obey(number)
             for part in self._parts:
                 part.look()
-            if monotonic() >= self._stop_due():
+            if REAL_TIME.now() >= self._stop_due():
                 self._stop(signal.SIGTERM)
             self._reporter.name_who_is_left(self._attempt)
             if self._attempt.is_stopping:
@@ -248,7 +249,7 @@ class LaunchedJob:
         """Act on a signal that asks the launcher of a node to end."""
         if self._last_request is not None and self._last_request.is_echoed_by(node):
             return
-        self._last_request = _Request(number, node, monotonic())
+        self._last_request = _Request(number, node, REAL_TIME.now())
         self._first_request = self._first_request or self._last_request
         alive = self._parts.alive
         self._is_impatient = self._is_impatient or not alive

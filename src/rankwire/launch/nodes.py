@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -204,7 +205,7 @@ def follow(
 def _find_node_0(
     loop: Loop, dial: Callable[..., LauncherLink], address: str, node: int
 ) -> LauncherLink:
-    deadline = Deadline(GATHER_LIMIT)
+    deadline = Deadline(GATHER_LIMIT, REAL_TIME)
 
     def look_at_signals(patience: float = 0.0) -> None:
         for number in loop.turn(patience):

@@ -19,12 +19,12 @@ import sys
 from collections import Counter, deque
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.launch.lines import LineSplitter
 from rankwire.launch.logfiles import Log, LogFolder
@@ -239,7 +239,7 @@ class Output:
         if self._stderr.is_terminal and _are_one_file(1, 2):
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
-        self._remind_at = monotonic() + REMIND_AFTER
+        self._remind_at = REAL_TIME.now() + REMIND_AFTER
         self._streams: list[RankOutput] = []
         self._errors: dict[int, RankOutput] = {}
 
@@ -276,8 +276,8 @@ class Output:
 
     def remind(self, text: str) -> None:
         """Say now and then what is waited for, where no status line can; call it as often."""
-        if not self._stderr.is_terminal and monotonic() >= self._remind_at:
-            self._remind_at = monotonic() + REMIND_EVERY
+        if not self._stderr.is_terminal and REAL_TIME.now() >= self._remind_at:
+            self._remind_at = REAL_TIME.now() + REMIND_EVERY
             self.say(text)
 
     def last_errors(self, rank: int) -> list[str]:
@@ -327,7 +327,7 @@ class Output:
         each = (f"{n} line{'s'[: n > 1]} of rank {rank}" for rank, n in sorted(lost.items()))
         where.put(where.render(f"rankwire: not written: {', '.join(each)}", "bold red") + b"\n")
         self._balance(where)
-        end = Deadline(_LAST_WORD)
+        end = Deadline(_LAST_WORD, REAL_TIME)
         while where.pending and not end.expired:
             for key, _ in self._selector.select(end.remaining()):
                 key.data()

@@ -14,8 +14,8 @@ import ctypes
 import os
 from collections.abc import Collection
 from pathlib import Path
-from time import monotonic
 
+from rankwire.clock import REAL_TIME
 from rankwire.launch.reaper import DEAD, Reaper, descendants, send_signal
 
 __all__ = ["Strays"]
@@ -66,9 +66,9 @@ class Strays:
 
         Done now and then; ranks, and what is in their groups, are left alone.
         """
-        if not self.is_adopting or monotonic() < self._collect_at:
+        if not self.is_adopting or REAL_TIME.now() < self._collect_at:
             return
-        self._collect_at = monotonic() + _COLLECT_EVERY
+        self._collect_at = REAL_TIME.now() + _COLLECT_EVERY
         alive = set()
         for pid in _children():
             if pid in self._others or pid in ranks:

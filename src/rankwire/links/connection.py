@@ -21,7 +21,8 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection
 
-from rankwire.deadline import Deadline
+from rankwire.clock import Clock
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -67,6 +68,7 @@ class Connection:
         sock: Connected and authenticated: a stream, or a non-blocking socket. Owned from now on.
         peer: The rank at the other end, for errors.
         max_nbytes: Largest payload accepted from the peer.
+        clock: By which its threads wait.
         spin: How long a reader polls before it sleeps.
         on_rest: Called when the peer took only a part of a small frame in time; sees to it that the
             rest is flushed once it takes more. Any thread, with the send lock held.
@@ -97,6 +99,7 @@ class Connection:
         *,
         peer: int,
         max_nbytes: int,
+        clock: Clock,
         spin: Spin | None = None,
         on_lost: Callable[[RankwireError], RankwireError] | None = None,
         on_left: Callable[[RankwireError], RankwireError] | None = None,
@@ -114,8 +117,9 @@ class Connection:
         self._ending: RankwireError | None = None  # the first cause, while its owner is asked
         self._on_lost = on_lost
         self._on_left = on_left
-        self._spin = spin or Spin(0.0)
-        self._unanswered = Unanswered()
+        self._clock = clock
+        self._spin = spin or Spin(0.0, clock)
+        self._unanswered = Unanswered(clock)
         self._pid, cannot_borrow = probe(stream) if single_copy else (0, "it is turned off")
         self._protocol = Protocol(
             peer=peer,
@@ -291,7 +295,7 @@ class Connection:
     def introduce(self) -> None:
         """Tell a peer of this host whether we can read its memory. At once, on a new connection."""
         if self.transport == "unix":
-            self.send(*self._protocol.introduction(), Deadline(0.0))
+            self.send(*self._protocol.introduction(), AT_ONCE)
 
     def farewell(self, deadline: Deadline) -> None:
         """Tell the peer that this end leaves in good order, if that can be said at once."""
@@ -435,7 +439,7 @@ class Connection:
 
     def _borrow(self, loan: Loan) -> Borrowed:
         self.has_parcels = True
-        return Borrowed(loan, self._pid, self.peer, self.fail)
+        return Borrowed(loan, self._pid, self.peer, self._clock, self.fail)
 
     def await_introduction(self, deadline: Deadline, check: Callable[[], None]) -> None:
         """Wait until a peer of this host has introduced itself, on a connection we dialled.

@@ -10,9 +10,9 @@ import logging
 import selectors
 import threading
 from collections.abc import Callable
-from time import sleep
 
-from rankwire.deadline import Deadline
+from rankwire.clock import Clock
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
@@ -32,10 +32,15 @@ class EventThread:
 
     Args:
         name: The thread's.
+        clock: By which it does things.
+
+    Attributes:
+        clock: The same.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
+        self.clock = clock
         self._selector = selectors.DefaultSelector()
         self._wakeup = Wakeup(self._selector, self._handle)
         self._timers: list[_Timer] = []
@@ -57,14 +62,14 @@ class EventThread:
         seen = self._rounds + 2  # one round is under way; the next one sees what is there
         while self._rounds < seen and not self._closing and not deadline.expired:
             self._wakeup.wake()
-            sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
+            self.clock.sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
 
     def call_every(self, seconds: float, action: Callable[[], None]) -> None:
         """Run ``action`` again and again. On this thread, or before ``start``.
 
         Connections that are readable at the same moment are read first.
         """
-        self._timers.append(_Timer(seconds, action))
+        self._timers.append(_Timer(seconds, action, self.clock))
 
     def call_no_more(self, action: Callable[[], None]) -> None:
         """End what ``call_every`` began. On this thread, or after it has stopped."""
@@ -100,7 +105,7 @@ class EventThread:
 
         def writable() -> None:
             try:
-                connection.flush(Deadline(0.0))
+                connection.flush(AT_ONCE)
             except RankwireError as error:
                 _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
             if connection.failure is not None or not connection.is_holding:
@@ -133,7 +138,7 @@ class EventThread:
         self._closing = True
         self._wakeup.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self.clock.join(self._thread)
         self._let_go()
         self._wakeup.close()
         self._selector.close()
@@ -173,7 +178,7 @@ class EventThread:
             self._look()
             for timer in self._timers:
                 if timer.deadline.expired:
-                    timer.deadline = Deadline(timer.seconds)
+                    timer.deadline = Deadline(timer.seconds, self.clock)
                     self._handle(timer.action)
 
     def _handle(self, action: Callable[[], None]) -> None:
@@ -187,7 +192,7 @@ class EventThread:
 class _Timer:
     """Something to do every ``seconds``."""
 
-    def __init__(self, seconds: float, action: Callable[[], None]) -> None:
+    def __init__(self, seconds: float, action: Callable[[], None], clock: Clock) -> None:
         self.seconds = seconds
         self.action = action
-        self.deadline = Deadline(seconds)
+        self.deadline = Deadline(seconds, clock)

@@ -21,8 +21,8 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import starmap
-from time import sleep
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.borrower import Borrowed
@@ -48,6 +48,7 @@ class Inbox(SharedMailbox):
     Args:
         peer: The rank whose messages these are, for errors.
         mailbox: Where they are matched.
+        clock: By which its threads wait.
         connection: Where they come from, if it is known yet.
         fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
     """
@@ -56,11 +57,12 @@ class Inbox(SharedMailbox):
         self,
         peer: int,
         mailbox: Mailbox,
+        clock: Clock,
         connection: Connection | None = None,
         *,
         fetch: bool = False,
     ) -> None:
-        super().__init__(peer, mailbox)
+        super().__init__(peer, mailbox, clock)
         self._fetch = fetch
         self.connection = connection
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
@@ -211,7 +213,7 @@ class Inbox(SharedMailbox):
                 self.call_back_due()
             if not is_read:
                 # Somebody else reads and will end receives; look again when that may have happened.
-                sleep(min(0.001, deadline.sleep_limit()))
+                self._clock.sleep(min(0.001, deadline.sleep_limit()))
         return True
 
     def _ended(self, error: RankwireError) -> None:
@@ -241,9 +243,9 @@ class Inbox(SharedMailbox):
         """End all receives and close the connection, once its reader has left it."""
         if self.connection is not None:
             self.connection.fail(cause)
-        patience = Deadline(_CLOSE_PATIENCE)
+        patience = Deadline(_CLOSE_PATIENCE, self._clock)
         while self._reader is not None and not patience.expired:
-            sleep(0.0005)  # it delivers what had arrived, and leaves
+            self._clock.sleep(0.0005)  # it delivers what had arrived, and leaves
         self.fail(cause)
         if self.connection is not None:
             self.connection.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from time import monotonic
 
+from rankwire.clock import Clock
 from rankwire.links.memory_stream import MemoryStream
 from rankwire.links.sleepers import Sleep, Sleepers, wake
 from rankwire.links.stream import Stream
@@ -35,7 +35,8 @@ class MemoryPoller:
     Streams on which something may have come stand in a queue, in turn; who polls looks at them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._watches: dict[Stream, _Watch] = {}
         self._queue: deque[_Watch] = deque()
         self._news = 0  # changes whenever there is something to look at
@@ -79,7 +80,7 @@ class MemoryPoller:
 
     def poll(self, seconds: float, spin: object = None) -> object | None:
         """Return the key of a stream that can be read. Nobody spins in one process."""
-        limit = monotonic() + seconds
+        limit = self._clock.now() + seconds
         while True:
             news = self._news
             if self._is_closed:
@@ -90,10 +91,10 @@ class MemoryPoller:
             ready, gap = self._look()
             if ready is not None:
                 return ready.key
-            left = limit - monotonic()
+            left = limit - self._clock.now()
             if left <= 0.0:
                 return None
-            with Sleep(self._sleepers) as sleep:
+            with Sleep(self._clock, self._sleepers) as sleep:
                 if news == self._news:
                     sleep(left if gap is None else min(left, gap))
 

@@ -22,7 +22,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import NamedTuple
 
 from rankwire.links.route import Position, Route
@@ -189,7 +188,8 @@ class Pipe:
     def cut(self) -> None:
         """Lose what is not visible by now. Any thread."""
         if self._cut_at is None:
-            self._cut_at = monotonic()
+            # Where no message is late, all is visible at any time.
+            self._cut_at = 0.0 if self._route is None else self._route.now()
         self.wake_readers()
         wake(self.writers)
 
@@ -244,7 +244,7 @@ class Pipe:
             return 0.0 if is_over or (self._flushers and self._room() > 0) else None
         if self._cut_at is not None or self._route is None:
             return 0.0
-        now = monotonic()
+        now = self._route.now()
         opens_at = max(chunk.when, self._opens_at(chunk))
         return opens_at - now if opens_at > now else 0.0
 
@@ -253,7 +253,7 @@ class Pipe:
         read_to, filled, index = self._read_to, 0, 0
         latest = self._cut_at
         if latest is None:
-            latest = monotonic() if self._route is not None else 0.0
+            latest = 0.0 if self._route is None else self._route.now()
         while filled < len(buffer):
             try:
                 chunk = self._chunks[index]

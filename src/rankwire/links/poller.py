@@ -11,7 +11,6 @@ import os
 import select
 from fcntl import ioctl
 from termios import FIONREAD
-from time import perf_counter
 from typing import Protocol
 
 from rankwire.links.spin import NOTHING_TO_READ, Spin
@@ -105,8 +104,8 @@ class EpollPoller:
         elif spin.budget <= 0.0:
             spin.skipped()
         else:
-            limit = perf_counter() + spin.budget
-            waiting = self._waiting
+            waiting, now = self._waiting, spin.now
+            limit = now() + spin.budget
             while True:
                 self._looks += 1
                 number = self._last
@@ -122,7 +121,7 @@ class EpollPoller:
                 elif ready := self._epoll.poll(0, 1):
                     spin.budget = spin.most
                     return self._key_of(ready[0][0])
-                if perf_counter() >= limit:
+                if now() >= limit:
                     break
             spin.wasted()
         ready = self._epoll.poll(seconds, 1)

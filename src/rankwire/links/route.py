@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import monotonic
 from typing import NamedTuple
 
 from rankwire.wire.frames import HEADER_NBYTES, Channel, unpack_size
@@ -68,11 +67,13 @@ class Route:
     """What the messages of one direction meet on their way.
 
     Attributes:
+        now: The clock's, by which they are late.
         delays: How many seconds each takes in turn; None if they take none.
         gate: What lets them through at the reader.
         on_message: Called in the writer's thread when a message is written whole; it must not wait.
     """
 
+    now: Callable[[], float]
     delays: Iterator[float] | None = None
     gate: Gate | None = None
     on_message: Callable[[], None] = lambda: None
@@ -92,6 +93,6 @@ class Route:
             left = missing + nbytes
             begins = is_message = channel not in _COURTESIES
             if is_message and self.delays is not None:
-                when = max(when, monotonic() + next(self.delays))
+                when = max(when, self.now() + next(self.delays))
         taken = min(left, len(data))
         return Stretch(taken, when, begins, Position(left - taken, b"", when, is_message))

@@ -19,6 +19,7 @@ from collections import deque
 from contextlib import suppress
 from itertools import starmap
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ForkedProcessError, RankwireError
 from rankwire.fork import guard
@@ -35,6 +36,7 @@ class SharedMailbox:
     Args:
         peer: The rank whose messages these are, for errors.
         mailbox: Where they are matched.
+        clock: By which its threads wait.
 
     Attributes:
         due: Receives that are done, and to be called back.
@@ -42,8 +44,9 @@ class SharedMailbox:
             what it has read may lie in the connection, where no poller sees it, or in ``due``.
     """
 
-    def __init__(self, peer: int, mailbox: Mailbox) -> None:
+    def __init__(self, peer: int, mailbox: Mailbox, clock: Clock) -> None:
         self.peer = peer
+        self._clock = clock
         self._mailbox = mailbox
         self._mutex = threading.Lock()
         # Who has the reading role: a token of one visit. Not the receive, for which several threads
@@ -195,7 +198,7 @@ class SharedMailbox:
     def _sleep(self, receive: Receive, lock: threading.Lock, deadline: Deadline) -> None:
         woken = False
         try:
-            woken = lock.acquire(timeout=deadline.sleep_limit())
+            woken = self._clock.acquire(lock, True, deadline.sleep_limit())
         finally:
             if not woken:  # a wake-up that comes at this moment is for another
                 with self._mutex:

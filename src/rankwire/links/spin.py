@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from fcntl import ioctl
 from termios import FIONREAD
-from time import perf_counter
+
+from rankwire.clock import Clock
 
 __all__ = ["DEFAULT_SPIN", "NOTHING_TO_READ", "Spin", "default_spin"]
 
@@ -28,15 +29,21 @@ class Spin:
 
     Races between readers only blur it.
 
+    Args:
+        most: The full one.
+        clock: By which it is spent.
+
     Attributes:
         budget: How long to look now. Whoever finds something sets it to ``most`` again.
         most: The full one.
+        now: The clock's.
     """
 
-    __slots__ = ("_skips", "_waiting", "budget", "most")
+    __slots__ = ("_skips", "_waiting", "budget", "most", "now")
 
-    def __init__(self, most: float) -> None:
+    def __init__(self, most: float, clock: Clock) -> None:
         self.most = most
+        self.now = clock.now
         self._skips = 0
         self._waiting = bytearray(4)
         self.budget = most
@@ -51,15 +58,15 @@ class Spin:
         if self.budget <= 0.0:
             self.skipped()
             return False
-        waiting = self._waiting
-        limit = perf_counter() + self.budget
+        waiting, now = self._waiting, self.now
+        limit = now() + self.budget
         try:
             while True:
                 ioctl(descriptor, FIONREAD, waiting)
                 if waiting != NOTHING_TO_READ:
                     self.budget = self.most
                     return True
-                if perf_counter() >= limit:
+                if now() >= limit:
                     break
         except (OSError, ValueError):
             return True  # it was closed, which the next read says

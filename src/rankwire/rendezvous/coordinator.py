@@ -26,12 +26,11 @@ import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from time import monotonic
 from typing import NamedTuple
 
 import msgspec
 
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, ProtocolError, RankwireError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
@@ -144,7 +143,7 @@ class Coordinator:
         self._reachability = Reachability(acceptor, self._answered)
         self._controls: dict[int, Connection] = {}
         self._joining: set[int] = set()  # these have said where they listen
-        self._silence = Silence(patience, (), monotonic())
+        self._silence = Silence(patience, (), self._acceptor.clock.now())
         self._given_up: set[int] = set()
         self._fallen: set[int] = set()  # these have said so
         self._state = _State.FORMING
@@ -185,7 +184,9 @@ class Coordinator:
         while True:
             with self._changed:
                 patience = min(_REPORT_EVERY, deadline.sleep_limit())
-                if self._changed.wait_for(lambda: self._state is _State.FORMED, patience):
+                if self._acceptor.clock.wait_for(
+                    self._changed, lambda: self._state is _State.FORMED, patience
+                ):
                     return
                 missing = self._roster.missing()
                 if deadline.expired:
@@ -214,7 +215,7 @@ class Coordinator:
             self._told.on_hopeless(reason)
 
     def _heard(self, rank: int, frames: list[Frame]) -> None:
-        self._silence.heard(rank, monotonic())
+        self._silence.heard(rank, self._acceptor.clock.now())
         for frame in frames:
             message = unpack(whole_of(frame.payload))
             if words := objection(message, self._standing_of(rank)):
@@ -241,7 +242,7 @@ class Coordinator:
             has_joined=rank in self._joining,
             is_formed=self._state is _State.FORMED,
             coordinator=self._roster.coordinator,
-            was_absent=self._silence.was_absent(monotonic()),
+            was_absent=self._silence.was_absent(self._acceptor.clock.now()),
             has_fallen=rank in self._fallen,
         )
 
@@ -275,10 +276,10 @@ class Coordinator:
         mine = world if self._me is None else self._keys.added_to(world, self._roster.coordinator)
         self._told.on_formed(mine)
         # Told before this rank goes on, so that all are ready together.
-        patience = Deadline(_WORLD_PATIENCE)
+        patience = Deadline(_WORLD_PATIENCE, self._acceptor.clock)
         for rank, connection in list(self._controls.items()):
             tell(connection, self._keys.added_to(world, rank), patience)
-        self._silence = Silence(self._patience, self._controls, monotonic())
+        self._silence = Silence(self._patience, self._controls, self._acceptor.clock.now())
         self._acceptor.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
         self._changed.notify_all()
@@ -287,10 +288,10 @@ class Coordinator:
 
     def _beat(self) -> None:
         """Say that this process lives, and judge who has not said so."""
-        beat = Beat(list(self._silence.lengths(monotonic()).items()))
+        beat = Beat(list(self._silence.lengths(self._acceptor.clock.now()).items()))
         for connection in self._controls.values():
             tell(connection, beat)
-        for rank, change, seconds in self._silence.judge(monotonic()):
+        for rank, change, seconds in self._silence.judge(self._acceptor.clock.now()):
             if change is Change.FAILED:
                 self._lose(Gone(rank, silent_reason(seconds), silent=True))
             else:
@@ -334,7 +335,7 @@ class Coordinator:
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of the ranks that missed a beat. Safe from any thread."""
-        return self._silence.lengths(monotonic())
+        return self._silence.lengths(self._acceptor.clock.now())
 
     def report(self, gone: Gone) -> None:
         """Tell everyone that a rank is gone."""
@@ -353,7 +354,7 @@ class Coordinator:
             told.set()
 
         self._acceptor.call_soon(tell)
-        told.wait(1.0)
+        self._acceptor.clock.wait(told, 1.0)
 
     def dissolve(self) -> None:
         """Leave a world to itself. On the acceptor's thread, which goes on."""
@@ -373,7 +374,7 @@ class Coordinator:
         self._state = _State.CLOSED
         for connection in self._controls.values():
             if fallen is None or self._me is None:
-                connection.farewell(Deadline(0.0))
+                connection.farewell(AT_ONCE)
             else:
                 tell(connection, gone_by(self._me.rank, fallen))
             connection.close()

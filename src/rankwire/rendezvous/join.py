@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -108,7 +107,7 @@ def join(
                 attempt.note(error)
         if deadline.expired:
             raise attempt.too_late() from attempt.trouble
-        time.sleep(min(deadline.sleep_limit(), pause * random.uniform(0.5, 1.0)))
+        deadline.clock.sleep(min(deadline.sleep_limit(), pause * random.uniform(0.5, 1.0)))
         pause = min(pause * 2, _LONGEST_PAUSE)
 
 
@@ -159,7 +158,9 @@ class _Attempt:
             member = self.describe(sock.getsockname()[0])
             expect_prompt_reading(sock)
             longest = max_coordinator_nbytes(self.hello.world_size)
-            control = Connection(stream, peer=0, max_nbytes=longest, seals=seals)
+            control = Connection(
+                stream, peer=0, max_nbytes=longest, clock=self.deadline.clock, seals=seals
+            )
             payload = pack(Join(member, self.patience))
             control.send(CONTROL, ([payload], len(payload)), self.deadline)
             world, rest = self._await_world(control)
@@ -177,9 +178,12 @@ class _Attempt:
         limit = self.deadline.sooner(HANDSHAKE_LIMIT)
         return authenticate(sock, self.hello, key=key, deadline=limit, policy=self.policy)
 
+    def _within(self, seconds: float) -> Deadline:
+        return Deadline(seconds, self.deadline.clock)
+
     def _no_secret(self) -> RankwireError:
         """No secret is laid out: a launcher's socket may listen before rank 0 is there."""
-        self.without_secret = self.without_secret or Deadline(HANDSHAKE_LIMIT)
+        self.without_secret = self.without_secret or self._within(HANDSHAKE_LIMIT)
         reason = f"something listens on {self.address}, but there is no secret of its rank 0"
         if not self.without_secret.expired:
             return NoConnectionError(f"{reason} yet")
@@ -189,7 +193,7 @@ class _Attempt:
     def _await_world(self, control: Connection) -> tuple[World, list[Frame]]:
         self.missing = []
         self.is_let_in = True
-        report = Deadline(_REPORT_EVERY)
+        report = self._within(_REPORT_EVERY)
         while True:
             frames = control.read(self.deadline.sooner(report.remaining()))
             for index, frame in enumerate(frames):
@@ -208,7 +212,7 @@ class _Attempt:
             if self.deadline.expired:
                 raise self.too_late()
             if report.expired:
-                report = Deadline(_REPORT_EVERY)
+                report = self._within(_REPORT_EVERY)
                 _log.warning(
                     "rank %d waits for ranks %s (%.0f s)",
                     self.hello.rank,

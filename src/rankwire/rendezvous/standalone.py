@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
@@ -52,6 +53,7 @@ class CoordinatorHost:
         world_size: How many ranks a world has.
         secret: What the key of every rank is made of.
         job: The name of the job.
+        clock: By which it waits.
         policy: How connections are protected; by default as the address demands.
         told: Who is told of what happens, on the host's own thread.
         nodes: How many launchers the job has, this one included.
@@ -66,6 +68,7 @@ class CoordinatorHost:
         *,
         secret: bytes,
         job: str,
+        clock: Clock,
         policy: Policy | None = None,
         told: Told | None = None,
         nodes: int = 1,
@@ -80,7 +83,7 @@ class CoordinatorHost:
         self._secret = secret
         self._absent: dict[int, str] = {}
         self._acceptor = Acceptor(
-            self, key=self._find_key, policy=policy or _default_policy(listener)
+            self, clock, key=self._find_key, policy=policy or _default_policy(listener)
         )
         self._acceptor.listen(listener)
         self._coordinator = self._new_coordinator()
@@ -141,9 +144,10 @@ class CoordinatorHost:
         expect_prompt_reading(sock)
         is_launcher = hello.purpose is Purpose.LAUNCH
         longest = MAX_LAUNCHER_NBYTES if is_launcher else MAX_MEMBER_NBYTES
-        connection = Connection(sock, peer=hello.rank, max_nbytes=longest, seals=seals)
+        clock = self._acceptor.clock
+        connection = Connection(sock, peer=hello.rank, max_nbytes=longest, clock=clock, seals=seals)
         if is_launcher:
-            self._on_launcher(hello.rank, LauncherLink(connection))
+            self._on_launcher(hello.rank, LauncherLink(connection, clock))
             return
         self._coordinator.enter(hello.rank, connection)
 

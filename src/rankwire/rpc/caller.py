@@ -80,7 +80,7 @@ class Caller:
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture] = {}
         self.lock = threading.RLock()
-        self._next_expiry_check = Deadline(0.0)
+        self._next_expiry_check = Deadline(0.0, backend.clock)
         self._server: Server
         self._questions: Questions
         self._nested: Nested
@@ -386,7 +386,7 @@ class Caller:
         if not self._futures:
             return False
         if self._next_expiry_check.expired:
-            self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY)
+            self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY, self._backend.clock)
             late = [f for f in list(self._futures.values()) if f.deadline.expired]
             explain = len(late) <= _MOST_EXPLAINED
             for future in late:  # not here: it may have callbacks

@@ -74,7 +74,7 @@ class Questions:
         if patience <= 0.0:
             return
         key = Key(dst, self._backend.rank, request_id)
-        answer = self.ask(dst, [key], Deadline(patience))
+        answer = self.ask(dst, [key], Deadline(patience, self._backend.clock))
         if answer is None:
             error.explain(f"rank {dst} does not say what it is doing")
         elif key in answer:  # else its reply is on the way, or the request has not arrived

@@ -6,11 +6,11 @@ import asyncio
 import threading
 from concurrent.futures import CancelledError, wait
 from functools import partial
-from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
 
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -105,11 +105,11 @@ def registering_is_strict(make_world: MakeWorld) -> None:
 def a_late_reply_is_dropped(make_world: MakeWorld) -> None:
     go_on = threading.Event()
     with agents_of(make_world, 2) as (caller, callee):
-        callee.register("wait", lambda: go_on.wait(10))
+        callee.register("wait", lambda: REAL_TIME.wait(go_on, 10))
         callee.register("add", lambda a, b: a + b)
-        begin = monotonic()
+        begin = REAL_TIME.now()
         error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "wait", timeout=0.15))
-        assert monotonic() - begin < 5
+        assert REAL_TIME.now() - begin < 5
         assert (error.limit, error.waiting_for, error.may_have_run) == (0.15, [1], True)
         go_on.set()
         assert caller.rpc_sync(1, "add", 2, 3) == 5
@@ -130,7 +130,7 @@ def ranks_call_each_other_at_once(make_world: MakeWorld) -> None:
 
 def replies_find_their_callers(make_world: MakeWorld) -> None:
     def answer(number: int) -> int:
-        sleep((number * 7 % 5) / 1000)
+        REAL_TIME.sleep((number * 7 % 5) / 1000)
         return number
 
     with agents_of(make_world, 2) as (caller, callee):
@@ -143,7 +143,7 @@ def replies_find_their_callers(make_world: MakeWorld) -> None:
 def a_slow_call_does_not_hold_up_a_fast_one(make_world: MakeWorld) -> None:
     go_on = threading.Event()
     with agents_of(make_world, 2) as (caller, callee):
-        callee.register("slow", lambda: go_on.wait(20))
+        callee.register("slow", lambda: REAL_TIME.wait(go_on, 20))
         callee.register("fast", lambda: "here")
         slow = caller.rpc_async(1, "slow")
         assert caller.rpc_sync(1, "fast", timeout=10) == "here"
@@ -156,14 +156,14 @@ def futures_have_the_usual_verbs(make_world: MakeWorld) -> None:
     go_on = threading.Event()
     with agents_of(make_world, 2) as (caller, callee):
         callee.register("add", lambda a, b: a + b)
-        callee.register("wait", lambda: go_on.wait(20))
+        callee.register("wait", lambda: REAL_TIME.wait(go_on, 20))
         futures = [caller.rpc_async(1, "add", number, 1) for number in range(20)]
         done, not_done = wait(futures, timeout=10)  # no thread calls result(): the agent must read
         assert (len(done), len(not_done)) == (20, 0)
         assert [future.result() for future in futures] == list(range(1, 21))
         called_back = threading.Event()
         caller.rpc_async(1, "add", 1, 2).add_done_callback(lambda _: called_back.set())
-        assert called_back.wait(10)
+        assert REAL_TIME.wait(called_back, 10)
         waiting = caller.rpc_async(1, "wait")
         expect(TimeoutError, lambda: waiting.result(0.05))
         go_on.set()
@@ -202,16 +202,16 @@ def cancel_reaches_the_callee(make_world: MakeWorld) -> None:
             started.clear()
             cancelled.clear()
             future = caller.rpc_async(1, "work")
-            assert started.wait(10)
+            assert REAL_TIME.wait(started, 10)
             assert future.cancel()
             expect(CancelledError, future.result)
-            assert cancelled.wait(10)
+            assert REAL_TIME.wait(cancelled, 10)
 
 
 def limits_are_visible(make_world: MakeWorld) -> None:
     go_on = threading.Event()
     with agents_of(make_world, 2, workers=1, max_queued=1, max_in_flight=4) as (caller, callee):
-        callee.register("wait", lambda: go_on.wait(20))
+        callee.register("wait", lambda: REAL_TIME.wait(go_on, 20))
         futures = [caller.rpc_async(1, "wait") for _ in range(3)]
         refused = [f for f in futures if isinstance(_error_within(f, 0.5), OverloadedError)]
         assert len(refused) == 1
@@ -259,11 +259,11 @@ def closing_drains_and_then_fails_the_rest(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         caller, callee = RpcAgent(first), RpcAgent(second)
         go_on = threading.Event()
-        callee.register("short", lambda: [sleep(0.2), "done"][1])  # type: ignore[func-returns-value]
-        callee.register("long", lambda: go_on.wait(20))
+        callee.register("short", lambda: REAL_TIME.sleep(0.2) or "done")
+        callee.register("long", lambda: REAL_TIME.wait(go_on, 20))
         short = caller.rpc_async(1, "short")
         long = caller.rpc_async(1, "long")
-        sleep(0.05)
+        REAL_TIME.sleep(0.05)
         callee.close(grace=0.6)
         assert short.result(5) == "done"
         assert isinstance(long.exception(5), ChannelClosedError)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from time import monotonic, sleep
 from typing import Any
 
+from rankwire.clock import REAL_TIME
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
@@ -72,7 +72,7 @@ def a_late_call_says_what_its_callee_does(make_world: MakeWorld) -> None:
         callee.rpc_sync(0, "inner", timeout=1.0)
 
     with agents_of(make_world, 2) as (caller, callee):
-        caller.register("inner", lambda: go_on.wait(20))
+        caller.register("inner", lambda: REAL_TIME.wait(go_on, 20))
         callee.register("outer", outer)
         for _ in range(5):  # on a busy machine a callee may not answer within the little time
             error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "outer", timeout=0.5))
@@ -98,9 +98,9 @@ def a_circle_through_an_event_loop_is_reported(make_world: MakeWorld) -> None:
         agents[0].register("blocking", blocking)
         agents[0].register("last", on_the_same_loop)
         agents[1].register("middle", lambda: agents[1].rpc_sync(0, "last"))
-        begin = monotonic()
+        begin = REAL_TIME.now()
         error = expect(RemoteError, lambda: agents[1].rpc_sync(0, "blocking", timeout=40))
-        assert monotonic() - begin < 20
+        assert REAL_TIME.now() - begin < 20
         assert error.remote_type.endswith("CircularCallError")
         for part in ("rank 0 'blocking'", "rank 1 'middle'", "rank 0 'last'", "event loop"):
             assert part in error.remote_message
@@ -109,10 +109,10 @@ def a_circle_through_an_event_loop_is_reported(make_world: MakeWorld) -> None:
 
 def circles_of_two_chains_are_reported(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2) as agents:
-        both = threading.Barrier(2)
+        both = threading.Barrier(2, timeout=10)
 
         async def cross(agent: RpcAgent) -> object:
-            both.wait(10)
+            both.wait()
             return agent.rpc_sync(1 - agent.rank, "leaf")
 
         async def leaf() -> str:
@@ -173,7 +173,7 @@ def slow_calls_are_no_circles(make_world: MakeWorld) -> None:
         return len([future.result() for future in futures])
 
     def nap() -> str:
-        sleep(seconds)
+        REAL_TIME.sleep(seconds)
         return "slept"
 
     with agents_of(make_world, 2, timeout=50.0) as agents:
@@ -221,8 +221,8 @@ def cancel_reaches_nested_calls(make_world: MakeWorld) -> None:
             ended.clear()
             errors.clear()
             call = agents[0].rpc_async(1, "first")
-            assert started.wait(10)
+            assert REAL_TIME.wait(started, 10)
             assert call.cancel()
-            assert ended.wait(10)
+            assert REAL_TIME.wait(ended, 10)
             until(lambda: bool(errors))
             assert errors[0].peer in (0, 2)  # type: ignore[attr-defined]

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rankwire.backends.base import Backend
+from rankwire.clock import REAL_TIME
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
 from rankwire.testing.ranks import in_parallel
@@ -50,10 +50,10 @@ def expect(kind: type[E], action: Callable[[], object]) -> E:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait until something has come about, which takes a moment."""
-    end = monotonic() + PATIENCE
+    end = REAL_TIME.now() + PATIENCE
     while not condition():
-        assert monotonic() < end, "it did not come about"
-        sleep(0.001)
+        assert REAL_TIME.now() < end, "it did not come about"
+        REAL_TIME.sleep(0.001)
 
 
 def work_until_cancelled(started: threading.Event, cancelled: threading.Event) -> None:
