@@ -187,6 +187,7 @@ WAITS_OF_THE_SYSTEM = {
     "links/poller.py": "epoll; memory_poller is its twin in simulated worlds",
     "links/event_thread.py": "a selector of control connections",
     "links/acceptor.py": "names the events of that selector",
+    "links/wakeup.py": "names the events of that selector, and of a launcher's",
     "links/handover.py": "names the events of a launcher's selector",
     **dict.fromkeys(
         (
@@ -197,7 +198,6 @@ WAITS_OF_THE_SYSTEM = {
             "launch/output.py",
             "launch/run.py",
             "launch/signals.py",
-            "launch/wakeup.py",
         ),
         "a launcher is in no world",
     ),

@@ -180,7 +180,7 @@ def test_a_rank_gets_in_over_a_unix_socket(cleanup, own_runtime_folder):
 def test_another_user_does_not_get_in_over_a_unix_socket(cleanup, own_runtime_folder, monkeypatch):
     path = f"{own_runtime_folder}/door"
     cleanup.callback(os.unlink, path)
-    monkeypatch.setattr(acceptor_module, "unix_peer_uid", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr(acceptor_module, "unix_peer", lambda _: (0, os.geteuid() + 1))
     door = Door(cleanup)
     door.acceptor.listen(listen_unix(path))
     door.acceptor.start()

@@ -13,9 +13,9 @@ from interrupts import Interrupt, every_interrupt
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
 from rankwire.links.connection import Connection
-from rankwire.links.course import Course, Gate
 from rankwire.links.memory_poller import MemoryPoller
 from rankwire.links.memory_stream import memory_pair
+from rankwire.links.route import Gate, Route
 from rankwire.wire.frames import HEADER, HEADER_NBYTES, Channel
 from real_time import Deadline
 from worlds import PATIENCE, Running
@@ -200,13 +200,13 @@ def test_what_was_written_before_an_end_is_read():
 
 
 def test_what_is_on_its_way_at_an_end_arrives_and_at_a_cut_is_lost():
-    near, far = memory_pair(LARGE, REAL_TIME, Course(REAL_TIME, repeat(SHORT)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(SHORT)))
     near.send(frame(b"slow"))
     near.shut_down()
     assert take_all(far) == (b"", False)
     assert far.wait_readable(PATIENCE)
     assert take_all(far) == (frame(b"slow"), True)
-    near, far = memory_pair(LARGE, REAL_TIME, Course(REAL_TIME, repeat(SHORT)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(SHORT)))
     near.send(frame(b"lost"))
     near.abort()
     assert take_all(far) == (b"", True)
@@ -215,7 +215,7 @@ def test_what_is_on_its_way_at_an_end_arrives_and_at_a_cut_is_lost():
 
 
 def test_a_cut_leaves_what_is_visible():
-    near, far = memory_pair(LARGE, REAL_TIME, Course(REAL_TIME, iter([0.0, PATIENCE])))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, iter([0.0, PATIENCE])))
     near.send(frame(b"seen"))
     near.send(frame(b"lost", sequence=1))
     far.abort()
@@ -226,7 +226,7 @@ def test_a_cut_leaves_what_is_visible():
 
 
 def test_a_message_is_visible_after_its_delay_and_not_before():
-    near, far = memory_pair(LARGE, REAL_TIME, Course(REAL_TIME, repeat(0.2)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(0.2)))
     begin = time.monotonic()
     near.send(frame(b"slow"))
     with pytest.raises(BlockingIOError):
@@ -238,7 +238,7 @@ def test_a_message_is_visible_after_its_delay_and_not_before():
 
 
 def test_a_sleeper_learns_of_a_message_that_comes_later():
-    near, far = memory_pair(LARGE, REAL_TIME, Course(REAL_TIME, repeat(SHORT)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(SHORT)))
     waiting = Running(far.wait_readable, PATIENCE)
     time.sleep(0.01)
     near.send(frame(b"x"))
@@ -246,7 +246,7 @@ def test_a_sleeper_learns_of_a_message_that_comes_later():
 
 
 def test_messages_stay_in_order_and_courtesies_take_no_time_of_their_own():
-    near, far = memory_pair(LARGE, REAL_TIME, Course(REAL_TIME, iter([SHORT, 0.0])))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, iter([SHORT, 0.0])))
     assert near.send(frame(b"slow") + frame(b"fast", sequence=1)) == len(frame(b"slow"))
     near.send(frame(b"fast", sequence=1))
     near.send(frame(channel=Channel.FAREWELL, sequence=2))
@@ -264,7 +264,7 @@ def test_messages_stay_in_order_and_courtesies_take_no_time_of_their_own():
 def test_messages_are_counted_however_they_are_cut(payloads, data):
     counted = []
     near, far = memory_pair(
-        LARGE, REAL_TIME, Course(REAL_TIME, on_message=lambda: counted.append(1))
+        LARGE, REAL_TIME, Route(REAL_TIME.now, on_message=lambda: counted.append(1))
     )
     stream = b"".join(
         [
@@ -283,7 +283,7 @@ def test_messages_are_counted_however_they_are_cut(payloads, data):
 
 def test_a_gate_lets_one_message_through_at_a_time_from_all():
     gate = Gate(SHORT)
-    pairs = [memory_pair(LARGE, REAL_TIME, Course(REAL_TIME, gate=gate)) for _ in range(2)]
+    pairs = [memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, gate=gate)) for _ in range(2)]
     begin = time.monotonic()
     for near, _ in pairs:
         near.send(frame(bytes(5000)))
@@ -342,7 +342,7 @@ def test_streams_are_told_in_turn(poller):
 
 
 def test_what_becomes_visible_later_is_told_then(poller):
-    near, far = memory_pair(LARGE, REAL_TIME, back=Course(REAL_TIME, repeat(SHORT)))
+    near, far = memory_pair(LARGE, REAL_TIME, back=Route(REAL_TIME.now, repeat(SHORT)))
     poller.register(near, "key")
     far.send(frame(b"slow"))
     assert poller.poll(0) is None

@@ -29,7 +29,7 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
@@ -71,8 +71,7 @@ class Meeting:
             world_size,
             self.acceptor,
             key_of=key_of,
-            on_formed=self._formed,
-            on_gone=self.gone.append,
+            told=Told(on_formed=self._formed, on_gone=self.gone.append),
         )
         self.acceptor.start()
 

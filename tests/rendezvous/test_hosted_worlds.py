@@ -8,6 +8,7 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.links.security import UNPROTECTED
+from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import Here, dial_launcher
 from rankwire.rendezvous.standalone import CoordinatorHost, bind
 from real_time import Deadline
@@ -30,9 +31,11 @@ class Hosted:
             world_size,
             secret=SECRET,
             job="job",
+            told=Told(
+                on_formed=lambda world: self.formed.append(len(world.members)),
+                on_gone=lambda gone: self.gone.append((gone.rank, gone.orderly)),
+            ),
             clock=REAL_TIME,
-            on_formed=lambda world: self.formed.append(len(world.members)),
-            on_gone=lambda gone: self.gone.append((gone.rank, gone.orderly)),
             on_launcher=lambda node, link: self.launchers.append((node, link)),
             **options,
         )

@@ -11,7 +11,6 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from rankwire.backends.arguments import (
@@ -122,7 +121,7 @@ class Backend(Transport):
             message = self._as_message(data)
             self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
-            raise self._explained(error, "send", dst, tag, deadline) from error.__cause__
+            raise self.explained(error, "send", deadline, dst, tag) from error.__cause__
 
     def recv(self, src: int, tag: int = 0, timeout: float | None = None) -> bytearray:
         """Return the next message from ``src`` with this tag, whatever its length.
@@ -143,7 +142,7 @@ class Backend(Transport):
             src, tag = self._check(src, tag)
             return take(self, src, tag, deadline, None, whole_of)
         except RankwireError as error:
-            raise self._explained(error, "recv", src, tag, deadline) from error.__cause__
+            raise self.explained(error, "recv", deadline, src, tag) from error.__cause__
 
     def recv_into(
         self, buffer: Buffer, src: int, tag: int = 0, timeout: float | None = None
@@ -168,7 +167,7 @@ class Backend(Transport):
             take(self, src, tag, deadline, view.nbytes, lambda payload: copy_into(payload, view))
             return view.nbytes
         except RankwireError as error:
-            raise self._explained(error, "recv_into", src, tag, deadline) from error.__cause__
+            raise self.explained(error, "recv_into", deadline, src, tag) from error.__cause__
 
     # -- arrays ------------------------------------------------------------------------------------
 
@@ -186,7 +185,7 @@ class Backend(Transport):
             message = self._as_message(pack_array(array)[0])
             self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
-            raise self._explained(error, "send_array", dst, tag, deadline) from error.__cause__
+            raise self.explained(error, "send_array", deadline, dst, tag) from error.__cause__
 
     def recv_array(
         self, src: int, tag: int = 0, timeout: float | None = None, *, out: Any = None
@@ -211,7 +210,7 @@ class Backend(Transport):
             check_out(out)
             return take(self, src, tag, deadline, None, lambda payload: to_array(payload, out))
         except RankwireError as error:
-            raise self._explained(error, "recv_array", src, tag, deadline) from error.__cause__
+            raise self.explained(error, "recv_array", deadline, src, tag) from error.__cause__
 
     def sendrecv(
         self,
@@ -259,7 +258,7 @@ class Backend(Transport):
                 raise DeadlineExceededError(deadline.limit, waiting_for=[dst])
             return received
         except RankwireError as error:
-            raise self._explained(error, "sendrecv", src, tag, deadline) from error.__cause__
+            raise self.explained(error, "sendrecv", deadline, src, tag) from error.__cause__
         finally:
             if offer is not None:
                 try:
@@ -293,7 +292,7 @@ class Backend(Transport):
                 raise ChannelClosedError("this backend is closed")
             meet(self, next(self._barriers), deadline)
         except RankwireError as error:
-            raise self._explained(error, "barrier", None, None, deadline) from error.__cause__
+            raise self.explained(error, "barrier", deadline) from error.__cause__
         finally:
             if grip[-1:] == [True]:
                 self._barrier_lock.release()
@@ -337,12 +336,7 @@ class Backend(Transport):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error=error)
 
     def __repr__(self) -> str:
@@ -364,8 +358,13 @@ class Backend(Transport):
             raise SelfSendError(self.rank)
         return peer
 
-    def _explained(
-        self, error: RankwireError, op: str, peer: int | None, tag: int | None, deadline: Deadline
+    def explained(
+        self,
+        error: RankwireError,
+        op: str,
+        deadline: Deadline,
+        peer: int | None = None,
+        tag: int | None = None,
     ) -> RankwireError:
         """Add what this operation knows to an error that passes."""
         return error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)

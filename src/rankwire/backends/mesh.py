@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
 from rankwire.backends.blame import Losses
-from rankwire.backends.bulk import LentOffer, Link, ReadingAll, ReadingAndChecking
+from rankwire.backends.bulk import LentOffer, Link, ReadingAll
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import Fall, fall_by
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
@@ -86,7 +86,7 @@ class Mesh(Backend):
         self._ports = Ports()
         self._peers = peers
         self._losses = Losses()
-        self._meanwhile = ReadingAll(self._peers)
+        self._meanwhile = ReadingAll(self._peers, self.clock)
 
     # -- what differs ----------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Mesh(Backend):
             connection = self._dial_messages(peer, deadline)
         meanwhile = self._meanwhile
         if check is not None:
-            meanwhile = ReadingAndChecking(self._peers, check, self.clock)
+            meanwhile = ReadingAll(self._peers, self.clock, check)
         lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
         if lent is None:
             return None
@@ -282,7 +282,7 @@ class Mesh(Backend):
             peer = self._peers[self._check_peer(rank)]
             connection = peer.messages or self._dial_messages(peer, deadline)
         except RankwireError as error:
-            raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
+            raise self.explained(error, "link_to", deadline, rank) from error.__cause__
         return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
 
     def _discard(self, peer: Peer, connection: Connection) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.exit_report import Fall
@@ -37,7 +36,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
-from rankwire.links.sockets import TcpAddress
+from rankwire.links.sockets import AnySocket, Socket, TcpAddress
 from rankwire.links.spin import default_spin
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
@@ -52,12 +51,8 @@ from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.shutdown import close_at_exit
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["TcpBackend", "Transport"]
 
@@ -145,7 +140,7 @@ class TcpBackend(Mesh):
         security: Security = "auto",
         integrity: Integrity = "crc",
         tls: Tls | None = None,
-        listener: socket.socket | None = None,
+        listener: Socket | None = None,
         clock: Clock = REAL_TIME,
     ) -> None:
         super().__init__(
@@ -255,7 +250,7 @@ class TcpBackend(Mesh):
             raise ProtocolError(f"the coordinator tells of rank {gone.rank}, which does not exist")
         peer = self._peers[gone.rank]
         if gone.orderly:
-            peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
+            peer.leave(left(gone.rank))
             return
         kind = PeerUnresponsiveError if gone.silent else PeerLostError
         loss = kind(gone.rank, gone.reason, remote_traceback=gone.traceback)
@@ -290,11 +285,7 @@ class TcpBackend(Mesh):
         peer = self._peers.get(self._coordinator)
         if peer is not None:
             if isinstance(error, ChannelClosedError):
-                peer.leave(
-                    ChannelClosedError(f"rank {peer.member.rank} has left").during(
-                        peer=peer.member.rank
-                    )
-                )
+                peer.leave(left(peer.member.rank))
             else:
                 peer.judge(error)
         self._introductions.begin()

@@ -31,6 +31,7 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import RankwireError
 from rankwire.launch.diagnosis import Cell, Facts, Report, diagnose
+from rankwire.rendezvous.runtime_dir import namespace
 from rankwire.version import __version__
 
 __all__ = ["DEFAULT_NBYTES", "main"]
@@ -199,8 +200,8 @@ def _facts(backend: TcpBackend) -> Facts:
         rank=backend.rank,
         host=os.uname().nodename,
         boot=_read("/proc/sys/kernel/random/boot_id"),
-        net_namespace=_namespace("net"),
-        pid_namespace=_namespace("pid"),
+        net_namespace=namespace("net"),
+        pid_namespace=namespace("pid"),
         cores=len(os.sched_getaffinity(0)),
         spins=backend.spin > 0.0,
         max_descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -220,13 +221,6 @@ def _default_mtu() -> int:
         if fields[1] == "00000000":
             return int(_read(f"/sys/class/net/{fields[0]}/mtu") or 0)
     return 0
-
-
-def _namespace(kind: str) -> int:
-    try:
-        return os.stat(f"/proc/self/ns/{kind}").st_ino
-    except OSError:
-        return 0
 
 
 def _read(path: str) -> str:

@@ -31,13 +31,14 @@ from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
 from rankwire.launch.parts import Parts
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.summary import first_failure, list_ranks
-from rankwire.launch.wakeup import Wakeup
 from rankwire.links.security import Policy
+from rankwire.links.wakeup import Wakeup
 from rankwire.rendezvous.control_messages import Gone
+from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.standalone import CoordinatorHost
 
-__all__ = ["Job"]
+__all__ = ["LaunchedJob"]
 
 # Schedulers signal the launchers of all hosts at once: that is one request, not two. But two to one
 # launcher are two (``Loop`` knows echoes of its own).
@@ -55,7 +56,7 @@ class _Request(NamedTuple):
         return REAL_TIME.now() - self.at < _ECHO_OF_NODES and node != self.node
 
 
-class Job:
+class LaunchedJob:
     """Conducts the job from the first launcher that comes to the last report. One thread.
 
     Args:
@@ -100,6 +101,12 @@ class Job:
         loop.on_turn = lambda: self._reporter.show_status(self._attempt)
         self._closing = contextlib.ExitStack()
         wakeup = self._closing.enter_context(contextlib.closing(Wakeup(loop.selector)))
+        told = Told(
+            on_formed=lambda world: wakeup.post(lambda: self._attempt.formed(len(world.members))),
+            on_gone=lambda gone: wakeup.post(lambda: self._rank_gone(gone)),
+            on_suspected=lambda said: wakeup.post(lambda: self._attempt.rank_suspected(said)),
+            on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
+        )
         self._host = CoordinatorHost(
             listener,
             local.count,
@@ -107,10 +114,7 @@ class Job:
             job=self._name,
             clock=REAL_TIME,
             policy=policy,
-            on_formed=lambda world: wakeup.post(lambda: self._attempt.formed(len(world.members))),
-            on_gone=lambda gone: wakeup.post(lambda: self._rank_gone(gone)),
-            on_suspected=lambda said: wakeup.post(lambda: self._attempt.rank_suspected(said)),
-            on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
+            told=told,
             nodes=nodes,
             on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )

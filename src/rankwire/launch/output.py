@@ -17,7 +17,7 @@ import select
 import selectors
 import sys
 from collections import Counter, deque
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, TextIO, cast
 
@@ -51,8 +51,6 @@ REMIND_EVERY = 30.0
 _ERASE = b"\r\x1b[K"
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
-
-Handler = Callable[[], None]
 
 
 class _Likeness(io.TextIOBase):
@@ -257,7 +255,7 @@ class Output:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
             stream = RankOutput(rank, pipe, sink, prefix, log)
             self._streams.append(stream)
-            self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
+            self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, stream))
         self._errors[rank] = stream
 
     def say(self, text: str, style: str = "bold") -> None:
@@ -341,22 +339,16 @@ class Output:
         if self._logs is not None:
             self._logs.close()
 
-    def _reader(self, stream: RankOutput) -> Handler:
-        def read() -> None:
-            if stream.is_paused:
-                return  # by another stream, in the same turn of the selector
-            if stream.read() == 0:
-                self._end(stream)
-            self._balance(stream.sink)
+    def _read(self, stream: RankOutput) -> None:
+        if stream.is_paused:
+            return  # by another stream, in the same turn of the selector
+        if stream.read() == 0:
+            self._end(stream)
+        self._balance(stream.sink)
 
-        return read
-
-    def _writer(self, sink: Sink) -> Handler:
-        def write() -> None:
-            sink.write()
-            self._balance(sink)
-
-        return write
+    def _write(self, sink: Sink) -> None:
+        sink.write()
+        self._balance(sink)
 
     def _end(self, stream: RankOutput) -> None:
         self._streams.remove(stream)
@@ -369,7 +361,7 @@ class Output:
         """Wait for a sink while something waits for it, and for its ranks while it keeps up."""
         is_waiting = sink.fd in self._selector.get_map()
         if sink.pending and not is_waiting:
-            self._selector.register(sink.fd, selectors.EVENT_WRITE, self._writer(sink))
+            self._selector.register(sink.fd, selectors.EVENT_WRITE, partial(self._write, sink))
         elif is_waiting and not sink.pending:
             self._selector.unregister(sink.fd)
         for stream in self._streams:
@@ -379,7 +371,9 @@ class Output:
                 self._selector.unregister(stream.pipe)
                 stream.is_paused = True
             elif stream.is_paused and len(sink.pending) < _SINK_LOW_NBYTES:
-                self._selector.register(stream.pipe, selectors.EVENT_READ, self._reader(stream))
+                self._selector.register(
+                    stream.pipe, selectors.EVENT_READ, partial(self._read, stream)
+                )
                 stream.is_paused = False
 
 

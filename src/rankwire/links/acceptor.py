@@ -19,14 +19,14 @@ import selectors
 import socket
 from collections.abc import Callable
 from secrets import token_bytes
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.links.dialer import HANDSHAKE_LIMIT
 from rankwire.links.event_thread import EventThread
 from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import tune, unix_peer_uid
+from rankwire.links.sockets import AnySocket, tune, unix_peer
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     NONCE_NBYTES,
@@ -36,9 +36,6 @@ from rankwire.wire.handshake import (
     Status,
 )
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["Acceptor", "House"]
 
@@ -136,7 +133,7 @@ class Acceptor(EventThread):
     def _receive_stranger(self, sock: socket.socket) -> None:
         try:
             tune(sock)
-            foreign = sock.family == socket.AF_UNIX and unix_peer_uid(sock) != os.geteuid()
+            foreign = sock.family == socket.AF_UNIX and unix_peer(sock)[1] != os.geteuid()
         except OSError:
             foreign = True  # it is gone already
         if foreign:

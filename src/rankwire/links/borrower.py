@@ -39,19 +39,6 @@ class Borrowed(Parcel):
         fail: Called with the cause if the process is gone; returns what to raise.
     """
 
-    __slots__ = (
-        "_clock",
-        "_fail",
-        "_is_settled",
-        "_loan",
-        "_lock",
-        "_memory",
-        "_peer",
-        "_pid",
-        "_receipt",
-        "_revoked",
-    )
-
     def __init__(
         self,
         loan: Loan,
@@ -162,10 +149,7 @@ class Borrowed(Parcel):
         while guard == self._loan.number | DECIDING and not patience.expired:
             self._clock.sleep(_NAP)
             guard = self._guard()
-        if guard is not None and guard in (
-            self._loan.number | REVOKED,
-            self._loan.number | DECIDING,
-        ):
+        if guard in (self._loan.number | REVOKED, self._loan.number | DECIDING):
             self._revoked = True
             raise LoanRevokedError("the sender took the message back")
         self._is_settled = True

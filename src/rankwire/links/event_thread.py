@@ -7,23 +7,18 @@ the thread. What else it watches, and what it is for, is its subclass's business
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import threading
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
+from rankwire.links.sockets import AnySocket
+from rankwire.links.wakeup import Wakeup
 from rankwire.wire.frames import Frame
-
-if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["EventThread"]
 
@@ -47,13 +42,7 @@ class EventThread:
         self._name = name
         self.clock = clock
         self._selector = selectors.DefaultSelector()
-        self._wake_lock = threading.Lock()  # guards the pipe against being used once closed
-        self._has_pipe = True
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
-        self._posted: deque[Callable[[], None]] = deque()
+        self._wakeup = Wakeup(self._selector, self._handle)
         self._timers: list[_Timer] = []
         self._closing = False
         self._rounds = 0
@@ -66,14 +55,13 @@ class EventThread:
 
     def call_soon(self, action: Callable[[], None]) -> None:
         """Run ``action`` on this thread. Safe from any thread; ignored once closed."""
-        self._posted.append(action)
-        self._wake()
+        self._wakeup.post(action)
 
     def catch_up(self, deadline: Deadline) -> None:
         """Wait until all is read that has come by now. Safe from any thread but its own."""
         seen = self._rounds + 2  # one round is under way; the next one sees what is there
         while self._rounds < seen and not self._closing and not deadline.expired:
-            self._wake()
+            self._wakeup.wake()
             self.clock.sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
 
     def call_every(self, seconds: float, action: Callable[[], None]) -> None:
@@ -91,12 +79,6 @@ class EventThread:
     def is_current_thread(self) -> bool:
         """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
-
-    def _wake(self) -> None:
-        with self._wake_lock:  # or the descriptor might be closed, and another file's by now
-            if self._has_pipe:
-                with suppress(BlockingIOError):  # full of wake-ups: it will wake up
-                    os.write(self._wake_write, b"\0")
 
     def watch(
         self,
@@ -154,26 +136,20 @@ class EventThread:
         if self._closing:
             return
         self._closing = True
-        self._wake()
+        self._wakeup.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self.clock.join(self._thread)
         self._let_go()
+        self._wakeup.close()
         self._selector.close()
-        with self._wake_lock:
-            self._has_pipe = False
-            os.close(self._wake_read)
-            os.close(self._wake_write)
 
     def forsake(self) -> None:
         """Close this child's copies of what the parent has, see ``fork``."""
-        self._wake_lock = threading.Lock()
         self._let_go()
-        if not self._closing:  # else the numbers may be others' by now
+        if not self._closing:  # else the number may be another's by now
             self._closing = True
-            self._has_pipe = False
             self._selector.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+        self._wakeup.forsake()
 
     # -- for the subclass --------------------------------------------------------------------------
 
@@ -207,14 +183,10 @@ class EventThread:
 
     def _handle(self, action: Callable[[], None]) -> None:
         try:
-            action()
+            if not self._closing:
+                action()
         except Exception:  # a mistake with one must not end it for all others
             _log.exception("%s could not handle an event", self._name)
-
-    def _run_posted(self) -> None:
-        os.read(self._wake_read, 4096)
-        while self._posted and not self._closing:
-            self._handle(self._posted.popleft())
 
 
 class _Timer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from rankwire.clock import Clock
 from rankwire.links.memory_stream import MemoryStream
@@ -12,24 +13,20 @@ from rankwire.links.stream import Stream
 __all__ = ["MemoryPoller"]
 
 
+@dataclass(slots=True, eq=False)
 class _Watch:
     """One stream of a poller."""
 
-    __slots__ = ("_poller", "is_armed", "is_once", "is_queued", "key", "stream")
-
-    def __init__(
-        self, poller: MemoryPoller, stream: MemoryStream, key: object, *, is_once: bool
-    ) -> None:
-        self._poller = poller
-        self.stream = stream
-        self.key = key
-        self.is_once = is_once
-        self.is_armed = True
-        self.is_queued = False
+    poller: MemoryPoller
+    stream: MemoryStream
+    key: object
+    is_once: bool
+    is_armed: bool = True
+    is_queued: bool = False
 
     def notify(self) -> None:
         """Have the poller look at the stream: something may have come."""
-        self._poller.look_at(self)
+        self.poller.look_at(self)
 
 
 class MemoryPoller:
@@ -62,7 +59,7 @@ class MemoryPoller:
 
     def _watch(self, stream: Stream, key: object, *, is_once: bool) -> None:
         assert isinstance(stream, MemoryStream)
-        watch = self._watches[stream] = _Watch(self, stream, key, is_once=is_once)
+        watch = self._watches[stream] = _Watch(self, stream, key, is_once)
         stream.call_on_news(watch.notify)
         watch.notify()
 

@@ -1,7 +1,7 @@
 """Streams in memory: two ends in one process, without descriptors.
 
 Two pipes (``pipe``) are a connection, one each way; each end is a ``Stream``. What messages meet on
-their way is a ``course``.
+their way is a ``route``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rankwire.clock import Clock
-from rankwire.links.course import Course
 from rankwire.links.pipe import Pipe
+from rankwire.links.route import Route
 from rankwire.links.sleepers import Sleep
 from rankwire.links.stream import Watched
 from rankwire.wire.frames import Buffer
@@ -149,7 +149,7 @@ class MemoryStream:
 
 
 def memory_pair(
-    limit: int, clock: Clock, there: Course | None = None, back: Course | None = None
+    limit: int, clock: Clock, there: Route | None = None, back: Route | None = None
 ) -> tuple[MemoryStream, MemoryStream]:
     """Return two ends that are connected.
 

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
-from rankwire.links.sockets import wait_for
+from rankwire.links.sockets import unix_peer, wait_for
 from rankwire.links.tcp_info import tcp_info, unsent_nbytes
 from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer
 
-__all__ = ["DescriptorStream", "SocketStream", "Stream", "stream_of"]
+__all__ = ["DescriptorStream", "SocketStream", "Stream", "first_bytes", "stream_of"]
 
 Write = Callable[[Sequence[Buffer], list[int]], None]
 Read = Callable[[memoryview, list[int]], None]
@@ -32,25 +32,17 @@ Read = Callable[[memoryview, list[int]], None]
 class Stream(Protocol):
     """A connected stream of bytes, both ways. One reader and one writer at a time."""
 
-    @property
-    def transport(self) -> str:
-        """``"unix"``, ``"tcp"`` or ``"memory"``."""
+    transport: str  # "unix", "tcp" or "memory"
+    buffer_nbytes: int  # how much is best read at once
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """How much is best read at once."""
+    def send(self, data: Buffer, /) -> int:
+        """Send what can be sent now and return how much that was, as a socket does."""
 
-    @property
-    def send(self) -> Callable[[Buffer], int]:
-        """Sends what can be sent now and returns how much that was, as a socket does."""
+    def sendmsg(self, pieces: Sequence[Buffer], /) -> int:
+        """Send what can be sent now of several pieces, and return how much that was."""
 
-    @property
-    def sendmsg(self) -> Callable[[Sequence[Buffer]], int]:
-        """Does the same with several pieces."""
-
-    @property
-    def recv_into(self) -> Callable[[memoryview], int]:
-        """Reads into a buffer, as a socket does."""
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Read into a buffer, as a socket does."""
 
     @property
     def recv_pending(self) -> Callable[[memoryview], int] | None:
@@ -107,15 +99,17 @@ class Watched(Protocol):
 
 
 class DescriptorStream:
-    """What streams with a descriptor of the kernel have in common."""
+    """What streams over a socket have in common."""
 
     buffer_nbytes = DEFAULT_BUFFER_NBYTES
     write = None
     read = None
 
-    def fileno(self) -> int:
-        """Return the descriptor; -1 if there is none."""
-        raise NotImplementedError
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.transport = "unix" if sock.family == socket.AF_UNIX else "tcp"
+        self.fileno = sock.fileno
+        self.close = sock.close
 
     def wait_readable(self, seconds: float) -> bool:
         """Sleep until there is something to read, the end included; False if the time passes."""
@@ -130,6 +124,15 @@ class DescriptorStream:
         """Return how many bytes have been written that the other end has not taken."""
         return unsent_nbytes(self)
 
+    def tcp_info(self) -> bytes | None:
+        """Return what the kernel knows of a TCP connection; None if it is none, or closed."""
+        return None if self.transport == "unix" else tcp_info(self._sock)
+
+    def shut_down(self) -> None:
+        """End both directions: a thread that waits wakes up."""
+        with suppress(OSError):  # not connected any more: nothing to wake up
+            self._sock.shutdown(socket.SHUT_RDWR)
+
 
 class SocketStream(DescriptorStream):
     """A socket, whose own methods do the work: they are looked up once, not at every call."""
@@ -137,34 +140,31 @@ class SocketStream(DescriptorStream):
     recv_pending = None
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.transport = "unix" if sock.family == socket.AF_UNIX else "tcp"
+        super().__init__(sock)
         self.send: Callable[[Buffer], int] = sock.send
         self.sendmsg: Callable[[Sequence[Buffer]], int] = sock.sendmsg
         self.recv_into: Callable[[memoryview], int] = sock.recv_into
-        self.fileno = sock.fileno  # type: ignore[method-assign]
-        self.close = sock.close
 
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end."""
         return self._sock.recv(nbytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
-    def tcp_info(self) -> bytes | None:
-        """Return what the kernel knows of a TCP connection; None if it is none, or closed."""
-        return None if self.transport == "unix" else tcp_info(self._sock)
-
     def peer_pid(self) -> int:
         """Return the process at the other end of a Unix socket by the kernel's word, or 0."""
-        nbytes = struct.calcsize("3i")
-        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, nbytes)
-        return max(int(struct.unpack("3i", credentials)[0]), 0)
+        return max(unix_peer(self._sock)[0], 0)
 
-    def shut_down(self) -> None:
-        """End both directions: a thread that waits wakes up."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # not connected any more: nothing to wake up
+
+def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:
+    """Return the beginning of a message in one piece, uncopied if it is in one."""
+    views: list[memoryview] = []
+    for piece in pieces:
+        view = memoryview(piece)
+        if view.nbytes:
+            views.append(view.cast("B")[:nbytes])
+            nbytes -= len(views[-1])
+            if not nbytes:
+                break
+    return views[0] if len(views) == 1 else b"".join(views)
 
 
 def stream_of(sock: socket.socket | Stream) -> Stream:

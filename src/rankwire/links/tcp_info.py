@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
+from rankwire.links.sockets import AnySocket, Pollable
 
 if TYPE_CHECKING:
-    from rankwire.links.sockets import Pollable
     from rankwire.links.stream import Stream
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["Unanswered", "tcp_info", "unsent_nbytes"]
 

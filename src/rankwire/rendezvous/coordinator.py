@@ -61,7 +61,7 @@ from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Told"]
 
 _log = logging.getLogger("rankwire")
 
@@ -78,13 +78,22 @@ class _State(Enum):
     CLOSED = auto()
 
 
-class _Told(NamedTuple):
-    """Whom the coordinator tells what, see there."""
+class Told(NamedTuple):
+    """Whom the coordinator tells what, on the acceptor's thread. None of them may block.
 
-    on_formed: Callable[[World], None]
-    on_gone: Callable[[Gone], None]
-    on_suspected: Callable[[Suspected], None]
-    on_hopeless: Callable[[str], None]
+    Attributes:
+        on_formed: That the world is complete, before any other rank is told.
+        on_gone: That a rank has died or left after the world formed, also by ``close``; and with
+            the coordinator's own rank, or -1, that it was itself given up.
+        on_suspected: That a rank has become silent, or is heard again.
+        on_hopeless: Once, with the reason, that ranks which wait were told that another will never
+            come.
+    """
+
+    on_formed: Callable[[World], None] = lambda world: None
+    on_gone: Callable[[Gone], None] = lambda gone: None
+    on_suspected: Callable[[Suspected], None] = lambda suspected: None
+    on_hopeless: Callable[[str], None] = lambda reason: None
 
 
 class _WorldKeys:
@@ -111,14 +120,7 @@ class Coordinator:
         acceptor: Reads the control connections.
         key_of: Returns the key of a rank, by which it has joined.
         patience: How long a rank may be silent; ranks that join may ask for less.
-        on_formed: Called on the acceptor's thread when the world is complete, before any other
-            rank is told.
-        on_gone: Called on the acceptor's thread, or by ``close``, when a rank has died or left
-            after the world formed; also with the coordinator's own rank, or -1, if it was itself
-            given up.
-        on_suspected: Called there when a rank has become silent, or is heard again.
-        on_hopeless: Called there once, with the reason, when ranks that wait were told that another
-            will never come.
+        told: Who is told of what happens.
     """
 
     def __init__(
@@ -129,16 +131,13 @@ class Coordinator:
         *,
         key_of: Callable[[int], bytes],
         patience: Patience = DEFAULT_PATIENCE,
-        on_formed: Callable[[World], None],
-        on_gone: Callable[[Gone], None],
-        on_suspected: Callable[[Suspected], None] = lambda suspected: None,
-        on_hopeless: Callable[[str], None] = lambda reason: None,
+        told: Told,
     ) -> None:
         self._me = me
         self._acceptor = acceptor
         self._keys = _WorldKeys(key_of, world_size)
         self._patience = patience
-        self._told = _Told(on_formed, on_gone, on_suspected, on_hopeless)
+        self._told = told
         self._is_hopeless = False
         self._roster = Roster(world_size, me)
         self._reachability = Reachability(acceptor, self._answered)

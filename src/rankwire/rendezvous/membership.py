@@ -14,16 +14,7 @@ from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_channel import tell
-from rankwire.rendezvous.control_messages import (
-    CONTROL,
-    Beat,
-    Fallen,
-    Gone,
-    Suspected,
-    World,
-    pack,
-    unpack,
-)
+from rankwire.rendezvous.control_messages import Beat, Fallen, Gone, Suspected, World, unpack
 from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
@@ -112,10 +103,5 @@ class Membership:
         if fallen is None:
             self._control.farewell(AT_ONCE)
         else:
-            payload = pack(fallen)
-            try:
-                patience = Deadline(_LAST_WORDS_PATIENCE, self._acceptor.clock)
-                self._control.send(CONTROL, ([payload], len(payload)), patience)
-            except RankwireError as error:
-                self._control.fail(error)
+            tell(self._control, fallen, Deadline(_LAST_WORDS_PATIENCE, self._acceptor.clock))
         self._control.close()

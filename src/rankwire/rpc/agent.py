@@ -11,7 +11,6 @@ import hashlib
 import threading
 from collections.abc import Callable
 from numbers import Real
-from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from rankwire.backends.arguments import check_pickle
@@ -301,12 +300,7 @@ class RpcAgent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # By an error: others are told soon, and should not wait for calls that run here.
         self.close(grace=_GRACE if error is None else 0.0)
 

@@ -324,9 +324,7 @@ class Caller:
         if call is not None and isinstance(error, DeadlineExceededError):
             chain = [*call.chain_of_nested(self._backend.rank), dst, name]
             error.explain(f"the calls are {describe_chain(chain)}")
-        return error.during(
-            op=f"{op} {name!r}", rank=self._backend.rank, peer=dst, waited=deadline.waited
-        )
+        return self._backend.explained(error, f"{op} {name!r}", deadline, dst)
 
     # -- futures -----------------------------------------------------------------------------------
 

@@ -23,8 +23,7 @@ from rankwire.errors import (
     UnsupportedTypeError,
 )
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.call import current_call
-from rankwire.testing.conformance.tools import agents_of, expect
+from rankwire.testing.conformance.tools import agents_of, expect, work_until_cancelled
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
 
@@ -189,16 +188,6 @@ def futures_are_awaitable(make_world: MakeWorld) -> None:
 def cancel_reaches_the_callee(make_world: MakeWorld) -> None:
     started, cancelled = threading.Event(), threading.Event()
 
-    def look_for_cancel() -> None:
-        call = current_call()
-        assert call is not None
-        started.set()
-        limit = REAL_TIME.now() + 10
-        while not call.cancelled and REAL_TIME.now() < limit:
-            REAL_TIME.sleep(0.005)
-        if call.cancelled:
-            cancelled.set()
-
     async def sleep_for_ever() -> None:
         started.set()
         try:
@@ -208,7 +197,7 @@ def cancel_reaches_the_callee(make_world: MakeWorld) -> None:
             raise
 
     with agents_of(make_world, 2) as (caller, callee):
-        for function in (look_for_cancel, sleep_for_ever):
+        for function in (partial(work_until_cancelled, started, cancelled), sleep_for_ever):
             callee.register("work", function, replace=True)
             started.clear()
             cancelled.clear()

@@ -11,7 +11,7 @@ from rankwire.clock import REAL_TIME
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
-from rankwire.testing.conformance.tools import agents_of, expect
+from rankwire.testing.conformance.tools import agents_of, expect, until, work_until_cancelled
 from rankwire.testing.worlds import MakeWorld
 
 
@@ -33,14 +33,16 @@ def deadlines_travel_and_bound_nested_calls(make_world: MakeWorld) -> None:
         assert all(0 < limit <= 5.0 for limit in seen)
 
 
-def calls_nest_with_one_worker(make_world: MakeWorld) -> None:
-    def down(agent: RpcAgent, depth: int) -> int:
-        deeper: int = agent.rpc_sync(1 - agent.rank, "down", depth - 1) if depth else -1
-        return 1 + deeper
+def _down(agent: RpcAgent, depth: int) -> int:
+    """Call the other rank, which calls back, and so on."""
+    deeper: int = agent.rpc_sync(1 - agent.rank, "down", depth - 1) if depth else -1
+    return 1 + deeper
 
+
+def calls_nest_with_one_worker(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2, workers=1) as agents:
         for agent in agents:
-            agent.register("down", partial(down, agent))
+            agent.register("down", partial(_down, agent))
         assert agents[0].rpc_sync(1, "down", 32) == 32
         error = expect(RemoteError, lambda: agents[0].rpc_sync(1, "down", 33))
         assert "OverloadedError" in error.remote_type
@@ -128,13 +130,9 @@ def circles_of_two_chains_are_reported(make_world: MakeWorld) -> None:
 
 
 def a_circle_through_a_full_limit_is_reported(make_world: MakeWorld) -> None:
-    def down(agent: RpcAgent, depth: int) -> int:
-        deeper: int = agent.rpc_sync(1 - agent.rank, "down", depth - 1) if depth else -1
-        return 1 + deeper
-
     with agents_of(make_world, 2, max_in_flight=1) as agents:
         for agent in agents:
-            agent.register("down", partial(down, agent))
+            agent.register("down", partial(_down, agent))
         assert agents[0].rpc_sync(1, "down", 1, timeout=20) == 1
         error = expect(RemoteError, lambda: agents[0].rpc_sync(1, "down", 3, timeout=40))
         assert error.remote_type.endswith("CircularCallError")
@@ -198,16 +196,6 @@ def cancel_reaches_nested_calls(make_world: MakeWorld) -> None:
     started, ended = threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
-    def work() -> None:
-        call = current_call()
-        assert call is not None
-        started.set()
-        limit = REAL_TIME.now() + 10
-        while not call.cancelled and REAL_TIME.now() < limit:
-            REAL_TIME.sleep(0.005)
-        if call.cancelled:
-            ended.set()
-
     def sync(agent: RpcAgent, dst: int, name: str) -> None:
         try:
             agent.rpc_sync(dst, name)
@@ -225,7 +213,7 @@ def cancel_reaches_nested_calls(make_world: MakeWorld) -> None:
         agent.rpc_sync(dst, name)
 
     with agents_of(make_world, 3) as agents:
-        agents[0].register("work", work)
+        agents[0].register("work", partial(work_until_cancelled, started, ended))
         for function in (sync, future, awaiting, blocking):
             agents[1].register("first", partial(function, agents[1], 2, "second"), replace=True)
             agents[2].register("second", partial(sync, agents[2], 0, "work"), replace=True)
@@ -236,7 +224,5 @@ def cancel_reaches_nested_calls(make_world: MakeWorld) -> None:
             assert REAL_TIME.wait(started, 10)
             assert call.cancel()
             assert REAL_TIME.wait(ended, 10)
-            limit = REAL_TIME.now() + 10
-            while not errors and REAL_TIME.now() < limit:
-                REAL_TIME.sleep(0.005)
+            until(lambda: bool(errors))
             assert errors[0].peer in (0, 2)  # type: ignore[attr-defined]
