@@ -21,7 +21,7 @@ from rankwire.links.connection import Connection
 from rankwire.rendezvous.runtime_dir import runtime_folder
 from worlds import LEND_FROM
 
-_GRACE = 1.0  # seconds for a thread that was told to end, or a process that was killed, to be gone
+_GRACE = 10.0  # seconds for a thread that was told to end, or a killed process, to be gone
 
 settings.register_profile("rankwire", deadline=None, print_blob=True)
 settings.load_profile("rankwire")

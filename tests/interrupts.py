@@ -11,6 +11,8 @@ import dis
 import gc
 import signal
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,6 +25,8 @@ import rankwire
 LIBRARY = str(Path(rankwire.__file__).parent)
 _LOOKS = ("CALL", "JUMP_BACKWARD")
 _SIGNAL = signal.SIGUSR2
+_PATIENCE = 20.0  # seconds until the main thread must be where it is to be interrupted
+_MOMENT = 0.05  # seconds that it then has to send, and to begin to wait
 
 
 class Interrupt(KeyboardInterrupt):
@@ -163,6 +167,34 @@ def every_interrupt(
         if not interrupting.happened:
             return number
     raise AssertionError("unreachable")
+
+
+def interrupt_main_thread_in(name: str, number: int = signal.SIGINT) -> float:
+    """Send the main thread a signal while it waits; return when that was.
+
+    To be called by another thread. The signal is not sent before the main thread has been in that
+    function of the package for a moment: it would hit what the test does before.
+    """
+    ident = threading.main_thread().ident
+    assert ident is not None
+    end = time.monotonic() + _PATIENCE
+    while not _is_in(ident, name):
+        assert time.monotonic() < end, f"the main thread does not call {name}"
+        time.sleep(0.001)
+    time.sleep(_MOMENT)
+    signal.pthread_kill(ident, number)
+    return time.monotonic()
+
+
+def _is_in(ident: int, name: str) -> bool:
+    """Whether a thread is in a function of the package that has this name."""
+    frame: FrameType | None = sys._current_frames().get(ident)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == name and code.co_filename.startswith(LIBRARY):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _numbers(step: int) -> Iterator[int]:

@@ -196,7 +196,7 @@ def test_a_world_of_processes_forms():
 
 
 def test_missing_ranks_are_named_on_all_that_are_there():
-    with Forming(5, join_timeout=0.5) as forming:
+    with Forming(5, join_timeout=1.5) as forming:
         present = [forming.start(rank) for rank in (0, 1, 3)]
         for rank in present:
             error = rank.error()
@@ -209,9 +209,9 @@ def test_missing_ranks_are_named_on_all_that_are_there():
 @pytest.mark.parametrize("first", ["rank 0", "rank 1"])
 def test_missing_ranks_are_named_by_everybody_whoever_gives_up_first(first):
     with Forming(3) as forming:
-        zero = forming.start(0, join_timeout=0.3 if first == "rank 0" else 0.8)
+        zero = forming.start(0, join_timeout=1.0 if first == "rank 0" else 2.5)
         until_listening(forming.address)
-        one = forming.start(1, join_timeout=0.8 if first == "rank 0" else 0.3)
+        one = forming.start(1, join_timeout=2.5 if first == "rank 0" else 1.0)
         assert one.error().missing == [2]
         # Rank 1 has given up by then, or was there until the end.
         assert zero.error().missing == ([2] if first == "rank 0" else [1, 2])
@@ -231,7 +231,7 @@ def test_a_rank_that_left_while_forming_is_named_as_missing():
         zero = forming.start(0, join_timeout=4.0)
         one = forming.start(1, join_timeout=3.8)
         eventually(lambda: joined_ranks() == {0, 1})
-        two = forming.start(2, join_timeout=0.5)
+        two = forming.start(2, join_timeout=1.0)
         assert two.error().missing == [3]
         assert one.error().missing == [2, 3]
         assert set(zero.error().missing) >= {2, 3}
@@ -694,13 +694,13 @@ def test_a_range_without_a_free_port_is_an_error_that_says_so():
 
 def test_f58_a_rank_that_cannot_be_called_back_is_told_at_once_and_the_others_at_the_end(elsewhere):
     with Forming(2, secret=SECRET, transport="tcp") as forming:
-        zero = forming.start(0, join_timeout=2.0)
+        zero = forming.start(0, join_timeout=3.0)
         one = forming.start(1, advertise="127.0.0.99")
         error = one.error()
         assert isinstance(error, RendezvousError)
         assert "rank 1 cannot be reached at 127.0.0.99:" in str(error)
         assert "advertise=" in str(error)
-        assert one.seconds < 1.5
+        assert not zero.done
         error = zero.error()
         assert error.missing == [1]
         assert "cannot be reached at 127.0.0.99:" in str(error)

@@ -55,8 +55,8 @@ def test_f03_a_stopped_rank_with_tight_limits(measured):
                 measured(
                     "stopped: failed, tight limits", command.ended - stopped, limit=TIGHT_LIMIT
                 )
-            (heard,) = ranks[0].call("eval", "suspected")
-            assert heard[0] == 2
+            # On a busy machine another one may have been silent for a while, too.
+            heard = next(told for told in ranks[0].call("eval", "suspected") if told[0] == 2)
             measured("stopped: suspected, tight limits", heard[1] - stopped, limit=TIGHT_LIMIT)
             ranks[0].call("send", b"still there?", 1)
             assert ranks[1].call("recv", 0) == b"still there?"

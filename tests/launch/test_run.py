@@ -292,14 +292,14 @@ def test_a_rank_that_is_given_up_for_its_silence_is_named_at_once(run):
     done = run(
         """
 import rankwire
-backend = rankwire.connect(suspect_after=0.2, fail_after=0.8)
+backend = rankwire.connect(suspect_after=0.2, fail_after=1.5)
 backend.barrier()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 try:
     backend.recv(1)
 finally:
-    time.sleep(0.3)
+    time.sleep(1.0)
     print("a while later", file=sys.stderr, flush=True)
 """,
         "--grace",
@@ -319,7 +319,7 @@ def test_a_rank_that_was_given_up_and_is_the_only_one_left_is_named(start):
     launched = start(
         """
 import rankwire
-backend = rankwire.connect(suspect_after=0.2, fail_after=0.8)
+backend = rankwire.connect(suspect_after=0.2, fail_after=1.5)
 backend.barrier()
 ready()
 if rank == 1:
