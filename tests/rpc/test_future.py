@@ -21,6 +21,7 @@ def agents(request):
         agents[0].go_on = go_on
         agents[1].register("wait", lambda: go_on.wait(20))
         agents[1].register("fail", lambda: 1 / 0)
+        assert agents[0].rpc_sync(1, "add", 1, 1) == 2  # they are connected
         yield agents
         go_on.set()
         for agent in agents:

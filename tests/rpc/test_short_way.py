@@ -167,7 +167,7 @@ def test_however_a_call_ends_its_place_is_free_again(world):
                     call(caller, how, name, *args)
         held = caller.rpc_async(1, "hold")
         callee.wait_until_held(1)
-        late = [caller.rpc_async(1, "note", "late", timeout=0.05) for _ in range(2)]
+        late = [caller.rpc_async(1, "note", "late", timeout=0.5) for _ in range(2)]
         cancelled, kept = (caller.rpc_async(1, "note", word) for word in ("cancelled", "kept"))
         assert cancelled.cancel()
         for future in late:

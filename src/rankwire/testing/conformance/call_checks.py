@@ -107,6 +107,7 @@ def a_late_reply_is_dropped(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2) as (caller, callee):
         callee.register("wait", lambda: go_on.wait(10))
         callee.register("add", lambda a, b: a + b)
+        assert caller.rpc_sync(1, "add", 1, 1) == 2  # they are connected: the next call is sent
         begin = monotonic()
         error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "wait", timeout=0.15))
         assert monotonic() - begin < 5
