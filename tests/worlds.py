@@ -213,7 +213,7 @@ def joined_ranks() -> set[int]:
         for thing in gc.get_objects()
         if type(thing) is Coordinator and hasattr(thing, "_changed")  # else it is being made
         if thing._state.name == "FORMING"
-        for rank in thing._roster.members
+        for rank in list(thing._roster.members)  # in one step: others join meanwhile
     }
 
 
@@ -328,7 +328,8 @@ def state_of(pid: int) -> str:
     """Return the letter that Linux has for what all threads of a process do; or an empty text."""
     states = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
     return states.pop() if len(states) == 1 else ""
 
 
