@@ -33,7 +33,7 @@ class Port:
         self.may_send = threading.Event()
         self.may_send.set()
 
-    def reply(self, call, message, deadline, *, hold=False):
+    def reply(self, call, message, deadline, hold=False):
         if self.refuse is not None and deadline.limit == 0.0:
             raise self.refuse(call)
         assert self.may_send.wait(10)

@@ -34,6 +34,37 @@ def test_as_completed_works_although_nobody_waits_for_a_result(agents):
     assert done == {2 * n for n in range(50)}
 
 
+def test_a_future_has_what_the_base_class_gives_it(agents):
+    """It makes its own attributes; in a newer Python there may be others."""
+    future = agents[0].rpc_async(1, "add", 1, 2)
+    for name, value in vars(concurrent.futures.Future()).items():
+        assert type(getattr(future, name)) is type(value) or name == "_condition"
+    assert isinstance(future._condition, threading.Condition)
+    assert future._condition is future._condition
+    assert future.result(10) == 3
+
+
+@pytest.mark.parametrize("first", ["wait", "cancel", "callback", "result"])
+def test_whoever_comes_at_the_moment_of_the_reply_is_told(agents, first):
+    """Its condition is made by the first who needs it, perhaps while the reply is read."""
+    for number in range(200):
+        future = agents[0].rpc_async(1, "add", number, 1)
+        told = threading.Event()
+        helper = threading.Thread(target=agents[0].rpc_sync, args=(1, "add", 0, 0))
+        helper.start()  # reads the other reply as well
+        if first == "wait":
+            assert concurrent.futures.wait([future], 10).done == {future}
+        elif first == "callback":
+            future.add_done_callback(lambda _, told=told: told.set())
+            assert told.wait(10)
+        elif first == "cancel" and future.cancel():
+            assert future.cancelled()
+            helper.join()
+            continue
+        assert future.result(10) == number + 1
+        helper.join()
+
+
 def test_exception_gives_the_remote_error(agents):
     error = agents[0].rpc_async(1, "fail").exception(10)
     assert isinstance(error, RemoteError)

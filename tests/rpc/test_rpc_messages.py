@@ -21,6 +21,7 @@ from rankwire.errors import (
 )
 from rankwire.rpc.messages import (
     Outcome,
+    Request,
     decode_reply,
     decode_request,
     encode_failure,
@@ -56,7 +57,7 @@ def raised(encoded):
 )
 def test_a_request_round_trips(name, args, kwargs):
     request = decode_request(CODEC, joined(encode_request(CODEC, name, 1.5, CHAIN, args, kwargs)))
-    assert request == (name, 1.5, CHAIN, list(args), kwargs)
+    assert request == Request(name, 1.5, CHAIN, list(args), kwargs)
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}])

@@ -70,7 +70,7 @@ class FakeServer:
         self.late = []
         self.errands = []
 
-    def reply(self, call, message, deadline, *, hold=False):
+    def reply(self, call, message, deadline, hold=False):
         self.replies.append((bytearray().join(message[0]), hold))
 
     def flush(self):
@@ -88,7 +88,6 @@ class FakeServer:
         request = Request("function", timeout, list(chain), list(args), {})
         incoming = IncomingCall(0, 7, bytearray(nbytes), "a connection")
         call = ServedCall(self, incoming, request, Function("function", target, **options))
-        self.active[0, 7] = call
         return call
 
     def result(self):

@@ -268,8 +268,8 @@ def test_swapped_frames_are_refused():
 
 def after_four_billion_frames():
     receiver = parser()
-    frames, counts, start, end, sequence, _, *rest = receiver.state
-    receiver.commit((frames, counts, start, end, sequence, 1 << 32, *rest))
+    frames, counts, sequence, (start, end, _, *rest) = receiver.state
+    receiver.commit((frames, counts, sequence, (start, end, 1 << 32, *rest)))
     return receiver
 
 

@@ -52,7 +52,7 @@ _POLLER_PATIENCE = 1.0
 _CANCEL_AGAIN = 0.005
 _LONGEST_SLEEP = 86_400.0
 _NOW = Deadline(0.0)
-_REPLY = int(Channel.REPLY)
+_CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
 
 
 class MeshCallPort(CallPort):
@@ -91,7 +91,6 @@ class MeshCallPort(CallPort):
         message: Message,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
-        *,
         hold: bool = False,
         limit: float = float("inf"),
     ) -> Reply | None:
@@ -195,13 +194,14 @@ class MeshCallPort(CallPort):
             (group, channel, tag), payload = frames.popleft()
             if group != self.service:
                 continue  # a frame for another agent cannot come on this agent's connection
-            if channel == Channel.CALL:
-                try:
-                    request = payload if type(payload) is bytearray else whole_of(payload)
-                except RankwireError:
-                    continue  # the caller gave up, or is gone: the next read says so
-                events.append(IncomingCall(connection.peer, tag, request, connection))
-            elif channel == Channel.CANCEL:
+            if channel == _CALL:
+                if type(payload) is not bytearray:
+                    try:
+                        payload = whole_of(payload)
+                    except RankwireError:
+                        continue  # the caller gave up, or is gone: the next read says so
+                events.append(IncomingCall(connection.peer, tag, payload, connection))
+            elif channel == _CANCEL:
                 events.append(CallCancelled(connection.peer, tag))
         return events
 
@@ -224,7 +224,7 @@ class MeshCallPort(CallPort):
     # -- replies -----------------------------------------------------------------------------------
 
     def reply(
-        self, call: IncomingCall, message: Message, deadline: Deadline, *, hold: bool = False
+        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
     ) -> None:
         """Answer a request."""
         connection = call.origin
@@ -234,10 +234,13 @@ class MeshCallPort(CallPort):
         if self._ended is not None:  # the backend tells the callers, and perhaps of an error
             raise self._ended.copy()
         envelope = (self.service, _REPLY, call.request_id)
-        if message[1] >= connection.lend_from and deadline.limit > 0.0:
-            self._reply_at_length(connection, call, envelope, message, deadline)
+        if message[1] >= connection.lend_from:
+            if deadline.limit > 0.0:
+                self._reply_at_length(connection, call, envelope, message, deadline)
+            else:
+                connection.send(envelope, message, deadline)
             return
-        connection.send(envelope, message, deadline, hold=hold)
+        connection.send_small(envelope, message, deadline, hold)
         if hold and connection.is_holding:  # after the send: whoever flushes must find it
             self._holding.add(connection)
 

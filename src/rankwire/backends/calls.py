@@ -107,7 +107,6 @@ class CallPort(ABC):
         message: Message,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
-        *,
         hold: bool = False,
         limit: float = float("inf"),
     ) -> Reply | None:
@@ -168,7 +167,7 @@ class CallPort(ABC):
 
     @abstractmethod
     def reply(
-        self, call: IncomingCall, message: Message, deadline: Deadline, *, hold: bool = False
+        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
     ) -> None:
         """Answer a request.
 

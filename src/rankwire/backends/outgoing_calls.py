@@ -97,17 +97,16 @@ class OutgoingCalls:
         in_flight = len(inbox.wanted_by)
         if in_flight >= limit:
             return None
-        reply = Reply((self._service, _REPLY, request_id), on_reply, inbox)
+        service = self._service
+        reply = Reply((service, _REPLY, request_id), on_reply, inbox)
+        connection: Connection = inbox.connection  # type: ignore[assignment]
+        is_small = message[1] < connection.lend_from
+        send = connection.send_small if is_small else connection.send
         try:
             try:
-                inbox.post(reply)
-                inbox.connection.send(  # type: ignore[union-attr]
-                    (self._service, _CALL, request_id),
-                    message,
-                    deadline,
-                    hold=hold and in_flight >= _HOLD_FROM,
-                    meanwhile=inbox,
-                )
+                inbox.expect(reply)
+                hold = hold and in_flight >= _HOLD_FROM
+                send((service, _CALL, request_id), message, deadline, hold, inbox)
             finally:
                 if inbox.due:
                     inbox.call_back_due()

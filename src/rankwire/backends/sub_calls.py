@@ -57,15 +57,12 @@ class SubCallPort(CallPort):
         message: Message,
         deadline: Deadline,
         on_reply: Callable[[Receive], None] | None = None,
-        *,
         hold: bool = False,
         limit: float = float("inf"),
     ) -> Reply | None:
         """Send a request to a rank of the group."""
         with self._group.translating(dst) as rank:
-            reply = self._port.call(
-                rank, request_id, message, deadline, on_reply, hold=hold, limit=limit
-            )
+            reply = self._port.call(rank, request_id, message, deadline, on_reply, hold, limit)
         if reply is not None:
             reply.translate = partial(self._group.adopt, dst, reply.translate)
         return reply
@@ -97,11 +94,11 @@ class SubCallPort(CallPort):
         self._port.wake()
 
     def reply(
-        self, call: IncomingCall, message: Message, deadline: Deadline, *, hold: bool = False
+        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
     ) -> None:
         """Answer a request of a rank of the group."""
         with self._group.translating(call.src):
-            self._port.reply(call, message, deadline, hold=hold)
+            self._port.reply(call, message, deadline, hold)
 
     def drop_reply(self, call: IncomingCall) -> None:
         """Note that the caller does not want the reply."""

@@ -33,12 +33,13 @@ from rankwire.codec.values import ALIGNMENT, ALWAYS_PLAIN, MIN_BUFFER_NBYTES, PL
 from rankwire.errors import InvalidMessageError, MessageTooLargeError, UnsupportedTypeError
 from rankwire.texts import one_line
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "unpacker_of"]
 
 T = TypeVar("T")
 Buffers: TypeAlias = list[bytes | memoryview]
 
-_HEAD_NBYTES = struct.Struct("<I")
+_HEAD_NBYTES = struct.Struct("<I")  # the length of the head, in 4 bytes
+_PREFIX = _HEAD_NBYTES.pack
 _MAX_HEAD_NBYTES = 2**32 - 1
 _CONTAINERS = frozenset((list, dict))
 _PADDING = [bytes(nbytes) for nbytes in range(ALIGNMENT)]
@@ -59,8 +60,13 @@ def _refuse_extension(code: int, body: memoryview) -> None:
     raise _NotPlain
 
 
+def unpacker_of(kind: type[T]) -> Callable[[memoryview], T]:
+    """Return what decodes a small plain head to one type, or refuses it (``Codec.decode``)."""
+    return msgspec.msgpack.Decoder(kind, ext_hook=_refuse_extension).decode
+
+
 # Most calls are small and plain: without a Reader for each they decode in half the time.
-_unpack_plain = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
+_unpack_plain: Callable[[memoryview], Any] = unpacker_of(object)
 
 
 class Codec:
@@ -167,34 +173,49 @@ class Codec:
             if not (kind in PLAIN or (kind in _CONTAINERS and not item) or is_flat(item)):
                 break
         else:
-            try:
-                head = _pack(record)
-                if len(head) < MIN_BUFFER_NBYTES:  # as ``_join`` does
-                    return [_HEAD_NBYTES.pack(len(head)) + head], _HEAD_NBYTES.size + len(head)
-                return _join(head, ())
-            except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
-                pass  # the walk says what and where
+            message = self.encode_flat(record)
+            if message is not None:
+                return message
         return self._encode_by_walk(lambda writer: writer.lower_record(record, paths, levels), "")
 
-    def decode(self, payload: bytearray) -> Any:
+    def encode_flat(self, record: Sequence[Any]) -> tuple[Buffers, int] | None:
+        """Encode a record whose items are plain or flat, as the caller has seen to.
+
+        Returns:
+            What ``encode_record`` does; None if it has to look closer (a wide int, a strange text).
+        """
+        try:
+            head = _pack(record)
+        except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
+            return None
+        nbytes = len(head)
+        if nbytes < MIN_BUFFER_NBYTES:  # as ``_join`` does
+            return [_PREFIX(nbytes) + head], nbytes + 4
+        return _join(head, ())
+
+    def decode(
+        self, payload: bytearray, unpack: Callable[[memoryview], Any] = _unpack_plain
+    ) -> Any:
         """Decode a whole payload.
 
         Args:
             payload: What the buffers of one ``encode`` held, in one piece. Arrays in the value are
                 writable views of it, so it belongs to the value from now on.
+            unpack: Decodes a small plain one to the type that is expected (``unpacker_of``); one
+                that it refuses, and any other, is decoded to what it says.
 
         Raises:
             InvalidMessageError: No codec with the same classes and options made this.
         """
         try:
-            head_end = _HEAD_NBYTES.unpack_from(payload)[0] + _HEAD_NBYTES.size
+            head_end = _HEAD_NBYTES.unpack_from(payload)[0] + 4
             if head_end == len(payload) <= MIN_SCANNED_NBYTES:
                 try:
-                    return _unpack_plain(memoryview(payload)[_HEAD_NBYTES.size :])
-                except _NotPlain:
+                    return unpack(memoryview(payload)[4:])
+                except (_NotPlain, msgspec.ValidationError):
                     pass
             reader = Reader(self._classes, self._pickling, payload, head_end, self._max_items)
-            value = reader.read(memoryview(payload)[_HEAD_NBYTES.size : head_end])
+            value = reader.read(memoryview(payload)[4:head_end])
             if reader.position == len(payload):
                 return value
         except InvalidMessageError:
@@ -232,7 +253,7 @@ def _join(head: bytes, buffers: Iterable[bytes | memoryview]) -> tuple[Buffers, 
     """Lay out a payload: the parts to send, and the sum of their lengths."""
     if len(head) > _MAX_HEAD_NBYTES:
         raise MessageTooLargeError(len(head), _MAX_HEAD_NBYTES)
-    prefix = _HEAD_NBYTES.pack(len(head))
+    prefix = _PREFIX(len(head))
     parts: Buffers = [prefix + head] if len(head) < MIN_BUFFER_NBYTES else [prefix, head]
     total = len(prefix) + len(head)
     for buffer in buffers:

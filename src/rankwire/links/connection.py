@@ -81,6 +81,7 @@ class Connection:
 
     Attributes:
         failure: Why it cannot be used any more, if that is so.
+        send_small: ``send``, for what is never lent.
         has_parcels: Whether something lent was among the frames read; reset by who takes them.
 
     Size: it is all that its owners know of a peer's stream, so it has a verb for each of theirs.
@@ -108,6 +109,8 @@ class Connection:
         self.peer = peer
         self.failure: RankwireError | None = None
         self.has_parcels = False
+        # What reads it once it is known to be in use, if that is one read of a bare socket.
+        self._recv_into: Callable[[memoryview], int] | None = None
         self._ending: RankwireError | None = None  # the first cause, while its owner is asked
         self._on_lost = on_lost
         self._on_left = on_left
@@ -129,6 +132,7 @@ class Connection:
             fail=self.fail,
             explain=self._why_not_sent,
         )
+        self.send_small = self._writer.send  # ``send`` for less than ``lend_from``, without a hop
         self._farewell_nbytes = HEADER_NBYTES if seals is None else HEADER_NBYTES + SEAL_NBYTES
         self._parser = FrameParser(
             max_nbytes=max_nbytes,
@@ -187,10 +191,10 @@ class Connection:
         envelope: Envelope,
         message: Message,
         deadline: Deadline,
-        *,
         hold: bool = False,
-        lend: bool = True,
         meanwhile: Meanwhile | None = None,
+        *,
+        lend: bool = True,
     ) -> None:
         """Send one frame. Safe from any thread; the buffers are free again on return.
 
@@ -200,9 +204,9 @@ class Connection:
             deadline: For all of it, also for other threads' frames before it.
             hold: Whether a small frame may stay here until the next one leaves, or ``flush``.
                 Whoever holds frames back sees to it that they are flushed soon.
-            lend: Whether a large payload may be lent; not if the peer has refused to borrow it.
             meanwhile: What to read when the peer does not take more for now, so that two ends which
                 both send first do not wait for each other. The send lock may be held.
+            lend: Whether a large payload may be lent; not if the peer has refused to borrow it.
 
         Raises:
             DeadlineExceededError: It was not taken in time. If ``may_have_arrived``, a part of it
@@ -342,22 +346,11 @@ class Connection:
         parser = self._parser
         if parser.state[0]:
             return parser.state[0]
-        stream = self.stream
         try:
-            if parser.violation is not None:
-                raise parser.violation
-            if stream.read is None:
-                is_whole = parser.take_in(stream.recv_into)
-            else:
-                is_whole = False if parser.read_by(stream.read) else None
-            if is_whole is None:
-                raise self._ended()
-            if self._protocol.course is Course.UNUSED:
-                self._protocol.happened(Happening.FRAMES)
-            if not is_whole:
-                self._parse()
-            if stream.recv_pending is not None:
-                self._read_pending(stream.recv_pending)
+            if self._recv_into is None:
+                self._take_in_otherwise()
+            elif not (is_whole := parser.take_in(self._recv_into)):
+                self._take_further(is_whole)
         except BlockingIOError:
             return None
         except ProtocolError as error:
@@ -367,6 +360,29 @@ class Connection:
         except OSError as error:
             raise self._ended(error) from error
         return parser.state[0]
+
+    def _take_in_otherwise(self) -> None:
+        """Take in the first that comes, or what comes over a stream that is no bare socket."""
+        parser, stream = self._parser, self.stream
+        if stream.read is None:
+            self._take_further(parser.take_in(stream.recv_into))
+        elif parser.violation is not None:
+            raise parser.violation
+        else:
+            self._take_further(False if parser.read_by(stream.read) else None)
+        if stream.recv_pending is not None:
+            self._read_pending(stream.recv_pending)
+        elif stream.read is None:
+            self._recv_into = stream.recv_into
+
+    def _take_further(self, is_whole: bool | None) -> None:
+        """Go on with what the parser took in: whole, a part, or None at the end of the stream."""
+        if is_whole is None:
+            raise self._ended()
+        if self._protocol.course is Course.UNUSED:
+            self._protocol.happened(Happening.FRAMES)
+        if not is_whole:
+            self._parse()
 
     def read_ready(self) -> list[Frame] | None:
         """Return what ``receive_ready`` does, and take it: for readers that nobody interrupts."""
@@ -405,9 +421,10 @@ class Connection:
     def _take_special(self, frames: deque[Frame]) -> None:
         """Take out what is for the connection itself. Safe to repeat: nobody has the frames yet."""
         messages, violation = self._protocol.take(frames, self._borrow)
-        self._parser.violation = self._parser.violation or violation
-        if violation is not None and not messages:
-            raise violation
+        if violation is not None:
+            self._parser.spoil(violation)
+            if not messages:
+                raise violation
         frames.clear()
         frames.extend(messages)
         if self._protocol.course is Course.LEFT:

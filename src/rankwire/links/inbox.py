@@ -115,6 +115,15 @@ class Inbox:
             if self._asleep and self._reader is None:
                 self._parked.wake_one()
 
+    def expect(self, reply: Receive) -> None:
+        """Ask for a message that cannot have come yet: the reply of a call that is being made."""
+        with self._mutex:
+            if self._mailbox.failure is None:
+                reply.posted = True
+                self.wanted_by[reply.envelope] = deque((reply,))
+                return
+        self.post(reply)
+
     def take(self, receive: Receive, deadline: Deadline) -> Payload:
         """Post a receive and return its message: ``post`` and ``wait`` in one."""
         try:
@@ -300,10 +309,13 @@ class Inbox:
         while self.due:
             hand: list[Receive] = []
             try:
-                with suppress(IndexError):  # another thread was faster
-                    hand.extend(starmap(self.due.popleft, ONCE))
+                hand.extend(starmap(self.due.popleft, ONCE))
                 for receive in hand:
                     _call_back(receive)
+            except IndexError:
+                if hand:
+                    raise  # a callback's
+                break  # another thread was faster
             except Exception:
                 raise
             except BaseException:

@@ -21,11 +21,11 @@ from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
 from rankwire.rpc.messages import (
-    REPLY_PATHS,
     Outcome,
     copied,
     encode_failure,
     encode_reply,
+    encode_result,
 )
 from rankwire.wire.frames import Message
 
@@ -81,7 +81,7 @@ class Answers:
         With ``copies``, nothing in it is memory of the function's.
         """
         try:
-            message = self._codec.encode_record([0, value], REPLY_PATHS)
+            message = encode_result(self._codec, value)
             if message[1] > self._max_nbytes:
                 raise MessageTooLargeError(message[1], self._max_nbytes)
             return copied(message) if copies else message
@@ -139,7 +139,7 @@ class Answers:
                 return
             deadline = Deadline(_PATIENCE)
         try:
-            self._port.reply(call, message, deadline, hold=hold)
+            self._port.reply(call, message, deadline, hold)
         except RankwireError as error:
             _log.debug("a reply to rank %d was not sent: %s", call.src, error)
 

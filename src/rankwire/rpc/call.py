@@ -77,6 +77,8 @@ class Call:
     """
 
     # Most calls end with these as they are: what is not set costs nothing.
+    depth: int = 0
+    links: Sequence[Any] = ()  # the chain as it travels: rank, name, rank, name ...
     cancelled: bool = False
     worker: Worker | None = None
     waiting: Wait | None = None
@@ -86,7 +88,7 @@ class Call:
         self.src = src
         self.name = name
         self.deadline = deadline
-        self.links = links  # the chain as it travels: rank, name, rank, name ...
+        self.links = links
         self.depth = len(links) // 2
         self.outgoing: dict[int, MadeCall] = {}
 

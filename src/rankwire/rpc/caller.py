@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,11 @@ from rankwire.fork import disown
 from rankwire.links.reply import Reply
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.future import RpcFuture
-from rankwire.rpc.messages import decode_reply, encode_request
+from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.questions import Questions
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, Allowance
+from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Receive
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class Caller:
 
     Attributes:
         closed: Whether no call can be made any more. Set by the agent.
+        lock: Guards the state of all futures; those who use one take it by its condition.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Caller:
         self._backend = backend
         self._port = port
         self._codec = codec
+        self._max_nbytes = backend.max_message_nbytes
         self._max_in_flight = max_in_flight
         self.closed = False
         self._allowance = Allowance()
@@ -75,6 +79,7 @@ class Caller:
         # place before.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture] = {}
+        self.lock = threading.RLock()
         self._next_expiry_check = Deadline(0.0)
         self._server: Server
         self._questions: Questions
@@ -184,21 +189,25 @@ class Caller:
         """Send a request; a future is known from the moment on when its reply may come."""
         if self.closed:
             raise ChannelClosedError("this agent is closed")
-        chain = [] if call is None else call.chain_of_nested(self._backend.rank)
+        chain: Chain = []
         if call is not None:
+            chain = call.chain_of_nested(self._backend.rank)
             self._before_waiting(call)
         on_reply = None
         has_room = False
+        left = deadline.limit  # it has just been made
         while True:
-            message = encode_request(self._codec, name, deadline.remaining(), chain, args, kwargs)
-            if message[1] > self._backend.max_message_nbytes:
-                raise MessageTooLargeError(message[1], self._backend.max_message_nbytes)
+            message = encode_request(self._codec, name, left, chain, args, kwargs)
+            nbytes = message[1]
+            if nbytes > self._max_nbytes:
+                raise MessageTooLargeError(nbytes, self._max_nbytes)
             if future is not None:
                 self._track(future)
                 on_reply = future.on_reply
-            if message[1] > SMALL_NBYTES and not has_room:
+            if nbytes > SMALL_NBYTES and not has_room:
                 has_room = True
-                if self._make_room(dst, request_id, message[1], deadline, call):
+                if self._make_room(dst, request_id, nbytes, deadline, call):
+                    left = deadline.remaining()
                     continue  # that took time, which the request must not promise again
             try:
                 reply = self._port.call(
@@ -207,17 +216,18 @@ class Caller:
                     message,
                     deadline,
                     on_reply,
-                    hold=future is not None,
-                    limit=self._max_in_flight,
+                    future is not None,
+                    self._max_in_flight,
                 )
             except BaseException:
-                if message[1] > SMALL_NBYTES:
+                if nbytes > SMALL_NBYTES:
                     self._leave_room(dst, request_id)
                 raise
             if reply is not None:
                 return reply
             self._futures.pop(request_id, None)
             self._wait_for_room(dst, name, deadline, call)
+            left = deadline.remaining()
 
     def _give_up(self, reply: Reply, error: RankwireError, dst: int, name: str) -> None:
         """Tell the callee of a call whose caller stops waiting that it need not go on."""
@@ -327,7 +337,9 @@ class Caller:
     def replied(self, future: RpcFuture, receive: Receive) -> None:
         """End a future with the reply that has come."""
         try:
-            payload = receive.result()
+            payload = receive.take()
+            if type(payload) is not bytearray:
+                payload = whole_of(payload)
         except RankwireError as error:
             if isinstance(error, (PeerLostError, ChannelClosedError)):
                 error.may_have_run = True
@@ -351,7 +363,8 @@ class Caller:
     def settled(self, future: RpcFuture) -> None:
         """Forget a future that is done."""
         self._futures.pop(future.request_id, None)
-        self._allowance.give_back(future.request_id)
+        if self._allowance.taken:
+            self._allowance.give_back(future.request_id)
         if future.call is not None:
             future.call.ended(future.request_id)
 

@@ -28,6 +28,10 @@ __all__ = ["RpcFuture"]
 
 _log = logging.getLogger("rankwire")
 
+# What the base class calls them.
+_PENDING, _FINISHED = "PENDING", "FINISHED"
+_DONE = frozenset((_FINISHED, "CANCELLED", "CANCELLED_AND_NOTIFIED"))
+
 
 class _Condition(threading.Condition):
     """One that is entered and left as its lock is, by one call of a C function.
@@ -43,6 +47,7 @@ class _Condition(threading.Condition):
 class RpcFuture(Future[Any]):
     """The result of ``rpc_async``. Safe from any thread."""
 
+
     def __init__(
         self,
         caller: Caller,
@@ -53,9 +58,14 @@ class RpcFuture(Future[Any]):
         deadline: Deadline,
         call: Call | None,
     ) -> None:
-        super().__init__()
-        self._condition.__class__ = _Condition
-        self._caller = caller
+        # As the base class does (a test compares), but for the condition.
+        self._state = _PENDING
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._made: _Condition | None = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
+        self.caller = caller
         self._reply: Reply | None = None
         self.call = call  # what was served when it was made
         self._port = port
@@ -64,16 +74,35 @@ class RpcFuture(Future[Any]):
         self.name = name
         self.deadline = deadline
 
+    @property
+    def _condition(self) -> _Condition:  # type: ignore[override]
+        """The base class's, made for the first who uses it; all of an agent have one lock.
+
+        Most futures end before anyone waits, cancels or asks to be called back, and a condition
+        with a lock for each takes as long as encoding the call.
+        """
+        with self.caller.lock:
+            self._made = self._made or _Condition(self.caller.lock)
+            return self._made
+
     def result(self, timeout: float | None = None) -> Any:
         """Return the value, or raise the call's error.
 
         After ``timeout`` seconds this raises ``TimeoutError``, and the call goes on.
         """
-        return super().result(self._drive(timeout))
+        if self._state != _FINISHED:
+            timeout = self._drive(timeout)
+        if self._state == _FINISHED and self._exception is None:
+            return self._result
+        return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the call's error or None; waits as ``result`` does."""
         return super().exception(self._drive(timeout))
+
+    def done(self) -> bool:
+        """Whether it has a result, an error, or was cancelled."""
+        return self._state in _DONE
 
     def cancel(self) -> bool:
         """Give up the call and tell the callee; False if it is done."""
@@ -89,7 +118,7 @@ class RpcFuture(Future[Any]):
 
     def _take_back(self) -> None:
         """Let go of the call and of its reply. Safe to repeat."""
-        self._caller.settled(self)
+        self.caller.settled(self)
         if self._reply is not None:
             self._reply.withdraw()
             self._port.cancel(self.dst, self.request_id)
@@ -98,7 +127,7 @@ class RpcFuture(Future[Any]):
         """Call ``fn(self)`` when it is done, in whatever thread that happens."""
         super().add_done_callback(fn)
         if not self.done():
-            self._caller.look_after_replies()
+            self.caller.look_after_replies()
 
     def __await__(self) -> Generator[Any, None, Any]:
         import asyncio  # here, because it takes as long to load as all of this package
@@ -111,18 +140,26 @@ class RpcFuture(Future[Any]):
 
     def on_reply(self, receive: Receive) -> None:
         """End it: the reply, or the peer's failure, is known."""
-        self._caller.replied(self, receive)
+        self.caller.replied(self, receive)
 
     def resolve(self, value: Any) -> None:
         """End with the call's value, unless it was cancelled."""
+        self.caller.settled(self)
+        with self.caller.lock:
+            # Whoever waits, cancels or wants to be called back takes the condition first.
+            if self._made is None and self._state == _PENDING:
+                self._result = value
+                self._state = _FINISHED
+                return
         self._settle(self.set_result, value)
 
     def fail(self, error: BaseException) -> None:
         """End with an error, unless it was cancelled."""
+        self.caller.settled(self)
         self._settle(self.set_exception, error)
 
     def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
-        self._caller.settled(self)
+        """End it, and tell all who wait for that."""
         try:
             settle(outcome)
         except InvalidStateError:
@@ -135,9 +172,9 @@ class RpcFuture(Future[Any]):
     def expire(self, *, explain: bool = True) -> None:
         """The call's own deadline has passed; ``explain`` takes a moment to ask the callee why."""
         if self.done():
-            self._caller.settled(self)  # by a thread that was interrupted before it came to that
+            self.caller.settled(self)  # by a thread that was interrupted before it came to that
         elif self._reply is None or self._reply.withdraw():
-            error = self._caller.too_late(self, explain=explain)
+            error = self.caller.too_late(self, explain=explain)
             self._port.cancel(self.dst, self.request_id)
             self.fail(error)
 
@@ -149,7 +186,7 @@ class RpcFuture(Future[Any]):
         if self.done() or self._reply is None:
             return timeout
         limit = Deadline(math.inf if timeout is None else timeout)
-        self._caller.drive(self, self._reply, self.deadline.sooner(limit.remaining()))
+        self.caller.drive(self, self._reply, self.deadline.sooner(limit.remaining()))
         if self.deadline.expired and not self._reply.done:
             self.expire()
         return None if timeout is None else limit.remaining()

@@ -37,7 +37,7 @@ class ServedCall(Call):
     """A call that has been accepted. See ``pool.Job`` for what a worker does with it.
 
     Args:
-        server: Knows where it belongs.
+        server: Knows where it belongs; it is one of its ``active`` calls from now on.
         incoming: The request as it came.
         request: What it says.
         function: What to run.
@@ -50,23 +50,26 @@ class ServedCall(Call):
 
     task: Task[None] | None = None
     _has_result = False
+    _is_in_room = False
 
     def __init__(
         self, server: Server, incoming: IncomingCall, request: Request, function: Function
     ) -> None:
-        name, timeout, links, _, _ = request
         # As ``Call`` does, without the hop.
-        self.src = incoming.src
-        self.name = name
-        self.deadline = Deadline(timeout)
-        self.links = links
-        self.depth = len(links) // 2
+        self.src = src = incoming.src
+        self.name = request.name
+        self.deadline = Deadline(request.timeout)
         self.outgoing = {}
         self._server = server
         self._request: Request | None = request
-        self._is_in_room = len(incoming.payload) > SMALL_NBYTES and not links
         self.function = function
         self.incoming = incoming
+        if request.chain:
+            self.links = request.chain
+            self.depth = len(request.chain) // 2
+        elif len(incoming.payload) > SMALL_NBYTES:
+            self._is_in_room = True
+        server.active[src, incoming.request_id] = self
 
     @property
     def needs_event_loop(self) -> bool:
@@ -187,17 +190,17 @@ class ServedCall(Call):
         right after them, and polling sends what was held back. If it loses the polling role
         meanwhile it does so itself.
         """
-        server = self._server
+        server, incoming = self._server, self.incoming
         try:
-            if self.incoming.is_wanted:
-                pool = server.pool
-                hold = worker is not None and bool(pool.arrived) and pool.has_more(worker)
-                server.answers.send(self.incoming, message, self.deadline, hold)
-                if hold and worker is not None and not pool.is_poller(worker):
-                    server.flush()
+            if not incoming.is_wanted:
+                server.answers.send_at_once(incoming, server.answers.unwanted())
+            elif worker is None or not server.pool.arrived or not server.pool.has_more(worker):
+                server.answers.send(incoming, message, self.deadline)
             else:
-                server.answers.send_at_once(self.incoming, server.answers.unwanted())
+                server.answers.send(incoming, message, self.deadline, hold=True)
+                if not server.pool.is_poller(worker):
+                    server.flush()
         finally:
             if self._is_in_room:
                 self.leave_room()
-            server.active.pop((self.src, self.incoming.request_id), None)
+            server.active.pop((self.src, incoming.request_id), None)

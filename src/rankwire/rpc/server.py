@@ -148,7 +148,10 @@ class Server:
             )
             return None
         function = self._registry.functions.get(request.name)
+        is_large = len(call.payload) > SMALL_NBYTES
         refusal: Message | None
+        if function is not None and not (self._draining or request.chain or is_large):
+            return ServedCall(self, call, request, function)
         if function is None and request.name == QUESTION:
             refusal = self._answer_question(request)
         elif self._draining:
@@ -161,13 +164,11 @@ class Server:
             chain = describe_chain([*request.chain, self._backend.rank, request.name])
             reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
             refusal = self.answers.refusal(Outcome.OVERLOADED, reason)
-        elif len(call.payload) > SMALL_NBYTES and not self._has_room(call, request):
+        elif is_large and not self._has_room(call, request):
             reason = "too much of this rank's calls waits there, for which it has not asked"
             refusal = self.answers.refusal(Outcome.OVERLOADED, reason)
         else:
-            job = ServedCall(self, call, request, function)
-            self.active[call.src, call.request_id] = job
-            return job
+            return ServedCall(self, call, request, function)
         self._free_room(call)
         if refusal is not None:
             self.answers.send_at_once(call, refusal)

@@ -47,17 +47,21 @@ class _Large(NamedTuple):
     impression: Impression | None  # of what has come of it, if it is sealed
 
 
-# What a parser knows between two reads:
-_State = tuple[
-    deque[Frame],  # complete frames that nobody has taken
-    list[int],  # how many bytes the last receive brought; empty before it
+# What does not change as long as every read brings one whole small frame:
+_Place = tuple[
     int,  # where in the buffer the first incomplete frame begins,
     int,  # and where what has come of it ends
-    int,  # the next sequence number
     int,  # how many frames with a good seal there were; unlike a sequence number it never repeats
     bytearray,  # the buffer,
     memoryview,  # and a view of it
     _Large | None,  # a large payload that is being received
+]
+# What a parser knows between two reads:
+_State = tuple[
+    deque[Frame],  # complete frames that nobody has taken
+    list[int],  # how many bytes the last receive brought; empty before it
+    int,  # the next sequence number
+    _Place,
 ]
 
 
@@ -82,8 +86,8 @@ class FrameParser:
 
     __slots__ = (
         "_allocate",
+        "_between",
         "_buffer_nbytes",
-        "_is_plain",
         "_max_nbytes",
         "_seal",
         "_seal_nbytes",
@@ -101,12 +105,14 @@ class FrameParser:
     ) -> None:
         self._allocate = allocate
         self._buffer_nbytes = buffer_nbytes
-        self._is_plain = False  # whether there is a buffer, and frames are not sealed
+        # The place between two frames, if the next one may be taken as it comes: there is a buffer
+        # and no seal. A state with this very tuple needs no further look.
+        self._between: _Place | None = None
         self._max_nbytes = max_nbytes
         self._seal = seal
         self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
         buffer = bytearray()
-        self.state: _State = (_NO_FRAMES, [], 0, 0, 0, 0, buffer, memoryview(buffer), None)
+        self.state: _State = (_NO_FRAMES, [], 0, (0, 0, 0, buffer, memoryview(buffer), None))
         # Sticky. Frames before it are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
 
@@ -121,36 +127,42 @@ class FrameParser:
         Returns:
             Whether it is; False if what came is to be parsed, None at the end of the stream. Those
             bytes come first that an interrupted reader has left.
+
+        Raises:
+            ProtocolError: The stream was not a valid one before.
         """
-        _, counts, _, end, sequence, sealed, buffer, view, large = self.state
-        is_usual = self._is_plain and not end and large is None
+        _, counts, sequence, place = self.state
+        if place is not self._between:
+            if self.violation is not None:
+                raise self.violation
+            return False if self.read(receive_into) else None
+        _, _, _, buffer, view, _ = place
         if not counts:
-            counts.extend(map(receive_into, (view if is_usual else self.receive_buffer(),)))
+            counts.extend(map(receive_into, (view,)))
         count = counts[0]
-        if not is_usual or count < HEADER_NBYTES:
+        if count < HEADER_NBYTES:
             return False if count else None
         channel, number, group, tag, nbytes = HEADER.unpack_from(buffer)
-        if (
-            nbytes + HEADER_NBYTES != count
-            or number != sequence
-            or not 0 < channel < FIRST_SPECIAL
-            or nbytes > self._max_nbytes
-        ):
+        if nbytes + HEADER_NBYTES != count or number != sequence or not 0 < channel < FIRST_SPECIAL:
             return False
         frame = _new_frame(Frame, ((group, channel, tag), buffer[HEADER_NBYTES:count]))
-        sequence = (sequence + 1) & SEQUENCE_MASK
-        self.state = (deque((frame,)), [], 0, 0, sequence, sealed, buffer, view, None)
+        self.state = (deque((frame,)), [], (sequence + 1) & SEQUENCE_MASK, place)
         return True
+
+    def spoil(self, violation: ProtocolError) -> None:
+        """Read no further: what a frame says is not what may be said there."""
+        self.violation = self.violation or violation
+        self._between = None
 
     @property
     def in_frame(self) -> bool:
         """Whether a frame has begun and is not complete."""
-        _, counts, start, end, _, _, _, _, large = self.state
+        _, counts, _, (start, end, _, _, _, large) = self.state
         return large is not None or end > start or any(counts)
 
     def receive_buffer(self) -> memoryview:
         """Return where the next bytes of the stream belong; never empty."""
-        _, _, _, end, _, _, _, view, large = self.state
+        _, _, _, (_, end, _, _, view, large) = self.state
         if large is not None and large.filled < len(large.body):
             return memoryview(large.body)[large.filled :]
         return view[end:] if end else view or self._first_buffer()
@@ -158,9 +170,25 @@ class FrameParser:
     def _first_buffer(self) -> memoryview:
         buffer = bytearray(self._buffer_nbytes)
         view = memoryview(buffer)
-        self.state = (*self.state[:6], buffer, view, self.state[8])
-        self._is_plain = self._seal is None
+        self.state = (*self.state[:3], self._place(0, 0, self.state[3][2], buffer, view, None))
         return view
+
+    def _place(
+        self,
+        start: int,
+        end: int,
+        sealed: int,
+        buffer: bytearray,
+        view: memoryview,
+        large: _Large | None,
+    ) -> _Place:
+        """Return where the reader is; between two frames always the same tuple, if it may be."""
+        place = (start, end, sealed, buffer, view, large)
+        if end or large is not None or self._seal is not None or self._max_nbytes < len(buffer):
+            return place
+        if self._between is None or self._between[3] is not buffer:
+            self._between = place
+        return self._between
 
     def read(self, receive_into: Callable[[memoryview], int]) -> int:
         """Receive, and return how many bytes came; those of an interrupted reader come first.
@@ -219,7 +247,7 @@ class FrameParser:
         """
         if self.violation is not None:
             raise self.violation
-        old, counts, start, end, sequence, sealed, buffer, view, large = self.state
+        old, counts, sequence, (start, end, sealed, buffer, view, large) = self.state
         frames = deque(old) if old else deque()
         if large is None:
             return self._parse(
@@ -230,7 +258,7 @@ class FrameParser:
         else:
             large = self._filled_further(large, counts[0])
         if large.filled < len(large.body) or (large.impression and end < SEAL_NBYTES):
-            return (frames, [], start, end, sequence, sealed, buffer, view, large), False
+            return (frames, [], sequence, (start, end, sealed, buffer, view, large)), False
         if large.impression:
             if not large.impression.matches(view[:SEAL_NBYTES]):
                 self.violation = _broken_seal()
@@ -298,7 +326,8 @@ class FrameParser:
             rest = self._allocate(self._buffer_nbytes)
             rest[: end - start] = view[start:end]
             buffer, view, start, end = rest, memoryview(rest), 0, end - start
-        return (frames, [], start, end, sequence, sealed, buffer, view, large), is_special
+        place = self._place(start, end, sealed, buffer, view, large)
+        return (frames, [], sequence, place), is_special
 
     def _is_sealed(self, number: int, channel: int, frame: memoryview) -> bool:
         """Check the seal behind a whole frame."""
@@ -316,7 +345,7 @@ class FrameParser:
         if not is_farewell(header):
             return False
         # Some frames may stand before it; how many its sequence number says.
-        _, _, _, _, sequence, sealed, _, _, large = self.state
+        _, _, sequence, (_, _, sealed, _, _, large) = self.state
         ahead = (HEADER.unpack(header)[1] - sequence) & SEQUENCE_MASK
         number = sealed + (large is not None) + ahead
         return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
