@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from faults.sizes import examples
 from interrupts import interrupt_main_thread_in
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.deadline import Deadline
@@ -660,4 +661,6 @@ class WorldMachine(RuleBasedStateMachine):
 
 
 TestWorldMachine = WorldMachine.TestCase
-TestWorldMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestWorldMachine.settings = settings(
+    max_examples=examples(150), stateful_step_count=40, deadline=None
+)

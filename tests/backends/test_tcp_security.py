@@ -235,9 +235,9 @@ def join_error(zero, one):
     address = address_of(listener)
     options = {"secret": SECRET, "transport": "tcp"}
     first = Running(
-        TcpBackend, 0, 2, address, listener=listener, join_timeout=1.5, **{**options, **zero}
+        TcpBackend, 0, 2, address, listener=listener, join_timeout=3.0, **{**options, **zero}
     )
-    second = Running(TcpBackend, 1, 2, address, join_timeout=1.0, **{**options, **one})
+    second = Running(TcpBackend, 1, 2, address, join_timeout=2.5, **{**options, **one})
     error = second.error()
     assert isinstance(first.error(), RendezvousError)
     return error

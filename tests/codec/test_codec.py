@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from faults.sizes import examples
 from rankwire.codec import codec as codec_module
 from rankwire.codec.codec import Codec
 from rankwire.errors import (
@@ -561,13 +562,13 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(TREES)
 def test_any_tree_arrives_equal_and_of_the_same_types(value):
     assert_same(roundtrip(Codec(CLASSES), value), value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=200))
 def test_any_head_gives_a_value_or_the_one_error(head):
     try:

@@ -28,6 +28,7 @@ from sums import (
 )
 
 import rankwire
+from faults.sizes import examples
 from rankwire.backends.sub import SubBackend
 from rankwire.collectives import selection
 from rankwire.errors import (
@@ -74,7 +75,7 @@ def check(name, arrays, **options):
 
 
 @given(st.data(), st.sampled_from(NAMES), st.integers(1, 5), st.sampled_from([*DTYPES, ">i4"]))
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.filter_too_much])
 def test_any_shape_and_dtype(data, name, size, dtype):
     rows = size * data.draw(st.integers(0, 3))
     shape = (rows, *data.draw(npst.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4)))
@@ -84,7 +85,7 @@ def test_any_shape_and_dtype(data, name, size, dtype):
 
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(DTYPES))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_op_and_root(data, size, dtype):
     op = data.draw(st.sampled_from(ops_of(dtype)))
     root = data.draw(st.integers(0, size - 1))

@@ -185,7 +185,7 @@ def test_an_interrupt_anywhere_in_an_operation_is_told_and_stops_nothing():
     with simulated_world(2, timeout=TIMEOUT) as world:
         mine, theirs = map(OperationSequence.of, world)
         every_interrupt(run)
-    assert len(failed) > 10
+    assert len(failed) > 3
 
 
 def test_a_rank_that_is_ahead_is_found_out(pair):
@@ -474,7 +474,7 @@ def test_a_late_rank_hears_that_the_others_gave_up_and_the_next_operation_works(
             error = run.error()
             assert isinstance(error, (DeadlineExceededError, CollectiveAbortedError))
             if isinstance(error, DeadlineExceededError):
-                assert error.waiting_for == [2]
+                assert 2 in error.waiting_for
         for array in arrays[:2]:
             array[...] = -1000  # it is the user's again
         late = Running(rankwire.all_reduce, world[2], arrays[2])

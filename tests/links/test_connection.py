@@ -140,8 +140,9 @@ def test_input_that_trickles_in_does_not_prolong_the_deadline(link):
 
     trickling = Running(trickle)
     deadline = Deadline(0.2)
-    assert link.connection.read(deadline) == []
-    assert 0.19 <= deadline.waited < SOON, "it would take 10 s to the end of the frame"
+    while not deadline.expired:  # it looks up when the link is silent, on a busy machine sooner
+        assert link.connection.read(deadline) == []
+    assert deadline.waited < SOON, "it would take 10 s to the end of the frame"
     enough.set()
     assert read(link.connection)[0].payload == bytes(1000)
     trickling.result()

@@ -47,7 +47,6 @@ class _Condition(threading.Condition):
 class RpcFuture(Future[Any]):
     """The result of ``rpc_async``. Safe from any thread."""
 
-
     def __init__(
         self,
         caller: Caller,
