@@ -353,7 +353,7 @@ def test_many_threads_that_send_large_and_small_keep_the_order_of_each_tag(pair)
 
 def test_a_small_message_passes_a_large_one_that_nobody_takes(lending):
     sending = offer(lending[0], bytes(LARGE), 1, tag=1)
-    lending[0].send(b"small", 1, tag=2, timeout=1.0)
+    lending[0].send(b"small", 1, tag=2, timeout=PATIENCE)
     assert not sending.done
     assert lending[1].recv(0, tag=2) == b"small"
     sending.result()

@@ -230,7 +230,7 @@ def test_an_announcement_that_does_not_decode_is_refused(make_world):
 
 def test_one_thread_makes_a_group_at_a_time(make_world, pool):
     world = make_world(2)
-    first = pool.submit(SubBackend, world[0], [0, 1], timeout=1.0)
+    first = pool.submit(SubBackend, world[0], [0, 1], timeout=SOON)
     sleep(0.05)
     with pytest.raises(DeadlineExceededError):
         SubBackend(world[0], [0, 1], timeout=0.05)

@@ -697,7 +697,7 @@ def test_nobody_leaves_a_barrier_before_the_last_one_enters(four):
 
 
 def test_a_barrier_that_times_out_names_the_missing_ranks_on_everybody(four):
-    waiting = {rank: Running(four[rank].barrier, timeout=0.3) for rank in (0, 2)}
+    waiting = {rank: Running(four[rank].barrier, timeout=1.0) for rank in (0, 2)}
     for thread in waiting.values():
         error = thread.error()
         assert isinstance(error, DeadlineExceededError)
@@ -708,10 +708,10 @@ def test_a_barrier_that_times_out_names_the_missing_ranks_on_everybody(four):
 def test_a_barrier_also_names_a_rank_that_does_not_answer_the_door(transport):
     """A rank that is stopped cannot even be told that this one has entered."""
     with tcp_world(3, transport=transport) as world:
-        entered = Running(world[2].barrier, timeout=1.0)
+        entered = Running(world[2].barrier, timeout=2.5)
         wait_until_wanted(world[2], 0, 1)
         with deaf(world[1]), pytest.raises(DeadlineExceededError) as caught:
-            world[0].barrier(timeout=0.3)
+            world[0].barrier(timeout=1.0)
         assert caught.value.waiting_for == [1]
         assert entered.error().waiting_for == [1]
 

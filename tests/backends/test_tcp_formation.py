@@ -356,7 +356,7 @@ def test_any_bound_socket_serves_as_listener(blocking, listens):
 
 
 def test_a_rank_may_be_a_numpy_integer():
-    with Forming(2, join_timeout=2.0) as forming:
+    with Forming(2) as forming:
         ranks = [forming.start(0), forming.start(np.int64(1))]
         say_hello([rank.result() for rank in ranks])
 
@@ -408,7 +408,7 @@ def test_more_silent_clients_than_there_are_slots_do_not_stop_the_job():
         for _ in range(300):
             stack.enter_context(dial(forming.address))
         workers = [forming.start(rank) for rank in (1, 2)]
-        say_hello([rank.result(5.0) for rank in (zero, *workers)])
+        say_hello([rank.result() for rank in (zero, *workers)])
 
 
 @pytest.mark.fault(19, "a port scan while a world forms does not stop it")
@@ -637,7 +637,7 @@ def test_nobody_joins_through_a_rank_that_does_not_coordinate():
 @pytest.mark.parametrize("pid", [2**60, -1, 2**63])
 def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
     """The number goes into the refusal of a duplicate."""
-    with Forming(3, secret=SECRET, join_timeout=2.0) as forming:
+    with Forming(3, secret=SECRET) as forming:
         zero = forming.start(0)
         until_listening(forming.address)
         deadline = Deadline(PATIENCE)
@@ -649,9 +649,9 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
             liar.send((0, Channel.CONTROL, 0), ([payload], len(payload)), deadline)
             liar.read(deadline)  # who is missing: it has joined
             with pytest.raises(RendezvousError, match="is taken"):
-                TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=1.0)
+                TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=PATIENCE)
         workers = [forming.start(rank) for rank in (1, 2)]
-        say_hello([rank.result(5.0) for rank in (zero, *workers)])
+        say_hello([rank.result() for rank in (zero, *workers)])
 
 
 # -- addresses
@@ -930,7 +930,7 @@ def test_a_runtime_folder_with_a_path_too_long_for_sockets_is_no_riddle(folder):
     # Undone before ``folder`` is, which sets the same variable back.
     with (
         pytest.MonkeyPatch.context() as patch,
-        Forming(2, secret=SECRET, join_timeout=1.0) as forming,
+        Forming(2, secret=SECRET, join_timeout=5.0) as forming,
     ):
         patch.setenv("XDG_RUNTIME_DIR", str(long))
         zero, one = (forming.start(rank) for rank in (0, 1))

@@ -184,7 +184,7 @@ def test_a_callback_that_exits_does_not_stop_what_comes_after(worker):
     first.add_done_callback(leave)
     second = submit(worker, lambda: 2)
     gate.set()
-    assert second.wait(timeout=2.0) == 2
+    assert second.wait(timeout=PATIENCE) == 2
 
 
 def test_a_callback_may_begin_the_next_operation(pair):
