@@ -15,7 +15,13 @@ from itertools import count
 import pytest
 
 from faults.sizes import QUICK
-from interrupts import Interrupt, Interrupting, every_interrupt, interrupt_main_thread_in
+from interrupts import (
+    Interrupt,
+    Interrupting,
+    every_interrupt,
+    interrupt_main_thread_in,
+    no_collection,
+)
 from rankwire.deadline import Deadline
 from rankwire.rpc.messages import encode_request
 from rpc.callee import SOON, WORLDS, in_flight, pair, world_of_two
@@ -230,9 +236,10 @@ def interrupt_after(seconds, flag):
     ident = threading.main_thread().ident
 
     def interrupt():
-        eventually(lambda: os.path.exists(flag))
-        time.sleep(seconds)
-        signal.pthread_kill(ident, signal.SIGINT)
+        with no_collection():
+            eventually(lambda: os.path.exists(flag))
+            time.sleep(seconds)
+            signal.pthread_kill(ident, signal.SIGINT)
 
     waiting = threading.Thread(target=interrupt)
     waiting.start()
