@@ -240,7 +240,7 @@ def check_all(cases) -> list:
 @pytest.mark.fault(
     48, "whatever a rank of a collective had sent when it died, all others end and name it"
 )
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rank_dies_after_each_of_its_messages(name, size):
     cases = [

@@ -91,7 +91,14 @@ def world_of(kind, size):
         yield ranks
 
 
-@pytest.fixture(params=[(k, n) for k in (*PROCESSES, "simulated") for n in (2, 3)], ids=str)
+# Each kind and each size is shown in `make test`, not each kind in each size.
+SHOWN = [("unix", 2), ("unix", 3), ("tcp", 3), ("simulated", 2)]
+NOT_SHOWN = [("tcp", 2), ("simulated", 3)]
+
+
+@pytest.fixture(
+    params=[*SHOWN, *(pytest.param(case, marks=pytest.mark.slow) for case in NOT_SHOWN)], ids=str
+)
 def ranks(request):
     with world_of(*request.param) as ranks:
         yield ranks
