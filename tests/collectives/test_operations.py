@@ -33,6 +33,7 @@ from rankwire.backends.sub import SubBackend
 from rankwire.collectives import selection
 from rankwire.errors import (
     ChannelClosedError,
+    CollectiveAbortedError,
     CollectiveMismatchError,
     ConfigurationError,
     InvalidRankError,
@@ -294,8 +295,10 @@ def test_an_out_that_does_not_fit_is_refused_and_nothing_is_sent(name, wrong):
         }[wrong]
         out.flags.writeable = wrong != "read-only"
         before = out.copy()
-        with pytest.raises(ConfigurationError, match="out is"):
-            COLLECTIVES[name].call(backend, arrays[backend.rank], out=out, timeout=5.0)
+        with pytest.raises((ConfigurationError, CollectiveAbortedError), match="out is") as caught:
+            COLLECTIVES[name].call(backend, arrays[backend.rank], out=out, timeout=20.0)
+        # Where counts are exchanged first, the other one's refusal may be heard before one's own.
+        assert isinstance(caught.value, ConfigurationError) or name == "uneven all_to_all"
         assert same(out, before)
 
     with counting_world(1) as (alone,):  # of one rank, all errors are local
