@@ -5,8 +5,8 @@ VENV := .venv
 BENCH := .venv-bench
 N ?= 4
 # A third of the seconds of a test is the processor's, the rest is waiting (measured over the suite:
-# 421 of 1,338 s), so two workers for a core. A worker that has nothing left takes from the others.
-WORKERS ?= 4
+# 421 of 1,338 s), so three workers for a core. A worker that has nothing left takes from the others.
+WORKERS ?= 6
 SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
 TORCH_TESTS := tests/codec/test_torch_tensors.py tests/backends/test_torch_arrays.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \

@@ -13,6 +13,7 @@ worth on each field.
 """
 
 import argparse
+import contextlib
 import queue
 import threading
 import time
@@ -71,11 +72,13 @@ def improve(values: np.ndarray, episode: Episode) -> None:
 
 def learn(backend: rankwire.Backend, agent: rankwire.RpcAgent, updates: int) -> None:
     actors = range(1, backend.world_size)
-    episodes: queue.SimpleQueue[Episode] = queue.SimpleQueue()
+    # Bounded, so that nothing is learned from policies that are long out of date.
+    episodes: queue.Queue[Episode] = queue.Queue(2 * EPISODES_PER_UPDATE)
 
     @agent.register
     def submit(fields: np.ndarray, moves: np.ndarray, rewards: np.ndarray) -> None:
-        episodes.put((fields, moves, rewards))
+        with contextlib.suppress(queue.Full):  # the learner is behind: it misses some
+            episodes.put_nowait((fields, moves, rewards))
 
     backend.barrier()  # from here on, the actors call
     values = np.zeros((SIZE * SIZE, len(MOVES)))

@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import settings
 
+from faults.sizes import examples
 from nursery import Nursery, nursery
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.runtime_dir import runtime_folder
 from worlds import LEND_FROM
 
-_GRACE = 1.0  # seconds for a thread that was told to end, or a process that was killed, to be gone
+_GRACE = 10.0  # seconds for a thread that was told to end, or a killed process, to be gone
 
-settings.register_profile("rankwire", deadline=None, print_blob=True)
+settings.register_profile(
+    "rankwire", deadline=None, print_blob=True, max_examples=examples(settings.default.max_examples)
+)
 settings.load_profile("rankwire")
 
 _PASSED = pytest.StashKey[bool]()

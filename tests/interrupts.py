@@ -6,11 +6,14 @@ within the package while an operation runs, and runs it again and again with an 
 first, the second, and so on, until one run ends without.
 """
 
+import contextlib
 import ctypes
 import dis
 import gc
 import signal
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,10 +22,14 @@ from types import CodeType, FrameType
 from typing import Any, ClassVar
 
 import rankwire
+from faults.sizes import QUICK
 
 LIBRARY = str(Path(rankwire.__file__).parent)
 _LOOKS = ("CALL", "JUMP_BACKWARD")
 _SIGNAL = signal.SIGUSR2
+_QUICK_STEP = 3
+_PATIENCE = 20.0  # seconds until the main thread must be where it is to be interrupted
+_MOMENT = 0.05  # seconds that it then has to send, and to begin to wait
 
 
 class Interrupt(KeyboardInterrupt):
@@ -149,10 +156,10 @@ def every_interrupt(
     Args:
         run: Runs the operation within ``with interrupting:`` and checks what holds afterwards.
         second_after: So many places after each interrupt comes another one.
-        step: 2 tries every other place, and so on.
+        step: 2 tries every other place, and so on. ``make test`` tries a third of them.
         apart_from: Names of files whose places are not tried.
     """
-    for number in _numbers(step):
+    for number in _numbers(step * _QUICK_STEP if QUICK else step):
         numbers = (number,) if second_after is None else (number, number + second_after)
         interrupting = Interrupting(*numbers, apart_from=apart_from)
         try:
@@ -163,6 +170,48 @@ def every_interrupt(
         if not interrupting.happened:
             return number
     raise AssertionError("unreachable")
+
+
+def interrupt_main_thread_in(name: str, number: int = signal.SIGINT) -> float:
+    """Send the main thread a signal while it waits; return when that was.
+
+    To be called by another thread. The signal is not sent before the main thread has been in that
+    function of the package for a moment: it would hit what the test does before.
+    """
+    ident = threading.main_thread().ident
+    assert ident is not None
+    end = time.monotonic() + _PATIENCE
+    while not _is_in(ident, name):
+        assert time.monotonic() < end, f"the main thread does not call {name}"
+        time.sleep(0.001)
+    with no_collection():
+        time.sleep(_MOMENT)
+        signal.pthread_kill(ident, number)
+    return time.monotonic()
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the collector from running: an interrupt in one of its callbacks would be swallowed.
+
+    Hypothesis has one. A collection that runs already should end before the interrupt is sent.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _is_in(ident: int, name: str) -> bool:
+    """Whether a thread is in a function of the package that has this name."""
+    frame: FrameType | None = sys._current_frames().get(ident)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == name and code.co_filename.startswith(LIBRARY):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _numbers(step: int) -> Iterator[int]:

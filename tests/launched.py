@@ -11,12 +11,26 @@ from children import Child
 
 COMMAND = [sys.executable, "-m", "rankwire", "run"]
 
+# A launcher that waits for a while for further failures: on a busy machine ranks end far apart.
+PATIENT_COMMAND = [
+    sys.executable,
+    "-c",
+    "from rankwire import cli; from rankwire.launch import attempt as a; a._SETTLE = 3; cli.main()",
+    "run",
+]
+
 # Every script of these tests knows its rank, and tells who it is so that it can be looked for.
+# Interpreters do not start at the same time: who does something to the others waits for them.
 PREAMBLE = """
 import os, signal, subprocess, sys, time
 rank = int(os.environ["RANKWIRE_RANK"])
 def ready():
     print("pid", os.getpid(), flush=True)
+def meet(count):
+    folder = os.path.dirname(os.path.abspath(__file__))
+    open(f"{folder}/rank-{rank}-is-here", "w").close()
+    while sum(name.endswith("-is-here") for name in os.listdir(folder)) < count:
+        time.sleep(0.005)
 """
 
 

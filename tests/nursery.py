@@ -56,7 +56,7 @@ class Nursery:
         """Start a program; return its process id.
 
         Args:
-            arguments: As after ``python``: ``-c`` or ``-m`` first.
+            arguments: As after ``python``: ``-c``, ``-m`` or a script first.
             env: All of its environment.
             cwd: The folder that it is in.
             streams: Descriptors for its standard input, output and error.
@@ -191,13 +191,18 @@ def _become_a_program(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(request["env"])
     sys.path[0] = request["cwd"]
     sys.path[1:1] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
-    way, what, *rest = request["arguments"]
-    sys.argv = [way, *rest]
+    way, *rest = request["arguments"]
     if way == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
+        sys.argv = [way, *rest[1:]]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif way == "-c":
+        sys.argv = [way, *rest[1:]]
         main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(what, "<string>", "exec"), main.__dict__)
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = [way, *rest]
+        sys.path[0] = os.path.dirname(way)
+        runpy.run_path(way, run_name="__main__")
 
 
 def _import_all() -> None:

@@ -1,6 +1,7 @@
 """The layers of the design, as a table, and nothing imports upwards."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -101,26 +102,29 @@ def layer_of(path):
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_go_down_only(path):
-    layer = layer_of(path)
-    for module, _ in imports(path):
+def test_imports_go_down_only():
+    for path, (module, _) in all_imports():
+        layer = layer_of(path)
         if module.startswith("rankwire."):
             target = module.split(".")[1]
             if (SOURCE / target).is_dir() or (SOURCE / f"{target}.py").exists():
                 assert target == layer or target in MAY_IMPORT[layer], f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_backends_do_not_know_each_other(path):
-    if layer_of(path) != "backends" or path.stem == MAKES_A_BACKEND:
-        return
-    own = path.stem.split("_")[0]
-    for module, _ in imports(path):
-        parts = module.split(".")
+def test_backends_do_not_know_each_other():
+    for path, (module, _) in all_imports():
+        if layer_of(path) != "backends" or path.stem == MAKES_A_BACKEND:
+            continue
+        own, parts = path.stem.split("_")[0], module.split(".")
         if parts[:2] == ["rankwire", "backends"] and len(parts) > 2:
             other = parts[2].split("_")[0]
             assert other == own or other not in BACKENDS, f"{path} imports {module}"
+
+
+@functools.cache
+def all_imports():
+    """Each module with each of its imports."""
+    return [(path, found) for path in modules() for found in imports(path)]
 
 
 def test_calls_and_collectives_know_no_concrete_backend():

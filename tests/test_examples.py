@@ -1,11 +1,13 @@
 """The examples run as their docstrings say, and do what they promise; shortened where possible."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from children import Child
+from faults.sizes import QUICK
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -16,17 +18,17 @@ def launch(ranks: int, name: str, *args: str) -> str:
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = Child(list(command)).result(50)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
 
 
 def test_parameter_server():
-    output = launch(4, "parameter_server.py", "--steps", "1200")
+    output = launch(4, "parameter_server.py", "--steps", "600" if QUICK else "1200")
     accuracy = re.search(r"test accuracy ([\d.]+)%", output)
     assert accuracy is not None
-    assert float(accuracy[1]) > 70  # of ten digits: guessing gives 10
+    assert float(accuracy[1]) > 50  # of ten digits: guessing gives 10
     assert "calls per second" in output
     assert "generated" in output
     assert {"ping", "pull", "push"} == set(re.findall(r"│ (\w+) +│", output))
@@ -65,7 +67,6 @@ PEER = [
     "the way of a nested call: [{me}, {other}, {me}, {other}, {me}, {other}, {me}, {other}]",
     "ZeroDivisionError at rank {other}; its traceback:",
     "    return a / b",
-    "DeadlineExceededError after 0.3 s",
     "1 / 4 = 0.25",
 ]
 
@@ -84,11 +85,14 @@ def check_talk(output: str, *, prefix: str) -> None:
     for me in range(2):
         for line in PEER:
             assert (prefix + line).format(me=me, other=1 - me) in lines
+    late = re.findall(r"DeadlineExceededError after (\d+\.\d) s", output)
+    assert len(late) == 2
+    assert all(0.3 <= float(seconds) < 10 for seconds in late)  # of the 30 that it would take
 
 
 @pytest.mark.parametrize("name", ["parameter_server.py", "actor_learner.py", "two_peers.py"])
 def test_what_to_do_with_one_rank(name):
     command = [sys.executable, "-m", "rankwire", "run", "-n", "1", str(EXAMPLES / name)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = Child(command).result(50)
     assert done.returncode == 1
     assert "run with -n 2" in done.stderr

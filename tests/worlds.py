@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import resource
 import select
 import shutil
@@ -31,6 +32,8 @@ from real_time import Deadline
 
 SECRET = b"a secret that only these tests know"
 LEND_FROM = 256 << 10  # bytes; for tests, also in rank processes
+_CHANCE = random.SystemRandom()  # tests seed the other one, and would all draw the same
+_NEVER_GIVEN = range(10_000, 20_000)  # ports, below those for outgoing connections
 PATIENCE = 20.0  # seconds until a test gives up on what should take milliseconds
 
 
@@ -213,7 +216,7 @@ def joined_ranks() -> set[int]:
         for thing in gc.get_objects()
         if type(thing) is Coordinator and hasattr(thing, "_changed")  # else it is being made
         if thing._state.name == "FORMING"
-        for rank in thing._roster.members
+        for rank in list(thing._roster.members)  # in one step: others join meanwhile
     }
 
 
@@ -328,13 +331,20 @@ def state_of(pid: int) -> str:
     """Return the letter that Linux has for what all threads of a process do; or an empty text."""
     states = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
     return states.pop() if len(states) == 1 else ""
 
 
 def free_port() -> int:
-    with bound_socket() as sock:
-        return sock.getsockname()[1]
+    """Return a port that nobody has, nor gets by chance before it is used.
+
+    One of the system's choice might be given to an outgoing connection of a test beside this one.
+    """
+    while True:
+        port = _CHANCE.choice(_NEVER_GIVEN)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ from rankwire.errors import (
     PeerUnresponsiveError,
     RemoteError,
 )
-from rankwire.rendezvous.runtime_dir import sweep_socket_files
-from worlds import Running, eventually, process_world, tcp_world
+from worlds import Running, eventually, process_world, runtime_folder_of_its_own, tcp_world
 
 
 def lost(peer, **options):
@@ -229,7 +228,8 @@ def test_who_catches_a_loss_and_fails_later_is_told_with_the_first_cause(kind):
 
 
 def test_without_a_coordinator_an_unexplained_end_comes_with_the_first_cause():
-    with process_world(4) as ranks:
+    # Those that are killed leave the files of their sockets.
+    with runtime_folder_of_its_own(), process_world(4) as ranks:
         ranks[3].call("send", b"", 2)  # so that the end of one is seen by the other
         ranks[2].call("recv", 3)
         with contextlib.suppress(Exception):
@@ -241,4 +241,3 @@ def test_without_a_coordinator_an_unexplained_end_comes_with_the_first_cause():
         error = waiting.error()
         assert (error.peer, error.root) == (3, 0)
         assert "after rank 0 was lost: it raised ValueError: bad batch" in error.reason
-    sweep_socket_files()  # of those that were killed, as the next world would

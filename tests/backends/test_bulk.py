@@ -353,7 +353,7 @@ def test_many_threads_that_send_large_and_small_keep_the_order_of_each_tag(pair)
 
 def test_a_small_message_passes_a_large_one_that_nobody_takes(lending):
     sending = offer(lending[0], bytes(LARGE), 1, tag=1)
-    lending[0].send(b"small", 1, tag=2, timeout=1.0)
+    lending[0].send(b"small", 1, tag=2, timeout=PATIENCE)
     assert not sending.done
     assert lending[1].recv(0, tag=2) == b"small"
     sending.result()
@@ -438,12 +438,12 @@ def test_a_receiver_waits_on_when_a_message_is_withdrawn_under_its_hands(lending
 
 
 def slowly(patch, nbytes):
-    """Have everything that is read take a quarter of a second for so many bytes."""
+    """Have everything that is read take a second for so many bytes."""
     transfer, piece = borrower.transfer, nbytes // 10
 
     def transfer_slowly(call, pid, here, there):
         if call is borrower.CALLS[0] and sum(length for _, length in here) > piece:
-            time.sleep(0.025)
+            time.sleep(0.1)
             here, there = shortened(here, piece), shortened(there, piece)
         return transfer(call, pid, here, there)
 
@@ -499,10 +499,10 @@ def test_the_sender_and_the_receiver_agree_on_whether_a_message_was_sent(lending
         write(parcel, value)
 
     monkeypatch.setattr(Borrowed, "_write_receipt", write_late)
-    sending = Running(lending[0].send, pattern(LARGE), 1, timeout=0.3)
-    receiving = Running(lending[1].recv, 0, timeout=0.8)
+    sending = Running(lending[0].send, pattern(LARGE), 1, timeout=1.0)
+    receiving = Running(lending[1].recv, 0, timeout=2.0)
     assert read.wait(PATIENCE)
-    time.sleep(0.5)
+    time.sleep(1.2)
     late.set()
     outcomes = []
     for running in (sending, receiving):
@@ -934,9 +934,10 @@ class Slow:
 
 def test_a_caller_that_gives_up_before_its_large_reply_does_not_stop_the_server(lending_agents):
     slow = Slow(lending_agents[1])
+    assert lending_agents[0].rpc_sync(1, "echo", 5) == 5  # they are connected
     for _ in range(4):
         with pytest.raises(DeadlineExceededError) as caught:
-            lending_agents[0].rpc_sync(1, "slow_large", timeout=0.05)
+            lending_agents[0].rpc_sync(1, "slow_large", timeout=0.1)
         assert caught.value.may_have_run
     slow.go.set()
     began = time.monotonic()
@@ -958,7 +959,7 @@ def test_a_caller_that_cancels_before_its_large_reply_does_not_stop_the_server(l
     )
     slow.go.set()
     began = time.monotonic()
-    assert lending_agents[2].rpc_sync(1, "echo", 5, timeout=5.0) == 5
+    assert lending_agents[2].rpc_sync(1, "echo", 5, timeout=PATIENCE) == 5
     assert time.monotonic() - began < QUICK
     assert (lending_agents[0].rpc_sync(1, "large", 3) == 3).all()
 
@@ -983,7 +984,7 @@ def test_a_caller_that_cancels_while_its_large_reply_is_offered_does_not_stop_th
         with inbox._mutex:
             inbox._pass_role(inbox)
     began = time.monotonic()
-    assert lending_agents[2].rpc_sync(1, "echo", 5, timeout=5.0) == 5
+    assert lending_agents[2].rpc_sync(1, "echo", 5, timeout=PATIENCE) == 5
     assert time.monotonic() - began < QUICK
     assert (lending_agents[0].rpc_sync(1, "large", 3) == 3).all()
 

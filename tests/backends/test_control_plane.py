@@ -79,16 +79,17 @@ def test_f03_a_rank_that_goes_on_before_the_limit_has_lost_nothing():
         assert status.waiting_for == ("a message with tag 0",)
         sent = ranks[0].start("send", b"for later", 1)
         ranks[1].signal(signal.SIGCONT)
-        eventually(lambda: len(ranks[2].call("eval", "suspected")) == 2)
-        (first, silent), (second, heard_again) = ranks[2].call("eval", "suspected")
-        assert first == second == 1
+        # On a busy machine others may have been silent for a while, too.
+        told = "[seconds for rank, seconds in suspected if rank == 1]"
+        eventually(lambda: 0.0 in ranks[2].call("eval", told))
+        silent, heard_again, *_ = ranks[2].call("eval", told)
         assert silent >= 0.3
         assert heard_again == 0.0
         sent.result()
         assert ranks[1].call("recv", 0) == b"for later"
         ranks[1].call("send", b"awake", 2)
         assert waiting.result() == b"awake"
-        assert ranks[2].call("eval", "backend.status().peers[1].state") == "up"
+        eventually(lambda: ranks[2].call("eval", "backend.status().peers[1].state") == "up")
         assert ranks[2].call("eval", "lost") == []
 
 

@@ -399,7 +399,7 @@ def test_an_exchange_that_was_withdrawn_is_not_received(lending):
 def test_an_exchange_with_an_out_that_does_not_fit_leaves_the_link_usable(pair, size):
     def swap(rank):
         out = np.zeros(size + 1 - rank, "<f4")
-        return pair[rank].sendrecv(numbered(size) + rank, 1 - rank, out=out, timeout=0.4)
+        return pair[rank].sendrecv(numbered(size) + rank, 1 - rank, out=out, timeout=1.5)
 
     running = [Running(swap, rank) for rank in (0, 1)]
     assert isinstance(running[0].error(), ConfigurationError)

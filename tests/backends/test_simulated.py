@@ -1,4 +1,3 @@
-import os
 import signal
 import threading
 from collections import defaultdict, deque
@@ -11,6 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from faults.sizes import examples
+from interrupts import interrupt_main_thread_in
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.errors import (
     ChannelClosedError,
@@ -27,6 +28,7 @@ from rankwire.errors import (
 from rankwire.testing import in_parallel
 from rankwire.wire.frames import Channel
 from real_time import Deadline
+from worlds import Running
 
 SOON = 10.0  # what must happen "at once" happens within it on the slowest machine
 LATER = 40.0  # a time limit that no operation here may need
@@ -257,9 +259,10 @@ def test_an_interrupted_receive_leaves_nothing_behind(make_world):
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        interrupting = Running(interrupt_main_thread_in, "recv", signal.SIGUSR1)
         with pytest.raises(InterruptedHereError):
             second.recv(0)
+        interrupting.result()
     finally:
         signal.signal(signal.SIGUSR1, before)
     first.send(b"for the next", 1)
@@ -658,4 +661,6 @@ class WorldMachine(RuleBasedStateMachine):
 
 
 TestWorldMachine = WorldMachine.TestCase
-TestWorldMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestWorldMachine.settings = settings(
+    max_examples=examples(150), stateful_step_count=40, deadline=None
+)

@@ -522,13 +522,14 @@ def test_a_send_that_came_too_late_leaves_no_half_message_behind(pair):
 
 def test_a_second_sender_waits_for_the_first_no_longer_than_its_limit(transport):
     with tcp_world(2, transport=transport, single_copy=False) as pair:
-        blocked = Running(pair[0].send, bytes(64 << 20), 1, timeout=1.0)
+        blocked = Running(pair[0].send, bytes(64 << 20), 1, timeout=PATIENCE)
         eventually(lambda: pair[0]._peers[1].messages is not None)
         eventually(lambda: pair[0]._peers[1].messages._writer._lock.locked())
         second = Running(pair[0].send, b"x", 1, timeout=0.05)
         assert second.error().limit == 0.05
-        assert isinstance(blocked.error(), DeadlineExceededError)
-        assert second.ended < blocked.ended
+        assert not blocked.done
+        pair[0].close()
+        assert isinstance(blocked.error(), ChannelClosedError)
 
 
 def test_a_rank_that_was_sent_half_a_message_is_still_reached_by_others(transport):
@@ -664,7 +665,7 @@ def test_small_messages_have_no_steps_of_40_ms(pair):
         pair[0].recv(1)
         times.append(time.perf_counter() - began)
     echoing.result()
-    assert statistics.median(times[10:]) < 0.005
+    assert statistics.median(times[10:]) < 0.03
 
 
 # -- the barrier
@@ -696,7 +697,7 @@ def test_nobody_leaves_a_barrier_before_the_last_one_enters(four):
 
 
 def test_a_barrier_that_times_out_names_the_missing_ranks_on_everybody(four):
-    waiting = {rank: Running(four[rank].barrier, timeout=0.3) for rank in (0, 2)}
+    waiting = {rank: Running(four[rank].barrier, timeout=1.0) for rank in (0, 2)}
     for thread in waiting.values():
         error = thread.error()
         assert isinstance(error, DeadlineExceededError)
@@ -707,10 +708,10 @@ def test_a_barrier_that_times_out_names_the_missing_ranks_on_everybody(four):
 def test_a_barrier_also_names_a_rank_that_does_not_answer_the_door(transport):
     """A rank that is stopped cannot even be told that this one has entered."""
     with tcp_world(3, transport=transport) as world:
-        entered = Running(world[2].barrier, timeout=1.0)
+        entered = Running(world[2].barrier, timeout=2.5)
         wait_until_wanted(world[2], 0, 1)
         with deaf(world[1]), pytest.raises(DeadlineExceededError) as caught:
-            world[0].barrier(timeout=0.3)
+            world[0].barrier(timeout=1.0)
         assert caught.value.waiting_for == [1]
         assert entered.error().waiting_for == [1]
 
@@ -950,7 +951,7 @@ def test_one_who_dials_while_the_peer_leaves_sees_it_leave(pair):
 
     def leave_after_a_late_visitor():
         try:
-            pair[0].send(b"hello?", 1, timeout=2.0)
+            pair[0].send(b"hello?", 1, timeout=PATIENCE)
         except RankwireError as error:
             errors.append(error)
         leave()
@@ -959,7 +960,7 @@ def test_one_who_dials_while_the_peer_leaves_sees_it_leave(pair):
     pair[1].close()
     while not errors:
         try:
-            pair[0].send(b"x", 1, timeout=2.0)
+            pair[0].send(b"x", 1, timeout=PATIENCE)
         except RankwireError as error:
             errors.append(error)
     assert [type(error) for error in errors] == [ChannelClosedError]

@@ -197,7 +197,7 @@ def test_a_world_of_processes_forms():
 
 
 def test_missing_ranks_are_named_on_all_that_are_there():
-    with Forming(5, join_timeout=0.5) as forming:
+    with Forming(5, join_timeout=1.5) as forming:
         present = [forming.start(rank) for rank in (0, 1, 3)]
         for rank in present:
             error = rank.error()
@@ -210,9 +210,9 @@ def test_missing_ranks_are_named_on_all_that_are_there():
 @pytest.mark.parametrize("first", ["rank 0", "rank 1"])
 def test_missing_ranks_are_named_by_everybody_whoever_gives_up_first(first):
     with Forming(3) as forming:
-        zero = forming.start(0, join_timeout=0.3 if first == "rank 0" else 0.8)
+        zero = forming.start(0, join_timeout=1.0 if first == "rank 0" else 2.5)
         until_listening(forming.address)
-        one = forming.start(1, join_timeout=0.8 if first == "rank 0" else 0.3)
+        one = forming.start(1, join_timeout=2.5 if first == "rank 0" else 1.0)
         assert one.error().missing == [2]
         # Rank 1 has given up by then, or was there until the end.
         assert zero.error().missing == ([2] if first == "rank 0" else [1, 2])
@@ -232,7 +232,7 @@ def test_a_rank_that_left_while_forming_is_named_as_missing():
         zero = forming.start(0, join_timeout=4.0)
         one = forming.start(1, join_timeout=3.8)
         eventually(lambda: joined_ranks() == {0, 1})
-        two = forming.start(2, join_timeout=0.5)
+        two = forming.start(2, join_timeout=1.0)
         assert two.error().missing == [3]
         assert one.error().missing == [2, 3]
         assert set(zero.error().missing) >= {2, 3}
@@ -357,7 +357,7 @@ def test_any_bound_socket_serves_as_listener(blocking, listens):
 
 
 def test_a_rank_may_be_a_numpy_integer():
-    with Forming(2, join_timeout=2.0) as forming:
+    with Forming(2) as forming:
         ranks = [forming.start(0), forming.start(np.int64(1))]
         say_hello([rank.result() for rank in ranks])
 
@@ -409,7 +409,7 @@ def test_more_silent_clients_than_there_are_slots_do_not_stop_the_job():
         for _ in range(300):
             stack.enter_context(dial(forming.address))
         workers = [forming.start(rank) for rank in (1, 2)]
-        say_hello([rank.result(5.0) for rank in (zero, *workers)])
+        say_hello([rank.result() for rank in (zero, *workers)])
 
 
 @pytest.mark.fault(19, "a port scan while a world forms does not stop it")
@@ -638,7 +638,7 @@ def test_nobody_joins_through_a_rank_that_does_not_coordinate():
 @pytest.mark.parametrize("pid", [2**60, -1, 2**63])
 def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
     """The number goes into the refusal of a duplicate."""
-    with Forming(3, secret=SECRET, join_timeout=2.0) as forming:
+    with Forming(3, secret=SECRET) as forming:
         zero = forming.start(0)
         until_listening(forming.address)
         deadline = Deadline(PATIENCE)
@@ -652,9 +652,9 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
             liar.send((0, Channel.CONTROL, 0), ([payload], len(payload)), deadline)
             liar.read(deadline)  # who is missing: it has joined
             with pytest.raises(RendezvousError, match="is taken"):
-                TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=1.0)
+                TcpBackend(1, 3, forming.address, secret=SECRET, join_timeout=PATIENCE)
         workers = [forming.start(rank) for rank in (1, 2)]
-        say_hello([rank.result(5.0) for rank in (zero, *workers)])
+        say_hello([rank.result() for rank in (zero, *workers)])
 
 
 # -- addresses
@@ -668,12 +668,12 @@ def elsewhere(monkeypatch):
 
 def free_range(count: int) -> int:
     """Return the first of some consecutive ports that nobody has."""
-    for low in range(21000, 60000, count + 3):
+    while True:
+        low = free_port()
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(low, low + count):
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
             return low
-    raise AssertionError("no ports")
 
 
 def test_ranks_listen_in_the_range_that_they_are_given(elsewhere):
@@ -697,13 +697,13 @@ def test_a_range_without_a_free_port_is_an_error_that_says_so():
 
 def test_f58_a_rank_that_cannot_be_called_back_is_told_at_once_and_the_others_at_the_end(elsewhere):
     with Forming(2, secret=SECRET, transport="tcp") as forming:
-        zero = forming.start(0, join_timeout=2.0)
+        zero = forming.start(0, join_timeout=3.0)
         one = forming.start(1, advertise="127.0.0.99")
         error = one.error()
         assert isinstance(error, RendezvousError)
         assert "rank 1 cannot be reached at 127.0.0.99:" in str(error)
         assert "advertise=" in str(error)
-        assert one.seconds < 1.5
+        assert not zero.done
         error = zero.error()
         assert error.missing == [1]
         assert "cannot be reached at 127.0.0.99:" in str(error)
@@ -720,9 +720,7 @@ def test_f58_an_advertised_address_that_can_be_called_back_is_used(elsewhere):
 
 def test_rank_0_may_listen_elsewhere_than_at_its_address(elsewhere):
     """Its name may stand for an address that is translated on the way."""
-    listener = bound_socket()
-    port = listener.getsockname()[1]
-    listener.close()
+    port = free_port()
     options = {"secret": SECRET, "join_timeout": PATIENCE}
     zero = Running(TcpBackend, 0, 2, f"localhost:{port}", listen="0.0.0.0", **options)
     one = Running(TcpBackend, 1, 2, f"127.0.0.1:{port}", **options)
@@ -933,7 +931,7 @@ def test_a_runtime_folder_with_a_path_too_long_for_sockets_is_no_riddle(folder):
     # Undone before ``folder`` is, which sets the same variable back.
     with (
         pytest.MonkeyPatch.context() as patch,
-        Forming(2, secret=SECRET, join_timeout=1.0) as forming,
+        Forming(2, secret=SECRET, join_timeout=5.0) as forming,
     ):
         patch.setenv("XDG_RUNTIME_DIR", str(long))
         zero, one = (forming.start(rank) for rank in (0, 1))

@@ -43,7 +43,7 @@ from rankwire.wire.handshake import (
 from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Protection
 from real_time import Deadline
-from worlds import PATIENCE, SECRET, Running, address_of, bound_socket, tcp_world
+from worlds import PATIENCE, SECRET, Running, address_of, bound_socket, free_port, tcp_world
 
 pytest.importorskip("cryptography")
 
@@ -201,8 +201,7 @@ def test_every_rank_listens_on_exactly_the_address_asked_for(host):
         host, lambda: host
     )()
     expected = {"a name": "127.0.0.1"}.get(host, asked)
-    with bound_socket(expected) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     address = str(TcpAddress(asked, port))
     ranks = [
         Running(TcpBackend, rank, 2, address, secret=SECRET, join_timeout=PATIENCE)
@@ -235,9 +234,9 @@ def join_error(zero, one):
     address = address_of(listener)
     options = {"secret": SECRET, "transport": "tcp"}
     first = Running(
-        TcpBackend, 0, 2, address, listener=listener, join_timeout=1.5, **{**options, **zero}
+        TcpBackend, 0, 2, address, listener=listener, join_timeout=3.0, **{**options, **zero}
     )
-    second = Running(TcpBackend, 1, 2, address, join_timeout=1.0, **{**options, **one})
+    second = Running(TcpBackend, 1, 2, address, join_timeout=2.5, **{**options, **one})
     error = second.error()
     assert isinstance(first.error(), RendezvousError)
     return error

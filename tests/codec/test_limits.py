@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from faults.sizes import examples
 from rankwire.codec.codec import Codec
 from rankwire.codec.limits import (
     DEFAULT_MAX_ITEMS,
@@ -196,13 +197,13 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(TREES)
 def test_honest_msgpack_passes_the_scan(tree):
     refuse_wide_maps(packed([tree, b" " * 1024]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(min_size=1025, max_size=2000))
 def test_the_scan_of_anything_ends(body):
     try:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faults.adversary import walkers
+from faults.sizes import examples
 from rankwire.codec import probing
 from rankwire.codec.codec import Codec
 from rankwire.codec.probing import MANY_KEYS, check_table
@@ -64,7 +65,7 @@ HASHES = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(HASHES, max_size=60, unique=True), st.sampled_from([0, 9]))
 def test_the_count_is_that_of_inserting_one_by_one(hashes, neighbours):
     size = 64 if len(hashes) > 20 else 32

@@ -12,7 +12,7 @@ from rankwire.collectives import algorithms, exchange
 from rankwire.collectives.algorithms import split
 from rankwire.collectives.reductions import reduction
 
-SIZES = [1, 2, 3, 4, 5, 7, 8, 16]
+SIZES = [1, 2, 3, 5, 8, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 7, 16))]
 # None, one, fewer than most ranks, and more than a block for every rank.
 COUNTS = [0, 1, 3, 1000]
 BLOCK_NBYTES = 96  # a number of elements of every dtype that 1000 / N is no multiple of

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import rankwire
+from interrupts import interrupt_main_thread_in
 from rankwire.backends.faults import FaultPlan
 from rankwire.collectives import algorithms
 from rankwire.collectives.algorithms import split
@@ -239,7 +240,7 @@ def check_all(cases) -> list:
 @pytest.mark.fault(
     48, "whatever a rank of a collective had sent when it died, all others end and name it"
 )
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rank_dies_after_each_of_its_messages(name, size):
     cases = [
@@ -384,16 +385,16 @@ def test_a_rank_whose_time_is_up_ends_the_others_long_before_theirs(make_world, 
         begin = time.monotonic()
         runs = {
             rank: Running(
-                rankwire.all_reduce, world[rank], np.ones(count), timeout=0.2 if rank == 1 else 30
+                rankwire.all_reduce, world[rank], np.ones(count), timeout=0.8 if rank == 1 else 30
             )
             for rank in (0, 1, 3)  # 2 does not come
         }
         error = runs.pop(1).error()
         assert isinstance(error, DeadlineExceededError)
         assert error.waiting_for == [2]
-        check_aborted(runs, 1, "no result within 0.2 s waiting for rank 2", begin + 0.2)
+        check_aborted(runs, 1, "no result within 0.8 s waiting for rank 2", begin + 0.8)
         late = Running(rankwire.all_reduce, world[2], np.ones(count), timeout=30)
-        check_late(world, [late], 4, 1, "no result within 0.2 s")
+        check_late(world, [late], 4, 1, "no result within 0.8 s")
         check_works(world, count)
 
 
@@ -430,15 +431,12 @@ def test_an_interrupt_ends_the_others(make_world, count):
     with make_world(3) as world:
         check_works(world)  # connected
         waiting = Running(rankwire.all_reduce, world[1], np.ones(count))
-        main = threading.main_thread().ident
-        timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
-        begin = time.monotonic()
-        timer.start()
+        interrupting = Running(interrupt_main_thread_in, "all_reduce")
         with pytest.raises(KeyboardInterrupt):
             rankwire.all_reduce(world[0], np.ones(count))
-        assert time.monotonic() - begin < SOON
-        timer.join()
-        check_aborted({1: waiting}, 0, "KeyboardInterrupt", begin + 0.1)
+        interrupted = interrupting.result()
+        assert time.monotonic() - interrupted < SOON
+        check_aborted({1: waiting}, 0, "KeyboardInterrupt", interrupted)
         late = Running(rankwire.all_reduce, world[2], np.ones(count))
         check_late(world, [late], 3, 0, "KeyboardInterrupt")
         check_works(world, count)
@@ -446,7 +444,7 @@ def test_an_interrupt_ends_the_others(make_world, count):
 
 def test_a_stuck_send_does_not_outlive_the_operation():
     """One waits for nobody in particular, but cannot send on; another one's failure ends it too."""
-    with tcp_world(3, transport="tcp", timeout=3.0) as world:
+    with tcp_world(3, transport="tcp", timeout=TIMEOUT) as world:
         array = np.ones(48 << 20, np.uint8)
         failing = Running(rankwire.all_reduce, world[1], array.copy(), timeout=0.3)
         stuck = Running(rankwire.all_reduce, world[0], array)
@@ -458,7 +456,7 @@ def test_a_stuck_send_does_not_outlive_the_operation():
 
 def test_a_rank_that_fails_in_the_middle_ends_those_that_send_to_it():
     """All have met, and know that they are in one operation; it takes nothing of what they send."""
-    with tcp_world(3, transport="tcp", timeout=3.0) as world:
+    with tcp_world(3, transport="tcp", timeout=TIMEOUT) as world:
         array = np.ones(48 << 20, np.uint8)
 
         def run(backend):
@@ -483,7 +481,7 @@ def test_a_rank_that_fails_in_the_middle_ends_those_that_send_to_it():
 
 def test_a_stuck_dial_does_not_outlive_the_operation():
     """The same, but the rank that does not come was never connected and does not answer."""
-    with tcp_world(3, timeout=3.0) as world, deaf(world[2]):
+    with tcp_world(3, timeout=TIMEOUT) as world, deaf(world[2]):
         failing = Running(rankwire.all_gather_object, world[1], 1, timeout=0.2)
         stuck = Running(rankwire.all_gather_object, world[0], 1)
         assert isinstance(failing.error(), DeadlineExceededError)
@@ -645,7 +643,7 @@ def test_a_process_is_killed_after_it_was_done():
 @pytest.mark.usefixtures("folder")
 def test_a_death_ends_also_a_rank_that_cannot_send_on():
     """The third one has given up because of it, and takes nothing more."""
-    with process_world(3, transport="tcp", timeout=3.0) as ranks:
+    with process_world(3, transport="tcp", timeout=TIMEOUT) as ranks:
         connect(ranks)
         killed = ranks[2].kill()
         check_survivors(start_all([ranks[1]], ALL_REDUCE.format(count=10)), 2, killed)
@@ -658,7 +656,7 @@ def test_a_process_that_stops_is_named_at_the_time_limit():
     with process_world(3) as ranks:
         connect(ranks)
         ranks[1].stop()
-        operation = ALL_REDUCE.format(count=10).replace("ones(10)", "ones(10), timeout=0.3")
+        operation = ALL_REDUCE.format(count=10).replace("ones(10)", "ones(10), timeout=1.5")
         for command in start_all([ranks[0], ranks[2]], operation).values():
             error = command.error()
             assert isinstance(error, (DeadlineExceededError, CollectiveAbortedError))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sums import counting_world, on_all, run
 
 import rankwire
+from faults.sizes import examples
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import (
     CollectiveMismatchError,
@@ -81,7 +82,7 @@ def exactly(value, expected):
 
 
 @given(st.lists(PLAIN, min_size=1, max_size=4), st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_values_of_any_kind_different_on_every_rank(values, data):
     size = len(values)
     root = data.draw(st.integers(0, size - 1))

@@ -28,10 +28,12 @@ from sums import (
 )
 
 import rankwire
+from faults.sizes import examples
 from rankwire.backends.sub import SubBackend
 from rankwire.collectives import selection
 from rankwire.errors import (
     ChannelClosedError,
+    CollectiveAbortedError,
     CollectiveMismatchError,
     ConfigurationError,
     InvalidRankError,
@@ -74,7 +76,7 @@ def check(name, arrays, **options):
 
 
 @given(st.data(), st.sampled_from(NAMES), st.integers(1, 5), st.sampled_from([*DTYPES, ">i4"]))
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.filter_too_much])
 def test_any_shape_and_dtype(data, name, size, dtype):
     rows = size * data.draw(st.integers(0, 3))
     shape = (rows, *data.draw(npst.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4)))
@@ -84,7 +86,7 @@ def test_any_shape_and_dtype(data, name, size, dtype):
 
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(DTYPES))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_op_and_root(data, size, dtype):
     op = data.draw(st.sampled_from(ops_of(dtype)))
     root = data.draw(st.integers(0, size - 1))
@@ -293,8 +295,10 @@ def test_an_out_that_does_not_fit_is_refused_and_nothing_is_sent(name, wrong):
         }[wrong]
         out.flags.writeable = wrong != "read-only"
         before = out.copy()
-        with pytest.raises(ConfigurationError, match="out is"):
-            COLLECTIVES[name].call(backend, arrays[backend.rank], out=out, timeout=5.0)
+        with pytest.raises((ConfigurationError, CollectiveAbortedError), match="out is") as caught:
+            COLLECTIVES[name].call(backend, arrays[backend.rank], out=out, timeout=20.0)
+        # Where counts are exchanged first, the other one's refusal may be heard before one's own.
+        assert isinstance(caught.value, ConfigurationError) or name == "uneven all_to_all"
         assert same(out, before)
 
     with counting_world(1) as (alone,):  # of one rank, all errors are local
@@ -865,7 +869,7 @@ def test_ranks_with_other_lists_are_told(other):
     def each(backend):
         arrays = [np.ones(3)] if backend.rank else other
         with pytest.raises(CollectiveMismatchError):
-            rankwire.all_reduce_coalesced(backend, arrays, timeout=2.0)
+            rankwire.all_reduce_coalesced(backend, arrays, timeout=20.0)
 
     run(2, each)
 

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from sums import DTYPES, UFUNCS, bits, left_fold, ops_of, same
 
+from faults.sizes import examples
 from rankwire.collectives import reductions
 from rankwire.collectives.reductions import OPS, Reduction, reduction
 from rankwire.errors import ConfigurationError
 
 # Drawing halves filters more than hypothesis likes.
-SHUFFLED = settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
+SHUFFLED = settings(max_examples=examples(25), suppress_health_check=[HealthCheck.filter_too_much])
 
 
 def pieces_of(dtype, most=6):
@@ -192,7 +193,7 @@ def plain_nans(halves):
         lambda size: st.lists(npst.arrays(np.int16, size), min_size=1, max_size=5)
     )
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_bfloat16_is_added_up_in_single_and_rounded_once(pieces):
     wide = [from_bfloat16(piece) for piece in pieces]
     for op in ("sum", "mean", "product", "min", "max"):

@@ -27,7 +27,7 @@ from rankwire import (
 from rankwire.testing import simulated_world, tcp_world
 from worlds import PATIENCE, Running, nursery, process_world, runtime_folder_of_its_own
 
-SOON = 1.0  # seconds; measured: 0.05 to 0.15
+SOON = 8.0  # seconds; measured: 0.05 to 0.15, on a busy machine more than 1
 PROCESSES = ("unix", "tcp")
 
 
@@ -91,7 +91,14 @@ def world_of(kind, size):
         yield ranks
 
 
-@pytest.fixture(params=[(k, n) for k in (*PROCESSES, "simulated") for n in (2, 3)], ids=str)
+# Each kind and each size is shown in `make test`, not each kind in each size.
+SHOWN = [("unix", 2), ("unix", 3), ("tcp", 3), ("simulated", 2)]
+NOT_SHOWN = [("tcp", 2), ("simulated", 3)]
+
+
+@pytest.fixture(
+    params=[*SHOWN, *(pytest.param(case, marks=pytest.mark.slow) for case in NOT_SHOWN)], ids=str
+)
 def ranks(request):
     with world_of(*request.param) as ranks:
         yield ranks
@@ -192,7 +199,7 @@ def test_a_small_operation_waits_until_one_in_the_background_has_failed(ranks):
     """Else it would be sent as if that had gone well, and nobody else would take it."""
     first, *others = ranks
     running = [first.start("fail_and_go_on", timeout=0.12)]
-    running += [rank.start("fail_and_go_on", after=0.25) for rank in others]
+    running += [rank.start("fail_and_go_on", after=1.0) for rank in others]
     outcomes = [each.result() for each in running]
     assert isinstance(outcomes[0][0], DeadlineExceededError), outcomes
     for error, _ in outcomes[1:]:
@@ -244,7 +251,7 @@ def test_a_rank_that_gives_up_ends_those_that_wait_with_it():
     for kind in (*PROCESSES, "simulated"):
         with world_of(kind, 3) as ranks:
             patient = ranks[0].start("attempt", "all_reduce")
-            given_up = ranks[1].start("attempt", "all_reduce", timeout=0.12).result()
+            given_up = ranks[1].start("attempt", "all_reduce", timeout=1.0).result()
             assert isinstance(given_up.error, DeadlineExceededError)
             assert given_up.error.waiting_for == [2]
             outcomes = [patient.result()]

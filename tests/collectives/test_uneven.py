@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from sums import counting_world, on_all, run, same
 
 import rankwire
+from faults.sizes import examples
 from rankwire.collectives.operands import operand
 from rankwire.collectives.uneven import Uneven
 from rankwire.errors import (
@@ -61,7 +62,7 @@ def test_the_vectors_of_the_contract(dtype, with_recv_counts):
     st.sampled_from([(), (3,), (2, 2), (0,)]),
     st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_counts_and_any_rows(counts, row, with_recv_counts):
     def each(backend):
         receives = [counts[src][backend.rank] for src in range(len(counts))]

@@ -185,7 +185,7 @@ def test_a_callback_that_exits_does_not_stop_what_comes_after(worker):
     first.add_done_callback(leave)
     second = submit(worker, lambda: 2)
     gate.set()
-    assert second.wait(timeout=2.0) == 2
+    assert second.wait(timeout=PATIENCE) == 2
 
 
 def test_a_callback_may_begin_the_next_operation(pair):
@@ -292,9 +292,9 @@ def test_the_thread_of_a_group_is_named_after_its_rank(pair):
 
 
 def test_an_idle_thread_keeps_no_result_alive(worker, monkeypatch):
-    monkeypatch.setattr(work_module, "_IDLE", 0.5)
+    monkeypatch.setattr(work_module, "_IDLE", 2.0)
     work = submit(worker, lambda: np.ones(1000))
     result = weakref.ref(work.wait(PATIENCE))
     del work
     gc.collect()
-    eventually(lambda: result() is None, timeout=0.3)
+    eventually(lambda: result() is None, timeout=1.5)

@@ -16,6 +16,11 @@ def trials(every_day: int, nightly: int, *, quick: int | None = None) -> int:
     return max(every_day, int(nightly * NIGHTLY))
 
 
+def examples(every_day: int) -> int:
+    """Return how many examples of a property to try: a quarter of them in ``make test``."""
+    return max(10, every_day // 4) if QUICK else every_day
+
+
 def time_limit(every_day: float, nightly: float) -> float:
     """Return the seconds that a test may take."""
     return max(every_day, nightly * NIGHTLY)

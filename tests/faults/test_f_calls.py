@@ -218,14 +218,13 @@ def test_f44_a_cancel_in_the_middle_of_offering_a_reply_takes_it_back(agents, mo
     monkeypatch.setattr(Connection, "settle", timed_settle)
     agents[1].register("large", lambda: np.zeros(2 * LEND_FROM, np.uint8))
     future = agents[0].rpc_async(1, "large", timeout=60)
-    if not offered.wait(2):
+    if not offered.wait(PATIENCE / 2):
         pytest.skip("this machine does not lend memory")
     future.cancel()
     eventually(lambda: all(not job.incoming.is_wanted for job in _active(agents[1])))
     go_on.set()
     eventually(lambda: not agents[1]._server.active)
-    assert settled
-    assert settled[0] < 1.0
+    assert settled[0] < PATIENCE  # it is taken back long before the call's own deadline
     assert not agents[1]._port._lent
 
 

@@ -4,9 +4,11 @@ import signal
 import time
 
 import pytest
+from msgspec.structs import asdict
 
 from faults.sizes import time_limit, trials
 from rankwire import DeadlineExceededError, PeerUnresponsiveError
+from rankwire.rendezvous.control_messages import DEFAULT_PATIENCE
 from worlds import eventually, process_world
 
 pytestmark = pytest.mark.timeout(time_limit(60, 600))
@@ -55,8 +57,8 @@ def test_f03_a_stopped_rank_with_tight_limits(measured):
                 measured(
                     "stopped: failed, tight limits", command.ended - stopped, limit=TIGHT_LIMIT
                 )
-            (heard,) = ranks[0].call("eval", "suspected")
-            assert heard[0] == 2
+            # On a busy machine another one may have been silent for a while, too.
+            heard = next(told for told in ranks[0].call("eval", "suspected") if told[0] == 2)
             measured("stopped: suspected, tight limits", heard[1] - stopped, limit=TIGHT_LIMIT)
             ranks[0].call("send", b"still there?", 1)
             assert ranks[1].call("recv", 0) == b"still there?"
@@ -65,16 +67,21 @@ def test_f03_a_stopped_rank_with_tight_limits(measured):
 @pytest.mark.fault(
     3, "a stopped rank is suspected and fails what waits on it within the default limits"
 )
-def test_f03_a_stopped_rank_with_default_limits(measured):
-    with process_world(3, timeout=60.0) as ranks:
+@pytest.mark.parametrize(
+    "share", [pytest.param(1, marks=pytest.mark.slow), 12], ids=["whole", "a twelfth of them"]
+)
+def test_f03_a_stopped_rank_with_default_limits(share, measured):
+    limits = {name: value / share for name, value in asdict(DEFAULT_PATIENCE).items()}
+    with process_world(3, timeout=60.0, **(limits if share > 1 else {})) as ranks:
         introduce(*ranks)
         ranks[0].call("eval", LISTEN)
         pending = ranks[0].start("recv", 2)
         stopped = ranks[2].stop()
         assert_unresponsive(pending, 2)
-        measured("stopped: failed, default limits", pending.ended - stopped, limit=FAIL_LIMIT)
-        (heard,) = ranks[0].call("eval", "suspected")
-        measured("stopped: suspected, default limits", heard[1] - stopped, limit=SUSPECT_LIMIT)
+        heard = next(told for told in ranks[0].call("eval", "suspected") if told[0] == 2)
+        if share == 1:
+            measured("stopped: failed, default limits", pending.ended - stopped, limit=FAIL_LIMIT)
+            measured("stopped: suspected, default limits", heard[1] - stopped, limit=SUSPECT_LIMIT)
 
 
 @pytest.mark.fault(

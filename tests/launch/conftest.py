@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,15 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 def run(script) -> Callable[..., Ended]:
     """Run a script to its end."""
 
-    def run_to_end(body: str, *options: str, ranks: int = 2, args: tuple[str, ...] = (), **where):
-        command = [*COMMAND, "-n", str(ranks), *options, script(body), *args]
+    def run_to_end(
+        body: str,
+        *options: str,
+        ranks: int = 2,
+        args: tuple[str, ...] = (),
+        launcher: Sequence[str] = COMMAND,
+        **where,
+    ):
+        command = [*launcher, "-n", str(ranks), *options, script(body), *args]
         return Child(command, **where).result(timeout=30)
 
     return run_to_end

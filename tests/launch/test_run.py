@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launched import PATIENT_COMMAND
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
 from rankwire.launch import run as run_module
 from rankwire.launch.run import run as run_ranks
@@ -204,11 +205,11 @@ def test_a_host_whose_loopback_is_down_is_told_so_at_once(script):
 def test_the_first_failure_stops_all_and_is_explained(start):
     launched = start(
         """
-ready()
-if rank == 2:
-    time.sleep(0.2)
-    raise ValueError("the reason")
 signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop"), sys.exit(0)))
+ready()
+meet(4)
+if rank == 2:
+    raise ValueError("the reason")
 time.sleep(60)
 """,
         ranks=4,
@@ -234,13 +235,15 @@ def test_the_exit_code_is_the_failing_ranks(run):
 def test_what_it_said_is_shown_again_if_much_was_said_since(run):
     done = run(
         """
+meet(2)
 if rank == 1:
     print('why', file=sys.stderr, flush=True)
     sys.exit(7)
-time.sleep(0.1)
+time.sleep(0.5)
 print("line\\n" * 100, end="", file=sys.stderr, flush=True)
 time.sleep(60)
-"""
+""",
+        launcher=PATIENT_COMMAND,
     )
     assert done.stderr.startswith("[rank 1] why\n")
     assert (
@@ -292,14 +295,14 @@ def test_a_rank_that_is_given_up_for_its_silence_is_named_at_once(run):
     done = run(
         """
 import rankwire
-backend = rankwire.connect(suspect_after=0.2, fail_after=0.8)
+backend = rankwire.connect(suspect_after=0.2, fail_after=1.5)
 backend.barrier()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 try:
     backend.recv(1)
 finally:
-    time.sleep(0.3)
+    time.sleep(1.0)
     print("a while later", file=sys.stderr, flush=True)
 """,
         "--grace",
@@ -319,7 +322,7 @@ def test_a_rank_that_was_given_up_and_is_the_only_one_left_is_named(start):
     launched = start(
         """
 import rankwire
-backend = rankwire.connect(suspect_after=0.2, fail_after=0.8)
+backend = rankwire.connect(suspect_after=0.2, fail_after=1.5)
 backend.barrier()
 ready()
 if rank == 1:
@@ -459,11 +462,13 @@ def test_who_lost_another_is_not_to_blame(run):
     done = run(
         """
 import rankwire.errors
+meet(2)
 if rank == 0:
     raise rankwire.errors.PeerLostError(1, "end of file")
-time.sleep(0.1)
+time.sleep(0.5)
 raise ValueError("the reason")
 """,
+        launcher=PATIENT_COMMAND,
     )
     assert "rank 1 failed first: exit code 1" in done.stderr
     assert "failed too: rank 0 (exit code 1)" in done.stderr
@@ -471,12 +476,12 @@ raise ValueError("the reason")
 
 def test_who_does_not_stop_is_killed(start):
     launched = start(
-        "\nif rank == 1: ready(); time.sleep(0.2); sys.exit(3)" + IGNORE + SLEEP,
+        IGNORE + "ready()\nmeet(3)\nif rank == 1: sys.exit(3)\ntime.sleep(60)",
         "--grace",
         "0.3",
         ranks=3,
     )
-    code, _, stderr = launched.wait(5)
+    code, _, stderr = launched.wait()
     assert code == 3
     assert stderr.endswith("rankwire: killed: ranks 0, 2\n")
     launched.wait_until_all_gone(0)
@@ -573,9 +578,10 @@ def test_a_hangup_in_plain_python(start):
 def test_a_second_ctrl_c_kills(start):
     launched = start(IGNORE + SLEEP, "--grace", "60")
     launched.send(signal.SIGINT)
-    time.sleep(0.7)
+    assert "stopping ranks 0, 1" in launched.process.stderr.readline()
+    time.sleep(0.6)  # sooner it would be an echo of the first
     launched.send(signal.SIGINT)
-    code, _, stderr = launched.wait(5)
+    code, _, stderr = launched.wait()
     assert code == 130
     assert "killed: ranks 0, 1" in stderr
     launched.wait_until_all_gone(0)
@@ -629,7 +635,7 @@ def test_nobody_reads_our_output(start):
     launched = start("\nready()\nwhile True: print('x' * 1000)", "--grace", "0.5")
     time.sleep(0.3)  # enough to fill every pipe on the way
     launched.send(signal.SIGTERM)
-    assert launched.process.wait(5) == 143
+    assert launched.process.wait(15) == 143
     launched.wait_until_all_gone(0)
 
 

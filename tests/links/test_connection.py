@@ -141,8 +141,9 @@ def test_input_that_trickles_in_does_not_prolong_the_deadline(link):
 
     trickling = Running(trickle)
     deadline = Deadline(0.2)
-    assert link.connection.read(deadline) == []
-    assert 0.19 <= deadline.waited < SOON, "it would take 10 s to the end of the frame"
+    while not deadline.expired:  # it looks up when the link is silent, on a busy machine sooner
+        assert link.connection.read(deadline) == []
+    assert deadline.waited < SOON, "it would take 10 s to the end of the frame"
     enough.set()
     assert read(link.connection)[0].payload == bytes(1000)
     trickling.result()
@@ -153,7 +154,7 @@ def test_input_that_never_stops_does_not_prolong_the_deadline(make_link, spin):
     link = make_link(spin=spin)
     # Byte by byte, but always another one there: a whole frame may take hours.
     header = frame_bytes(bytes(1 << 29))[:HEADER_NBYTES]
-    give_up = time.monotonic() + 2.0
+    give_up = time.monotonic() + SOON
     stream = chain([header], repeat(b"\0"))
 
     def recv_into(buffer):
@@ -524,12 +525,17 @@ def test_signals_at_random_times_never_put_the_stream_out_of_step(make_link):
     before = signal.signal(signal.SIGUSR1, on_signal)
     annoying = Running(annoy)
     try:
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
+        enough, give_up = time.monotonic() + 1.0, time.monotonic() + PATIENCE
+
+        def goes_on():
+            now = time.monotonic()
+            return now < enough or (interrupted <= 20 and now < give_up)
+
+        while goes_on():
             link, expected = make_link(), 0
             chattering = Running(chatter, link.raw)
             try:
-                while time.monotonic() < end:
+                while goes_on():
                     frames = []
                     armed = True
                     try:

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from faults.sizes import QUICK
 from interrupts import Interrupt, every_interrupt
 from rankwire.clock import REAL_TIME
 from rankwire.errors import (
@@ -1298,7 +1299,7 @@ def test_there_is_something_to_watch_only_if_somebody_can_read_it(connections):
 @pytest.mark.fault(38, "random deadlines lose nothing, double nothing and keep the order")
 @pytest.mark.fault(41, "random deadlines lose nothing, double nothing and keep the order")
 def test_random_timeouts_lose_nothing_double_nothing_and_keep_the_order(post):
-    tags, seconds = 6, 3.0
+    tags, seconds = 6, 1.0 if QUICK else 3.0
     stop = threading.Event()
     sent = [0] * tags
 

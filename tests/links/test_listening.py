@@ -1,11 +1,13 @@
 """Where a rank listens: what users write, and what follows."""
 
+import contextlib
 import socket
 
 import pytest
 
 from rankwire.errors import ConfigurationError
 from rankwire.links.listening import ListeningPlace, listen_somewhere
+from worlds import free_port
 
 
 @pytest.mark.parametrize(
@@ -38,14 +40,10 @@ def test_what_is_no_place_is_refused_with_the_text(text):
 
 def two_free_ports():
     """Return two consecutive ports that nobody has."""
-    for low in range(20000, 60000, 7):
-        try:
-            with socket.create_server(("127.0.0.1", low)):
-                with socket.create_server(("127.0.0.1", low + 1)):
-                    return low
-        except OSError:
-            continue
-    raise AssertionError("no ports")
+    while True:
+        low = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", low + 1)):
+            return low
 
 
 def test_the_first_free_port_of_a_range_is_taken_and_then_the_next_and_then_none():

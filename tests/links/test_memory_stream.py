@@ -21,6 +21,7 @@ from real_time import Deadline
 from worlds import PATIENCE, Running
 
 SHORT = 0.05
+LATER = 0.6  # seconds in which a test surely looks what is there before
 LARGE = 1 << 30
 
 
@@ -200,7 +201,7 @@ def test_what_was_written_before_an_end_is_read():
 
 
 def test_what_is_on_its_way_at_an_end_arrives_and_at_a_cut_is_lost():
-    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(SHORT)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(LATER)))
     near.send(frame(b"slow"))
     near.shut_down()
     assert take_all(far) == (b"", False)
@@ -226,14 +227,14 @@ def test_a_cut_leaves_what_is_visible():
 
 
 def test_a_message_is_visible_after_its_delay_and_not_before():
-    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(0.2)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(LATER)))
     begin = time.monotonic()
     near.send(frame(b"slow"))
     with pytest.raises(BlockingIOError):
         take(far)
     assert not far.wait_readable(0.01)
     assert far.wait_readable(PATIENCE)
-    assert 0.2 <= time.monotonic() - begin < PATIENCE
+    assert LATER <= time.monotonic() - begin < PATIENCE
     assert take(far) == frame(b"slow")
 
 
@@ -246,7 +247,7 @@ def test_a_sleeper_learns_of_a_message_that_comes_later():
 
 
 def test_messages_stay_in_order_and_courtesies_take_no_time_of_their_own():
-    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, iter([SHORT, 0.0])))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, iter([LATER, 0.0])))
     assert near.send(frame(b"slow") + frame(b"fast", sequence=1)) == len(frame(b"slow"))
     near.send(frame(b"fast", sequence=1))
     near.send(frame(channel=Channel.FAREWELL, sequence=2))

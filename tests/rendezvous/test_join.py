@@ -255,7 +255,7 @@ def test_a_death_that_is_told_together_with_the_world_is_not_overheard(door):
     there = door(welcome_and_tell(*told, key=key))
     with TcpBackend(1, 3, str(there.address), secret=SECRET, job="test") as backend:
         with pytest.raises(PeerLostError) as caught:
-            backend.recv(2, timeout=2.0)
+            backend.recv(2, timeout=10.0)
         assert caught.value.peer == 2
 
 
@@ -457,7 +457,7 @@ def test_a_launcher_that_is_not_reached_is_not_called_rank_0(door):
 
 def test_a_launcher_that_is_reached_may_miss_rank_0(door):
     with pytest.raises(RendezvousError, match="the world did not form") as caught:
-        join_as(1, door(welcome_and_tell(Waiting([0, 2]))), limit=0.3, has_coordinator=True)
+        join_as(1, door(welcome_and_tell(Waiting([0, 2]))), limit=1.0, has_coordinator=True)
     assert caught.value.missing == [0, 2]
 
 
@@ -472,7 +472,7 @@ def test_a_refused_connection_does_not_hide_why_the_handshake_failed_before(door
 
     there = door(script)
     with pytest.raises(RendezvousError, match="secrets differ") as caught:
-        join_as(1, there, limit=0.5)
+        join_as(1, there, limit=1.5)
     assert isinstance(caught.value.__cause__, AuthenticationError)
 
 
@@ -498,9 +498,9 @@ def test_a_listener_that_trickles_costs_no_more_than_the_deadline(door):
 
 def test_at_the_deadline_the_ranks_named_last_are_missing(door):
     with pytest.raises(RendezvousError) as caught:
-        join_as(1, door(welcome_and_tell(Waiting([2, 3]), Waiting([3]))), limit=0.3)
+        join_as(1, door(welcome_and_tell(Waiting([2, 3]), Waiting([3]))), limit=1.0)
     assert caught.value.missing == [3]
-    assert "within 0.3 s" in str(caught.value)
+    assert "within 1 s" in str(caught.value)
 
 
 def test_a_rank_0_that_vanishes_for_good_is_missing_itself(door):
@@ -514,14 +514,14 @@ def test_a_rank_0_that_vanishes_for_good_is_missing_itself(door):
 
     there = door(script)
     with pytest.raises(RendezvousError) as caught:
-        join_as(1, there, limit=0.5)
+        join_as(1, there, limit=1.0)
     assert 0 in caught.value.missing
 
 
 def test_the_missing_are_logged_now_and_then(door, caplog, monkeypatch):
-    monkeypatch.setattr("rankwire.rendezvous.join._REPORT_EVERY", 0.02)
+    monkeypatch.setattr("rankwire.rendezvous.join._REPORT_EVERY", 0.1)
     with pytest.raises(RendezvousError):
-        join_as(1, door(welcome_and_tell(Waiting([2]))), limit=0.2)
+        join_as(1, door(welcome_and_tell(Waiting([2]))), limit=1.0)
     lines = [record.getMessage() for record in caplog.records]
     assert any("rank 1" in line and "[2]" in line for line in lines)
     assert len(lines) <= 11

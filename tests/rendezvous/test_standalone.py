@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_coordinate_takes_no_listener():
 
 
 def test_a_launcher_that_was_given_up_while_it_stood_still_blames_no_rank(launcher):
-    ranks = launcher.world(3, suspect_after=0.1, fail_after=0.3)
+    ranks = launcher.world(3, suspect_after=0.2, fail_after=1.0)
     awake = threading.Event()
     launcher.host._acceptor.call_soon(lambda: awake.wait(PATIENCE))
     for rank in ranks:

@@ -16,7 +16,7 @@ from rankwire import RpcAgent, SimulatedBackend, current_call
 from rankwire.backends.tcp import TcpBackend
 from worlds import PATIENCE, RankProcess, address_of, eventually, nursery
 
-SOON = 3.0  # seconds for what takes milliseconds, also on a busy machine
+SOON = 8.0  # seconds for what takes milliseconds, also on a busy machine
 
 WORLDS = ("unix", "tcp", "simulated")
 
@@ -66,9 +66,17 @@ class Callee:
         eventually(lambda: not self._held)
         self._released.clear()
 
-    def receive(self) -> None:
-        """Wait for a message of rank 0, which comes after all that it sent before."""
-        self.agent.backend.recv(0, timeout=PATIENCE)
+    def waiting(self) -> list[Any]:
+        """Return the first arguments of the calls that wait for a worker and may still run.
+
+        One that is late at its caller is late here only later, or once this rank has been told.
+        """
+        queued = self.agent._server.pool.queued()
+        return [
+            call._request.args[0]
+            for call in queued
+            if not (call.cancelled or call.deadline.expired)
+        ]
 
     def open(self, gate: int) -> None:
         """Let ``wait_for(gate)`` end."""

@@ -17,9 +17,13 @@ def agents(request):
     with request.param(2) as world:
         agents = [RpcAgent(backend) for backend in world]
         agents[1].register("add", lambda a, b: a + b)
-        agents[1].register("nap", lambda seconds: time.sleep(seconds))
+        go_on = threading.Event()
+        agents[0].go_on = go_on
+        agents[1].register("wait", lambda: go_on.wait(20))
         agents[1].register("fail", lambda: 1 / 0)
+        assert agents[0].rpc_sync(1, "add", 1, 1) == 2  # they are connected
         yield agents
+        go_on.set()
         for agent in agents:
             agent.close(grace=2.0)
 
@@ -69,32 +73,29 @@ def test_exception_gives_the_remote_error(agents):
 
 
 def test_the_calls_own_deadline_ends_it_although_nobody_waits(agents):
-    future = agents[0].rpc_async(1, "nap", 1.0, timeout=0.1)
+    future = agents[0].rpc_async(1, "wait", timeout=0.1)
     finished = threading.Event()
     future.add_done_callback(lambda _: finished.set())
-    assert finished.wait(5)
+    assert finished.wait(15)
     error = future.exception()
     assert isinstance(error, DeadlineExceededError)
     assert (error.limit, error.may_have_run) == (0.1, True)
 
 
 def test_waiting_in_vain_does_not_end_the_call(agents):
-    future = agents[0].rpc_async(1, "nap", 3.0)
-    begin = time.monotonic()
+    future = agents[0].rpc_async(1, "wait")
     with pytest.raises(TimeoutError):
         future.result(0.05)
-    assert time.monotonic() - begin < 2.5
     assert not future.done()
-    assert future.result(10) is None
+    agents[0].go_on.set()
+    assert future.result(10) is True
 
 
 @pytest.mark.fault(44, "a cancelled future is settled at once")
 def test_a_cancelled_future_is_settled_at_once(agents):
-    future = agents[0].rpc_async(1, "nap", 3.0)
-    begin = time.monotonic()
+    future = agents[0].rpc_async(1, "wait")
     assert future.cancel()
     assert future.cancelled()
-    assert time.monotonic() - begin < 2.5
     with pytest.raises(concurrent.futures.CancelledError):
         future.result()
     assert not agents[0]._caller._futures
@@ -115,7 +116,7 @@ def test_many_cancelled_calls_leave_nothing(agents):
 
 def test_cancelling_the_awaiting_task_cancels_the_call(agents):
     async def main():
-        future = agents[0].rpc_async(1, "nap", 1.0)
+        future = agents[0].rpc_async(1, "wait")
 
         async def wait():
             return await future
@@ -153,8 +154,9 @@ def test_a_callback_may_make_calls(agents):
 
 
 def test_repr_tells(agents):
-    future = agents[0].rpc_async(1, "nap", 0.1)
-    assert "'nap' on rank 1" in repr(future)
+    future = agents[0].rpc_async(1, "wait")
+    assert "'wait' on rank 1" in repr(future)
+    agents[0].go_on.set()
     future.result(10)
     assert "done" in repr(future)
 

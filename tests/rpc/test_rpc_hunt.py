@@ -24,7 +24,7 @@ from rankwire.testing import simulated_world, tcp_world
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Receive
 from real_time import Deadline
-from worlds import eventually
+from worlds import PATIENCE, eventually
 
 
 @pytest.fixture
@@ -71,20 +71,21 @@ def test_dialling_an_agent_that_is_closing_does_not_lose_the_peer(world):
 
     def late(port):
         at_the_end.set()
-        go_on.wait(5)
+        go_on.wait(PATIENCE)
         forget_port(port)
 
     second.forget_port = late
     closing = in_thread(callee.close, 0.0)
-    assert at_the_end.wait(5)
-    error = error_of(caller.rpc_sync, 1, "anything", timeout=2)
+    assert at_the_end.wait(PATIENCE)
+    error = error_of(caller.rpc_sync, 1, "anything", timeout=PATIENCE / 2)
     go_on.set()
-    closing.join(5)
+    closing.join(PATIENCE)
     second.forget_port = forget_port
     try:
         assert isinstance(error, ChannelClosedError), repr(error)
-        first.send(b"still there", 1, timeout=2)  # the rank is alive: only its agent has gone
-        assert bytes(second.recv(0, timeout=2)) == b"still there"
+        # The rank is alive: only its agent has gone.
+        first.send(b"still there", 1, timeout=PATIENCE)
+        assert bytes(second.recv(0, timeout=PATIENCE)) == b"still there"
     finally:
         caller.close(0.0)
 
@@ -99,7 +100,7 @@ def test_a_connection_let_in_just_before_its_agent_closed_is_ended(world):
         enter(hello, sock, seals)
 
     second.enter = late
-    error = error_of(caller.rpc_sync, 1, "anything", timeout=1)
+    error = error_of(caller.rpc_sync, 1, "anything", timeout=PATIENCE)
     second.enter = enter
     try:
         assert isinstance(error, ChannelClosedError), repr(error)
@@ -134,13 +135,13 @@ def test_the_end_of_an_old_agents_connection_does_not_cancel_the_new_ones_calls(
     callee._port._read = slowly
     old.close(0.0)
     new = RpcAgent(first)
-    future = new.rpc_async(1, "work", timeout=4)
-    assert started.wait(3)
+    future = new.rpc_async(1, "work", timeout=PATIENCE)
+    assert started.wait(PATIENCE)
     late.set()
     time.sleep(0.1)
     go_on.set()
     try:
-        assert future.result(4) == "done"
+        assert future.result(PATIENCE) == "done"
     finally:
         new.close(0.3)
         callee.close(0.3)
@@ -172,9 +173,9 @@ def test_a_result_that_no_one_could_foresee_does_not_end_serving(agents, quiet_t
     callee.register("fine", lambda: "fine")
     for function in (half, released, released_later):
         callee.register(function)
-        error = error_of(agents[0].rpc_sync, 1, function.__name__, timeout=1)
+        error = error_of(agents[0].rpc_sync, 1, function.__name__, timeout=PATIENCE)
         assert isinstance(error, RemoteError), (function, error)
-        assert agents[0].rpc_sync(1, "fine", timeout=1) == "fine"
+        assert agents[0].rpc_sync(1, "fine", timeout=PATIENCE) == "fine"
     eventually(lambda: not callee._server.active)
 
 
@@ -214,10 +215,9 @@ def test_a_callback_that_raises_anything_does_not_end_serving(agents, quiet_thre
     futures = [caller.rpc_async(1, "nap") for _ in range(2)]
     for future in futures:
         future.add_done_callback(leave)
-    wait(futures, timeout=1)
-    time.sleep(0.05)
-    assert callee.rpc_sync(0, "fine", timeout=1) == "fine"
-    assert not caller._caller._futures
+    assert not wait(futures, timeout=PATIENCE).not_done
+    assert callee.rpc_sync(0, "fine", timeout=PATIENCE) == "fine"
+    eventually(lambda: not caller._caller._futures)
 
 
 def test_a_callback_that_waits_does_not_keep_its_agent_from_serving(agents):
@@ -229,11 +229,11 @@ def test_a_callback_that_waits_does_not_keep_its_agent_from_serving(agents):
     done = threading.Event()
 
     def call_again(_):
-        results.append(error_of(caller.rpc_sync, 1, "ping", timeout=2))
+        results.append(error_of(caller.rpc_sync, 1, "ping", timeout=PATIENCE))
         done.set()
 
     caller.rpc_async(1, "nap").add_done_callback(call_again)
-    assert done.wait(4)
+    assert done.wait(PATIENCE)
     assert results == ["pong"]
 
 
@@ -260,9 +260,9 @@ def test_a_call_made_later_in_a_finished_calls_context_makes_no_second_poller(ag
     for _ in range(3):
         caller.rpc_sync(1, "keep")
         time.sleep(0.02)
-        assert contexts[-1].run(callee.rpc_sync, 0, "fine", timeout=2) == "fine"
+        assert contexts[-1].run(callee.rpc_sync, 0, "fine", timeout=PATIENCE) == "fine"
         time.sleep(0.02)
-        caller.rpc_sync(1, "fine", timeout=2)
+        caller.rpc_sync(1, "fine", timeout=PATIENCE)
     assert most[0] == 1
 
 
@@ -276,14 +276,12 @@ def test_a_future_made_while_the_standby_falls_asleep_is_looked_after(agents, mo
 
     def call_at_the_last_moment(worker, quiet, *rest):
         if quiet > pool_module._LOOKS_UNTIL_ASLEEP and not futures:
-            futures.append(caller.rpc_async(1, "nap", timeout=2))
+            futures.append(caller.rpc_async(1, "nap", timeout=PATIENCE))
         return sleep_between_looks(worker, quiet, *rest)
 
     monkeypatch.setattr(pool, "_sleep_between_looks", call_at_the_last_moment)
-    limit = time.monotonic() + 3
-    while not futures and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert len(wait(futures, timeout=1.5).done) == 1
+    eventually(lambda: futures)
+    assert len(wait(futures, timeout=PATIENCE).done) == 1
 
 
 def test_a_caller_that_reads_no_replies_does_not_stop_the_callee_from_serving_others():
@@ -324,19 +322,19 @@ def test_no_wait_for_a_peer_that_takes_nothing_now_does_not_lose_it(send_held):
     with tcp_world(2, transport="tcp") as (first, second):
         caller = RpcAgent(first, max_in_flight=100_000)
         caller._port.attend = lambda **_: True  # only send_held sends: nothing here has a deadline
-        futures = [caller.rpc_async(1, "x", timeout=10) for _ in range(10)]
+        futures = [caller.rpc_async(1, "x", timeout=40) for _ in range(10)]
         connection = caller._port._calls.inbox_of(
             1
         ).connection  # there is no agent yet: nobody reads
         for _ in range(2000):
-            futures += [caller.rpc_async(1, "x", bytes(15_000), timeout=10) for _ in range(6)]
+            futures += [caller.rpc_async(1, "x", bytes(15_000), timeout=40) for _ in range(6)]
             send_held(futures)
             if connection.is_holding or connection.failure is not None:
                 break
         lost = connection.failure
         del caller._port.attend
         callee = RpcAgent(second)
-        error = error_of(futures[0].exception, 3)
+        error = error_of(futures[0].exception, PATIENCE)
         caller.close(0.0)
         callee.close(0.0)
         assert lost is None, repr(lost)
@@ -372,12 +370,14 @@ def test_what_the_peer_replied_before_its_agent_left_is_not_lost(world):
     callee.register("fine", lambda: "fine")
     caller.rpc_sync(1, "fine")
     attend, caller._port.attend = caller._port.attend, lambda **_: True  # nobody came to look yet
+    served = []
+    callee.register("fine", lambda: served.append(1) or "fine", replace=True)
     future = caller.rpc_async(1, "fine")
-    time.sleep(0.1)
+    eventually(lambda: served and not callee._server.active)
     callee.close(1.0)
-    errors = [error_of(caller.rpc_sync, 1, "fine", timeout=1) for _ in range(2)]
+    errors = [error_of(caller.rpc_sync, 1, "fine", timeout=PATIENCE) for _ in range(2)]
     caller._port.attend = attend
-    result = error_of(future.result, 2)
+    result = error_of(future.result, PATIENCE)
     caller.close(0.0)
     assert all(isinstance(error, ChannelClosedError) for error in errors), errors
     assert result == "fine", repr(result)
@@ -401,8 +401,8 @@ def test_a_discarded_connection_is_not_attended_again(world):
         close(cause)
 
     old.close = armed_at_the_last_moment
-    error_of(caller.rpc_sync, 1, "fine", timeout=1)
-    error_of(caller.rpc_sync, 1, "fine", timeout=1)
+    error_of(caller.rpc_sync, 1, "fine", timeout=PATIENCE)
+    error_of(caller.rpc_sync, 1, "fine", timeout=PATIENCE)
     try:
         assert not port._poller._keys
     finally:
@@ -430,7 +430,7 @@ def test_closing_the_backend_ends_a_call_that_is_about_to_sleep(world, monkeypat
     first, second = world
     caller, callee = RpcAgent(first), RpcAgent(second)
     go_on = threading.Event()
-    callee.register("wait", lambda: go_on.wait(4))
+    callee.register("wait", lambda: go_on.wait(PATIENCE))
     wait_for = stream_module.wait_for
     closing = []
 
@@ -441,7 +441,7 @@ def test_closing_the_backend_ends_a_call_that_is_about_to_sleep(world, monkeypat
         return wait_for(sock, *args)
 
     monkeypatch.setattr(stream_module, "wait_for", late)
-    error = error_of(caller.rpc_sync, 1, "wait", timeout=3)
+    error = error_of(caller.rpc_sync, 1, "wait", timeout=PATIENCE)
     monkeypatch.undo()
     go_on.set()
     caller.close(0.0)
@@ -462,8 +462,8 @@ def test_a_long_error_text_fits_the_message_limit(make):
 
         agents[1].register("fail", fail)
         agents[1].register("fine", lambda: "fine")
-        error = error_of(agents[0].rpc_sync, 1, "fail", timeout=1.5)
-        after = error_of(agents[0].rpc_sync, 1, "fine", timeout=1.5)
+        error = error_of(agents[0].rpc_sync, 1, "fail", timeout=PATIENCE)
+        after = error_of(agents[0].rpc_sync, 1, "fine", timeout=PATIENCE)
         for agent in agents:
             agent.close(0.0)
         assert isinstance(error, RemoteError), repr(error)
@@ -475,17 +475,17 @@ def test_a_long_error_text_fits_the_message_limit(make):
 def test_a_call_refused_by_a_closing_agent_has_not_run(agents):
     caller, callee = agents
     go_on = threading.Event()
-    callee.register("wait", lambda: go_on.wait(4))
+    callee.register("wait", lambda: go_on.wait(PATIENCE))
     callee.register("fine", lambda: "fine")
     running = caller.rpc_async(1, "wait")
-    time.sleep(0.05)
-    closing = in_thread(callee.close, 3.0)
-    time.sleep(0.05)
-    error = error_of(caller.rpc_sync, 1, "fine", timeout=2)
-    later = caller.rpc_async(1, "fine", timeout=2).exception(3)
+    eventually(lambda: callee._server.active)
+    closing = in_thread(callee.close, PATIENCE)
+    eventually(lambda: callee._server._draining)
+    error = error_of(caller.rpc_sync, 1, "fine", timeout=PATIENCE)
+    later = caller.rpc_async(1, "fine", timeout=PATIENCE).exception(PATIENCE)
     go_on.set()
-    closing.join(5)
-    running.exception(2)
+    closing.join(PATIENCE)
+    running.exception(PATIENCE)
     assert isinstance(error, ChannelClosedError)
     assert isinstance(later, ChannelClosedError)
     assert not error.may_have_run
@@ -499,11 +499,11 @@ def test_a_callback_may_close_the_agent_that_is_closing(quiet_threads):
     with simulated_world(1) as (backend,):
         agent = RpcAgent(backend)
         go_on = threading.Event()
-        agent.register("wait", lambda: go_on.wait(4))
+        agent.register("wait", lambda: go_on.wait(PATIENCE))
         future = agent.rpc_async(0, "wait")
         future.add_done_callback(lambda _: agent.close())
         closing = in_thread(agent.close, 0.05)
-        closing.join(1.5)
+        closing.join(PATIENCE / 2)
         go_on.set()
         stuck = closing.is_alive()
         if stuck:
@@ -516,11 +516,11 @@ def test_a_callback_may_close_the_backend_that_is_closing(quiet_threads):
     with tcp_world(2) as (first, second):
         caller, callee = RpcAgent(first), RpcAgent(second)
         go_on = threading.Event()
-        callee.register("wait", lambda: go_on.wait(4))
+        callee.register("wait", lambda: go_on.wait(PATIENCE))
         future = caller.rpc_async(1, "wait")
         future.add_done_callback(lambda _: first.close())
         closing = in_thread(first.close)
-        closing.join(1.5)
+        closing.join(PATIENCE / 2)
         stuck = closing.is_alive()
         if stuck:
             first._close_lock.release()
@@ -572,10 +572,8 @@ def test_a_coroutine_may_close_the_agent_that_serves_it():
         async def shut_down():
             errors.append(error_of(callee.close, 0.1))
 
-        error_of(caller.rpc_sync, 1, "shut_down", timeout=3)
-        limit = time.monotonic() + 2
-        while not errors and time.monotonic() < limit:
-            time.sleep(0.01)
+        error_of(caller.rpc_sync, 1, "shut_down", timeout=PATIENCE)
+        eventually(lambda: errors)
         closed = callee._port._closed is not None
         caller.close(0.0)
         if not closed:
@@ -589,17 +587,19 @@ def test_a_cancelled_call_to_oneself_makes_room():
     with simulated_world(1) as (backend,):
         agent = RpcAgent(backend, max_in_flight=1)
         go_on = threading.Event()
-        agent.register("wait", lambda: go_on.wait(4))
+        agent.register("wait", lambda: go_on.wait(PATIENCE))
         agent.register("fine", lambda: "fine")
         future = agent.rpc_async(0, "wait")
         results = []
-        caller = in_thread(lambda: results.append(error_of(agent.rpc_sync, 0, "fine", timeout=2)))
+        caller = in_thread(
+            lambda: results.append(error_of(agent.rpc_sync, 0, "fine", timeout=PATIENCE))
+        )
         time.sleep(0.1)
         future.cancel()
-        caller.join(1)
+        caller.join(PATIENCE / 2)
         in_time = list(results)
         go_on.set()
-        caller.join(3)
+        caller.join(PATIENCE)
         agent.close(0.5)
         assert in_time == ["fine"]
 

@@ -121,12 +121,12 @@ def test_a_call_that_is_late_is_not_run(agents):
     blocking = caller.rpc_async(1, "block")
     late = caller.rpc_async(1, "run", timeout=0.1)
     assert isinstance(late.exception(5), TimeoutError)
-    time.sleep(0.2)  # the callee counts from when it heard of it, on a busy machine later
+    (waiting,) = eventually(agent._server.pool.queued)
+    # The callee counts from when it heard of it, on a busy machine later.
+    eventually(lambda: waiting.cancelled or waiting.deadline.expired)
     go_on.set()
     blocking.result(5)
-    deadline = Deadline(5)
-    while agent._server.active and not deadline.expired:
-        time.sleep(0.001)
+    eventually(lambda: not agent._server.active)
     assert not ran
     caller.close()
     agent.close()
@@ -164,13 +164,10 @@ def test_nothing_is_left_in_any_table(agents):
         future.result(10)
     with pytest.raises(FunctionNotFoundError):
         agents[0].rpc_sync(1, "none")
-    deadline = Deadline(5)
-    while agents[1]._server.active and not deadline.expired:
-        time.sleep(0.001)
-    assert not agents[1]._server.active
+    eventually(lambda: not agents[1]._server.active)
     assert not agents[0]._caller._futures
     assert agents[0]._port.in_flight() == 0
-    assert agents[1]._server.pool.busy == 0
+    eventually(lambda: agents[1]._server.pool.busy == 0)
 
 
 # -- who cut a call short --------------------------------------------------------------------------

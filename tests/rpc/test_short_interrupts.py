@@ -14,11 +14,18 @@ from itertools import count
 
 import pytest
 
-from interrupts import Interrupt, Interrupting, every_interrupt
+from faults.sizes import QUICK
+from interrupts import (
+    Interrupt,
+    Interrupting,
+    every_interrupt,
+    interrupt_main_thread_in,
+    no_collection,
+)
 from rankwire.rpc.messages import encode_request
 from real_time import Deadline
 from rpc.callee import SOON, WORLDS, in_flight, pair, world_of_two
-from worlds import PATIENCE, eventually, nursery, runtime_folder_of_its_own
+from worlds import PATIENCE, Running, eventually, nursery, runtime_folder_of_its_own
 
 # A socket that was just opened is closed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -68,7 +75,7 @@ def test_replies_that_an_interrupted_call_has_read_reach_their_futures(transport
     asked = []
     with pair(transport) as (caller, callee):
         caller.rpc_sync(1, "echo", 1)
-        assert every_interrupt(run) >= 50
+        assert every_interrupt(run) >= 10
         noted = callee.notes()
         assert len(noted) == len(set(noted))  # no request came twice
         assert set(asked) <= set(noted)
@@ -131,7 +138,7 @@ def test_two_interrupts_in_a_call_lose_no_other_reply_and_keep_nothing_of_it(
 
     with pair(transport) as (caller, _):
         caller.rpc_sync(1, "echo", 1)
-        assert every_interrupt(run, second_after=second_after) >= 30
+        assert every_interrupt(run, second_after=second_after) >= 10
 
 
 @pytest.mark.parametrize("second_after", [None, 1, 3, 7])
@@ -178,7 +185,7 @@ def test_an_interrupted_wait_for_room_loses_no_reply(transport):
 
     with pair(transport, max_in_flight=len(SIZES)) as (caller, _):
         caller.rpc_sync(1, "echo", 1)
-        assert every_interrupt(run, step=2) >= 50
+        assert every_interrupt(run, step=2) >= 10
 
 
 @pytest.mark.parametrize("second_after", [None, 2])
@@ -219,20 +226,20 @@ def test_messages_that_an_interrupted_receive_has_read_are_received(
 # -- while waiting ---------------------------------------------------------------------------------
 
 
-def interrupt_after(seconds, flag=None):
+def interrupt_after(seconds, flag):
     """Send this thread an interrupt from the keyboard in a while; return what waits for that.
 
     Args:
-        seconds: When.
-        flag: If given, counted from when this file is there: the callee has begun.
+        seconds: When, counted from when
+        flag: this file is there: the callee has begun.
     """
     ident = threading.main_thread().ident
 
     def interrupt():
-        if flag is not None:
+        with no_collection():
             eventually(lambda: os.path.exists(flag))
-        time.sleep(seconds)
-        signal.pthread_kill(ident, signal.SIGINT)
+            time.sleep(seconds)
+            signal.pthread_kill(ident, signal.SIGINT)
 
     waiting = threading.Thread(target=interrupt)
     waiting.start()
@@ -267,10 +274,10 @@ def test_a_future_whose_waiting_was_interrupted_goes_on_until_it_is_cancelled(wo
     with pair(world) as (caller, callee):
         future = caller.rpc_async(1, "watch", "this", PATIENCE)
         for _ in range(3):
-            timer = interrupt_after(0.02)
+            interrupting = Running(interrupt_main_thread_in, "result")
             with pytest.raises(KeyboardInterrupt):
                 future.result()
-            timer.join()
+            interrupting.result()
             assert not future.done()
             assert caller.rpc_sync(1, "echo", 1, timeout=SOON) == 1
         assert callee.cancelled() == []
@@ -283,7 +290,8 @@ def test_an_interrupt_at_every_place_of_spinning_is_told_to_the_callee(transport
     """So many places after the callee has begun, its caller is doing nothing but looking."""
     with pair(transport, backend={"spin": PATIENCE}) as (caller, callee):
         caller.rpc_sync(1, "echo", 1)
-        for number in range(40):
+        places = range(0, 40, 4 if QUICK else 1)
+        for number in places:
             flag = str(tmp_path / str(number))
             interrupting = Interrupting(200 + number, since=lambda flag=flag: os.path.exists(flag))
             with suppress(Interrupt), interrupting:
@@ -292,7 +300,7 @@ def test_an_interrupt_at_every_place_of_spinning_is_told_to_the_callee(transport
             eventually(lambda n=number: n in callee.cancelled(), SOON)
             assert in_flight(caller) == 0
             assert caller.rpc_sync(1, "echo", number, timeout=SOON) == number
-        assert callee.cancelled() == callee.notes() == list(range(40))
+        assert callee.cancelled() == callee.notes() == list(places)
 
 
 def test_a_callee_that_is_told_too_late_has_answered_and_nothing_is_kept(transport, tmp_path):

@@ -22,6 +22,8 @@ from rankwire import (
     RemoteError,
     UnsupportedTypeError,
 )
+from rankwire.rpc import questions
+from real_time import Deadline
 from rpc.callee import SOON, WORLDS, in_flight, pair
 from worlds import PATIENCE, Running, eventually, nursery, runtime_folder_of_its_own
 
@@ -42,6 +44,12 @@ def folder(shared_nursery):
 @pytest.fixture(params=WORLDS)
 def world(request):
     return request.param
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Whoever is late waits for what its callee says, however busy the machine is."""
+    monkeypatch.setattr(questions, "Deadline", lambda seconds: Deadline(PATIENCE))
 
 
 def call(caller, how, name, *args, timeout=PATIENCE):
@@ -159,15 +167,12 @@ def test_however_a_call_ends_its_place_is_free_again(world):
                     call(caller, how, name, *args)
         held = caller.rpc_async(1, "hold")
         callee.wait_until_held(1)
-        late = [caller.rpc_async(1, "note", "late", timeout=0.05) for _ in range(2)]
+        late = [caller.rpc_async(1, "note", "late", timeout=0.5) for _ in range(2)]
         cancelled, kept = (caller.rpc_async(1, "note", word) for word in ("cancelled", "kept"))
         assert cancelled.cancel()
         for future in late:
             assert isinstance(future.exception(PATIENCE), DeadlineExceededError)
-        time.sleep(0.3)  # until their time is over at the callee too, which got them later
-        # A message keeps the order of the connection: the callee has read what was cancelled.
-        caller.backend.send(b"all is withdrawn", 1)
-        callee.receive()
+        eventually(lambda: callee.waiting() == ["kept"])
         callee.release()
         assert (held.result(PATIENCE), kept.result(PATIENCE)) == ("released", "kept")
         assert callee.notes() == ["kept"]
@@ -195,33 +200,35 @@ def check_context(error, how, name, least=0.0):
     assert f"[op {how} {name!r}, rank 0, peer 1, waited " in str(error)
 
 
-def test_a_late_call_says_what_its_callee_is_doing(world, how):
+def test_a_late_call_says_what_its_callee_is_doing(world, how, patient):
     with pair(world, workers=1) as (caller, callee):
+        assert call(caller, how, "echo", 0) == 0  # they are connected
         with pytest.raises(DeadlineExceededError) as caught:
-            call(caller, how, "hold", timeout=0.2)
+            call(caller, how, "hold", timeout=0.5)
         error = caught.value
-        assert re.search(r"rank 1 has had 'hold' for 0\.\d+ s; it is running", error.detail)
-        assert (error.limit, error.waiting_for, error.may_have_run) == (0.2, [1], True)
-        check_context(error, how, "hold", 0.2)
+        assert re.search(r"rank 1 has had 'hold' for \d+\.\d+ s; it is running", error.detail)
+        assert (error.limit, error.waiting_for, error.may_have_run) == (0.5, [1], True)
+        check_context(error, how, "hold", 0.5)
         with pytest.raises(DeadlineExceededError) as caught:
-            call(caller, how, "note", 1, timeout=0.2)
+            call(caller, how, "note", 1, timeout=0.5)
         assert "it waits for one of 1 workers" in caught.value.detail
-        check_context(caught.value, how, "note", 0.2)
-        time.sleep(0.3)  # until its time is over at the callee too, whether or not it was told
+        check_context(caught.value, how, "note", 0.5)
+        eventually(lambda: not callee.waiting())
         callee.release()
         assert call(caller, how, "echo", 1) == 1
         assert callee.notes() == []
 
 
-def test_a_late_call_says_for_whom_its_callee_waits(world, how):
+def test_a_late_call_says_for_whom_its_callee_waits(world, how, patient):
     go_on = threading.Event()
     with pair(world) as (caller, callee):
         caller.register("stuck", lambda: go_on.wait(PATIENCE))
+        assert call(caller, how, "echo", 0) == 0  # they are connected
         with pytest.raises(DeadlineExceededError) as caught:
-            call(caller, how, "ask", "stuck", timeout=0.2)
+            call(caller, how, "ask", "stuck", timeout=0.5)
         assert "rank 1 has had 'ask' for" in caught.value.detail
         assert "rank 0 'stuck'" in caught.value.detail
-        check_context(caught.value, how, "ask", 0.2)
+        check_context(caught.value, how, "ask", 0.5)
         callee.release()
         go_on.set()
         assert call(caller, how, "echo", 1) == 1
@@ -326,7 +333,7 @@ def test_a_callee_that_dies_is_named_by_every_call_that_waits_for_it(transport):
 
 def test_each_of_many_calls_ends_at_its_own_deadline_and_the_others_do_not_notice(world):
     with pair(world) as (caller, callee):
-        limits = {place: 0.3 + place / 400 for place in range(3, 64, 7)}
+        limits = {place: 1.0 + place / 400 for place in range(3, 64, 7)}
         ended = {}
         begin = time.monotonic()
         futures = []
@@ -431,7 +438,7 @@ def test_any_mixture_of_calls_has_the_outcome_that_each_would_have_alone(world, 
             case "missing":
                 return caller.rpc_async(1, f"no {place}")
             case "late":
-                return caller.rpc_async(1, "watch", place, timeout=0.05 + place / 2000)
+                return caller.rpc_async(1, "watch", place, timeout=1.0 + place / 2000)
             case "large":
                 return caller.rpc_async(1, "echo", bytes([place % 256]) * (20_000 + place))
         raise AssertionError(kind)
@@ -448,7 +455,7 @@ def test_any_mixture_of_calls_has_the_outcome_that_each_would_have_alone(world, 
                 assert error.name == f"no {place}"
             case "late":
                 assert isinstance(error, DeadlineExceededError)
-                assert error.limit == 0.05 + place / 2000
+                assert error.limit == 1.0 + place / 2000
             case "large":
                 assert future.result() == bytes([place % 256]) * (20_000 + place)
 

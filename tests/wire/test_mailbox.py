@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from faults.sizes import examples
 from rankwire.errors import ChannelClosedError, PeerLostError, SizeMismatchError
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Mailbox, Receive
@@ -483,5 +484,5 @@ class DroppingMailboxMachine(MailboxMachine):
 
 TestAnyUse = MailboxMachine.TestCase
 TestAnyUseWhenDropping = DroppingMailboxMachine.TestCase
-TestAnyUse.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAnyUse.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestAnyUseWhenDropping.settings = TestAnyUse.settings
