@@ -54,9 +54,10 @@ def answer(port, request, payload=b"!"):
 
 def has_input(port):
     """Whether something lies in the connection of a caller."""
+    stream = port._calls.inbox_of(1).connection.stream
     with suppress(BlockingIOError):
-        return bool(port._calls.inbox_of(1).connection.stream.peek(1))
-    return False
+        return bool(stream.peek(1))
+    return stream.ring is not None and stream.ring.has_records()
 
 
 def echo(callee, count):

@@ -26,7 +26,7 @@ from rankwire.links import lender as lender_module
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import lend
 from rankwire.links.process_memory import probe
-from rankwire.links.stream import SocketStream
+from rankwire.links.stream import SocketStream, stream_of
 from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, LoanRevokedError, unpack_loan
 from real_time import Deadline
 from worlds import PATIENCE, Running, spawn_ranks
@@ -416,7 +416,7 @@ class Watched:
     """A ``Meanwhile`` that counts."""
 
     def __init__(self, descriptors=(), on_read=None):
-        self.descriptors = list(descriptors)
+        self.descriptors = [stream_of(sock) for sock in descriptors]
         self.reads = []
         self.watched = 0
         self._on_read = on_read

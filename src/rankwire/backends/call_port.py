@@ -302,11 +302,13 @@ class MeshCallPort(CallPort):
                 continue
             inbox.send_held(AT_ONCE)
             if not inbox.is_read:
+                if inbox.connection is not None and inbox.connection.stream.look_away():
+                    self._read_what_is_left(inbox)
                 self._arm(inbox)
         return outstanding
 
     def _read_what_is_left(self, inbox: Inbox) -> None:
-        """Read what an interrupted thread had taken from the socket: the poller cannot see it."""
+        """Read what the poller cannot see: taken by an interrupted thread, or in a ring."""
         inbox.read_quietly()
         if inbox.due:
             self._own_events.append(RepliesDue(inbox.call_back_due))

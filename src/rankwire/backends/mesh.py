@@ -264,7 +264,9 @@ class Mesh(Backend):
             if connection.failure is not None:  # the peer went, or this backend, at this moment
                 peer.check()
                 raise connection.failure.copy()
-            connection.introduce()  # from now on the peer takes an end for a death
+            # From now on the peer takes an end for a death. On a connection for messages nothing
+            # but a farewell comes back.
+            connection.introduce(is_read=purpose is Purpose.CALLS)
             is_kept = True
             keep(connection)
             return connection

@@ -76,15 +76,6 @@ class Inbox(SharedMailbox):
             self._parked.wake_one()
         return True
 
-    def expect(self, reply: Receive) -> None:
-        """Ask for a message that cannot have come yet: the reply of a call that is being made."""
-        with self._mutex:
-            if self._mailbox.failure is None:
-                reply.posted = True
-                self.wanted_by[reply.envelope] = deque((reply,))
-                return
-        self.post(reply)
-
     def take(self, receive: Receive, deadline: Deadline) -> Payload:
         """Post a receive and return its message: ``post`` and ``wait`` in one."""
         try:
@@ -293,6 +284,9 @@ class Inbox(SharedMailbox):
         if self._reader is token:
             with self._mutex:
                 self._pass_role(token)
+        # Other replies may come that no thread waits for, and a poller does not see rings.
+        if self._fetch and self.wanted_by and connection.stream.look_away():
+            self.read_quietly()
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if self.due:
             self.call_back_due()

@@ -234,6 +234,8 @@ class Lent:
 
 
 def _wait_readable(streams: Sequence[Watched], seconds: float) -> None:
+    if any(stream.look_away() for stream in streams):
+        return
     poller = select.poll()
     for stream in streams:
         if (number := stream.fileno()) >= 0:

@@ -14,6 +14,7 @@ from rankwire.links.route import Route
 from rankwire.links.sleepers import Sleep
 from rankwire.links.stream import Watched
 from rankwire.wire.frames import Buffer
+from rankwire.wire.ring import RingReader
 
 __all__ = ["MemoryStream", "memory_pair"]
 
@@ -27,6 +28,7 @@ class MemoryStream:
     # A parser that never reads more at once makes a small buffer: there may be 65,000 of them.
     buffer_nbytes = 512
     recv_pending = None
+    ring: RingReader | None = None
 
     def __init__(self, incoming: Pipe, outgoing: Pipe, clock: Clock) -> None:
         self._clock = clock
@@ -58,6 +60,10 @@ class MemoryStream:
         counts: list[int] = []
         self._incoming.read(buffer, counts)
         return counts[0]
+
+    def look_away(self) -> bool:
+        """There is no ring."""
+        return False
 
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end."""

@@ -68,6 +68,15 @@ class SharedMailbox:
             if self._asleep and self._reader is None:
                 self._parked.wake_one()
 
+    def expect(self, reply: Receive) -> None:
+        """Ask for a message that cannot have come yet: the reply of a call that is being made."""
+        with self._mutex:
+            if self._mailbox.failure is None:
+                reply.posted = True
+                self.wanted_by[reply.envelope] = deque((reply,))
+                return
+        self.post(reply)
+
     def put(self, envelope: Envelope, payload: Payload) -> None:
         """Deliver a message that came over no connection: this rank's own."""
         with self._mutex:

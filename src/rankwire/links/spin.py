@@ -13,6 +13,7 @@ from fcntl import ioctl
 from termios import FIONREAD
 
 from rankwire.clock import Clock
+from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
 __all__ = ["DEFAULT_SPIN", "NOTHING_TO_READ", "Spin", "default_spin"]
 
@@ -22,6 +23,7 @@ DEFAULT_SPIN = 100e-6
 _SMALLEST = 10e-6
 _RETRY_EVERY = 16
 NOTHING_TO_READ = bytes(4)  # what FIONREAD writes
+_LOOKS_AT_SOCKET = 8  # beside a ring, one look in so many
 
 
 class Spin:
@@ -72,6 +74,30 @@ class Spin:
             return True  # it was closed, which the next read says
         self.wasted()
         return False
+
+    def finds_record(self, ring: RingReader, descriptor: int) -> bool:
+        """Look at a ring, and now and then at the socket beside it, as ``finds_input`` does."""
+        if self.budget <= 0.0:
+            self.skipped()
+            return False
+        waiting, words, looks = self._waiting, ring.words, 0
+        now = self.now
+        limit = now() + self.budget
+        words[AWAKE] = 1
+        try:
+            while words[WRITTEN] == words[READ]:
+                looks += 1
+                if not looks % _LOOKS_AT_SOCKET:
+                    ioctl(descriptor, FIONREAD, waiting)
+                    if waiting != NOTHING_TO_READ:
+                        break
+                if now() >= limit:
+                    self.wasted()
+                    return False
+        except (OSError, ValueError):
+            return True  # as above
+        self.budget = self.most
+        return True
 
     def wasted(self) -> None:
         """The budget was spent and nothing came."""

@@ -15,15 +15,21 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from rankwire.fork import renew_in_child
 from rankwire.links.sockets import unix_peer, wait_for
 from rankwire.links.tcp_info import tcp_info, unsent_nbytes
 from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer
+from rankwire.wire.ring import AWAKE, RingReader
 
 __all__ = ["DescriptorStream", "SocketStream", "Stream", "first_bytes", "stream_of"]
+
+_barrier = threading.Lock()
+renew_in_child(_barrier)
 
 Write = Callable[[Sequence[Buffer], list[int]], None]
 Read = Callable[[memoryview, list[int]], None]
@@ -55,6 +61,15 @@ class Stream(Protocol):
     @property
     def read(self) -> Read | None:
         """Instead of ``recv_into``: fills the beginning of a buffer and notes how much."""
+
+    ring: RingReader | None  # the lane in shared memory beside it, if there is one
+
+    def look_away(self) -> bool:
+        """Have all that comes from now on come over the stream: whoever is about to sleep there.
+
+        Returns:
+            Whether something is in the ring, and nobody should sleep.
+        """
 
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end.
@@ -96,6 +111,7 @@ class Watched(Protocol):
     """What may have something to read while another stream is waited for: one of its own kind."""
 
     def fileno(self) -> int: ...
+    def look_away(self) -> bool: ...
 
 
 class DescriptorStream:
@@ -104,6 +120,7 @@ class DescriptorStream:
     buffer_nbytes = DEFAULT_BUFFER_NBYTES
     write = None
     read = None
+    ring: RingReader | None = None
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -111,12 +128,25 @@ class DescriptorStream:
         self.fileno = sock.fileno
         self.close = sock.close
 
+    def look_away(self) -> bool:
+        """Have all that comes from now on come over the stream; return what is in the ring."""
+        ring = self.ring
+        if ring is None:
+            return False
+        ring.words[AWAKE] = 0
+        # What was written before that is seen from now on: taking a lock is a memory barrier.
+        with _barrier:
+            pass
+        return ring.has_records()
+
     def wait_readable(self, seconds: float) -> bool:
         """Sleep until there is something to read, the end included; False if the time passes."""
-        return wait_for(self, select.POLLIN, seconds) != 0
+        return self.look_away() or wait_for(self, select.POLLIN, seconds) != 0
 
     def wait_writable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
         """Sleep until something can be written, or one of the others has something to read."""
+        if any(other.look_away() for other in beside):
+            return False
         numbers = [number for other in beside if (number := other.fileno()) >= 0]
         return wait_for(self, select.POLLOUT, seconds, numbers) != 0
 

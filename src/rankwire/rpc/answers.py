@@ -18,6 +18,7 @@ from typing import Any
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import OWN, CallPort, IncomingCall
 from rankwire.codec.codec import Codec
+from rankwire.codec.values import PLAIN
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
 from rankwire.rpc.messages import (
@@ -81,7 +82,8 @@ class Answers:
         With ``copies``, nothing in it is memory of the function's.
         """
         try:
-            message = encode_result(self._codec, value)
+            encoded = self._codec.encode_flat((0, value)) if type(value) in PLAIN else None
+            message = encode_result(self._codec, value) if encoded is None else encoded
             if message[1] > self._max_nbytes:
                 raise MessageTooLargeError(message[1], self._max_nbytes)
             return copied(message) if copies else message

@@ -265,18 +265,8 @@ class Caller:
         """
         if call is not None or self._allowance.take(dst, request_id, nbytes):
             return False
-        left = deadline.remaining()
-        ask = encode_request(self._codec, ROOM, left, [], (request_id, nbytes), {})
         try:
-            reply = self._port.call(dst, next(self._ids), ask, deadline)
-            assert reply is not None  # there is no limit on questions
-            try:
-                decode_reply(self._codec, reply.wait(deadline), dst, deadline.limit)
-            except RankwireError:
-                raise
-            except BaseException:  # an interrupt, perhaps before anyone waited
-                reply.withdraw()
-                raise
+            self._questions.put(dst, ROOM, (request_id, nbytes), deadline)
         except BaseException as error:
             if isinstance(error, DeadlineExceededError):
                 error.explain(
