@@ -26,6 +26,11 @@ from rankwire.wire.mailbox import Mailbox
 
 __all__ = ["MAX_CONNECTIONS_OF_A_RANK", "Peer"]
 
+_VERDICT_PATIENCE = 0.03  # seconds
+# An agent that an error closes says farewell before its backend can say why: on a busy machine that
+# takes 30 ms and more. Only those wait so long for whom a call is under way.
+_FAREWELL_PATIENCE = 0.25
+
 _log = logging.getLogger("rankwire")
 
 # One for messages and one for each agent that calls this rank; a rank that was taken over might
@@ -50,7 +55,7 @@ class Peer:
         member: Where it is.
         clock: By which a verdict is waited for.
         await_verdict: Waits until the control plane has said what has become of it, or has nothing
-            to say; called before it is given up because of a connection.
+            to say for so many seconds; called before it is given up because of a connection.
         on_lost: Called once if the peer is lost.
         explain: Returns the error to raise for its end, with what else is known; see ``blame``.
     """
@@ -60,7 +65,7 @@ class Peer:
         member: Member,
         clock: Clock,
         *,
-        await_verdict: Callable[[Peer], None] = lambda peer: None,
+        await_verdict: Callable[[Peer, float], None] = lambda peer, patience: None,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
         explain: Callable[[RankwireError], RankwireError] = lambda error: error,
     ) -> None:
@@ -124,17 +129,17 @@ class Peer:
     def fail(self, cause: RankwireError) -> RankwireError:
         """Give the peer up: every connection to it ends now. Returns the cause that stays."""
         if type(cause) is PeerLostError:
-            self._await_verdict()
+            self._await_verdict(_VERDICT_PATIENCE)
         return self.judge(cause)
 
     def explain_farewell(self, cause: RankwireError) -> RankwireError:
         """Return why it says farewell: its agent closes first if an error passes its blocks."""
-        self._await_verdict()
+        self._await_verdict(_FAREWELL_PATIENCE)
         return self.failure if isinstance(self.failure, PeerLostError) else self._explain(cause)
 
-    def _await_verdict(self) -> None:
+    def _await_verdict(self, patience: float) -> None:
         if self.failure is None:
-            self._await(self)
+            self._await(self, patience)
 
     def is_judged_within(self, seconds: float) -> bool:
         """Wait for a verdict; return whether it has come."""

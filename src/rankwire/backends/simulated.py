@@ -251,7 +251,7 @@ class SimulatedBackend(Mesh):
         self.hear_of(rank)
         return peer
 
-    def _await_verdict(self, peer: Peer) -> None:
+    def _await_verdict(self, peer: Peer, patience: float) -> None:
         self.hear_of(peer.member.rank)  # the network knows it at once
 
     def _note_loss(self, error: PeerLostError) -> None:

@@ -60,7 +60,6 @@ _log = logging.getLogger("rankwire")
 
 DEFAULT_JOIN_TIMEOUT = 300.0
 _UNANSWERED_LIMIT = 4.5
-_VERDICT_PATIENCE = 0.03  # seconds
 # A process that has just been woken up, or has too few cores, reads its news late.
 _LATE_NEWS_PATIENCE = 0.5
 
@@ -303,9 +302,9 @@ class TcpBackend(Mesh):
     def _explain_end(self, error: RankwireError) -> RankwireError:
         return self._losses.explain(error, is_told=self._is_watched)
 
-    def _await_verdict(self, peer: Peer) -> None:
+    def _await_verdict(self, peer: Peer, patience: float) -> None:
         if self._is_watched and not self._closed and not self._formation.is_on_acceptor_thread:
-            if not peer.is_judged_within(_VERDICT_PATIENCE):
+            if not peer.is_judged_within(patience):
                 self._formation.catch_up(_LATE_NEWS_PATIENCE)
 
     def status_of(self, rank: int) -> PeerStatus:
