@@ -20,7 +20,12 @@ import secrets
 import struct
 import sys
 import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import starmap
+from typing import Any
 
+from rankwire.wire.mailbox import ONCE
 from rankwire.wire.ring import RING_NBYTES, prepare, token_of
 
 __all__ = ["CAN_SHARE", "SharedMemory", "open_shared"]
@@ -47,24 +52,39 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._descriptor, RING_NBYTES)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
-            self.view = _mapped(self._descriptor)
-        except BaseException:
-            self.close()
-            raise
+        self._held = _Descriptor()
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = self._held.take(os.memfd_create, _NAME, flags)
+        os.ftruncate(descriptor, RING_NBYTES)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        self.view = _mapped(descriptor)
         token = secrets.randbits(64)
         prepare(self.view, token)
-        self.offer = _OFFER.pack(self._descriptor, token)
+        self.offer = _OFFER.pack(descriptor, token)
 
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as somebody uses it. Idempotent."""
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
+        self._held.close()
+
+
+class _Descriptor:
+    """A descriptor that is closed with its owner, wherever an interrupt (Ctrl-C) falls."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+
+    def take(self, open_one: Callable[..., int], *args: Any) -> int:
+        """Have one opened, and keep it in the same step: one call of a C function."""
+        self._numbers.extend(map(open_one, *((arg,) for arg in args)))
+        return self._numbers[0]
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        while self._numbers:
+            deque(map(os.close, starmap(self._numbers.pop, ONCE)), 0)
+
+    __del__ = close
 
 
 def _mapped(descriptor: int) -> memoryview:
@@ -107,15 +127,16 @@ def open_shared(pid: int, offer: bytes) -> memoryview:
     path = f"/proc/{pid}/fd/{number}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise ValueError(f"{path} is something else")
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    held = _Descriptor()
     try:
+        descriptor = held.take(os.open, path, os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(descriptor).st_size != RING_NBYTES:
             raise ValueError("it has another size")
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ValueError("it could be made smaller")
         view = _mapped(descriptor)
     finally:
-        os.close(descriptor)
+        held.close()
     if token_of(view) != token:
         raise ValueError("it has another token")
     return view
