@@ -12,7 +12,7 @@ import rankwire
 
 SOURCE = Path(rankwire.__file__).parent
 
-LEAVES = {"errors", "texts", "deadline", "fork", "shutdown"}
+LEAVES = {"errors", "texts", "clock", "deadline", "fork", "shutdown"}
 # What each layer may import of ours (its own modules apart).
 MAY_IMPORT = {
     "errors": set(),
@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "texts": set(),
     "fork": {"errors"},
     "shutdown": {"errors"},
-    "deadline": {"errors"},
+    "clock": set(),
+    "deadline": {"errors", "clock"},
     "codec": {"errors", "texts"},
     "wire": {"errors", "texts", "codec"},
     "links": {*LEAVES, "wire"},
@@ -172,6 +173,163 @@ def test_importing_rankwire_loads_nothing_optional_and_no_launcher():
     loaded = set(printed.split())
     assert not loaded & OPTIONAL
     assert not {name for name in loaded if name.startswith(("rankwire.launch", "rankwire.cli"))}
+
+
+# Who looks at the time without a clock, and why.
+OWN_LOOKS = {
+    "clock.py": "it is the clock",
+    "launch/reaper.py": "runs as a script with nothing but the standard library",
+    "launch/certificates.py": "certificates have dates of the calendar",
+}
+# Who has the operating system wait for descriptors. Simulated worlds have none of these.
+WAITS_OF_THE_SYSTEM = {
+    "links/sockets.py": "poll of a socket",
+    "links/stream.py": "names the events of that poll",
+    "links/dialer.py": "names the events of that poll",
+    "links/tls_contexts.py": "names the events of that poll",
+    "links/lender.py": "poll of sockets, while another process reads our memory",
+    "links/poller.py": "epoll; memory_poller is its twin in simulated worlds",
+    "links/event_thread.py": "a selector of control connections",
+    "links/acceptor.py": "names the events of that selector",
+    "links/wakeup.py": "names the events of that selector, and of a launcher's",
+    "links/handover.py": "names the events of a launcher's selector",
+    **dict.fromkeys(
+        (
+            "launch/child.py",
+            "launch/local_ranks.py",
+            "launch/loop.py",
+            "launch/nodes.py",
+            "launch/output.py",
+            "launch/run.py",
+            "launch/signals.py",
+        ),
+        "a launcher is in no world",
+    ),
+}
+# Whose calls look like waits without a clock, and why they are in order.
+OWN_WAITS = {
+    "clock.py": "it is the clock",
+    "launch/reaper.py": "runs as a script with nothing but the standard library",
+    "links/handover.py": "a process asks its launcher over a socket, before there is a world",
+    "testing/ranks.py": "has the operating system wait for processes",
+    "testing/conformance/call_checks.py": "coroutines of a user sleep as asyncio does",
+    "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
+    "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",
+}
+# What has a ``wait`` of its own that is given a deadline, and so the clock.
+WAITS_BY_DEADLINE = {"reply", "offer", "_offer", "lent", "_inbox", "self"}
+TIMED_BY_ASYNCIO = {"wait_for", "timeout", "call_later", "call_at"}
+
+
+def name_of(node):
+    """Return the last name of an expression: ``_clock`` of ``self._mesh._clock``."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def is_clock(node):
+    return name_of(node) in ("clock", "_clock", "REAL_TIME")
+
+
+def waits_without_clock(tree):
+    """Yield the calls of a file that wait, may be ended by time, and go through no clock."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        function, given = call.func, [*call.args, *(keyword.value for keyword in call.keywords)]
+        if not isinstance(function, ast.Attribute) or is_clock(function.value):
+            continue
+        receiver, verb = function.value, function.attr
+        is_text = isinstance(receiver, ast.Constant | ast.Call) or name_of(receiver) == "path"
+        match verb:
+            case "acquire":
+                is_timed = bool(given) and getattr(given[0], "value", None) is not False
+            case "wait":
+                is_timed = bool(given) and name_of(receiver) not in WAITS_BY_DEADLINE
+            case "join":
+                is_timed = bool(given) and not is_text
+            case "settimeout" | "wait_for":
+                is_timed = True
+            case "sleep":
+                is_timed = getattr(given[0], "value", None) != 0  # asyncio's, to let others run
+            case _:
+                is_timed = name_of(receiver) == "asyncio" and verb in TIMED_BY_ASYNCIO
+        if is_timed:
+            yield call
+
+
+def looks_without_clock(path, tree):
+    """Yield what a file does to learn the time by itself."""
+    if "time" in {module.split(".")[0] for module, _ in imports(path)}:
+        yield "imports time"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("now", "utcnow", "today"):
+            if name_of(node.value) in ("datetime", "date"):
+                yield f"asks for the date in line {node.lineno}"
+
+
+def without_clock(path):
+    """Return which of the three tables a file has to be in."""
+    tree = ast.parse(path.read_text())
+    imported = {module.split(".")[0] for module, _ in imports(path)}
+    return {
+        "looks": list(looks_without_clock(path, tree)),
+        "descriptors": sorted(imported & {"select", "selectors"}),
+        "waits": [f"line {call.lineno}" for call in waits_without_clock(tree)],
+    }
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_the_clock_looks_at_the_time_and_waits_for_it(path):
+    name = str(path.relative_to(SOURCE))
+    found = {what: bool(where) for what, where in without_clock(path).items()}
+    assert found == {
+        "looks": name in OWN_LOOKS,
+        "descriptors": name in WAITS_OF_THE_SYSTEM,
+        "waits": name in OWN_WAITS,
+    }, without_clock(path)
+
+
+TIMED = """
+time.sleep(1)
+lock.acquire(timeout=3)
+lock.acquire(True, 3)
+self._changed.wait(3)
+event.wait(timeout=seconds)
+condition.wait_for(predicate, 3)
+thread.join(2)
+thread.join(timeout=seconds)
+sock.settimeout(3)
+asyncio.sleep(1)
+asyncio.wait_for(task, 3)
+"""
+NOT_TIMED = """
+lock.acquire()
+lock.acquire(False)
+event.wait()
+thread.join()
+", ".join(names)
+os.path.join(folder, name)
+reply.wait(deadline)
+clock.sleep(1)
+clock.wait(event, 3)
+self._clock.acquire(lock, True, 3)
+REAL_TIME.join(thread, 3)
+asyncio.sleep(0)
+"""
+
+
+def test_a_wait_without_a_clock_is_found_whatever_waits():
+    assert len(list(waits_without_clock(ast.parse(TIMED)))) == len(TIMED.split("\n")) - 2
+    assert not list(waits_without_clock(ast.parse(NOT_TIMED)))
+
+
+def test_a_deadline_is_made_with_the_clock_of_its_world():
+    """The real one is named only where the user enters, and outside of worlds."""
+    entries = {"clock", "deadline", "base", "simulated", "tcp", "connect"}
+    for path in modules():
+        if layer_of(path) in ("launch", "testing"):
+            continue
+        named = {module for module, _ in imports(path)}
+        if "rankwire.clock.REAL_TIME" in named:
+            assert path.stem in entries, f"{path} does not take the clock that it is given"
 
 
 @pytest.mark.fault(55, "only monotonic time is used anywhere")

@@ -15,10 +15,11 @@ WITHOUT_OWN_TEST = {
 SHOWN_IN = {
     "wire/parser": "wire/test_frames.py",
     "links/parked": "links/test_inbox.py",
+    "links/shared_mailbox": "links/test_inbox.py",
     "rpc/caller": "rpc/test_agent.py",
     "rpc/questions": "rpc/test_accounts.py",
     "rpc/worker": "rpc/test_pool.py",
-    "links/course": "links/test_memory_stream.py",
+    "links/route": "links/test_memory_stream.py",
     "links/memory_poller": "links/test_memory_stream.py",
     "links/pipe": "links/test_memory_stream.py",
     "links/sleepers": "links/test_memory_stream.py",

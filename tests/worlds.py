@@ -23,12 +23,12 @@ from typing import Any
 
 from nursery import Nursery, nursery
 from rankwire.backends.tcp import TcpBackend
-from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
 from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.wire.handshake import Purpose
+from real_time import Deadline
 
 SECRET = b"a secret that only these tests know"
 LEND_FROM = 256 << 10  # bytes; for tests, also in rank processes

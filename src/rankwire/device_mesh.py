@@ -8,12 +8,13 @@ communicate, by making a ``SubBackend``; the rest is pure.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from rankwire.backends.arguments import check_rank, check_world
+import numpy as np
+
+from rankwire.backends.arguments import as_index, check_rank, check_world
 from rankwire.backends.base import Backend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import ConfigurationError
@@ -50,8 +51,7 @@ class DeviceMesh:
                 f"a mesh of shape {self._shape} has {self._size} ranks, the world {world_size}"
             )
         self._names = None if names is None else _checked_names(names, self.ndim)
-        # How far apart neighbours along each axis are.
-        self._strides = tuple(math.prod(self._shape[axis + 1 :]) for axis in range(self.ndim))
+        self._ranks = np.arange(self._size).reshape(self._shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,10 +82,7 @@ class DeviceMesh:
             InvalidRankError: It is not a rank of this mesh.
         """
         rank = check_rank(rank, self._size)
-        return tuple(
-            rank // stride % length
-            for stride, length in zip(self._strides, self._shape, strict=True)
-        )
+        return tuple(map(int, np.unravel_index(rank, self._shape)))
 
     def rank_of(self, coords: Iterable[int]) -> int:
         """Return the rank at the given index along each axis.
@@ -98,16 +95,16 @@ class DeviceMesh:
             raise ConfigurationError(
                 f"a mesh of shape {self._shape} has {self.ndim} coordinates, not {chosen!r}"
             )
-        rank = 0
+        indices = []
         for axis, (coordinate, length) in enumerate(zip(chosen, self._shape, strict=True)):
-            index = _as_index(coordinate)
+            index = as_index(coordinate)
             if index is None or not 0 <= index < length:
                 raise ConfigurationError(
                     f"coordinate {coordinate!r} of {chosen!r} is not an integer from 0 to "
                     f"{length - 1}, as {self._called(axis)} has"
                 )
-            rank += index * self._strides[axis]
-        return rank
+            indices.append(index)
+        return int(self._ranks[tuple(indices)])
 
     def ranks_along_dim(self, axis: int | str, rank: int) -> list[int]:
         """Return the ranks, ascending, that differ from this one along one axis only, and itself.
@@ -117,9 +114,9 @@ class DeviceMesh:
             InvalidRankError: It is not a rank of this mesh.
         """
         chosen = self._axis(axis)
-        index = self.coords(rank)[chosen]
-        first = operator.index(rank) - index * self._strides[chosen]
-        return self._line(chosen, first)
+        index: list[Any] = list(self.coords(rank))
+        index[chosen] = slice(None)
+        return list(map(int, self._ranks[tuple(index)]))
 
     def groups_along_dim(self, axis: int | str) -> list[list[int]]:
         """Return all groups along an axis: each rank is in one, and lower first members come first.
@@ -128,9 +125,8 @@ class DeviceMesh:
             ConfigurationError: There is no such axis.
         """
         chosen = self._axis(axis)
-        return [
-            self._line(chosen, rank) for rank in range(self._size) if self.coords(rank)[chosen] == 0
-        ]
+        lines = np.moveaxis(self._ranks, chosen, -1).reshape(-1, self._shape[chosen])
+        return [list(map(int, line)) for line in lines]
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -200,10 +196,6 @@ class DeviceMesh:
     def __hash__(self) -> int:
         return hash((self._shape, self._names))
 
-    def _line(self, axis: int, first: int) -> list[int]:
-        stride = self._strides[axis]
-        return list(range(first, first + stride * self._shape[axis], stride))
-
     def _axis(self, axis: int | str) -> int:
         """Return the index of an axis, from 0."""
         if isinstance(axis, str):
@@ -212,7 +204,7 @@ class DeviceMesh:
             if axis not in self._names:
                 raise ConfigurationError(f"no axis {axis!r}: the names are {self._names}")
             return self._names.index(axis)
-        index = _as_index(axis)
+        index = as_index(axis)
         if index is None:
             raise ConfigurationError(f"an axis is an integer or a name, not {axis!r}")
         if not -self.ndim <= index < self.ndim:
@@ -231,7 +223,7 @@ def _checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
         raise ConfigurationError(f"a mesh needs at least 1 axis, not the shape {given}")
     lengths = []
     for length in given:
-        index = _as_index(length)
+        index = as_index(length)
         if index is None or index < 1:
             raise ConfigurationError(
                 f"a mesh has positive integers as its shape, not {length!r} as in {given!r}"
@@ -259,11 +251,3 @@ def _as_tuple(values: Iterable[Any], what: str) -> tuple[Any, ...]:
         return tuple(values)
     except TypeError:
         raise ConfigurationError(f"{what} are one value an axis, not {values!r}") from None
-
-
-def _as_index(value: int) -> int | None:
-    """Return an integer as Python's own; None for anything else."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None

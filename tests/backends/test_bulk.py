@@ -19,7 +19,6 @@ import pytest
 
 from rankwire import RpcAgent
 from rankwire.backends.bulk import Link
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -31,6 +30,7 @@ from rankwire.errors import (
 )
 from rankwire.links import borrower, connection
 from rankwire.links.borrower import Borrowed
+from real_time import Deadline
 from worlds import (
     PATIENCE,
     Running,
@@ -348,7 +348,7 @@ def test_many_threads_that_send_large_and_small_keep_the_order_of_each_tag(pair)
     running = [Running(work, tag) for tag in range(threads) for work in (send, receive)]
     for each in running:
         each.result()
-    assert pair[1]._peers[0].inbox.unmatched_nbytes == 0
+    assert pair[1]._peers[0].inbox._mailbox.unmatched_nbytes == 0
 
 
 def test_a_small_message_passes_a_large_one_that_nobody_takes(lending):

@@ -9,13 +9,13 @@ import pytest
 from rankwire.backends.calls import CallCancelled, CallerGone, IncomingCall
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.simulated import SimulatedBackend
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
     PeerLostError,
 )
+from real_time import Deadline
 
 SOON = 10.0  # what must happen "at once" happens within it on the slowest machine
 LATER = 40.0  # a time limit that no operation here may need

@@ -10,6 +10,7 @@ import pytest
 
 from rankwire.backends import connect as connect_module
 from rankwire.backends.connect import connect
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.links.handover import Handover
 from rankwire.links.security import Tls
@@ -91,6 +92,7 @@ def test_the_place_in_the_world(launched):
             "job": "job",
             "secret": b"s" * 32,
             "has_coordinator": False,
+            "clock": REAL_TIME,
             "timeout": 3.0,
         }
     ]

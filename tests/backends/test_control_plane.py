@@ -13,7 +13,6 @@ import time
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -23,6 +22,7 @@ from rankwire.errors import (
 )
 from rankwire.rpc.agent import RpcAgent
 from rankwire.wire.frames import Channel
+from real_time import Deadline
 from worlds import (
     PATIENCE,
     Running,

@@ -12,7 +12,7 @@ import rankwire
 from rankwire import RpcAgent
 from rankwire.backends.faults import FaultPlan, Timetable, link_between
 from rankwire.backends.simulated import SimulatedBackend
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -22,6 +22,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.testing import in_parallel
+from real_time import Deadline
 
 SOON = 10.0  # what must happen "at once" happens within it on the slowest machine
 LATER = 40.0  # a time limit that no operation here may need
@@ -149,7 +150,7 @@ def test_a_plan_serves_several_worlds_and_may_grow_afterwards(make_world):
 
 
 def test_things_happen_in_the_order_of_their_times():
-    table = Timetable()
+    table = Timetable(REAL_TIME)
     done = []
     ended = threading.Event()
     now = monotonic()
@@ -164,11 +165,11 @@ def test_things_happen_in_the_order_of_their_times():
 
 
 def test_a_timetable_ends_from_within_and_before_its_beginning():
-    table = Timetable()
+    table = Timetable(REAL_TIME)
     table.plan(monotonic(), table.end)
     table._thread.join(SOON)
     assert not table._thread.is_alive()
-    Timetable().end()
+    Timetable(REAL_TIME).end()
 
 
 # -- delays ----------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import pytest
 
 from interrupts import Interrupt, every_interrupt
 from rankwire.backends.calls import OWN, CallCancelled, IncomingCall, RepliesDue
-from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError
 from rankwire.testing import simulated_world, tcp_world
+from real_time import Deadline
 from worlds import Running, eventually
 
 SOON = 8.0
@@ -54,9 +54,10 @@ def answer(port, request, payload=b"!"):
 
 def has_input(port):
     """Whether something lies in the connection of a caller."""
+    stream = port._calls.inbox_of(1).connection.stream
     with suppress(BlockingIOError):
-        return bool(port._calls.inbox_of(1).connection.stream.peek(1))
-    return False
+        return bool(stream.peek(1))
+    return stream.ring is not None and stream.ring.has_records()
 
 
 def echo(callee, count):

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from rankwire.backends.peers import Peer
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -19,6 +19,7 @@ from rankwire.links.sockets import wait_for
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Receive
+from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 
 LOST = PeerLostError(3, "the first cause")
@@ -30,7 +31,7 @@ KEY = (0, Channel.MESSAGE, 0)
 
 @pytest.fixture
 def peer():
-    return Peer(Member(3, 1, "127.0.0.1", 9, "", "host"))
+    return Peer(Member(3, 1, "127.0.0.1", 9, "", "host"), REAL_TIME)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def connect():
             ends = []
             for rank, sock in zip((3, 0), socket.socketpair(), strict=True):
                 sock.setblocking(False)
-                ends.append(Connection(sock, peer=rank, max_nbytes=1 << 20))
+                ends.append(Connection(sock, peer=rank, max_nbytes=1 << 20, clock=REAL_TIME))
                 stack.callback(ends[-1].close)
             return ends
 
@@ -237,7 +238,7 @@ def test_a_peer_that_has_gone_is_not_dialled(peer):
 )
 def test_whoever_asked_is_told_of_a_loss_once_whatever_the_cause(cause, reasons):
     told = []
-    peer = Peer(Member(3, 1, "127.0.0.1", 9, "", "host"), on_lost=told.append)
+    peer = Peer(Member(3, 1, "127.0.0.1", 9, "", "host"), REAL_TIME, on_lost=told.append)
     peer.fail(cause)
     peer.fail(LATER)
     assert [(error.peer, error.reason) for error in told] == [(3, reason) for reason in reasons]

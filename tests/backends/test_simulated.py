@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from faults.sizes import examples
 from interrupts import interrupt_main_thread_in
 from rankwire.backends.simulated import SimulatedBackend
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -28,6 +27,7 @@ from rankwire.errors import (
 )
 from rankwire.testing import in_parallel
 from rankwire.wire.frames import Channel
+from real_time import Deadline
 from worlds import Running
 
 SOON = 10.0  # what must happen "at once" happens within it on the slowest machine

@@ -10,7 +10,6 @@ import pytest
 from rankwire.backends.calls import CallCancelled, CallerGone, IncomingCall
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -23,6 +22,7 @@ from rankwire.errors import (
 )
 from rankwire.testing import in_parallel
 from rankwire.wire.frames import Channel
+from real_time import Deadline
 
 SOON = 10.0  # what must happen "at once" happens within it on the slowest machine
 LATER = 40.0  # a time limit that no operation here may need

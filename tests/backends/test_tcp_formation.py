@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -34,6 +34,7 @@ from rankwire.rendezvous.secret import AgreedSecret
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import HELLO_NBYTES, Hello, Purpose, job_id
 from rankwire.wire.keys import rank_key
+from real_time import Deadline
 from worlds import (
     PATIENCE,
     SECRET,
@@ -88,10 +89,10 @@ class Forming:
         return self
 
     def __exit__(self, *_) -> None:
-        self._listener.close()
         for running in self._started:
             with contextlib.suppress(RankwireError):
                 running.result().close()
+        self._listener.close()  # rank 0's, if it was started: not while that accepts on it
 
 
 def until_listening(address: str) -> None:
@@ -644,7 +645,9 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
         sock = connect_tcp(TcpAddress.parse(forming.address), deadline)
         hello = Hello(Purpose.JOIN, job_id("default"), 0, 3, 1, 0)
         authenticate(sock, hello, key=rank_key(SECRET, 1), deadline=deadline)
-        with contextlib.closing(Connection(sock, peer=0, max_nbytes=1 << 20)) as liar:
+        with contextlib.closing(
+            Connection(sock, peer=0, max_nbytes=1 << 20, clock=REAL_TIME)
+        ) as liar:
             payload = pack(Join(Member(1, pid, "127.0.0.1", 9, "", host_id())))
             liar.send((0, Channel.CONTROL, 0), ([payload], len(payload)), deadline)
             liar.read(deadline)  # who is missing: it has joined

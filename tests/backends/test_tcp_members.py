@@ -18,7 +18,7 @@ from headers import pack_header
 from rankwire import RpcAgent
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK
 from rankwire.backends.tcp import TcpBackend
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -55,6 +55,7 @@ from rankwire.wire.handshake import (
     job_id,
 )
 from rankwire.wire.keys import rank_key
+from real_time import Deadline
 from worlds import (
     PATIENCE,
     SECRET,
@@ -287,7 +288,7 @@ def launched():
     """A coordinator of three ranks, as a launcher has it."""
     listener = bound_socket()
     address = address_of(listener)
-    host = CoordinatorHost(listener, 3, secret=SECRET, job="default")
+    host = CoordinatorHost(listener, 3, secret=SECRET, job="default", clock=REAL_TIME)
     with contextlib.closing(host):
         yield lambda rank, **options: Running(
             TcpBackend,
@@ -317,7 +318,7 @@ def test_a_rank_that_a_launcher_started_cannot_pass_for_the_coordinator(launched
     """Nor can it, so, read the keys that others are handed."""
     own = rank_key(SECRET, HOSTILE)
     listener = bound_socket()
-    impostor = CoordinatorHost(listener, 3, secret=own, job="default")
+    impostor = CoordinatorHost(listener, 3, secret=own, job="default", clock=REAL_TIME)
     with contextlib.closing(impostor):
         address = address_of(listener)
         with pytest.raises(AuthenticationError):
@@ -334,6 +335,7 @@ def test_a_rank_that_a_launcher_started_cannot_pass_for_a_launcher():
         3,
         secret=SECRET,
         job="default",
+        clock=REAL_TIME,
         nodes=2,
         on_launcher=lambda node, link: came.append(link),
     )

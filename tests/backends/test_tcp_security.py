@@ -15,7 +15,6 @@ import pytest
 
 from headers import pack_header
 from rankwire import Codec, RpcAgent, SubBackend, TcpBackend, Tls, all_gather_object
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
@@ -43,6 +42,7 @@ from rankwire.wire.handshake import (
 )
 from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Protection
+from real_time import Deadline
 from worlds import PATIENCE, SECRET, Running, address_of, bound_socket, free_port, tcp_world
 
 pytest.importorskip("cryptography")

@@ -14,11 +14,11 @@ from rankwire.backends.transport import Offer
 from rankwire.collectives import exchange
 from rankwire.collectives.exchange import Exchange, Piece, blocks, scratch
 from rankwire.collectives.fingerprints import tag_of
-from rankwire.deadline import Deadline
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, SizeMismatchError
 from rankwire.testing import simulated_world
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import Parcel
+from real_time import Deadline
 
 
 class Lying(Parcel):

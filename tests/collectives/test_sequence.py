@@ -18,7 +18,6 @@ from rankwire.collectives.fingerprints import NOTICE_TAG, describe, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
 from rankwire.collectives.operation import Operation
 from rankwire.collectives.sequence import OperationSequence
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
@@ -34,6 +33,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import Channel, Envelope
+from real_time import Deadline
 from worlds import Running, deaf, eventually
 
 SOON = 8.0  # seconds for what takes milliseconds, on a busy machine

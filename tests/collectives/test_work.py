@@ -15,6 +15,7 @@ import pytest
 from sums import on_all
 
 import rankwire
+from rankwire.clock import REAL_TIME
 from rankwire.collectives import work as work_module
 from rankwire.collectives.work import OperationThread, Work
 from rankwire.errors import DeadlineExceededError
@@ -24,7 +25,7 @@ from worlds import PATIENCE, eventually
 
 @pytest.fixture
 def worker():
-    return OperationThread("test-worker")
+    return OperationThread("test-worker", REAL_TIME)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def pair():
 
 
 def submit(worker, run, description="test()"):
-    work = Work(description)
+    work = Work(description, REAL_TIME)
     worker.submit(work, run)
     return work
 
@@ -105,7 +106,7 @@ def test_an_operation_that_ends_in_the_last_moment_gives_its_result():
                 raise FutureTimeoutError
             return super().result(timeout)
 
-    assert Photograph("test()").wait(timeout=0.01) == "just in time"
+    assert Photograph("test()", REAL_TIME).wait(timeout=0.01) == "just in time"
 
 
 def test_it_cannot_be_cancelled(pair):

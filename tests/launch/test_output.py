@@ -7,6 +7,7 @@ import selectors
 
 import pytest
 
+from rankwire.clock import Clock
 from rankwire.launch import output as output_module
 from rankwire.launch.output import REMIND_AFTER, Output
 
@@ -185,7 +186,9 @@ def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path):
 
 def test_without_a_terminal_a_reminder_comes_now_and_then(harness, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("rankwire.launch.output.monotonic", lambda: now[0])
+    clock = Clock()
+    clock.now = lambda: now[0]
+    monkeypatch.setattr("rankwire.launch.output.REAL_TIME", clock)
     harness.output._remind_at = now[0] + REMIND_AFTER
     said = []
     for _ in range(100):

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import tune
 from rankwire.links.spin import Spin
+from real_time import Deadline
 from worlds import PATIENCE, noting
 
 
@@ -74,7 +75,12 @@ def make_link(transport, cleanup):
         near, far = socket_pair(transport)
         lost = []
         connection = Connection(
-            near, peer=1, max_nbytes=max_nbytes, spin=Spin(spin), on_lost=noting(lost)
+            near,
+            peer=1,
+            max_nbytes=max_nbytes,
+            clock=REAL_TIME,
+            spin=Spin(spin, REAL_TIME),
+            on_lost=noting(lost),
         )
         far.settimeout(PATIENCE)
         cleanup.callback(far.close)
@@ -93,7 +99,10 @@ def link(make_link):
 def connections(transport, cleanup):
     """Two connections to each other: of rank 0 to rank 1, and back."""
     ends = socket_pair(transport)
-    pair = [Connection(end, peer=1 - rank, max_nbytes=1 << 30) for rank, end in enumerate(ends)]
+    pair = [
+        Connection(end, peer=1 - rank, max_nbytes=1 << 30, clock=REAL_TIME)
+        for rank, end in enumerate(ends)
+    ]
     for connection in pair:
         cleanup.callback(connection.close)
     return pair
@@ -109,7 +118,7 @@ def make_pair(cleanup):
     def make(transport="unix", *, options=({}, {}), introduced=True):
         pair = []
         for rank, end in enumerate(socket_pair(transport)):
-            chosen = {"max_nbytes": 1 << 30, **options[rank]}
+            chosen = {"max_nbytes": 1 << 30, "clock": REAL_TIME, **options[rank]}
             pair.append(Connection(end, peer=1 - rank, **chosen))
             cleanup.callback(pair[-1].close)
         if introduced:

@@ -5,8 +5,8 @@ import time
 from contextlib import suppress
 
 from headers import pack_header
-from rankwire.deadline import Deadline
 from rankwire.wire.frames import Channel
+from real_time import Deadline
 from worlds import PATIENCE
 
 MIB = 1 << 20

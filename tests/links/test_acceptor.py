@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from headers import pack_header
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
@@ -53,6 +53,7 @@ from rankwire.wire.handshake import (
     handshake_key,
     job_id,
 )
+from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 
 SOON = 5.0
@@ -91,7 +92,7 @@ class Door:
         self.house = Guests()
         self.listener = listener or listen_tcp(TcpAddress("127.0.0.1", 0))
         self.address = TcpAddress(*self.listener.getsockname())
-        self.acceptor = Acceptor(self.house, key=KEY, **options)
+        self.acceptor = Acceptor(self.house, REAL_TIME, key=KEY, **options)
         self._cleanup = cleanup
         start_listening(self.listener)
         self.acceptor.listen(self.listener)
@@ -179,7 +180,7 @@ def test_a_rank_gets_in_over_a_unix_socket(cleanup, own_runtime_folder):
 def test_another_user_does_not_get_in_over_a_unix_socket(cleanup, own_runtime_folder, monkeypatch):
     path = f"{own_runtime_folder}/door"
     cleanup.callback(os.unlink, path)
-    monkeypatch.setattr(acceptor_module, "unix_peer_uid", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr(acceptor_module, "unix_peer", lambda _: (0, os.geteuid() + 1))
     door = Door(cleanup)
     door.acceptor.listen(listen_unix(path))
     door.acceptor.start()
@@ -455,13 +456,14 @@ def test_being_out_of_descriptors_costs_no_processor_time_and_ends_when_there_ar
         sys.path.insert(0, sys.argv[1])
         import logging
         from test_acceptor import KEY, Guests
+        from rankwire.clock import REAL_TIME
         from rankwire.links.acceptor import Acceptor
         from rankwire.links.sockets import TcpAddress, listen_tcp, start_listening
 
         logging.disable()
         listener = listen_tcp(TcpAddress("127.0.0.1", 0))
         start_listening(listener)
-        acceptor = Acceptor(Guests(), key=KEY)
+        acceptor = Acceptor(Guests(), REAL_TIME, key=KEY)
         acceptor.listen(listener)
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
         acceptor.start()
@@ -531,7 +533,7 @@ class Control:
     def __init__(self, door, cleanup, *, on_frames=None):
         near, self.far = socket.socketpair()
         near.setblocking(False)
-        self.connection = Connection(near, peer=3, max_nbytes=1000)
+        self.connection = Connection(near, peer=3, max_nbytes=1000, clock=REAL_TIME)
         self.frames, self.ends, self.threads = [], [], set()
         self._on_frames = on_frames
         cleanup.callback(self.connection.close)

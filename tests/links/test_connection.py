@@ -15,7 +15,7 @@ import pytest
 from headers import pack_header
 from interrupts import LIBRARY, Interrupt, every_interrupt
 from links.ends import Proxied, ReadsItself, fill, frame_bytes, frames_of, hold, noise, read, send
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -31,6 +31,7 @@ from rankwire.links.lender import lend
 from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel
 from rankwire.wire.loans import LoanRefusedError, LoanRevokedError, pack_loan, whole_of
 from rankwire.wire.seals import Protection, make_seals
+from real_time import Deadline
 from worlds import LEND_FROM, PATIENCE, Running, eventually, noting
 
 MIB = 1 << 20
@@ -195,7 +196,9 @@ def test_the_end_of_the_stream_is_a_lost_peer(link):
 def test_a_connection_that_the_peer_dialled_and_gave_up_is_no_loss(sockets):
     near, far = sockets
     lost = []
-    connection = Connection(near, peer=1, max_nbytes=10, on_lost=noting(lost), incoming=True)
+    connection = Connection(
+        near, peer=1, max_nbytes=10, clock=REAL_TIME, on_lost=noting(lost), incoming=True
+    )
     assert not connection.was_given_up
     far.close()
     eventually(lambda: connection.was_given_up)
@@ -207,7 +210,9 @@ def test_a_connection_that_the_peer_dialled_and_gave_up_is_no_loss(sockets):
 def test_a_connection_that_the_peer_dialled_and_used_is_lost_like_any_other(sockets):
     near, far = sockets
     lost = []
-    connection = Connection(near, peer=1, max_nbytes=10, on_lost=noting(lost), incoming=True)
+    connection = Connection(
+        near, peer=1, max_nbytes=10, clock=REAL_TIME, on_lost=noting(lost), incoming=True
+    )
     far.send(frame_bytes(b"x"))
     far.close()
     assert read(connection)[0].payload == b"x"
@@ -284,8 +289,8 @@ def test_a_greeting_is_no_message_whatever_comes_with_it(make_link):
 
 def test_a_peer_that_greeted_and_vanished_is_lost(sockets):
     near, far = sockets
-    dialler = Connection(far, peer=0, max_nbytes=10)
-    connection = Connection(near, peer=1, max_nbytes=10, incoming=True)
+    dialler = Connection(far, peer=0, max_nbytes=10, clock=REAL_TIME)
+    connection = Connection(near, peer=1, max_nbytes=10, clock=REAL_TIME, incoming=True)
     dialler.greet(Deadline(PATIENCE))
     dialler.close()
     with pytest.raises(PeerLostError):
@@ -458,8 +463,8 @@ def test_repr_tells_the_peer_the_transport_and_the_state(link, transport):
 def test_an_interrupt_anywhere_in_a_read_loses_and_doubles_nothing(sockets, nbytes, is_sealed):
     seals = make_seals(b"k" * 32, b"said", Protection.SEALED, dialled=True) if is_sealed else None
     there = make_seals(b"k" * 32, b"said", Protection.SEALED, dialled=False) if is_sealed else None
-    near = Connection(sockets[0], peer=1, max_nbytes=1 << 30, seals=seals)
-    far = Connection(sockets[1], peer=0, max_nbytes=1 << 30, seals=there)
+    near = Connection(sockets[0], peer=1, max_nbytes=1 << 30, clock=REAL_TIME, seals=seals)
+    far = Connection(sockets[1], peer=0, max_nbytes=1 << 30, clock=REAL_TIME, seals=there)
 
     def chatter():
         for number in range(1 << 30):
@@ -573,7 +578,7 @@ def test_a_connection_says_goodbye_once_and_for_all(connections):
 def test_a_connection_needs_neither_spin_nor_a_listener_for_its_loss():
     near, far = socket.socketpair()
     near.setblocking(False)
-    connection = Connection(near, peer=3, max_nbytes=10)
+    connection = Connection(near, peer=3, max_nbytes=10, clock=REAL_TIME)
     far.close()
     with pytest.raises(PeerLostError, match="rank 3"):
         connection.read(Deadline(PATIENCE))
@@ -938,7 +943,12 @@ def test_a_loan_to_a_process_that_cannot_read_it_breaks_the_rules(transport, soc
     near, far = sockets
     lost = []
     connection = Connection(
-        near, peer=1, max_nbytes=1 << 30, on_lost=noting(lost), single_copy=transport == "tcp"
+        near,
+        peer=1,
+        max_nbytes=1 << 30,
+        clock=REAL_TIME,
+        on_lost=noting(lost),
+        single_copy=transport == "tcp",
     )
     description, _ = description_of(noise(LARGE))
     far.send(loan_frame(description) + frame_bytes(b"x", sequence=1))
@@ -1002,7 +1012,7 @@ def test_garbage_in_a_loan_gives_a_parcel_or_a_protocol_error_and_nothing_else()
                 pass
         near, far = socket.socketpair()
         near.setblocking(False)
-        connection = Connection(near, peer=1, max_nbytes=1 << 20)
+        connection = Connection(near, peer=1, max_nbytes=1 << 20, clock=REAL_TIME)
         with far:
             far.send(loan_frame(bytes(description)))
             try:

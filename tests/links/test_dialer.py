@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
@@ -32,6 +31,7 @@ from rankwire.wire.handshake import (
     handshake_key,
     job_id,
 )
+from real_time import Deadline
 from worlds import PATIENCE, Running
 
 SOON = 5.0

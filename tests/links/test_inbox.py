@@ -11,7 +11,7 @@ import pytest
 
 from faults.sizes import QUICK
 from interrupts import Interrupt, every_interrupt
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -25,6 +25,7 @@ from rankwire.links.inbox import Inbox
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox, Receive
+from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 
 SOON = 8.0  # seconds for what takes milliseconds, on a machine that is busy with other things
@@ -36,7 +37,9 @@ class Post:
 
     def __init__(self, connections, mailbox=None, *, attached=True):
         self.connection, self.sender = connections
-        self.inbox = Inbox(1, mailbox or Mailbox(), self.connection if attached else None)
+        self.inbox = Inbox(
+            1, mailbox or Mailbox(), REAL_TIME, self.connection if attached else None
+        )
 
     def send(self, tag, payload=b""):
         deadline = Deadline(PATIENCE)
@@ -150,7 +153,7 @@ def test_threads_that_wait_for_different_tags_each_get_exactly_theirs(post):
     for tag, running in enumerate(waiting):
         expected = [struct.pack("<II", tag, n) for n, each in enumerate(tags) if each == tag]
         assert running.result() == expected
-    assert post.inbox.unmatched_nbytes == 0
+    assert post.inbox._mailbox.unmatched_nbytes == 0
     assert not post.inbox.is_read
 
 
@@ -319,7 +322,7 @@ class Crowd:
         eventually(lambda: post.inbox.read_available() or self.called, SOON)
         assert [receive.result() for receive in self.called] == [b"called back"]
         eventually(lambda: not post.inbox.is_read, SOON)
-        assert (post.inbox.in_flight, post.inbox.unmatched_nbytes) == (0, 0)
+        assert (post.inbox.in_flight, post.inbox._mailbox.unmatched_nbytes) == (0, 0)
         assert not post.inbox._asleep
 
 
@@ -620,8 +623,8 @@ def test_a_farewell_ends_receives_as_closed(post):
 def incoming(sockets):
     """An inbox whose connection was dialled by the peer, and the peer's socket."""
     near, far = sockets
-    connection = Connection(near, peer=1, max_nbytes=1 << 20, incoming=True)
-    return Post((connection, Connection(far, peer=0, max_nbytes=1 << 20)))
+    connection = Connection(near, peer=1, max_nbytes=1 << 20, clock=REAL_TIME, incoming=True)
+    return Post((connection, Connection(far, peer=0, max_nbytes=1 << 20, clock=REAL_TIME)))
 
 
 @on_both_transports
@@ -739,7 +742,7 @@ def full_post(connections):
     """Nothing is read beyond the second of five large messages with tag 1."""
     post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
     sending = Running(lambda: [post.send(1, bytes([n]) * 100 * KIB) for n in range(5)])
-    eventually(lambda: poll(post, 9) or post.inbox.unmatched_nbytes >= 200 * KIB)
+    eventually(lambda: poll(post, 9) or post.inbox._mailbox.unmatched_nbytes >= 200 * KIB)
     return post, sending
 
 
@@ -749,7 +752,7 @@ def test_what_nobody_asks_for_stops_the_reading_and_the_error_says_so(connection
     post.send(2, b"behind them")
     with pytest.raises(DeadlineExceededError, match="204800 bytes of other messages"):
         post.recv(2, 0.1)
-    assert post.inbox.unmatched_nbytes == 200 * KIB
+    assert post.inbox._mailbox.unmatched_nbytes == 200 * KIB
 
 
 def test_taking_what_is_kept_lets_the_reading_go_on(connections):
@@ -774,12 +777,12 @@ def test_leaving_a_group_makes_room_and_lets_the_reading_go_on(connections):
     sending = Running(
         post.sender.send, (5, Channel.MESSAGE, 1), ([payload], len(payload)), Deadline(PATIENCE)
     )
-    eventually(lambda: poll(post, 9) or post.inbox.unmatched_nbytes)
+    eventually(lambda: poll(post, 9) or post.inbox._mailbox.unmatched_nbytes)
     sending.result()
     waiting = post.start(2)
     assert not post.inbox.is_read
     post.inbox.abandon(5, ChannelClosedError("left the group"))
-    assert post.inbox.unmatched_nbytes == 0
+    assert post.inbox._mailbox.unmatched_nbytes == 0
     post.send(2, b"x")
     assert waiting.result(SOON) == b"x"
 
@@ -918,7 +921,7 @@ def test_replies_that_nobody_waits_for_are_dropped_and_counted(connections):
     waiting = post.start(2)
     post.send(2, b"x")
     assert waiting.result() == b"x"
-    assert (post.inbox.dropped, post.inbox.in_flight, receive.done) == (1, 0, False)
+    assert (post.inbox._mailbox.dropped, post.inbox.in_flight, receive.done) == (1, 0, False)
 
 
 @on_both_transports
@@ -954,7 +957,7 @@ def test_waiting_until_reads_until_the_condition_holds(post):
 def test_waiting_until_what_holds_already_does_not_read(post):
     post.send(1, b"x")
     assert post.inbox.wait_until(lambda: True, Deadline(0.0))
-    assert post.inbox.unmatched_nbytes == 0
+    assert post.inbox._mailbox.unmatched_nbytes == 0
 
 
 def test_waiting_until_gives_up_at_the_deadline(post):
@@ -1021,7 +1024,7 @@ class Lending(Post):
 
     def __init__(self, connections, mailbox=None, *, fetch=False):
         super().__init__(connections, mailbox)
-        self.inbox = Inbox(1, mailbox or Mailbox(), self.connection, fetch=fetch)
+        self.inbox = Inbox(1, mailbox or Mailbox(), REAL_TIME, self.connection, fetch=fetch)
 
     def lend(self, tag, payload=None, timeout=PATIENCE):
         payload = large(tag) if payload is None else payload
@@ -1065,11 +1068,11 @@ def test_a_lent_message_that_nobody_wants_is_fetched_by_the_reader_and_its_sende
     for tag in (7, 7, 8):
         lent_post.lend(tag).result(SOON)
     assert not reader.done
-    eventually(lambda: lent_post.inbox.unmatched_nbytes == 3 * LARGE)
+    eventually(lambda: lent_post.inbox._mailbox.unmatched_nbytes == 3 * LARGE)
     lent_post.send(5, b"x")
     assert reader.result(SOON) == b"x"
     assert [whole_of(lent_post.recv(tag)) for tag in (7, 8, 7)] == [large(7), large(8), large(7)]
-    assert lent_post.inbox.unmatched_nbytes == 0
+    assert lent_post.inbox._mailbox.unmatched_nbytes == 0
 
 
 @pytest.mark.parametrize("read", ["read", "read_available", "read_quietly"])
@@ -1087,7 +1090,7 @@ def test_a_thread_that_wants_it_while_it_is_being_fetched_gets_it_once(lent_post
         assert whole_of(lent_post.recv(7)) == large(number)
         sending.result(SOON)
         helper.result(SOON)
-    assert lent_post.inbox.unmatched_nbytes == 0
+    assert lent_post.inbox._mailbox.unmatched_nbytes == 0
 
 
 def test_a_lent_message_keeps_its_place_among_others(lent_post):
@@ -1131,7 +1134,7 @@ def test_a_message_that_was_taken_back_is_never_seen(lent_post):
     lent_post.withdraw(1)
     lent_post.send(2, b"x")
     assert lent_post.recv(2) == b"x"  # whoever reads finds that it was taken back
-    assert lent_post.inbox.unmatched_nbytes == 0
+    assert lent_post.inbox._mailbox.unmatched_nbytes == 0
     with pytest.raises(DeadlineExceededError):
         lent_post.recv(1, 0.05)
     lent_post.send(1, b"the next one")
@@ -1167,14 +1170,14 @@ def test_a_message_that_was_taken_back_ends_no_receive_that_waits_for_another_si
 def test_a_lent_message_for_a_thread_that_is_interrupted_goes_back_and_its_sender_goes_on(
     lent_post,
 ):
-    deliver = lent_post.inbox._deliver_parcels
+    deliver = lent_post.inbox._deliver
 
     def interrupted_after_delivery(frames):
         deliver(frames)
-        lent_post.inbox._deliver_parcels = deliver
+        lent_post.inbox._deliver = deliver
         raise KeyboardInterrupt
 
-    lent_post.inbox._deliver_parcels = interrupted_after_delivery
+    lent_post.inbox._deliver = interrupted_after_delivery
     sending = lent_post.lend(1)
     with pytest.raises(KeyboardInterrupt):
         lent_post.recv(1)
@@ -1204,8 +1207,8 @@ def test_a_lent_message_that_is_refused_is_dropped_and_its_sender_goes_on(lent_p
     lent_post.lend(2 << 16, large(2)).result(SOON)
     if when == "after":
         lent_post.inbox.refuse((0, Channel.MESSAGE, 1 << 16))
-    eventually(lambda: lent_post.inbox.unmatched_nbytes == LARGE)
-    assert lent_post.inbox.dropped == 1
+    eventually(lambda: lent_post.inbox._mailbox.unmatched_nbytes == LARGE)
+    assert lent_post.inbox._mailbox.dropped == 1
     lent_post.send(9, b"x")
     assert reader.result(SOON) == b"x"
     assert whole_of(lent_post.recv(2 << 16)) == large(2)
@@ -1214,7 +1217,7 @@ def test_a_lent_message_that_is_refused_is_dropped_and_its_sender_goes_on(lent_p
 def test_refusing_makes_room_and_lets_the_reading_go_on(connections):
     post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
     sending = Running(post.send, 1, bytes(200 * KIB))
-    eventually(lambda: poll(post, 1 << 20) or post.inbox.unmatched_nbytes)
+    eventually(lambda: poll(post, 1 << 20) or post.inbox._mailbox.unmatched_nbytes)
     sending.result()
     waiting = post.start(2 << 20)
     assert not post.inbox.is_read
@@ -1252,7 +1255,7 @@ def test_a_lent_reply_that_nobody_wants_is_counted_like_any_other(replies):
     replies.lend(3).result(SOON)
     replies.send(1, b"x")
     assert waiting.result(SOON) == b"x"
-    assert replies.inbox.dropped == 2
+    assert replies.inbox._mailbox.dropped == 2
 
 
 def test_a_reply_that_was_taken_back_does_not_stop_those_behind_it(replies):
@@ -1279,7 +1282,7 @@ def test_there_is_something_to_watch_only_if_somebody_can_read_it(connections):
     assert reader.result() == b"x"
     assert post.inbox.watch() == [post.connection.stream]
     post.send(2, b"large")
-    eventually(lambda: post.inbox.read() or post.inbox.unmatched_nbytes)
+    eventually(lambda: post.inbox.read() or post.inbox._mailbox.unmatched_nbytes)
     assert post.inbox.watch() == [], "no more is read for now"
     post.inbox.read()
     assert post.recv(2) == b"large"
@@ -1349,7 +1352,7 @@ def test_random_timeouts_lose_nothing_double_nothing_and_keep_the_order(post):
         taker.result()
     assert received == [list(range(count)) for count in sent]
     assert sum(sent) > 500
-    assert post.inbox.unmatched_nbytes == 0
+    assert post.inbox._mailbox.unmatched_nbytes == 0
     assert not post.inbox.is_read
     assert not post.inbox._asleep
 

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interrupts import Interrupt, every_interrupt
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
 from rankwire.links.connection import Connection
-from rankwire.links.course import Course, Gate
 from rankwire.links.memory_poller import MemoryPoller
 from rankwire.links.memory_stream import memory_pair
+from rankwire.links.route import Gate, Route
 from rankwire.wire.frames import HEADER, HEADER_NBYTES, Channel
+from real_time import Deadline
 from worlds import PATIENCE, Running
 
 SHORT = 0.05
@@ -50,7 +51,7 @@ def take_all(stream):
 
 
 def test_bytes_come_as_they_were_written_both_ways():
-    near, far = memory_pair(LARGE)
+    near, far = memory_pair(LARGE, REAL_TIME)
     assert near.sendmsg((b"ab", bytearray(b"cd"), memoryview(b"ef"))) == 6
     assert near.send(b"gh") == 2
     assert far.send(b"back") == 4
@@ -62,7 +63,7 @@ def test_bytes_come_as_they_were_written_both_ways():
 
 
 def test_the_writer_may_change_its_memory():
-    near, far = memory_pair(LARGE)
+    near, far = memory_pair(LARGE, REAL_TIME)
     memory = bytearray(b"before")
     near.send(memory)
     memory[:] = b"after."
@@ -70,7 +71,7 @@ def test_the_writer_may_change_its_memory():
 
 
 def test_what_is_peeked_stays():
-    near, far = memory_pair(LARGE)
+    near, far = memory_pair(LARGE, REAL_TIME)
     with pytest.raises(BlockingIOError):
         far.peek(5)
     near.send(b"abc")
@@ -83,7 +84,7 @@ def test_what_is_peeked_stays():
 
 @given(st.lists(st.one_of(st.binary(max_size=100), st.integers(1, 150)), max_size=40))
 def test_any_order_of_writes_and_reads_gives_the_same_bytes(steps):
-    near, far = memory_pair(120)
+    near, far = memory_pair(120, REAL_TIME)
     sent, got = b"", b""
     for step in steps:
         with suppress(BlockingIOError):
@@ -96,7 +97,7 @@ def test_any_order_of_writes_and_reads_gives_the_same_bytes(steps):
 
 
 def test_a_stream_says_what_it_is():
-    near, _ = memory_pair(1)
+    near, _ = memory_pair(1, REAL_TIME)
     assert (near.transport, near.fileno(), near.tcp_info(), near.peer_pid()) == (
         "memory",
         -1,
@@ -109,7 +110,7 @@ def test_a_stream_says_what_it_is():
 
 
 def test_a_full_pipe_takes_what_there_is_room_for():
-    near, far = memory_pair(100)
+    near, far = memory_pair(100, REAL_TIME)
     assert near.send(bytes(60)) == 60
     assert near.send(bytes(500)) == 100 - 60 + 2 * HEADER_NBYTES
     with pytest.raises(BlockingIOError):
@@ -121,14 +122,14 @@ def test_a_full_pipe_takes_what_there_is_room_for():
 
 
 def test_one_large_message_and_any_without_content_always_have_room():
-    near, far = memory_pair(10)
+    near, far = memory_pair(10, REAL_TIME)
     assert near.send(bytes(1000)) == 1000
     assert near.send(bytes(HEADER_NBYTES)) == HEADER_NBYTES
     assert take(far) == bytes(1000 + HEADER_NBYTES)
 
 
 def test_a_writer_wakes_up_when_there_is_room():
-    near, far = memory_pair(10)
+    near, far = memory_pair(10, REAL_TIME)
     near.send(bytes(100))
     waiting = Running(near.wait_writable, PATIENCE)
     time.sleep(SHORT)
@@ -138,8 +139,8 @@ def test_a_writer_wakes_up_when_there_is_room():
 
 
 def test_a_writer_that_waits_hears_what_comes_beside():
-    near, _ = memory_pair(10)
-    one, other = memory_pair(10)
+    near, _ = memory_pair(10, REAL_TIME)
+    one, other = memory_pair(10, REAL_TIME)
     near.send(bytes(100))
     waiting = Running(near.wait_writable, PATIENCE, [other])
     time.sleep(SHORT)
@@ -154,7 +155,7 @@ def test_a_writer_that_waits_hears_what_comes_beside():
 
 
 def test_a_reader_wakes_up_when_something_comes():
-    near, far = memory_pair(10)
+    near, far = memory_pair(10, REAL_TIME)
     assert not far.wait_readable(0.01)
     waiting = Running(far.wait_readable, PATIENCE)
     time.sleep(SHORT)
@@ -165,7 +166,7 @@ def test_a_reader_wakes_up_when_something_comes():
 
 @pytest.mark.parametrize("end", ["near", "far"])
 def test_a_reader_wakes_up_at_the_end(end):
-    near, far = memory_pair(10)
+    near, far = memory_pair(10, REAL_TIME)
     waiting = Running(far.wait_readable, PATIENCE)
     time.sleep(SHORT)
     (near if end == "near" else far).shut_down()
@@ -174,7 +175,7 @@ def test_a_reader_wakes_up_at_the_end(end):
 
 
 def test_threads_that_leave_are_forgotten():
-    near, _ = memory_pair(10)
+    near, _ = memory_pair(10, REAL_TIME)
     near.send(bytes(100))
     assert not near.wait_writable(0.01, [near])
     assert not near.wait_readable(0.01)
@@ -186,7 +187,7 @@ def test_threads_that_leave_are_forgotten():
 
 
 def test_what_was_written_before_an_end_is_read():
-    near, far = memory_pair(LARGE)
+    near, far = memory_pair(LARGE, REAL_TIME)
     near.send(b"last words")
     near.shut_down()
     near.shut_down()
@@ -200,13 +201,13 @@ def test_what_was_written_before_an_end_is_read():
 
 
 def test_what_is_on_its_way_at_an_end_arrives_and_at_a_cut_is_lost():
-    near, far = memory_pair(LARGE, Course(repeat(LATER)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(LATER)))
     near.send(frame(b"slow"))
     near.shut_down()
     assert take_all(far) == (b"", False)
     assert far.wait_readable(PATIENCE)
     assert take_all(far) == (frame(b"slow"), True)
-    near, far = memory_pair(LARGE, Course(repeat(SHORT)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(SHORT)))
     near.send(frame(b"lost"))
     near.abort()
     assert take_all(far) == (b"", True)
@@ -215,7 +216,7 @@ def test_what_is_on_its_way_at_an_end_arrives_and_at_a_cut_is_lost():
 
 
 def test_a_cut_leaves_what_is_visible():
-    near, far = memory_pair(LARGE, Course(iter([0.0, PATIENCE])))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, iter([0.0, PATIENCE])))
     near.send(frame(b"seen"))
     near.send(frame(b"lost", sequence=1))
     far.abort()
@@ -226,7 +227,7 @@ def test_a_cut_leaves_what_is_visible():
 
 
 def test_a_message_is_visible_after_its_delay_and_not_before():
-    near, far = memory_pair(LARGE, Course(repeat(LATER)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(LATER)))
     begin = time.monotonic()
     near.send(frame(b"slow"))
     with pytest.raises(BlockingIOError):
@@ -238,7 +239,7 @@ def test_a_message_is_visible_after_its_delay_and_not_before():
 
 
 def test_a_sleeper_learns_of_a_message_that_comes_later():
-    near, far = memory_pair(LARGE, Course(repeat(SHORT)))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(SHORT)))
     waiting = Running(far.wait_readable, PATIENCE)
     time.sleep(0.01)
     near.send(frame(b"x"))
@@ -246,7 +247,7 @@ def test_a_sleeper_learns_of_a_message_that_comes_later():
 
 
 def test_messages_stay_in_order_and_courtesies_take_no_time_of_their_own():
-    near, far = memory_pair(LARGE, Course(iter([LATER, 0.0])))
+    near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, iter([LATER, 0.0])))
     assert near.send(frame(b"slow") + frame(b"fast", sequence=1)) == len(frame(b"slow"))
     near.send(frame(b"fast", sequence=1))
     near.send(frame(channel=Channel.FAREWELL, sequence=2))
@@ -263,7 +264,9 @@ def test_messages_stay_in_order_and_courtesies_take_no_time_of_their_own():
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=6), st.data())
 def test_messages_are_counted_however_they_are_cut(payloads, data):
     counted = []
-    near, far = memory_pair(LARGE, Course(on_message=lambda: counted.append(1)))
+    near, far = memory_pair(
+        LARGE, REAL_TIME, Route(REAL_TIME.now, on_message=lambda: counted.append(1))
+    )
     stream = b"".join(
         [
             frame(channel=Channel.GREETING),
@@ -281,7 +284,7 @@ def test_messages_are_counted_however_they_are_cut(payloads, data):
 
 def test_a_gate_lets_one_message_through_at_a_time_from_all():
     gate = Gate(SHORT)
-    pairs = [memory_pair(LARGE, Course(gate=gate)) for _ in range(2)]
+    pairs = [memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, gate=gate)) for _ in range(2)]
     begin = time.monotonic()
     for near, _ in pairs:
         near.send(frame(bytes(5000)))
@@ -303,13 +306,13 @@ def test_a_gate_lets_one_message_through_at_a_time_from_all():
 
 @pytest.fixture
 def poller():
-    made = MemoryPoller()
+    made = MemoryPoller(REAL_TIME)
     yield made
     made.close()
 
 
 def test_a_watched_stream_is_told_as_long_as_there_is_something_to_read(poller):
-    near, far = memory_pair(LARGE)
+    near, far = memory_pair(LARGE, REAL_TIME)
     poller.register(near, "key")
     assert poller.poll(0) is None
     far.send(b"x")
@@ -321,7 +324,7 @@ def test_a_watched_stream_is_told_as_long_as_there_is_something_to_read(poller):
 
 
 def test_an_armed_stream_is_told_once(poller):
-    near, far = memory_pair(LARGE)
+    near, far = memory_pair(LARGE, REAL_TIME)
     poller.arm(near, "key")
     far.send(b"x")
     assert poller.poll(PATIENCE) == "key"
@@ -332,7 +335,7 @@ def test_an_armed_stream_is_told_once(poller):
 
 
 def test_streams_are_told_in_turn(poller):
-    pairs = [memory_pair(LARGE) for _ in range(3)]
+    pairs = [memory_pair(LARGE, REAL_TIME) for _ in range(3)]
     for number, (near, far) in enumerate(pairs):
         poller.register(near, number)
         far.send(b"x")
@@ -340,7 +343,7 @@ def test_streams_are_told_in_turn(poller):
 
 
 def test_what_becomes_visible_later_is_told_then(poller):
-    near, far = memory_pair(LARGE, back=Course(repeat(SHORT)))
+    near, far = memory_pair(LARGE, REAL_TIME, back=Route(REAL_TIME.now, repeat(SHORT)))
     poller.register(near, "key")
     far.send(frame(b"slow"))
     assert poller.poll(0) is None
@@ -348,7 +351,7 @@ def test_what_becomes_visible_later_is_told_then(poller):
 
 
 def test_a_stream_that_is_watched_no_more_is_not_told(poller):
-    near, far = memory_pair(LARGE)
+    near, far = memory_pair(LARGE, REAL_TIME)
     poller.register(near, "key")
     far.send(b"x")
     poller.unregister(near)
@@ -358,7 +361,7 @@ def test_a_stream_that_is_watched_no_more_is_not_told(poller):
 
 
 def test_a_sleeping_poll_is_woken_by_a_stream_by_wake_and_by_close(poller):
-    near, far = memory_pair(LARGE)
+    near, far = memory_pair(LARGE, REAL_TIME)
     poller.register(near, "key")
     for action, expected in ((lambda: far.send(b"x"), "key"), (poller.wake, None)):
         waiting = Running(poller.poll, PATIENCE)
@@ -376,7 +379,7 @@ def test_a_sleeping_poll_is_woken_by_a_stream_by_wake_and_by_close(poller):
 
 
 def connections(limit=LARGE, **options):
-    near, far = memory_pair(limit)
+    near, far = memory_pair(limit, REAL_TIME)
 
     def flush_when_possible(connection):
         def flush():
@@ -385,7 +388,12 @@ def connections(limit=LARGE, **options):
 
         connection.stream.flush_when_possible(flush)
 
-    options = {"max_nbytes": LARGE, "on_rest": flush_when_possible, **options}
+    options = {
+        "max_nbytes": LARGE,
+        "clock": REAL_TIME,
+        "on_rest": flush_when_possible,
+        **options,
+    }
     return Connection(near, peer=1, **options), Connection(far, peer=0, **options)
 
 
@@ -465,7 +473,7 @@ def payload_of(frame):
 @pytest.mark.parametrize("limit", [LARGE, 100])
 @pytest.mark.parametrize("second_after", [None, 1, 3])
 def test_an_interrupt_anywhere_in_a_write(limit, second_after):
-    near, far = memory_pair(limit)
+    near, far = memory_pair(limit, REAL_TIME)
     numbers = iter(range(1 << 30))
 
     def run(interrupting):
@@ -485,7 +493,7 @@ def test_an_interrupt_anywhere_in_a_write(limit, second_after):
 @pytest.mark.fault(37, "an interrupt in a stream in memory neither loses nor doubles bytes")
 @pytest.mark.parametrize("second_after", [None, 1, 3])
 def test_an_interrupt_anywhere_in_a_read(second_after):
-    near, far = memory_pair(100)
+    near, far = memory_pair(100, REAL_TIME)
 
     def run(interrupting):
         near.send(b"a" * 30)
@@ -504,7 +512,7 @@ def test_an_interrupt_anywhere_in_a_read(second_after):
 @pytest.mark.parametrize("wait", ["wait_readable", "wait_writable"])
 def test_an_interrupt_anywhere_in_a_wait(wait):
     def run(interrupting):
-        near, far = memory_pair(10)
+        near, far = memory_pair(10, REAL_TIME)
         near.send(bytes(100))
         end = near
         with suppress(Interrupt), interrupting:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from links.conftest import socket_pair
+from rankwire.clock import REAL_TIME
 from rankwire.links.poller import EpollPoller
 from rankwire.links.spin import Spin
 from rankwire.links.stream import SocketStream
@@ -88,18 +89,18 @@ def test_waking_ends_a_poll_that(poller, streams, spin):
     near, far = streams
     poller.register(near, "key")
     far.send(b"x")
-    assert poller.poll(PATIENCE, Spin(spin)) == "key"  # of which it expects more
+    assert poller.poll(PATIENCE, Spin(spin, REAL_TIME)) == "key"  # of which it expects more
     read(near)
     begin = time.monotonic()
     threading.Timer(0.02, poller.wake).start()
-    assert poller.poll(PATIENCE, Spin(spin)) is None
+    assert poller.poll(PATIENCE, Spin(spin, REAL_TIME)) is None
     assert time.monotonic() - begin < PATIENCE
 
 
 def test_looking_that_pays_is_done_as_long_as_ever(poller, two_pairs):
     (near, far), _ = two_pairs
     poller.register(near, "key")
-    spin = Spin(0.1)
+    spin = Spin(0.1, REAL_TIME)
     for number in range(20):  # looks at the last stream, and at all
         spin.wasted()
         far.send(b"x")
@@ -111,7 +112,7 @@ def test_looking_that_pays_is_done_as_long_as_ever(poller, two_pairs):
 
 
 def test_looking_finds_what_comes_on_any_stream(poller, two_pairs):
-    spin = Spin(PATIENCE)
+    spin = Spin(PATIENCE, REAL_TIME)
     for number, (near, _) in enumerate(two_pairs):
         poller.register(near, number)
     for number in (0, 0, 1, 1, 0):
@@ -125,7 +126,7 @@ def test_looking_finds_what_comes_on_any_stream(poller, two_pairs):
 def test_a_stream_that_always_has_input_does_not_keep_others_from_their_turn(
     poller, two_pairs, spin
 ):
-    spin = Spin(spin)
+    spin = Spin(spin, REAL_TIME)
     (busy, its_peer), (near, far) = two_pairs
     poller.register(busy, "busy")
     poller.register(near, "other")

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from rankwire.deadline import Deadline
 from rankwire.errors import RendezvousError
 from rankwire.links import rank_zero
 from rankwire.links.rank_zero import find_rank_0, own_address
+from real_time import Deadline
 from worlds import bound_socket
 
 

@@ -6,12 +6,13 @@ from contextlib import suppress
 import pytest
 
 from interrupts import Interrupt, every_interrupt
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import CallCancelledError, DeadlineExceededError, PeerLostError
 from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Mailbox
+from real_time import Deadline
 from worlds import LEND_FROM, PATIENCE, Running, eventually
 
 SOON = 8.0
@@ -23,7 +24,7 @@ class Calls:
 
     def __init__(self, connections):
         self.connection, self.callee = connections
-        self.inbox = Inbox(1, Mailbox(keep_unmatched=False), self.connection, fetch=True)
+        self.inbox = Inbox(1, Mailbox(keep_unmatched=False), REAL_TIME, self.connection, fetch=True)
 
     def call(self, number, on_done=None):
         reply = Reply((SERVICE, int(Channel.REPLY), number), on_done, self.inbox)

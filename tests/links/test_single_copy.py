@@ -19,15 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interrupts import Interrupt, every_interrupt
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from rankwire.links import borrower, process_memory
 from rankwire.links import lender as lender_module
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import lend
 from rankwire.links.process_memory import probe
-from rankwire.links.stream import SocketStream
+from rankwire.links.stream import SocketStream, stream_of
 from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, LoanRevokedError, unpack_loan
+from real_time import Deadline
 from worlds import PATIENCE, Running, spawn_ranks
 
 MIB = 1 << 20
@@ -57,7 +58,7 @@ def borrow(description, pid, failures):
         failures.append(cause)
         return cause.copy()
 
-    return Borrowed(loan, pid, 1, fail)
+    return Borrowed(loan, pid, 1, REAL_TIME, fail)
 
 
 def read(parcel, start=0, nbytes=None):
@@ -278,7 +279,11 @@ def test_memory_that_cannot_be_read_although_it_is_lent_is_refused():
     for pieces in ([(8, 5000)], [(address, 2000), (8, 3000)]):
         failures = []
         parcel = Borrowed(
-            parse(loaned.description)._replace(pieces=pieces), os.getpid(), 7, reported(failures)
+            parse(loaned.description)._replace(pieces=pieces),
+            os.getpid(),
+            7,
+            REAL_TIME,
+            reported(failures),
         )
         with pytest.raises(LoanRevokedError):
             parcel.whole()
@@ -411,7 +416,7 @@ class Watched:
     """A ``Meanwhile`` that counts."""
 
     def __init__(self, descriptors=(), on_read=None):
-        self.descriptors = list(descriptors)
+        self.descriptors = [stream_of(sock) for sock in descriptors]
         self.reads = []
         self.watched = 0
         self._on_read = on_read

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -30,10 +29,11 @@ from rankwire.links.sockets import (
     listen_unix,
     start_listening,
     tune,
-    unix_peer_uid,
+    unix_peer,
     wait_for,
     wait_patiently,
 )
+from real_time import Deadline
 from worlds import PATIENCE
 
 ANY_PORT = TcpAddress("127.0.0.1", 0)
@@ -273,7 +273,7 @@ def test_a_socket_file_is_for_this_user_only_and_names_the_peer(cleanup, path):
     far, _ = listener.accept()
     cleanup.enter_context(far)
     assert near.getblocking() is False
-    assert unix_peer_uid(near) == unix_peer_uid(far) == os.geteuid()
+    assert unix_peer(near) == unix_peer(far) == (os.getpid(), os.geteuid())
 
 
 def test_a_path_that_is_taken_is_a_configuration_error(cleanup, path):

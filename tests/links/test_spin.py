@@ -5,15 +5,16 @@ import socket
 
 import pytest
 
+from rankwire.clock import REAL_TIME
 from rankwire.links.spin import DEFAULT_SPIN, Spin, default_spin
 
 
 def test_begins_with_the_whole_budget():
-    assert Spin(100e-6).budget == 100e-6
+    assert Spin(100e-6, REAL_TIME).budget == 100e-6
 
 
 def test_a_wasted_budget_is_halved_down_to_none():
-    spin = Spin(100e-6)
+    spin = Spin(100e-6, REAL_TIME)
     budgets = []
     while spin.budget > 0.0:
         budgets.append(spin.budget)
@@ -25,7 +26,7 @@ def test_a_wasted_budget_is_halved_down_to_none():
 
 
 def test_data_that_comes_while_polling_restores_the_whole_budget():
-    spin = Spin(100e-6)
+    spin = Spin(100e-6, REAL_TIME)
     spin.wasted()
     spin.wasted()
     near, far = socket.socketpair()
@@ -36,7 +37,7 @@ def test_data_that_comes_while_polling_restores_the_whole_budget():
 
 
 def test_polling_is_tried_again_now_and_then():
-    spin = Spin(100e-6)
+    spin = Spin(100e-6, REAL_TIME)
     while spin.budget > 0.0:
         spin.wasted()
     tries = 0
@@ -50,7 +51,7 @@ def test_polling_is_tried_again_now_and_then():
 
 
 def test_no_budget_stays_none():
-    spin = Spin(0.0)
+    spin = Spin(0.0, REAL_TIME)
     for _ in range(100):
         spin.skipped()
         spin.wasted()

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.links.stream import SocketStream
 from rankwire.links.tcp_info import Unanswered, unsent_nbytes
+from real_time import Deadline
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
@@ -38,13 +39,13 @@ def test_a_closed_socket_has_nothing_to_tell():
     sock = socket.socket()
     sock.close()
     assert unsent_nbytes(sock) == 0
-    assert Unanswered().look(SocketStream(sock)) is None
+    assert Unanswered(REAL_TIME).look(SocketStream(sock)) is None
 
 
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)
 def test_an_idle_connection_is_not_unanswered_and_neither_is_the_first_message_after(sockets):
     near, far = sockets
-    looker = Unanswered()
+    looker = Unanswered(REAL_TIME)
     near.send(b"x")
     assert far.recv(1) == b"x"
     for _ in range(3):
@@ -59,7 +60,7 @@ def test_an_idle_connection_is_not_unanswered_and_neither_is_the_first_message_a
 def test_a_peer_that_does_not_read_is_not_unanswered(sockets):
     """Its window is full, and the kernel over there says so again and again."""
     near, _ = sockets
-    looker = Unanswered()
+    looker = Unanswered(REAL_TIME)
     longest = 0.0
     end = Deadline(3.0)
     while not end.expired:
@@ -76,4 +77,4 @@ def test_a_peer_that_does_not_read_is_not_unanswered(sockets):
 def test_unix_sockets_need_no_answer(sockets):
     near, _ = sockets
     near.send(b"x")
-    assert Unanswered().look(SocketStream(near)) is None
+    assert Unanswered(REAL_TIME).look(SocketStream(near)) is None

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -26,6 +26,7 @@ from rankwire.links.tls import TlsStream
 from rankwire.links.tls_contexts import TlsContexts, _make_context, names_of_peer
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import LAUNCHER
+from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 
 pytest.importorskip("cryptography")
@@ -75,7 +76,10 @@ def streams(tcp, files):
 @pytest.fixture
 def pair(streams, cleanup):
     """Two connections to each other, inside TLS."""
-    made = [Connection(end, peer=1 - rank, max_nbytes=1 << 30) for rank, end in enumerate(streams)]
+    made = [
+        Connection(end, peer=1 - rank, max_nbytes=1 << 30, clock=REAL_TIME)
+        for rank, end in enumerate(streams)
+    ]
     for connection in made:
         cleanup.callback(connection.close)
     return made

@@ -13,7 +13,6 @@ import pytest
 from headers import pack_header
 from interrupts import Interrupt, Interrupting, every_interrupt
 from links.ends import Proxied, ReadsItself, fill, frame_bytes, frames_of, hold, noise, read, send
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -21,6 +20,7 @@ from rankwire.errors import (
 )
 from rankwire.links.writer import FrameWriter
 from rankwire.wire.frames import HEADER_NBYTES, Channel
+from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 
 MIB = 1 << 20

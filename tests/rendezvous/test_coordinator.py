@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, PeerLostError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
@@ -29,11 +29,12 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
 from rankwire.wire.keys import rank_key, unwrap
+from real_time import Deadline
 from worlds import PATIENCE, SECRET, Running, eventually
 
 
@@ -64,14 +65,13 @@ class Meeting:
         self.told_before_formed: list[int] = []
         self._members: list[tuple[int, Connection]] = []
         self._backlog: dict[Connection, list[Any]] = {}
-        self.acceptor = Acceptor(None, key=b"")  # nobody dials here
+        self.acceptor = Acceptor(None, REAL_TIME, key=b"")  # nobody dials here
         self.coordinator = Coordinator(
             member(0),
             world_size,
             self.acceptor,
             key_of=key_of,
-            on_formed=self._formed,
-            on_gone=self.gone.append,
+            told=Told(on_formed=self._formed, on_gone=self.gone.append),
         )
         self.acceptor.start()
 
@@ -104,9 +104,9 @@ class Meeting:
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):
             sock.setblocking(False)
-        far = Connection(theirs, peer=0, max_nbytes=1 << 20)
+        far = Connection(theirs, peer=0, max_nbytes=1 << 20, clock=REAL_TIME)
         self._members.append((rank, far))
-        near = Connection(ours, peer=rank, max_nbytes=1 << 20)
+        near = Connection(ours, peer=rank, max_nbytes=1 << 20, clock=REAL_TIME)
         self.on_thread(self.coordinator.enter, rank, near)
         return far
 
@@ -298,7 +298,7 @@ def test_a_rank_that_joins_again_and_again_is_called_back_once_at_a_time(meet, m
     tries = []
     monkeypatch.setattr(
         "rankwire.rendezvous.reachability.call_back",
-        lambda member, tell: tries.append((member.pid, tell)),
+        lambda member, tell, clock: tries.append((member.pid, tell)),
     )
     meeting = meet(2)
     for pid in range(5):

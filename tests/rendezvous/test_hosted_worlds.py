@@ -5,11 +5,13 @@ import contextlib
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.links.security import UNPROTECTED
+from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import Here, dial_launcher
 from rankwire.rendezvous.standalone import CoordinatorHost, bind
+from real_time import Deadline
 from worlds import PATIENCE, Running, address_of, eventually
 
 SECRET = b"s" * 32
@@ -29,8 +31,11 @@ class Hosted:
             world_size,
             secret=SECRET,
             job="job",
-            on_formed=lambda world: self.formed.append(len(world.members)),
-            on_gone=lambda gone: self.gone.append((gone.rank, gone.orderly)),
+            told=Told(
+                on_formed=lambda world: self.formed.append(len(world.members)),
+                on_gone=lambda gone: self.gone.append((gone.rank, gone.orderly)),
+            ),
+            clock=REAL_TIME,
             on_launcher=lambda node, link: self.launchers.append((node, link)),
             **options,
         )

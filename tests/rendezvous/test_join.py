@@ -12,7 +12,7 @@ import pytest
 
 from headers import pack_header
 from rankwire.backends.tcp import TcpBackend
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     AuthenticationError,
     PeerLostError,
@@ -50,6 +50,7 @@ from rankwire.wire.handshake import (
     job_id,
 )
 from rankwire.wire.keys import SALT_NBYTES, pair_keys, rank_key, wrap
+from real_time import Deadline
 from worlds import PATIENCE, SECRET, Running, address_of, bound_socket, runtime_folder_of_its_own
 
 KEY = handshake_key(SECRET)
@@ -149,7 +150,7 @@ def framed(*messages) -> bytes:
 def hear_join(sock: socket.socket) -> Member:
     """Return how the rank presents itself."""
     sock.setblocking(False)
-    frames = Connection(sock, peer=1, max_nbytes=1 << 20).read(Deadline(PATIENCE))
+    frames = Connection(sock, peer=1, max_nbytes=1 << 20, clock=REAL_TIME).read(Deadline(PATIENCE))
     sock.setblocking(True)
     message = unpack(frames[0].payload)
     assert isinstance(message, Join)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.launchers import (
@@ -21,6 +21,7 @@ from rankwire.rendezvous.launchers import (
     Stop,
 )
 from rankwire.wire.frames import Channel
+from real_time import Deadline
 
 MESSAGES = [
     Here(4, "host"),
@@ -39,8 +40,8 @@ class Pair:
         self.connections = []
         for sock in socket.socketpair():
             sock.setblocking(False)
-            self.connections.append(Connection(sock, peer=0, max_nbytes=1 << 20))
-        self.here, self.there = map(LauncherLink, self.connections)
+            self.connections.append(Connection(sock, peer=0, max_nbytes=1 << 20, clock=REAL_TIME))
+        self.here, self.there = (LauncherLink(each, REAL_TIME) for each in self.connections)
 
     def __enter__(self) -> "Pair":
         return self

@@ -5,7 +5,9 @@ import threading
 import pytest
 
 from rankwire.backends.tcp import TcpBackend
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
+from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.standalone import CoordinatorHost
 from worlds import (
     PATIENCE,
@@ -36,9 +38,12 @@ class Launcher:
             world_size,
             secret=SECRET,
             job="hosted",
-            on_formed=lambda world: self.told.append("formed"),
-            on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
-            on_hopeless=self.told.append,
+            told=Told(
+                on_formed=lambda world: self.told.append("formed"),
+                on_gone=lambda gone: self.told.append((gone.rank, gone.orderly)),
+                on_hopeless=self.told.append,
+            ),
+            clock=REAL_TIME,
         )
 
     def join(self, rank, world_size, **options):

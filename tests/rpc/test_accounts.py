@@ -1,12 +1,13 @@
 """What a rank tells of the calls that it serves."""
 
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
 from rankwire.rpc.accounts import give_account
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import Key
 from rankwire.wire.mailbox import Mailbox
+from real_time import Deadline
 
 RANK = 1
 
@@ -21,7 +22,7 @@ class Job(Call):
 
 def made_call(request_id):
     """Return a call of "g" on rank 2 that is in flight."""
-    inbox = Inbox(2, Mailbox(keep_unmatched=False))
+    inbox = Inbox(2, Mailbox(keep_unmatched=False), REAL_TIME)
     return MadeCall(None, 2, "g", Reply((0, 0, request_id), None, inbox))
 
 

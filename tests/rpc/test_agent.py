@@ -24,10 +24,10 @@ from rankwire import (
     SubBackend,
     UnsupportedTypeError,
 )
-from rankwire.deadline import Deadline
 from rankwire.rpc import questions
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Channel
+from real_time import Deadline
 from worlds import eventually
 
 

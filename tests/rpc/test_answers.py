@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from rankwire.backends.calls import IncomingCall
+from rankwire.clock import REAL_TIME
 from rankwire.codec.codec import Codec
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -18,6 +18,7 @@ from rankwire.errors import (
 )
 from rankwire.rpc.answers import Answers
 from rankwire.rpc.messages import Outcome, decode_reply
+from real_time import Deadline
 from worlds import Running, eventually
 
 MIB = 1 << 20
@@ -44,7 +45,7 @@ class Port:
 class Limits:
     """What answers know of a backend."""
 
-    rank = 1
+    rank, clock = 1, REAL_TIME
 
     def __init__(self, max_message_nbytes):
         self.max_message_nbytes = max_message_nbytes

@@ -1,7 +1,7 @@
 """A function can ask by whom it was called."""
 
-from rankwire.deadline import Deadline
 from rankwire.rpc.call import Call, current_call, describe_chain, serving
+from real_time import Deadline
 
 
 def test_outside_of_a_call_there_is_none():

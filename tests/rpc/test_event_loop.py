@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+from rankwire.clock import REAL_TIME
 from rankwire.rpc.event_loop import EventLoop
 
 
@@ -11,7 +12,7 @@ class Holder:
 
 
 def test_coroutines_run_concurrently_in_one_thread():
-    loop = EventLoop()
+    loop = EventLoop(REAL_TIME)
     threads, done = set(), threading.Semaphore(0)
 
     async def work():
@@ -28,7 +29,7 @@ def test_coroutines_run_concurrently_in_one_thread():
 
 
 def test_closing_cancels_what_runs():
-    loop = EventLoop()
+    loop = EventLoop(REAL_TIME)
     started, cancelled = threading.Event(), threading.Event()
 
     async def work():
@@ -49,6 +50,6 @@ def test_closing_cancels_what_runs():
 
 def test_without_coroutines_there_is_no_thread():
     before = threading.active_count()
-    loop = EventLoop()
+    loop = EventLoop(REAL_TIME)
     assert threading.active_count() == before
     loop.close()

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError
 from rankwire.rpc.pool import Pool
+from real_time import Deadline
 from worlds import eventually
 
 
@@ -81,6 +82,7 @@ def make_pool(source, **limits):
         wake=source.wake,
         on_look=source.look,
         on_end=source.ended.set,
+        clock=REAL_TIME,
         **limits,
     )
     pool.start()

@@ -15,10 +15,10 @@ from rankwire import (
     OverloadedError,
     RpcAgent,
 )
-from rankwire.deadline import Deadline
 from rankwire.rpc.messages import decode_reply, encode_request
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance, Room, unpack_ask
 from rankwire.testing import simulated_world, sub_world, tcp_world
+from real_time import Deadline
 from worlds import Running, eventually
 
 MIB = 1 << 20

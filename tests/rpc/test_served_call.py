@@ -7,8 +7,8 @@ import time
 import pytest
 
 from rankwire.backends.calls import IncomingCall
+from rankwire.clock import REAL_TIME
 from rankwire.codec.codec import Codec
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     CallCancelledError,
     ChannelClosedError,
@@ -23,6 +23,7 @@ from rankwire.rpc.messages import Request, decode_reply
 from rankwire.rpc.registry import Function
 from rankwire.rpc.room import SMALL_NBYTES
 from rankwire.rpc.served_call import ServedCall
+from real_time import Deadline
 from worlds import eventually
 
 MIB = 1 << 20
@@ -53,7 +54,7 @@ class FakeRoom:
 class FakeServer:
     """What a served call knows of its server, and a port that notes the replies."""
 
-    rank, max_message_nbytes = 1, MIB  # as a backend
+    rank, max_message_nbytes, clock = 1, MIB, REAL_TIME  # as a backend
 
     def __init__(self):
         self.codec = Codec()
@@ -64,7 +65,7 @@ class FakeServer:
         self.pool = FakePool()
         self.room = FakeRoom()
         self.is_stopping = False
-        self.event_loop = EventLoop()
+        self.event_loop = EventLoop(REAL_TIME)
         self.replies = []
         self.flushed = 0
         self.late = []

@@ -9,7 +9,6 @@ import pytest
 
 from rankwire import RpcAgent, SimulatedBackend
 from rankwire.backends.calls import OWN, IncomingCall
-from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -20,6 +19,7 @@ from rankwire.errors import (
 )
 from rankwire.rpc.messages import decode_reply, encode_request
 from rankwire.testing import simulated_world, tcp_world
+from real_time import Deadline
 from worlds import eventually
 
 

@@ -22,8 +22,8 @@ from interrupts import (
     interrupt_main_thread_in,
     no_collection,
 )
-from rankwire.deadline import Deadline
 from rankwire.rpc.messages import encode_request
+from real_time import Deadline
 from rpc.callee import SOON, WORLDS, in_flight, pair, world_of_two
 from worlds import PATIENCE, Running, eventually, nursery, runtime_folder_of_its_own
 

@@ -22,8 +22,8 @@ from rankwire import (
     RemoteError,
     UnsupportedTypeError,
 )
-from rankwire.deadline import Deadline
 from rankwire.rpc import questions
+from real_time import Deadline
 from rpc.callee import SOON, WORLDS, in_flight, pair
 from worlds import PATIENCE, Running, eventually, nursery, runtime_folder_of_its_own
 

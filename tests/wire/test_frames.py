@@ -348,8 +348,8 @@ def test_a_replayed_stream_is_refused():
 
 def test_the_sequence_wraps_at_32_bits():
     parser = FrameParser()
-    frames, counts, _, place = parser.state
-    parser.commit((frames, counts, 2**32 - 2, place))
+    frames, counts, _, *rest = parser.state
+    parser.commit((frames, counts, 2**32 - 2, *rest))
     frames = [(1, 0, tag, bytes(size)) for tag, size in enumerate((1, 100_000, 1, 100_000))]
     assert feed(parser, stream_of(frames, first=2**32 - 2)) == frames
     with pytest.raises(ProtocolError, match="expected 2"):

@@ -268,8 +268,8 @@ def test_swapped_frames_are_refused():
 
 def after_four_billion_frames():
     receiver = parser()
-    frames, counts, sequence, (start, end, _, *rest) = receiver.state
-    receiver.commit((frames, counts, sequence, (start, end, 1 << 32, *rest)))
+    frames, counts, sequence, (start, end, _, *place), read = receiver.state
+    receiver.commit((frames, counts, sequence, (start, end, 1 << 32, *place), read))
     return receiver
 
 

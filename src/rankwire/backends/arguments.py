@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Sendable",
     "as_buffers",
+    "as_index",
     "check_pickle",
     "check_rank",
     "check_tag",
@@ -31,13 +32,18 @@ Sendable = Buffer | Sequence[Buffer]
 _MAX_TAG = (1 << 64) - 1
 
 
+def as_index(value: Any) -> int | None:
+    """Return an integer of any kind, numpy's too, as Python's; None if it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_world(rank: int, world_size: int) -> None:
     """Raise unless ``rank`` is one of ``world_size`` ranks."""
-    try:
-        valid = operator.index(world_size) >= 1
-    except TypeError:
-        valid = False
-    if not valid:
+    size = as_index(world_size)
+    if size is None or size < 1:
         raise InvalidWorldSizeError(world_size)
     check_rank(rank, world_size)
 

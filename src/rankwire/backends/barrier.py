@@ -7,7 +7,7 @@ missing. It knows of a backend only how messages are sent and received.
 from __future__ import annotations
 
 from rankwire.backends.transport import Transport
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.wire.frames import Channel
 
@@ -15,7 +15,6 @@ __all__ = ["meet"]
 
 # Seconds between two looks at all ranks; more if they are many, for who looks holds others up.
 _LOOK, _LOOK_OF_ONE = 0.05, 0.001
-_NOW = Deadline(0.0)
 
 
 def meet(ranks: Transport, epoch: int, deadline: Deadline) -> None:
@@ -61,7 +60,9 @@ def _tell_entered(ranks: Transport, untold: list[int], epoch: int, deadline: Dea
 def _still_missing(ranks: Transport, missing: list[int], epoch: int) -> list[int]:
     """Return those of the missing that have not entered by now; raises if one is gone."""
     heard = set(ranks.sources((ranks.group, Channel.BARRIER, epoch)))
-    return [src for src in missing if src not in heard or not _has_entered(ranks, src, epoch, _NOW)]
+    return [
+        src for src in missing if src not in heard or not _has_entered(ranks, src, epoch, AT_ONCE)
+    ]
 
 
 def _has_entered(ranks: Transport, src: int, epoch: int, deadline: Deadline) -> bool:

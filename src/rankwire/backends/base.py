@@ -11,7 +11,6 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from rankwire.backends.arguments import (
@@ -28,6 +27,7 @@ from rankwire.backends.payloads import check_out, copy_into, share_memory, to_ar
 from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
 from rankwire.backends.status import WorldStatus
 from rankwire.backends.transport import Transport
+from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -59,8 +59,10 @@ class Backend(Transport):
         world_size: The number of ranks.
         timeout: Seconds for every operation that is not given its own limit.
         max_message_nbytes: Largest message sent or accepted.
+        clock: By which everything in its world waits.
 
     Attributes:
+        clock: The same.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
     """
@@ -74,11 +76,13 @@ class Backend(Transport):
         *,
         timeout: float = DEFAULT_TIMEOUT,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
+        clock: Clock = REAL_TIME,
     ) -> None:
         check_world(rank, world_size)
         self.rank = operator.index(rank)  # numpy's integers would not travel
         self.world_size = operator.index(world_size)
-        self.timeout = Deadline(timeout).limit
+        self.clock = clock
+        self.timeout = Deadline(timeout, clock).limit
         self.max_message_nbytes = max_message_nbytes
         self.operations: Any = None  # what the collectives keep about this group; theirs alone
         self._events = PeerEvents()
@@ -111,13 +115,13 @@ class Backend(Transport):
             MessageTooLargeError: Nothing was sent.
             ConfigurationError: It is no such buffer; nothing was sent.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             dst, tag = self._check(dst, tag)
             message = self._as_message(data)
             self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
-            raise self._explained(error, "send", dst, tag, deadline) from error.__cause__
+            raise self.explained(error, "send", deadline, dst, tag) from error.__cause__
 
     def recv(self, src: int, tag: int = 0, timeout: float | None = None) -> bytearray:
         """Return the next message from ``src`` with this tag, whatever its length.
@@ -133,12 +137,12 @@ class Backend(Transport):
             DeadlineExceededError: None came in time; a later receive still gets it.
             PeerLostError: The peer is gone and left nothing.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
             return take(self, src, tag, deadline, None, whole_of)
         except RankwireError as error:
-            raise self._explained(error, "recv", src, tag, deadline) from error.__cause__
+            raise self.explained(error, "recv", deadline, src, tag) from error.__cause__
 
     def recv_into(
         self, buffer: Buffer, src: int, tag: int = 0, timeout: float | None = None
@@ -154,7 +158,7 @@ class Backend(Transport):
             ConfigurationError: The buffer is read-only, has gaps, or holds references, such as an
                 array of objects; the same.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
             view = flat_view(buffer)
@@ -163,7 +167,7 @@ class Backend(Transport):
             take(self, src, tag, deadline, view.nbytes, lambda payload: copy_into(payload, view))
             return view.nbytes
         except RankwireError as error:
-            raise self._explained(error, "recv_into", src, tag, deadline) from error.__cause__
+            raise self.explained(error, "recv_into", deadline, src, tag) from error.__cause__
 
     # -- arrays ------------------------------------------------------------------------------------
 
@@ -175,13 +179,13 @@ class Backend(Transport):
         Raises:
             UnsupportedTypeError: It is neither, or of a dtype that is not carried.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             dst, tag = self._check(dst, tag)
             message = self._as_message(pack_array(array)[0])
             self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
-            raise self._explained(error, "send_array", dst, tag, deadline) from error.__cause__
+            raise self.explained(error, "send_array", deadline, dst, tag) from error.__cause__
 
     def recv_array(
         self, src: int, tag: int = 0, timeout: float | None = None, *, out: Any = None
@@ -200,13 +204,13 @@ class Backend(Transport):
                 of objects, nothing is received.
             InvalidMessageError: The message was not sent by ``send_array``.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
             check_out(out)
             return take(self, src, tag, deadline, None, lambda payload: to_array(payload, out))
         except RankwireError as error:
-            raise self._explained(error, "recv_array", src, tag, deadline) from error.__cause__
+            raise self.explained(error, "recv_array", deadline, src, tag) from error.__cause__
 
     def sendrecv(
         self,
@@ -232,7 +236,7 @@ class Backend(Transport):
             PeerLostError: One of the two is gone, and has not done its part.
         """
         src = dst if src is None else src
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         offer = None
         try:
             dst, tag = self._check(dst, tag)
@@ -254,7 +258,7 @@ class Backend(Transport):
                 raise DeadlineExceededError(deadline.limit, waiting_for=[dst])
             return received
         except RankwireError as error:
-            raise self._explained(error, "sendrecv", src, tag, deadline) from error.__cause__
+            raise self.explained(error, "sendrecv", deadline, src, tag) from error.__cause__
         finally:
             if offer is not None:
                 try:
@@ -279,7 +283,7 @@ class Backend(Transport):
                 barrier is not affected.
             PeerLostError: A rank is gone.
         """
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         grip: list[bool] = []
         try:
             if not deadline.take(self._barrier_lock, grip):
@@ -288,7 +292,7 @@ class Backend(Transport):
                 raise ChannelClosedError("this backend is closed")
             meet(self, next(self._barriers), deadline)
         except RankwireError as error:
-            raise self._explained(error, "barrier", None, None, deadline) from error.__cause__
+            raise self.explained(error, "barrier", deadline) from error.__cause__
         finally:
             if grip[-1:] == [True]:
                 self._barrier_lock.release()
@@ -332,12 +336,7 @@ class Backend(Transport):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error=error)
 
     def __repr__(self) -> str:
@@ -359,8 +358,13 @@ class Backend(Transport):
             raise SelfSendError(self.rank)
         return peer
 
-    def _explained(
-        self, error: RankwireError, op: str, peer: int | None, tag: int | None, deadline: Deadline
+    def explained(
+        self,
+        error: RankwireError,
+        op: str,
+        deadline: Deadline,
+        peer: int | None = None,
+        tag: int | None = None,
     ) -> RankwireError:
         """Add what this operation knows to an error that passes."""
         return error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rankwire.backends.peers import Peer
 from rankwire.backends.transport import Offer
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
 from rankwire.links.lender import Lent
 from rankwire.links.stream import Stream
 from rankwire.wire.loans import LoanRefusedError
 
-__all__ = ["Link", "ReadingAll", "ReadingAndChecking", "LentOffer"]
+__all__ = ["Link", "ReadingAll", "LentOffer"]
 
 _CHECK_EVERY = 0.05
 
@@ -30,10 +32,19 @@ class ReadingAll:
     """What a thread does that cannot send now: it reads whatever other ranks have sent.
 
     So ranks that all send first, in pairs or in a circle, do not wait for each other.
+
+    Args:
+        peers: The other ranks.
+        clock: By which it is called now and then.
+        check: Raises if it makes no sense any more to wait; called now and then.
     """
 
-    def __init__(self, peers: dict[int, Peer]) -> None:
+    def __init__(
+        self, peers: dict[int, Peer], clock: Clock, check: Callable[[], None] | None = None
+    ) -> None:
         self._peers = peers
+        self._check = check
+        self._next = Deadline(_CHECK_EVERY, clock)
 
     def watch(self) -> list[Stream]:
         """Return the streams on which something to read may come."""
@@ -43,49 +54,29 @@ class ReadingAll:
         """Read what is there, without waiting."""
         for peer in list(self._peers.values()):
             peer.inbox.read()
-
-
-class ReadingAndChecking(ReadingAll):
-    """Reads like ``ReadingAll``, and looks now and then whether it still makes sense to wait."""
-
-    def __init__(self, peers: dict[int, Peer], check: Callable[[], None]) -> None:
-        super().__init__(peers)
-        self._check = check
-        self._next = Deadline(_CHECK_EVERY)
-
-    def read(self) -> None:
-        """Read what is there; now and then, raise what ``check`` raises."""
-        super().read()
-        if self._next.expired:
-            self._next = Deadline(_CHECK_EVERY)
+        if self._check is not None and self._next.expired:
+            self._next = Deadline(_CHECK_EVERY, self._next.clock)
             self._check()
 
 
+@dataclass(eq=False)
 class LentOffer(Offer):
     """A message that a peer may be reading out of this process's memory."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        lent: Lent,
-        meanwhile: ReadingAll,
-        send_by_stream: Callable[[], None],
-    ) -> None:
-        self._connection = connection
-        self._lent = lent
-        self._meanwhile = meanwhile
-        self._send_by_stream = send_by_stream
+    connection: Connection
+    lent: Lent
+    meanwhile: ReadingAll
+    send_by_stream: Callable[[], None]
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until it was read. What the peer cannot read is sent to it now."""
-        connection = self._connection
         try:
-            return connection.wait_for_receipt(self._lent, deadline, meanwhile=self._meanwhile)
+            return self.connection.wait_for_receipt(self.lent, deadline, meanwhile=self.meanwhile)
         except LoanRefusedError:
-            self._lent.revoke()
-            self._send_by_stream()
+            self.lent.revoke()
+            self.send_by_stream()
             return True
 
     def revoke(self) -> None:
         """Be done with it: if it was not read, it is as if it had not been sent."""
-        self._lent.revoke()
+        self.lent.revoke()

@@ -15,7 +15,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from time import sleep
 from typing import TYPE_CHECKING
 
 from rankwire.backends.calls import (
@@ -28,7 +27,7 @@ from rankwire.backends.calls import (
     RepliesDue,
 )
 from rankwire.backends.outgoing_calls import OutgoingCalls
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, ForkedProcessError, RankwireError
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
@@ -51,7 +50,6 @@ _FAREWELL_PATIENCE = 0.2
 _POLLER_PATIENCE = 1.0
 _CANCEL_AGAIN = 0.005
 _LONGEST_SLEEP = 86_400.0
-_NOW = Deadline(0.0)
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
 
 
@@ -78,7 +76,7 @@ class MeshCallPort(CallPort):
         self._lent: dict[tuple[Connection, int], Lent] = {}  # replies that are being read
         self._turns: dict[int, int] = {}
         self._is_polled = False
-        self._spin = Spin(mesh.spin)
+        self._spin = Spin(mesh.spin, mesh.clock)
         self._poller = mesh.new_poller()
         guard(self)
 
@@ -151,7 +149,7 @@ class MeshCallPort(CallPort):
                 self._incoming.add(connection)
                 self._poller.register(connection.stream, connection)
                 return
-        self._calls.dismiss(connection, Deadline(_FAREWELL_PATIENCE))
+        self._calls.dismiss(connection, Deadline(_FAREWELL_PATIENCE, self._mesh.clock))
 
     def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
         """Return what other ranks ask, or nothing at the deadline or after ``wake``."""
@@ -278,7 +276,7 @@ class MeshCallPort(CallPort):
         for connection in list(self._holding):
             self._holding.discard(connection)
             try:
-                connection.flush(_NOW)
+                connection.flush(AT_ONCE)
             except RankwireError as error:
                 _log.debug("replies to rank %d were not sent: %s", connection.peer, error)
             if connection.is_holding and connection.failure is None:
@@ -302,13 +300,15 @@ class MeshCallPort(CallPort):
             seen, self._turns[inbox.peer] = self._turns.get(inbox.peer), inbox.turns
             if patiently and seen != inbox.turns:
                 continue
-            inbox.send_held(_NOW)
+            inbox.send_held(AT_ONCE)
             if not inbox.is_read:
+                if inbox.connection is not None and inbox.connection.stream.look_away():
+                    self._read_what_is_left(inbox)
                 self._arm(inbox)
         return outstanding
 
     def _read_what_is_left(self, inbox: Inbox) -> None:
-        """Read what an interrupted thread had taken from the socket: the poller cannot see it."""
+        """Read what the poller cannot see: taken by an interrupted thread, or in a ring."""
         inbox.read_quietly()
         if inbox.due:
             self._own_events.append(RepliesDue(inbox.call_back_due))
@@ -366,13 +366,13 @@ class MeshCallPort(CallPort):
         outgoing = self._calls.close(cause)
         # First of all: who dials from now on is told at the door.
         self._mesh.forget_port(self)
-        patience = Deadline(_POLLER_PATIENCE)
+        patience = Deadline(_POLLER_PATIENCE, self._mesh.clock)
         while self._is_polled and not patience.expired:
-            sleep(0.0005)  # it was woken up, and leaves
+            self._mesh.clock.sleep(0.0005)  # it was woken up, and leaves
         self._poller.close()
         if not is_alone:
             return
-        patience = Deadline(_FAREWELL_PATIENCE)
+        patience = Deadline(_FAREWELL_PATIENCE, self._mesh.clock)
         for connection in incoming:
             self._calls.dismiss(connection, patience)
         self._calls.say_farewell(outgoing, cause, patience)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
@@ -41,7 +43,7 @@ class _Own(Enum):
 OWN = _Own.OWN
 
 
-class IncomingCall:
+class IncomingCall(msgspec.Struct, eq=False):
     """A request from another rank, or from this one.
 
     Attributes:
@@ -53,15 +55,12 @@ class IncomingCall:
         is_wanted: Whether the caller wants the reply, as far as is known here.
     """
 
-    # By hand: a frozen dataclass takes 0.63 us to make, this one 0.17, and there is one a call.
-    __slots__ = ("is_wanted", "origin", "payload", "request_id", "src")
-
-    def __init__(self, src: int, request_id: int, payload: bytearray, origin: Any) -> None:
-        self.is_wanted = True
-        self.src = src
-        self.request_id = request_id
-        self.payload = payload
-        self.origin = origin
+    # A Struct is made in C; a frozen dataclass takes 0.63 us, and there is one a call.
+    src: int
+    request_id: int
+    payload: bytearray
+    origin: Any
+    is_wanted: bool = True
 
     def __repr__(self) -> str:
         return f"<IncomingCall {self.request_id} from rank {self.src}, {len(self.payload)} bytes>"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from rankwire.backends.schedulers import HYDRA_JOB, OURS, Assignment, find_assignment, read_integer
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.backends.tracebacks import install
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.fork import renew_in_child
@@ -91,6 +91,7 @@ def connect(**options: Any) -> TcpBackend:
         "secret": place.secret,
         # A coordinator at the launcher's address is none at another one.
         "has_coordinator": place.has_coordinator and "address" not in options,
+        "clock": REAL_TIME,
     }
     arguments.update(options)
     arguments = _read_security(os.environ, arguments) | arguments
@@ -116,7 +117,7 @@ def connect(**options: Any) -> TcpBackend:
 
 def _settle_address(place: Assignment, arguments: dict[str, Any]) -> None:
     """Choose among several addresses of rank 0, and leave the rest of the time for joining."""
-    deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT))
+    deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT), arguments["clock"])
     addresses = (place.address, *place.others)
     if place.rank == 0:
         arguments["address"] = own_address(addresses)
@@ -128,7 +129,7 @@ def _settle_address(place: Assignment, arguments: dict[str, Any]) -> None:
 
 def _join(arguments: dict[str, Any]) -> TcpBackend:
     """Join; after an earlier world, also wait until rank 0 has left that one too."""
-    deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT))
+    deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT), arguments["clock"])
     while True:
         try:
             return TcpBackend(**arguments)
@@ -137,7 +138,7 @@ def _join(arguments: dict[str, Any]) -> TcpBackend:
             is_old_world = _memory.has_connected and not error.missing
             if not is_old_world or deadline.remaining() <= _PAUSE:
                 raise
-        time.sleep(_PAUSE)
+        deadline.clock.sleep(_PAUSE)
         arguments["join_timeout"] = deadline.remaining()
 
 

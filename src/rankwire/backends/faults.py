@@ -20,10 +20,10 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from time import monotonic
 from typing import Self
 
 from rankwire.backends.arguments import check_rank
+from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError
 
 __all__ = ["FaultPlan", "Link", "Timetable", "link_between"]
@@ -181,7 +181,8 @@ class FaultPlan:
 class Timetable:
     """One thread that does things at their time. It begins with the first thing that is planned."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._has_ended = False
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -189,7 +190,7 @@ class Timetable:
         self._thread = threading.Thread(target=self._run, name="rankwire-timetable", daemon=True)
 
     def plan(self, when: float, action: Callable[[], None]) -> None:
-        """Do something at a point in monotonic time; at the same time, what was planned first.
+        """Do something at a point in time; at the same time, what was planned first.
 
         Args:
             when: The time.
@@ -207,7 +208,7 @@ class Timetable:
             self._has_ended = True
             self._changed.notify()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._clock.join(self._thread)
 
     def _run(self) -> None:
         while (action := self._next()) is not None:
@@ -217,10 +218,10 @@ class Timetable:
         """Sleep until something is to be done; None at the end."""
         with self._changed:
             while not self._has_ended:
-                left = self._agenda[0][0] - monotonic() if self._agenda else _LONGEST_SLEEP
+                left = self._agenda[0][0] - self._clock.now() if self._agenda else _LONGEST_SLEEP
                 if left <= 0.0:
                     return heapq.heappop(self._agenda)[2]
-                self._changed.wait(min(left, _LONGEST_SLEEP))
+                self._clock.wait(self._changed, min(left, _LONGEST_SLEEP))
         return None
 
 

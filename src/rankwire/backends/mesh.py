@@ -21,19 +21,16 @@ from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
 from rankwire.backends.blame import Losses
-from rankwire.backends.bulk import LentOffer, Link, ReadingAll, ReadingAndChecking
+from rankwire.backends.bulk import LentOffer, Link, ReadingAll
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import Fall, fall_by
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.transport import Offer
-from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    DeadlineExceededError,
-    RankwireError,
-)
+from rankwire.clock import Clock
+from rankwire.deadline import AT_ONCE, Deadline
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
@@ -63,6 +60,7 @@ class Mesh(Backend):
         timeout: Seconds for every operation without a limit of its own.
         max_message_nbytes: Largest message sent or accepted.
         peers: The other ranks, by rank; may be filled later.
+        clock: By which everything in its world waits.
         single_copy: Whether memory of ranks on this host may be read.
     """
 
@@ -76,16 +74,19 @@ class Mesh(Backend):
         timeout: float,
         max_message_nbytes: int,
         peers: dict[int, Peer],
+        clock: Clock,
         single_copy: bool = True,
     ) -> None:
-        super().__init__(rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes)
+        super().__init__(
+            rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes, clock=clock
+        )
         self._single_copy = single_copy
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._ports = Ports()
         self._peers = peers
         self._losses = Losses()
-        self._meanwhile = ReadingAll(self._peers)
+        self._meanwhile = ReadingAll(self._peers, self.clock)
 
     # -- what differs ----------------------------------------------------------------------------
 
@@ -152,7 +153,9 @@ class Mesh(Backend):
         connection = peer.messages
         if connection is None:
             connection = self._dial_messages(peer, deadline)
-        meanwhile = self._meanwhile if check is None else ReadingAndChecking(self._peers, check)
+        meanwhile = self._meanwhile
+        if check is not None:
+            meanwhile = ReadingAll(self._peers, self.clock, check)
         lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
         if lent is None:
             return None
@@ -164,7 +167,7 @@ class Mesh(Backend):
             raise
 
     def _send_by_stream(self, connection: Connection, envelope: Envelope, message: Message) -> None:
-        limit = Deadline(self.timeout)  # once begun, it must be finished
+        limit = Deadline(self.timeout, self.clock)  # once begun, it must be finished
         connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
 
     def receive(
@@ -261,7 +264,9 @@ class Mesh(Backend):
             if connection.failure is not None:  # the peer went, or this backend, at this moment
                 peer.check()
                 raise connection.failure.copy()
-            connection.introduce()  # from now on the peer takes an end for a death
+            # From now on the peer takes an end for a death. On a connection for messages nothing
+            # but a farewell comes back.
+            connection.introduce(is_read=purpose is Purpose.CALLS)
             is_kept = True
             keep(connection)
             return connection
@@ -274,12 +279,12 @@ class Mesh(Backend):
 
     def link_to(self, rank: int, timeout: float | None = None) -> Link:
         """Return how messages to a rank travel; connects if that has not happened yet."""
-        deadline = Deadline.of(timeout, self.timeout)
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             peer = self._peers[self._check_peer(rank)]
             connection = peer.messages or self._dial_messages(peer, deadline)
         except RankwireError as error:
-            raise self._explained(error, "link_to", rank, None, deadline) from error.__cause__
+            raise self.explained(error, "link_to", deadline, rank) from error.__cause__
         return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
 
     def _discard(self, peer: Peer, connection: Connection) -> None:
@@ -298,7 +303,8 @@ class Mesh(Backend):
             stream,
             peer=peer.member.rank,
             max_nbytes=self.max_message_nbytes,
-            spin=Spin(self.spin),
+            clock=self.clock,
+            spin=Spin(self.spin, self.clock),
             on_lost=peer.fail,
             on_left=peer.explain_farewell,
             on_rest=self.flush_when_possible,
@@ -350,7 +356,7 @@ class Mesh(Backend):
             port.adopt(connection)
         elif surplus is not None:
             if surplus is connection:  # the service has closed since it was let in
-                connection.farewell(Deadline(0.0))
+                connection.farewell(AT_ONCE)
             self._discard(peer, surplus)
 
     # -- the other ranks ---------------------------------------------------------------------------
@@ -377,7 +383,7 @@ class Mesh(Backend):
             cause = ChannelClosedError("this backend is closed")
             for port in ports:
                 port.shut_down(cause)
-            patience = Deadline(_FAREWELL_PATIENCE)
+            patience = Deadline(_FAREWELL_PATIENCE, self.clock)
             fall = fall_by(error, first_lost=self._losses.first)
             if fall is None:
                 self.tell_leaving()

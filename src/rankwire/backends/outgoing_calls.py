@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["OutgoingCalls"]
 
 _FAREWELL_PATIENCE = 0.2
-_NOW = Deadline(0.0)
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
 # With more calls in flight than this, one more that nobody waits for yet is sent together with the
 # next ones: about a sixth more calls a second with 64 in flight (docs/decisions.md).
@@ -73,7 +72,7 @@ class OutgoingCalls:
         self._dial_locks: dict[int, threading.Lock] = {}
         self._inboxes: dict[int, Inbox] = {}
         self.unsent_cancels: deque[tuple[Connection, int]] = deque()
-        self.own = Inbox(mesh.rank, Mailbox(keep_unmatched=False))
+        self.own = Inbox(mesh.rank, Mailbox(keep_unmatched=False), mesh.clock)
         self.closed: RankwireError | None = None
 
     # -- calls -------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ class OutgoingCalls:
 
     def _cancel(self, connection: Connection, request_id: int) -> bool:
         try:
-            connection.send((self._service, _CANCEL, request_id), ((), 0), _NOW)
+            connection.send((self._service, _CANCEL, request_id), ((), 0), AT_ONCE)
         except DeadlineExceededError:  # another thread is just sending
             self.unsent_cancels.append((connection, request_id))
             return False
@@ -225,7 +224,7 @@ class OutgoingCalls:
             inbox = self._inboxes.get(dst)
             if inbox is not None:
                 return inbox
-            self.dismiss(connection, Deadline(_FAREWELL_PATIENCE))
+            self.dismiss(connection, Deadline(_FAREWELL_PATIENCE, self._mesh.clock))
             assert self.closed is not None
             raise self.closed.copy()
         finally:
@@ -238,7 +237,7 @@ class OutgoingCalls:
             inbox = self._inboxes.get(dst)
             if self.closed is None and (inbox is None or inbox.connection is not connection):
                 mailbox = Mailbox(keep_unmatched=False)
-                self._inboxes[dst] = Inbox(dst, mailbox, connection, fetch=True)
+                self._inboxes[dst] = Inbox(dst, mailbox, self._mesh.clock, connection, fetch=True)
 
     def _discard(self, dst: int, inbox: Inbox) -> None:
         """Forget a connection that has ended.

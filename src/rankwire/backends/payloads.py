@@ -53,9 +53,9 @@ def _to_array(payload: Payload, out: Any) -> Any:
     if out is None:
         return message.view(whole_of(payload))
     target = _target(message, out)
-    if target.nbytes == 0 or message.head.dtype.kind in _CHECKED_KINDS:
-        target[...] = _as_array(message.view(whole_of(payload)))
-    elif target.flags.f_contiguous if message.head.is_fortran else target.flags.c_contiguous:
+    is_plain = target.nbytes > 0 and message.head.dtype.kind not in _CHECKED_KINDS
+    flags, is_fortran = target.flags, message.head.is_fortran
+    if is_plain and (flags.f_contiguous if is_fortran else flags.c_contiguous):
         copy_into(payload, target.ravel("A").view(np.uint8).data, message.start)
     else:
         target[...] = _as_array(message.view(whole_of(payload)))

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from rankwire.backends.status import PeerStatus, describe_wanted, state_of
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
@@ -47,6 +48,7 @@ class Peer:
 
     Args:
         member: Where it is.
+        clock: By which a verdict is waited for.
         await_verdict: Waits until the control plane has said what has become of it, or has nothing
             to say; called before it is given up because of a connection.
         on_lost: Called once if the peer is lost.
@@ -56,12 +58,14 @@ class Peer:
     def __init__(
         self,
         member: Member,
+        clock: Clock,
         *,
         await_verdict: Callable[[Peer], None] = lambda peer: None,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
         explain: Callable[[RankwireError], RankwireError] = lambda error: error,
     ) -> None:
         self.member = member
+        self._clock = clock
         self._await = await_verdict
         self._on_lost = on_lost
         self._explain = explain
@@ -69,7 +73,7 @@ class Peer:
         self.silent_for = 0.0
         self.is_suspected = False
         self._was_refused = False  # a connection, because it has too many
-        self.inbox = Inbox(member.rank, Mailbox())
+        self.inbox = Inbox(member.rank, Mailbox(), clock)
         self.failure: RankwireError | None = None
         self.dial_lock = threading.Lock()
         self.messages: Connection | None = None
@@ -138,7 +142,7 @@ class Peer:
             has_verdict = self._has_verdict = self._has_verdict or threading.Event()
             if self.failure is not None:
                 return True
-        return has_verdict.wait(seconds)
+        return self._clock.wait(has_verdict, seconds)
 
     def judge(self, cause: RankwireError) -> RankwireError:
         """Give the peer up at once, because the control plane has said so."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rankwire.backends.payloads import to_array
 from rankwire.backends.transport import Offer, Transport
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError
 from rankwire.wire.frames import Channel, Payload
 from rankwire.wire.loans import LoanRevokedError
@@ -19,7 +19,6 @@ from rankwire.wire.loans import LoanRevokedError
 __all__ = ["raise_if_lost", "take", "take_array_meanwhile"]
 
 _LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
-_NOW = Deadline(0.0)
 
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ def take_array_meanwhile(
             if patience is deadline:
                 raise
             assert offer is not None
-            if offer.wait(_NOW):
+            if offer.wait(AT_ONCE):
                 offer = None  # it has been taken: whatever becomes of its taker now
 
 

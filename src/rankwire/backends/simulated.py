@@ -3,7 +3,8 @@
 It is the same mesh as that of processes (``mesh``: connections, inboxes, call ports), over streams
 in memory instead of sockets, so that a program can be tested without processes; each rank is an
 object, usually used by a thread of its own. Dialling is a call of a function, and who is gone is
-known to the network at once. Time is real.
+known to the network at once. Time is that of the clock that the world was given, one for all
+ranks.
 
 What befalls streams and ranks is in ``simulated_network``, fault plans are in ``faults``. This
 module knows what a rank is, and what it means to it to leave, to die and to lose a peer. A peer is
@@ -29,7 +30,8 @@ from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.simulated_network import Network
 from rankwire.backends.transport import Offer
-from rankwire.deadline import Deadline
+from rankwire.clock import REAL_TIME, Clock
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -49,7 +51,6 @@ __all__ = ["DEFAULT_QUEUE_NBYTES", "SimulatedBackend"]
 _log = logging.getLogger("rankwire")
 
 DEFAULT_QUEUE_NBYTES = 64 << 20  # NATS lets a slow consumer keep as much pending
-_NOW = Deadline(0.0)
 _PID = os.getpid()
 
 
@@ -92,6 +93,7 @@ class SimulatedBackend(Mesh):
             timeout=timeout,
             max_message_nbytes=max_message_nbytes,
             peers=_Peers(self._meet),
+            clock=network.clock,
             single_copy=False,
         )
         self.network = network
@@ -108,6 +110,7 @@ class SimulatedBackend(Mesh):
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         queue_nbytes: int = DEFAULT_QUEUE_NBYTES,
         faults: FaultPlan | None = None,
+        clock: Clock = REAL_TIME,
     ) -> list[Self]:
         """Return the ranks of a new world; the index is the rank.
 
@@ -120,6 +123,7 @@ class SimulatedBackend(Mesh):
                 other. Calls have queues of their own. A rank that waits for a message reads those
                 before it and keeps them, as on a network.
             faults: What goes wrong, and when; time begins now. The world takes a copy.
+            clock: By which all ranks, and the faults, wait.
 
         Raises:
             InvalidWorldSizeError: Less than one rank.
@@ -131,7 +135,7 @@ class SimulatedBackend(Mesh):
             raise ConfigurationError(f"a queue holds at least 1 byte, not {queue_nbytes!r}")
         faults = FaultPlan() if faults is None else faults
         faults.check(world_size)
-        network = Network(world_size, queue_nbytes=queue_nbytes, faults=faults)
+        network = Network(world_size, queue_nbytes=queue_nbytes, faults=faults, clock=clock)
         world: list[Self] = []
         for rank in range(world_size):
             world.append(
@@ -217,7 +221,7 @@ class SimulatedBackend(Mesh):
 
     def new_poller(self) -> MemoryPoller:
         """Return a poller of streams in memory."""
-        return MemoryPoller()
+        return MemoryPoller(self.clock)
 
     def flush_when_possible(self, connection: Connection) -> None:
         """Have whoever reads at the other end send what a connection holds back."""
@@ -226,7 +230,7 @@ class SimulatedBackend(Mesh):
 
     def _flush(self, connection: Connection) -> None:
         try:
-            connection.flush(_NOW)
+            connection.flush(AT_ONCE)
         except RankwireError as error:
             _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
             if connection.failure is None and connection.is_holding:
@@ -239,6 +243,7 @@ class SimulatedBackend(Mesh):
             if peer is None:
                 peer = self._peers[rank] = Peer(
                     Member(rank, _PID, "", 0, "", ""),
+                    self.clock,
                     await_verdict=self._await_verdict,
                     on_lost=self._note_loss,
                     explain=self._losses.explain,
@@ -330,7 +335,7 @@ class SimulatedBackend(Mesh):
         if connection.queued_nbytes > connection.stream.unsent_nbytes():
             connection.stream.lift_limit()
             with suppress(RankwireError):  # it has failed, or another thread is about to do it
-                connection.flush(_NOW)
+                connection.flush(AT_ONCE)
 
     def tell_fall(self, fall: Fall) -> None:
         """Tell the others by which error this rank leaves."""

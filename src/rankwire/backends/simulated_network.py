@@ -2,8 +2,8 @@
 
 It knows who has left, who was killed and which links are broken, makes the streams that ranks are
 connected by (``links.memory_stream``) and applies the fault plan to them. It does not know messages
-and ports: its members tell it who they are (``Member``), cut their streams when it says so, and ask
-it what has become of a peer.
+and ports: its ranks cut their streams when it says so (``cut``, ``die``: at once, no waiting and
+no calling back), end what they wait for (``end``, ``hear_of``), and ask it what became of a peer.
 
 A fault happens in two steps. First it is noted and the streams are cut, at once and in any thread,
 a sender's included: from then on whoever uses one finds it ended and asks here why. Then everybody
@@ -20,38 +20,26 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
+from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
-from rankwire.links.course import Course, Gate
 from rankwire.links.memory_stream import MemoryStream, memory_pair
+from rankwire.links.route import Gate, Route
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.protocol import left
 
-__all__ = ["Member", "Network"]
+if TYPE_CHECKING:
+    from rankwire.backends.simulated import SimulatedBackend
+
+__all__ = ["Network"]
 
 _KILLED = Fall("it was killed", "")
 # A user's callback may still run in a thread; closing the world does not wait for it for ever.
 _JOIN_LIMIT = 5.0
-
-
-class Member(Protocol):
-    """One rank as the network sees it."""
-
-    def cut(self, peer: int) -> None:
-        """End the streams to a peer, at this moment. Must not wait nor call back."""
-
-    def die(self) -> None:
-        """Be dead: end all streams, at this moment. Must not wait nor call back."""
-
-    def hear_of(self, peer: int) -> None:
-        """Ask what has become of a peer, and end what is wanted of it."""
-
-    def end(self) -> None:
-        """End everything that this rank waits for, because it is dead."""
 
 
 class Network:
@@ -61,25 +49,32 @@ class Network:
         world_size: How many ranks.
         queue_nbytes: What a stream holds.
         faults: What goes wrong, and when; a copy is taken.
+        clock: The world's.
+
+    Attributes:
+        clock: The same.
     """
 
-    def __init__(self, world_size: int, *, queue_nbytes: int, faults: FaultPlan) -> None:
+    def __init__(
+        self, world_size: int, *, queue_nbytes: int, faults: FaultPlan, clock: Clock
+    ) -> None:
         self.world_size = world_size
+        self.clock = clock
         self._queue_nbytes = queue_nbytes
         self._faults = copy.deepcopy(faults)
         self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
         self._delays: dict[tuple[int, int, str], Iterator[float] | None] = {}
-        self._members: Sequence[Member] = ()
+        self._members: Sequence[SimulatedBackend] = ()
         self._lock = threading.Lock()
         self._left: set[int] = set()
         self._killed: dict[int, Fall] = {}
         self._broken: set[Link] = set()
         self._sent: Counter[int] = Counter()
         self._carried: Counter[Link] = Counter()
-        self._timetable = Timetable()
+        self._timetable = Timetable(clock)
         self._telling: list[threading.Thread] = []
 
-    def start(self, members: Sequence[Member]) -> None:
+    def start(self, members: Sequence[SimulatedBackend]) -> None:
         """Take the ranks; time begins for the fault plan."""
         self._members = members
         for rank, count in self._faults.kill_after_messages.items():
@@ -88,7 +83,7 @@ class Network:
         for link, count in self._faults.break_after_messages.items():
             if count == 0:
                 self.break_link(*link)
-        now = monotonic()
+        now = self.clock.now()
         for rank, seconds in self._faults.kill_after_seconds.items():
             self._timetable.plan(now + seconds, partial(self._kill_in_passing, rank))
         for link, seconds in self._faults.break_after_seconds.items():
@@ -136,7 +131,7 @@ class Network:
             if rank != peer and link_between(rank, peer) in self._broken:
                 return PeerLostError(peer, "the link to it is broken"), None
             if peer in self._left:
-                return ChannelClosedError(f"rank {peer} has left").during(peer=peer), None
+                return left(peer), None
         return None
 
     def gone_for(self, rank: int) -> set[int]:
@@ -153,8 +148,8 @@ class Network:
             there, back = "messages", "courtesies"
         else:
             there, back = f"requests {service}", f"replies {service}"
-        courses = self._course(src, dst, there), self._course(dst, src, back)
-        return memory_pair(self._queue_nbytes, *courses)
+        routes = self._route(src, dst, there), self._route(dst, src, back)
+        return memory_pair(self._queue_nbytes, self.clock, *routes)
 
     def leave(self, rank: int) -> None:
         """Note that a rank leaves in good order: from now on its streams may end."""
@@ -175,11 +170,11 @@ class Network:
                 telling = self._telling
             for thread in telling:
                 if thread is not threading.current_thread():
-                    thread.join(_JOIN_LIMIT)
+                    self.clock.join(thread, _JOIN_LIMIT)
 
     # -- what befalls messages ---------------------------------------------------------------------
 
-    def _course(self, src: int, dst: int, kind: str) -> Course | None:
+    def _route(self, src: int, dst: int, kind: str) -> Route | None:
         if not self._faults.touches_messages:
             return None
         with self._lock:  # a stream that is opened again goes on where the last one stopped
@@ -188,8 +183,8 @@ class Network:
             delays = self._delays[src, dst, kind]
         gate = self._gates.get(dst)
         if self._faults.counts_messages:
-            return Course(delays, gate, partial(self._count, src, dst))
-        return None if delays is None and gate is None else Course(delays, gate)
+            return Route(self.clock.now, delays, gate, partial(self._count, src, dst))
+        return None if delays is None and gate is None else Route(self.clock.now, delays, gate)
 
     def _count(self, src: int, dst: int) -> None:
         link = link_between(src, dst)

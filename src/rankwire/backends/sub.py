@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from time import sleep
+from typing import Any
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
@@ -87,36 +87,26 @@ class SubBackend(Backend):
             len(chosen),
             timeout=parent.timeout if timeout is None else timeout,
             max_message_nbytes=parent.max_message_nbytes,
+            clock=parent.clock,
         )
-        self._parent = parent
+        self.parent = parent
         self.security = parent.security
         self._members = chosen
         self._closed = False
         self._lock = threading.Lock()
         self._ports: set[SubCallPort] = set()
         self._waiting: Counter[int] = Counter()  # receives under way, by group
-        deadline = Deadline(self.timeout)
+        deadline = Deadline(self.timeout, self.clock)
         try:
             ordinal = Agreement.at(parent).reach(parent, chosen, deadline)
         except RankwireError as error:
-            error.during(op="SubBackend", rank=parent.rank, waited=deadline.waited)
-            raise
-        self._group = group_id(parent.group, chosen, ordinal)
-
-    @property
-    def parent(self) -> Backend:
-        """The backend whose ranks these are."""
-        return self._parent
+            raise parent.explained(error, "SubBackend", deadline) from error.__cause__
+        self.group = group_id(parent.group, chosen, ordinal)
 
     @property
     def members(self) -> list[int]:
         """The parent ranks of this group, ascending; the index is the rank here."""
         return list(self._members)
-
-    @property
-    def group(self) -> int:
-        """The id by which this group's traffic is told from others'; the same on all members."""
-        return self._group
 
     @property
     def closed(self) -> bool:
@@ -133,20 +123,14 @@ class SubBackend(Backend):
 
     def world_rank_of(self, rank: int) -> int:
         """Return the rank in the whole world of a rank of this group."""
-        return self._parent.world_rank_of(self.to_global(rank))
+        return self.parent.world_rank_of(self.to_global(rank))
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def transmit(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-    ) -> None:
+    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
         """Send one message to a rank of this group."""
         with self.translating(dst) as parent_rank:
-            self._parent.transmit(parent_rank, envelope, message, deadline)
+            self.parent.transmit(parent_rank, envelope, message, deadline)
 
     def offer(
         self,
@@ -161,7 +145,7 @@ class SubBackend(Backend):
         offer: Offer | None = None
         try:
             with self.translating(dst) as parent_rank:
-                offer = self._parent.offer(parent_rank, envelope, message, deadline, check=check)
+                offer = self.parent.offer(parent_rank, envelope, message, deadline, check=check)
             return None if offer is None else _SubOffer(self, dst, offer)
         except BaseException:
             if offer is not None:
@@ -171,22 +155,17 @@ class SubBackend(Backend):
     @property
     def hosts(self) -> Sequence[object]:
         """One item a rank; those of ranks on one host are equal."""
-        return [self._parent.hosts[member] for member in self._members]
+        return [self.parent.hosts[member] for member in self._members]
 
     def receive(
-        self,
-        src: int,
-        envelope: Envelope,
-        deadline: Deadline,
-        *,
-        nbytes: int | None = None,
+        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
         """Return the next message of a rank of this group."""
         with self._receiving(envelope[0]), self.translating(src) as parent_rank:
             while True:
                 patience = deadline.sooner(_LOOK_UP_EVERY)
                 try:
-                    return self._parent.receive(parent_rank, envelope, patience, nbytes=nbytes)
+                    return self.parent.receive(parent_rank, envelope, patience, nbytes=nbytes)
                 except DeadlineExceededError:
                     if patience is deadline:
                         raise
@@ -194,27 +173,27 @@ class SubBackend(Backend):
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken."""
-        return self._parent.has_arrived(self._members[src], envelope)
+        return self.parent.has_arrived(self._members[src], envelope)
 
     def sources(self, envelope: Envelope) -> list[int]:
         """Return the ranks of which a receive may not come back empty-handed at once."""
-        found = {*self._parent.sources(envelope)}
+        found = {*self.parent.sources(envelope)}
         return [rank for rank, member in enumerate(self._members) if member in found]
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank."""
-        self._parent.abandon(group, cause)
+        self.parent.abandon(group, cause)
 
     def refuse(self, envelope: Envelope) -> None:
         """Drop the messages of a family of tags, now and later."""
-        self._parent.refuse(envelope)
+        self.parent.refuse(envelope)
 
     # -- calls -------------------------------------------------------------------------------------
 
     def open_calls(self, service: int) -> CallPort:
         """Return a port for calls. The same number in another group is another service."""
         self._raise_if_closed()
-        port = SubCallPort(self, self._parent.open_calls(service_of_group(self._group, service)))
+        port = SubCallPort(self, self.parent.open_calls(service_of_group(self.group, service)))
         with self._lock:
             self._ports.add(port)
         if self._closed:  # meanwhile: then close() may have missed it
@@ -230,7 +209,7 @@ class SubBackend(Backend):
 
     def failure_of(self, rank: int) -> RankwireError | None:
         """Return why a peer is gone, or None."""
-        failure = self._parent.failure_of(self.to_global(rank))
+        failure = self.parent.failure_of(self.to_global(rank))
         if failure is not None:
             failure = failure.copy()
             self.adopt(rank, None, failure)
@@ -238,7 +217,7 @@ class SubBackend(Backend):
 
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer, also beyond this group."""
-        return replace(self._parent.status_of(self.to_global(rank)), rank=rank)
+        return replace(self.parent.status_of(self.to_global(rank)), rank=rank)
 
     def on_peer_lost(self, callback: OnLost) -> Callable[[], None]:
         """Have a function called when a member of this group is lost."""
@@ -249,7 +228,7 @@ class SubBackend(Backend):
                 self.adopt(rank, None, error)
                 callback(error)
 
-        return self._parent.on_peer_lost(lost)
+        return self.parent.on_peer_lost(lost)
 
     def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
         """Have a function called when a member of this group becomes silent, or is heard again."""
@@ -259,7 +238,7 @@ class SubBackend(Backend):
             if rank is not None:
                 callback(rank, seconds)
 
-        return self._parent.on_peer_suspected(suspected)
+        return self.parent.on_peer_suspected(suspected)
 
     def close(self, *, error: BaseException | None = None) -> None:
         """End the view and its call ports, not the parent. Idempotent.
@@ -272,17 +251,17 @@ class SubBackend(Backend):
             ports = list(self._ports)
         for port in ports:
             port.close()
-        patience = Deadline(_CLOSE_PATIENCE)
+        patience = Deadline(_CLOSE_PATIENCE, self.clock)
         self._abandon_waiting()
         while self._waiting and not patience.expired:
-            sleep(0.001)  # one had not reached the parent yet, or sleeps
+            self.clock.sleep(0.001)  # one had not reached the parent yet, or sleeps
             self._abandon_waiting()
 
     def _abandon_waiting(self) -> None:
         with self._lock:
-            groups = {self._group, *self._waiting}
+            groups = {self.group, *self._waiting}
         for group in groups:
-            self._parent.abandon(group, ChannelClosedError("this group is closed"))
+            self.parent.abandon(group, ChannelClosedError("this group is closed"))
 
     @contextmanager
     def _receiving(self, group: int) -> Iterator[None]:
@@ -321,7 +300,7 @@ class SubBackend(Backend):
         """
         if first is not None:
             first(error)
-        if error.rank == self._parent.rank:
+        if error.rank == self.parent.rank:
             error.rank = self.rank
         if error.peer in self._members:
             error.peer = self._members.index(error.peer)
@@ -330,17 +309,11 @@ class SubBackend(Backend):
             error.waiting_for = [rank for rank in ranks if rank is not None]
         self._note(error, [peer])
 
-    def _explained(
-        self,
-        error: RankwireError,
-        op: str,
-        peer: int | None,
-        tag: int | None,
-        deadline: Deadline,
-    ) -> RankwireError:
+    def explained(self, error: RankwireError, *context: Any) -> RankwireError:
+        """Add what was being done, and which ranks of the parent are missing."""
         if isinstance(error, DeadlineExceededError):
             self._note(error, error.waiting_for)  # a barrier finds out who is missing here
-        return super()._explained(error, op, peer, tag, deadline)
+        return super().explained(error, *context)
 
     def _note(self, error: RankwireError, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -369,13 +342,13 @@ def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
 
 class _SubOffer(Offer):
     def __init__(self, group: SubBackend, dst: int, offer: Offer) -> None:
-        self._group = group
+        self.group = group
         self._dst = dst
         self._offer = offer
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until it has been read; errors name ranks of the group."""
-        with self._group.translating(self._dst):
+        with self.group.translating(self._dst):
             return self._offer.wait(deadline)
 
     def revoke(self) -> None:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from rankwire.backends.base import Backend
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
 from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
@@ -100,7 +100,7 @@ class Agreement:
         for src in others:
             try:
                 # Once a disagreement is certain, nobody is waited for any more.
-                patience = Deadline(0.0) if differing else deadline
+                patience = AT_ONCE if differing else deadline
                 envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
                 payload = parent.receive(src, envelope, patience)
             except DeadlineExceededError:

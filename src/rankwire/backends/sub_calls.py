@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rankwire.backends.calls import (
     CallCancelled,
@@ -16,26 +15,14 @@ from rankwire.backends.calls import (
     RepliesDue,
 )
 from rankwire.deadline import Deadline
-from rankwire.errors import RankwireError
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
 from rankwire.wire.mailbox import Receive
 
+if TYPE_CHECKING:
+    from rankwire.backends.sub import SubBackend
+
 __all__ = ["SubCallPort"]
-
-
-class _Group(Protocol):
-    """The group, as far as it is known here."""
-
-    rank: int
-
-    def to_global(self, local: int) -> int: ...
-    def translating(self, rank: int) -> AbstractContextManager[int]: ...
-    def to_local(self, parent_rank: int) -> int | None: ...
-    def adopt(
-        self, peer: int, first: Callable[[RankwireError], None] | None, error: RankwireError
-    ) -> None: ...
-    def forget_port(self, port: SubCallPort) -> None: ...
 
 
 class SubCallPort(CallPort):
@@ -46,7 +33,7 @@ class SubCallPort(CallPort):
         port: The parent's port, for this group and service alone.
     """
 
-    def __init__(self, group: _Group, port: CallPort) -> None:
+    def __init__(self, group: SubBackend, port: CallPort) -> None:
         self._group = group
         self._port = port
 

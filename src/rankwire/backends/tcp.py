@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.exit_report import Fall
@@ -24,6 +23,7 @@ from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_dialing import Dialling, Transport
 from rankwire.backends.tcp_formation import Formation
 from rankwire.backends.tcp_introductions import Introductions
+from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -36,7 +36,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
-from rankwire.links.sockets import TcpAddress
+from rankwire.links.sockets import AnySocket, Socket, TcpAddress
 from rankwire.links.spin import default_spin
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
@@ -51,12 +51,8 @@ from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.shutdown import close_at_exit
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["TcpBackend", "Transport"]
 
@@ -113,6 +109,8 @@ class TcpBackend(Mesh):
         tls: Files for TLS between hosts.
         listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
             from now on.
+        clock: By which it waits. The operating system waits for sockets, in real time, so only a
+            clock that keeps that will do.
 
     Raises:
         RendezvousError: The world did not form; ``missing`` has the absent ranks.
@@ -142,7 +140,8 @@ class TcpBackend(Mesh):
         security: Security = "auto",
         integrity: Integrity = "crc",
         tls: Tls | None = None,
-        listener: socket.socket | None = None,
+        listener: Socket | None = None,
+        clock: Clock = REAL_TIME,
     ) -> None:
         super().__init__(
             rank,
@@ -150,11 +149,13 @@ class TcpBackend(Mesh):
             timeout=timeout,
             max_message_nbytes=max_message_nbytes,
             peers={},
+            clock=clock,
             single_copy=single_copy,
         )
         if transport not in ("auto", "tcp", "unix"):
             raise ConfigurationError(f'transport is "auto", "tcp" or "unix", not {transport!r}')
-        suspect_after, fail_after = Deadline(suspect_after).limit, Deadline(fail_after).limit
+        suspect_after = Deadline(suspect_after, clock).limit
+        fail_after = Deadline(fail_after, clock).limit
         if not 0 < suspect_after <= fail_after:
             raise ConfigurationError(
                 "a rank is suspected before it is given up: 0 < suspect_after <= fail_after, not "
@@ -168,7 +169,7 @@ class TcpBackend(Mesh):
         self._transport = transport
         self._wanted_spin = spin
         self._is_watched = True
-        self._introductions = Introductions(self._peers.values, self._greet)
+        self._introductions = Introductions(self._peers.values, self._greet, clock)
         where = TcpAddress.parse(address)
         policy = choose_policy(security, where, integrity=integrity, tls=tls)
         self.security = policy.mode
@@ -186,7 +187,7 @@ class TcpBackend(Mesh):
             advertise=advertise,
         )
         try:
-            self._formation.form(Deadline(join_timeout))
+            self._formation.form(Deadline(join_timeout, clock))
         except BaseException:
             self._formation.close()
             raise
@@ -204,6 +205,7 @@ class TcpBackend(Mesh):
             if member.rank != self.rank:
                 self._peers[member.rank] = Peer(
                     member,
+                    self.clock,
                     await_verdict=self._await_verdict,
                     on_lost=self._events.lost,
                     explain=self._explain_end,
@@ -248,7 +250,7 @@ class TcpBackend(Mesh):
             raise ProtocolError(f"the coordinator tells of rank {gone.rank}, which does not exist")
         peer = self._peers[gone.rank]
         if gone.orderly:
-            peer.leave(ChannelClosedError(f"rank {gone.rank} has left").during(peer=gone.rank))
+            peer.leave(left(gone.rank))
             return
         kind = PeerUnresponsiveError if gone.silent else PeerLostError
         loss = kind(gone.rank, gone.reason, remote_traceback=gone.traceback)
@@ -283,11 +285,7 @@ class TcpBackend(Mesh):
         peer = self._peers.get(self._coordinator)
         if peer is not None:
             if isinstance(error, ChannelClosedError):
-                peer.leave(
-                    ChannelClosedError(f"rank {peer.member.rank} has left").during(
-                        peer=peer.member.rank
-                    )
-                )
+                peer.leave(left(peer.member.rank))
             else:
                 peer.judge(error)
         self._introductions.begin()
@@ -317,7 +315,7 @@ class TcpBackend(Mesh):
         return replace(status, silent_for=silences.get(status.rank, status.silent_for))
 
     def _greet(self, peer: Peer) -> None:
-        deadline = Deadline(self.timeout)
+        deadline = Deadline(self.timeout, self.clock)
         self._dial_messages(peer, deadline).greet(deadline)
 
     # -- leaving -----------------------------------------------------------------------------------

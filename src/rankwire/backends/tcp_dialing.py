@@ -7,15 +7,13 @@ business of ``mesh``.
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rankwire.backends.peers import Peer
 from rankwire.backends.tcp_formation import Formation
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
-    ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
     NoConnectionError,
@@ -23,16 +21,12 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.dialer import authenticate
-from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
+from rankwire.links.sockets import AnySocket, Socket, TcpAddress, connect_tcp, connect_unix
 from rankwire.rendezvous.control_messages import Member
 from rankwire.rendezvous.runtime_dir import has_removed
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["Dialling", "Transport"]
 
@@ -71,7 +65,7 @@ class Dialling:
         """
         rank = peer.member.rank
         hello = self._formation.hello(purpose, rank, service)
-        patience = Deadline(_REFUSED_PATIENCE)
+        patience = Deadline(_REFUSED_PATIENCE, deadline.clock)
         while True:
             peer.check()
             try:
@@ -92,7 +86,7 @@ class Dialling:
                 # All have proved the secret when the world formed: who hangs up now is going.
                 if patience.expired or deadline.expired:
                     raise self._unreachable(peer, error) from error
-                time.sleep(0.005)
+                deadline.clock.sleep(0.005)
 
     def _unreachable(self, peer: Peer, error: RankwireError) -> RankwireError:
         """Return what has become of a peer that lets nobody in, if nobody has told.
@@ -101,10 +95,10 @@ class Dialling:
         """
         rank, member = peer.member.rank, peer.member
         if member.host_id == self._me.host_id and has_removed(member.unix_path):
-            return ChannelClosedError(f"rank {rank} has left").during(peer=rank)
+            return left(rank)
         return PeerLostError(rank, error.message)
 
-    def _connect(self, peer: Peer, deadline: Deadline) -> socket.socket:
+    def _connect(self, peer: Peer, deadline: Deadline) -> Socket:
         member = peer.member
         here = member.host_id == self._me.host_id and member.unix_path
         if self._transport == "unix" and not here:

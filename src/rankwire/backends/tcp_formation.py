@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +26,8 @@ from rankwire.links.connection import Connection
 from rankwire.links.listening import ListeningPlace, listen_somewhere
 from rankwire.links.security import Policy
 from rankwire.links.sockets import (
+    AnySocket,
+    Socket,
     TcpAddress,
     expect_prompt_reading,
     listen_tcp,
@@ -33,41 +35,21 @@ from rankwire.links.sockets import (
     start_listening,
 )
 from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
-from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.join import join
-from rankwire.rendezvous.membership import Audience, Membership
+from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
-from rankwire.wire.handshake import (
-    LAUNCHER,
-    Hello,
-    Purpose,
-    Status,
-    job_id,
-)
-from rankwire.wire.keys import KEY_NBYTES, Key, RankKey, rank_key, unwrap
+from rankwire.wire.handshake import LAUNCHER, Hello, Purpose, Status, job_id
+from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
+    from rankwire.backends.tcp import TcpBackend
 
 __all__ = ["Formation"]
 
 _LOOK_EVERY = 0.5  # seconds between two looks at connections that may be cut
-
-
-class _Owner(Audience, Protocol):
-    """The backend, as far as it is known here."""
-
-    rank: int
-    world_size: int
-
-    def admit(self, hello: Hello) -> tuple[Status, int]: ...
-    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None: ...
-    def on_formed(self, world: World) -> None: ...
-    def look_for_silence(self) -> None: ...
 
 
 class Formation:
@@ -78,14 +60,14 @@ class Formation:
 
     def __init__(
         self,
-        owner: _Owner,
+        owner: TcpBackend,
         address: TcpAddress,
         *,
         secret: bytes | str | None,
         job: str,
         policy: Policy,
         share_files: bool,
-        listener: socket.socket | None,
+        listener: Socket | None,
         patience: Patience,
         has_coordinator: bool,
         listen: str | None,
@@ -99,7 +81,7 @@ class Formation:
         self._has_coordinator = has_coordinator
         self.address = address
         self.key = b""  # this rank's, by which it joins
-        self._keys: Mapping[int, Key] = {}  # with every other rank
+        self._keys: Mapping[int, HiddenKey] = {}  # with every other rank
         self._owner = owner
         self._job = job_id(job)
         self._share_files = share_files
@@ -111,7 +93,7 @@ class Formation:
         # Removed by close(), and by the interpreter's end if nobody closes.
         self._files: list[weakref.finalize[..., Formation]] = []
         self._tcp_listener = listener
-        self._unix_listener: socket.socket | None = None
+        self._unix_listener: Socket | None = None
         self._unix_path = ""
         self._member: Member | None = None
         self._epoch = 0
@@ -182,9 +164,7 @@ class Formation:
             acceptor,
             key_of=partial(rank_key, secret),
             patience=self._patience,
-            on_formed=self._formed,
-            on_gone=self._owner.on_gone,
-            on_suspected=self._owner.on_suspected,
+            told=Told(self._formed, self._owner.on_gone, self._owner.on_suspected),
         )
         start_listening(listener)
         acceptor.start()
@@ -242,7 +222,9 @@ class Formation:
         return self._member
 
     def _make_acceptor(self) -> Acceptor:
-        self._acceptor = Acceptor(self, key=self._find_key_of, policy=self.policy)
+        self._acceptor = Acceptor(
+            self, self._owner.clock, key=self._find_key_of, policy=self.policy
+        )
         self._acceptor.call_every(_LOOK_EVERY, self._owner.look_for_silence)
         for listener in (self._tcp_listener, self._unix_listener):
             if listener is not None:
@@ -286,7 +268,13 @@ class Formation:
         expect_prompt_reading(sock)
         self._coordinator.enter(
             hello.rank,
-            Connection(sock, peer=hello.rank, max_nbytes=MAX_MEMBER_NBYTES, seals=seals),
+            Connection(
+                sock,
+                peer=hello.rank,
+                max_nbytes=MAX_MEMBER_NBYTES,
+                clock=self._owner.clock,
+                seals=seals,
+            ),
         )
 
     @property
@@ -297,7 +285,7 @@ class Formation:
     def catch_up(self, seconds: float) -> None:
         """Wait until the control plane's news that have come are known, but not for longer."""
         if self._acceptor is not None:
-            self._acceptor.catch_up(Deadline(seconds))
+            self._acceptor.catch_up(Deadline(seconds, self._owner.clock))
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""

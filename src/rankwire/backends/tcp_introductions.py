@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from rankwire.backends.peers import Peer
+from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 
 __all__ = ["Introductions"]
@@ -31,11 +32,18 @@ class Introductions:
     Args:
         peers: All other ranks; looked at when it begins.
         greet: Connects to one, and says so.
+        clock: By which it waits.
     """
 
-    def __init__(self, peers: Callable[[], Iterable[Peer]], greet: Callable[[Peer], None]) -> None:
+    def __init__(
+        self,
+        peers: Callable[[], Iterable[Peer]],
+        greet: Callable[[Peer], None],
+        clock: Clock,
+    ) -> None:
         self._peers = peers
         self._greet = greet
+        self._clock = clock
         self._is_ending = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="rankwire-introductions", daemon=True
@@ -52,10 +60,10 @@ class Introductions:
     def join(self) -> None:
         """Wait for those that are under way, but not for ever."""
         if self._thread.ident is not None:
-            self._thread.join(_PATIENCE)
+            self._clock.join(self._thread, _PATIENCE)
 
     def _run(self) -> None:
-        if self._is_ending.wait(_DELAY):
+        if self._clock.wait(self._is_ending, _DELAY):
             return
         # All at once: one that is out of reach must not keep the others from being noticed.
         threads = [
@@ -68,7 +76,7 @@ class Introductions:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            self._clock.join(thread)
 
     def _introduce(self, peer: Peer) -> None:
         try:

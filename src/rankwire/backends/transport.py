@@ -36,24 +36,15 @@ class Transport(ABC):
     Attributes:
         rank: This process's index, from 0.
         world_size: The number of ranks.
+        group: The id by which this group's traffic is told from others'; the same on all members.
     """
 
     rank: int
     world_size: int
-
-    @property
-    def group(self) -> int:
-        """The id by which this group's traffic is told from others'."""
-        return WORLD_GROUP
+    group: int = WORLD_GROUP
 
     @abstractmethod
-    def transmit(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-    ) -> None:
+    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
         """Send one message under an envelope. The buffers are free again on return."""
 
     def offer(
@@ -87,12 +78,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(
-        self,
-        src: int,
-        envelope: Envelope,
-        deadline: Deadline,
-        *,
-        nbytes: int | None = None,
+        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
         """Return the next message under an envelope; the caller owns it.
 

@@ -60,24 +60,14 @@ _CARRIED = re.compile(
 _LARGEST_CODE_POINT = 0x10FFFF
 _INT = frozenset({int})
 
-# torch's names with the numpy type that has the same bytes. numpy has no bfloat16.
-_TENSOR_CODES = {
-    "bool": "|b1",
-    "uint8": "|u1",
-    "int8": "|i1",
-    "uint16": "<u2",
-    "int16": "<i2",
-    "uint32": "<u4",
-    "int32": "<i4",
-    "uint64": "<u8",
-    "int64": "<i8",
-    "float16": "<f2",
-    "bfloat16": "<i2",
-    "float32": "<f4",
-    "float64": "<f8",
-    "complex64": "<c8",
-    "complex128": "<c16",
-}
+# torch's names with the little-endian numpy type that has the same bytes: mostly that of the same
+# name. numpy has no bfloat16.
+_SAME_NAMES = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_TENSOR_CODES = {name: np.dtype(name).newbyteorder("<").str for name in _SAME_NAMES}
+_TENSOR_CODES["bfloat16"] = "<i2"
 
 _pack = msgspec.msgpack.Encoder().encode
 # Closed to maps, whose keys a sender could choose to have one hash.

@@ -103,19 +103,13 @@ def _unpack_utc_offset(body: memoryview) -> tzinfo | None:
 
 
 # The numbers are part of the wire format; the codec's own begin at 10.
-PACKERS: dict[type, tuple[int, Callable[[Any], bytes]]] = {
-    int: (1, _pack_int),
-    complex: (2, _pack_complex),
-    date: (3, _pack_date),
-    time: (4, _pack_time),
-    datetime: (5, _pack_datetime),
-    timedelta: (6, _pack_timedelta),
+_CARRIED: dict[int, tuple[type, Callable[[Any], bytes], Callable[[memoryview], Any]]] = {
+    1: (int, _pack_int, _unpack_int),
+    2: (complex, _pack_complex, _unpack_complex),
+    3: (date, _pack_date, _unpack_date),
+    4: (time, _pack_time, _unpack_time),
+    5: (datetime, _pack_datetime, _unpack_datetime),
+    6: (timedelta, _pack_timedelta, _unpack_timedelta),
 }
-UNPACKERS: dict[int, Callable[[memoryview], Any]] = {
-    1: _unpack_int,
-    2: _unpack_complex,
-    3: _unpack_date,
-    4: _unpack_time,
-    5: _unpack_datetime,
-    6: _unpack_timedelta,
-}
+PACKERS = {kind: (code, pack) for code, (kind, pack, _) in _CARRIED.items()}
+UNPACKERS = {code: unpack for code, (_, _, unpack) in _CARRIED.items()}

@@ -234,11 +234,7 @@ def reduce_scatter_directly(x: Exchange, parts: Sequence[Array], out: Array, r: 
     for dst in x.others:
         x.send(dst, _REDUCE, parts[dst])
     own = parts[x.rank]
-    pieces = x.receive_pieces(_REDUCE, [own] * x.size)
-    _fold_blocks(pieces, own, out, x.rank, r)
-    for piece in pieces:
-        if piece is not None:
-            piece.give_back()
+    _fold_blocks(x.receive_pieces(_REDUCE, [own] * x.size), own, out, x.rank, r)
 
 
 def _fold_blocks(
@@ -252,6 +248,9 @@ def _fold_blocks(
                 yield (own[start:stop] if piece is None else piece.block(start, stop, fetched))
 
         r.fold(in_rank_order(), len(pieces), out[start:stop], own=rank, spare=spare)
+    for piece in pieces:
+        if piece is not None:
+            piece.give_back()
 
 
 def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
@@ -328,11 +327,7 @@ def reduce_by_gathering(
         x.send(root, _REDUCE, source)
         return
     assert out is not None
-    pieces = x.receive_pieces(_REDUCE, [source] * x.size)
-    _fold_blocks(pieces, source, out, x.rank, r)
-    for piece in pieces:
-        if piece is not None:
-            piece.give_back()
+    _fold_blocks(x.receive_pieces(_REDUCE, [source] * x.size), source, out, x.rank, r)
 
 
 def reduce_by_scattering(

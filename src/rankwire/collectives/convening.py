@@ -44,20 +44,6 @@ class Convening:
         deadline: Of the operation.
     """
 
-    __slots__ = (
-        "_answered",
-        "_deadline",
-        "_has_asked",
-        "_interval",
-        "_is_convener",
-        "_next_roll",
-        "_operations",
-        "_roll",
-        "_since",
-        "_untold",
-        "_waiting",
-    )
-
     def __init__(self, operations: OperationSequence, waiting: Notice, deadline: Deadline) -> None:
         self._operations = operations
         self._waiting = waiting

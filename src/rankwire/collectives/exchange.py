@@ -19,7 +19,7 @@ import numpy as np
 from rankwire.backends.base import Backend
 from rankwire.backends.transport import Offer
 from rankwire.collectives.fingerprints import NOTICE_TAG
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
 from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
@@ -37,7 +37,6 @@ BLOCK_NBYTES = 512 << 10
 _SMALL = 16 << 10
 # So much is copied to be sent: 0.1 us, and a view of the array takes 0.5.
 _COPIED = 4 << 10
-_NEVER = Deadline.never()
 _CHANNEL = int(Channel.COLLECTIVE)  # to look up a member takes 0.1 us
 
 _local = threading.local()
@@ -106,7 +105,7 @@ class Exchange(ABC):
         self._backend = backend
         self._group = backend.group
         self._tag = 0
-        self.deadline = self._next_look = _NEVER
+        self.deadline = self._next_look = AT_ONCE
         self.offers: list[tuple[int, Offer]] = []
         self._sources: list[int] = []  # the ranks from which something was received
 
@@ -130,7 +129,8 @@ class Exchange(ABC):
         """Begin, with the tag of step 0."""
         self._tag = tag
         self.deadline = deadline
-        self._next_look = deadline if deadline.limit <= LOOK_EVERY else Deadline(LOOK_EVERY)
+        is_soon = deadline.limit <= LOOK_EVERY
+        self._next_look = deadline if is_soon else Deadline(LOOK_EVERY, deadline.clock)
 
     @property
     def has_news(self) -> bool:

@@ -83,8 +83,7 @@ def gather_object(
         x.send_buffers(root, _STEP, buffers, nbytes)
         return None
 
-    what = describe("gather_object", f"root {root}")
-    return what, run, async_op, timeout
+    return describe("gather_object", f"root {root}"), run, async_op, timeout
 
 
 @collective
@@ -110,8 +109,7 @@ def broadcast_object(
             x.send_buffers(dst, _STEP, buffers, nbytes)
         return value
 
-    what = describe("broadcast_object", f"root {root}")
-    return what, run, async_op, timeout
+    return describe("broadcast_object", f"root {root}"), run, async_op, timeout
 
 
 @collective
@@ -138,8 +136,7 @@ def scatter_object(
             x.send_buffers(dst, _STEP, *encoded[dst])
         return values[root]
 
-    what = describe("scatter_object", f"root {root}")
-    return what, run, async_op, timeout
+    return describe("scatter_object", f"root {root}"), run, async_op, timeout
 
 
 @collective

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from time import sleep
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
@@ -195,7 +194,7 @@ class Operation(Exchange):
 
     def _told_within(self, seconds: float) -> RankwireError | None:
         """Return why the operation fails, if another rank says so in time."""
-        patience = Deadline(seconds)
+        patience = Deadline(seconds, self._operations.backend.clock)
         while True:
             lost: PeerLostError | None = None
             try:
@@ -207,7 +206,7 @@ class Operation(Exchange):
             told = self._operations.failure_of(self._number) or lost
             if told is not None or patience.expired:
                 return told
-            sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
+            patience.clock.sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
 
     def _raise_if_failed(self) -> None:
         self._others_tags |= self._operations.tags_at(self._number)

@@ -20,38 +20,23 @@ __all__ = ["OPS", "Reduction", "reduction"]
 
 Array = np.ndarray[Any, Any]
 
-_UFUNCS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "mean": np.add,
-    "product": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "bitwise_and": np.bitwise_and,
-    "bitwise_or": np.bitwise_or,
-    "bitwise_xor": np.bitwise_xor,
+_NUMBERS, _REAL, _WHOLE = "biufc", "biuf", "biu"  # kinds of numpy dtypes
+_NO_ORDER = "complex numbers have no order"
+_NO_MEAN = "the mean of whole numbers is not one; convert to a float first, or use sum"
+_NO_BITS = "it is for whole numbers and bool"
+_NO_NUMBERS = "it is for numbers"
+# What each op does, for which kinds it means something, and why not for other numbers.
+_OPS: dict[str, tuple[np.ufunc, str, str]] = {
+    "sum": (np.add, _NUMBERS, _NO_NUMBERS),
+    "mean": (np.add, "fc", _NO_MEAN),
+    "product": (np.multiply, _NUMBERS, _NO_NUMBERS),
+    "min": (np.minimum, _REAL, _NO_ORDER),
+    "max": (np.maximum, _REAL, _NO_ORDER),
+    "bitwise_and": (np.bitwise_and, _WHOLE, _NO_BITS),
+    "bitwise_or": (np.bitwise_or, _WHOLE, _NO_BITS),
+    "bitwise_xor": (np.bitwise_xor, _WHOLE, _NO_BITS),
 }
-OPS = tuple(_UFUNCS)
-
-# Kinds of numpy dtypes for which each op means something.
-_NUMBERS = "biufc"
-_KINDS = {
-    "sum": _NUMBERS,
-    "mean": "fc",
-    "product": _NUMBERS,
-    "min": "biuf",
-    "max": "biuf",
-    "bitwise_and": "biu",
-    "bitwise_or": "biu",
-    "bitwise_xor": "biu",
-}
-_WHY_NOT = {
-    "mean": "the mean of whole numbers is not one; convert to a float first, or use sum",
-    "min": "complex numbers have no order",
-    "max": "complex numbers have no order",
-    "bitwise_and": "it is for whole numbers and bool",
-    "bitwise_or": "it is for whole numbers and bool",
-    "bitwise_xor": "it is for whole numbers and bool",
-}
+OPS = tuple(_OPS)
 
 # Where overflow and the like are silent, with numpy 2, which keeps that in the context. A copy of
 # this and a call in it take 0.15 us, ``np.errstate`` takes 1.
@@ -71,7 +56,7 @@ class Reduction:
     def __init__(self, op: str, dtype: np.dtype[Any], *, is_bfloat16: bool) -> None:
         self.op = op
         self.dtype = dtype
-        self._ufunc = _UFUNCS[op]
+        self._ufunc = _OPS[op][0]
         self._mean = op == "mean"
         self._quiet = dtype.kind not in "fc" and not is_bfloat16  # whole numbers never warn
         self._widen: Callable[[Array], Array] | None = None
@@ -168,12 +153,13 @@ def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduc
     Raises:
         ConfigurationError: There is no such op, or it means nothing for the dtype.
     """
-    if op not in _UFUNCS:
+    if op not in _OPS:
         raise ConfigurationError(f"there is no op {op!r}; there are {', '.join(OPS)}")
     kind = "f" if is_bfloat16 else dtype.kind
-    if kind not in _KINDS[op]:
+    _, kinds, why_not = _OPS[op]
+    if kind not in kinds:
         name = "bfloat16" if is_bfloat16 else dtype.name
-        why = _WHY_NOT.get(op, "it is for numbers") if kind in _NUMBERS else "it is for numbers"
+        why = why_not if kind in _NUMBERS else _NO_NUMBERS
         raise ConfigurationError(f"op {op!r} on {name}: {why}")
     return Reduction(op, dtype, is_bfloat16=is_bfloat16)
 

@@ -32,7 +32,7 @@ from rankwire.collectives.fingerprints import NOTICE_TAG, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
 from rankwire.collectives.operation import Operation, root_of
 from rankwire.collectives.work import OperationThread, Work
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
@@ -54,7 +54,6 @@ Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 # Who waits in an operation, and who is in which later one.
 Roll = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
 
-_NOW = Deadline(0.0)
 _TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
 _MOST_HEARD = 1024  # notices of one rank at once; who says more must not hold the reader
 _MOST_FAILURES = 1024  # operations to come of which it is remembered that others failed in them
@@ -88,7 +87,7 @@ class OperationSequence:
         self._asking: list[int] = []  # who wants the roll
         self.failures: dict[int, dict[int, Notice]] = {}
         self._refused: dict[int, set[int]] = {}  # tags that others used for what was refused here
-        self._worker = OperationThread(f"rankwire-collectives-{backend.rank}")
+        self._worker = OperationThread(f"rankwire-collectives-{backend.rank}", backend.clock)
 
     @classmethod
     def of(cls, backend: Backend) -> OperationSequence:
@@ -119,14 +118,15 @@ class OperationSequence:
         work: Work[Any] | None = None
         try:
             description, run, async_op, timeout = prepare()
-            deadline = Deadline(self.backend.timeout if timeout is None else timeout)
+            limit = self.backend.timeout if timeout is None else timeout
+            deadline = Deadline(limit, self.backend.clock)
             operation.description, operation.deadline = description, deadline
             operation.has_begun = True
             with self._lock:
                 operation.sequence = self._next
                 self._next += 1
                 if async_op:  # under the lock: the worker runs them in the order of their numbers
-                    work = Work(description)
+                    work = Work(description, self.backend.clock)
                     self._worker.submit(work, lambda: self._run_and_end(operation, run))
             return operation.run(run) if work is None else work
         except BaseException as error:
@@ -192,8 +192,8 @@ class OperationSequence:
     def is_turn_of(self, sequence: int, deadline: Deadline) -> bool:
         """Wait a while until all earlier operations have ended here; return whether they have."""
         with self._lock:
-            return self._turn_changed.wait_for(
-                lambda: self.turn == sequence, deadline.sleep_limit()
+            return self.backend.clock.wait_for(
+                self._turn_changed, lambda: self.turn == sequence, deadline.sleep_limit()
             )
 
     # -- notices -----------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class OperationSequence:
         untold = []
         for dst in self.others if ranks is None else ranks:
             try:
-                patience = Deadline(_TELLING_PATIENCE)
+                patience = Deadline(_TELLING_PATIENCE, backend.clock)
                 backend.transmit(dst, self._notices, ((payload,), len(payload)), patience)
             except DeadlineExceededError:
                 untold.append(dst)
@@ -233,7 +233,7 @@ class OperationSequence:
 
     def _heard(self, src: int) -> None:
         backend = self.backend
-        payload = backend.receive(src, self._notices, _NOW)
+        payload = backend.receive(src, self._notices, AT_ONCE)
         try:
             notice = unpack(whole_of(payload))
         except InvalidMessageError as error:

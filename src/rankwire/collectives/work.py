@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
 from rankwire.fork import disown, guard
@@ -40,9 +41,10 @@ class Work(Future[T]):
     dropped, the operation still completes.
     """
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, clock: Clock) -> None:
         super().__init__()
         self.description = description
+        self._clock = clock
         self.set_running_or_notify_cancel()
         guard(self)
 
@@ -64,6 +66,25 @@ class Work(Future[T]):
             error = DeadlineExceededError(timeout, detail=f"{self.description} goes on")
             raise error.during(op="wait", waited=timeout) from None
 
+    def result(self, timeout: float | None = None) -> T:
+        """Return the operation's result, or raise its error.
+
+        After ``timeout`` seconds this raises ``TimeoutError``, and the operation goes on.
+        """
+        self._await(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the operation's error or None; waits as ``result`` does."""
+        self._await(timeout)
+        return super().exception(0)
+
+    def _await(self, timeout: float | None) -> None:
+        """Wait by the world's clock, and not by that of ``Future``."""
+        if not self.done():
+            with self._condition:
+                self._clock.wait_for(self._condition, self.done, timeout)
+
     def forsake(self) -> None:
         """Make every use of it in a forked child an error: no thread will end it there."""
         disown(self)
@@ -83,8 +104,9 @@ class Work(Future[T]):
 class OperationThread:
     """Runs work in one thread, in order. Safe from any thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
+        self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[tuple[Work[Any], Callable[[], Any]]] = deque()
         self._has_work = threading.Condition(self._lock)
@@ -109,10 +131,11 @@ class OperationThread:
             del item  # or the result would live as long as the thread is idle
 
     def _next(self) -> tuple[Work[Any], Callable[[], Any]] | None:
-        idle = Deadline(_IDLE)
+        idle = Deadline(_IDLE, self._clock)
         with self._lock:
             while not self._queue:
-                if not self._has_work.wait(idle.sleep_limit()) and not self._queue:
+                was_notified = self._clock.wait(self._has_work, idle.sleep_limit())
+                if not was_notified and not self._queue:
                     self._is_running = False
                     return None
             return self._queue.popleft()

@@ -6,8 +6,8 @@ Told by the job what it hears; says nothing and stops nothing.
 from __future__ import annotations
 
 import math
-from time import monotonic
 
+from rankwire.clock import REAL_TIME
 from rankwire.launch.child import Ending
 from rankwire.launch.parts import Parts
 from rankwire.launch.summary import Failure, blamed, first_failure, in_order_of_loss
@@ -47,7 +47,7 @@ class Attempt:
         """Take in that the process of a rank has ended."""
         self.ended[rank] = ending, by_itself
         if ending.is_failure and by_itself and not self.is_stopping:
-            self._stop_at = min(self._stop_at, monotonic() + _SETTLE)
+            self._stop_at = min(self._stop_at, REAL_TIME.now() + _SETTLE)
 
     def formed(self, world_size: int) -> None:
         """Take in that all ranks have joined."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from rankwire.backends import connect, schedulers, tracebacks
+from rankwire.launch.reaper import DEAD, families, send_signal
 from rankwire.links.handover import Handover
 from rankwire.rendezvous.secret import rank_key
 
@@ -140,12 +141,8 @@ class Child:
         except BaseException:
             self._handover.close()
             raise
+        self.pid = self._process.pid  # also that of its process group
         self._handover.theirs.close()
-
-    @property
-    def pid(self) -> int:
-        """The process id, also that of its process group."""
-        return self._process.pid
 
     @property
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
@@ -180,11 +177,7 @@ class Child:
 
     def send_group(self, number: int) -> bool:
         """Send a signal to the rank and all it started; return whether anyone was there."""
-        try:
-            os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return False
-        return True
+        return send_signal(os.killpg, self.pid, number)
 
     def has_group(self) -> bool:
         """Whether something that it started is still running in its process group."""
@@ -215,23 +208,13 @@ def signal_name(number: int) -> str:
 
 def _is_any_running(group: int) -> bool:
     """Whether a process of the group runs: in containers, no process may collect the dead ones."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # "pid (name) state parent group ...", and the name may hold anything
-            state, _, found = path.read_bytes().rpartition(b")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue
-        if int(found) == group and state not in (b"Z", b"X"):
-            return True
-    return False
+    everyone = (process for family in families().values() for process in family)
+    return any(found == group and state not in DEAD for _, found, state in everyone)
 
 
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
     """Return the environment without what concerns a world that this launcher is itself in."""
-    environ = dict(os.environ)
     unwanted = [*_OTHER_SECRETS, connect.SECRET_FD, connect.TLS_DIR, tracebacks.LOG_FILE]
     if has_tls:  # else they stay, so that a rank that wants TLS is not left without it unawares
         unwanted += connect.TLS_FILES
-    for name in unwanted:
-        environ.pop(name, None)
-    return environ
+    return {name: value for name, value in os.environ.items() if name not in unwanted}

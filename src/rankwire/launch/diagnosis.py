@@ -6,7 +6,7 @@ Pure: values in, advice out. ``doctor`` collects the values. Only what was reall
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import msgspec
@@ -155,34 +155,32 @@ def _marked(cells: Sequence[Cell]) -> set[tuple[int, int]]:
     return marked
 
 
-def _unreached(cells: Sequence[Cell]) -> list[Advice]:
+def _unreached(cells: Sequence[Cell]) -> Iterator[Advice]:
     reasons: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         if not cell.transport:
             reasons[cell.why_not].append(cell)
-    return [
-        Advice(
+    for reason, found in reasons.items():
+        yield Advice(
             True,
             f"{_arrows(found)} cannot be reached: {reason}",
             "let every host reach every other on all ports above 1023, by the address under which"
             " it reaches node 0",
         )
-        for reason, found in reasons.items()
-    ]
 
 
-def _versions(facts: Sequence[Facts]) -> list[Advice]:
-    return [
-        Advice(False, f"{name} differs: {_groups(values)}", "install the same on all hosts")
-        for name, values in (
-            ("the version of rankwire", {fact.rank: fact.version for fact in facts}),
-            ("the version of Python", {fact.rank: fact.python for fact in facts}),
-        )
-        if len(set(values.values())) > 1
-    ]
+def _versions(facts: Sequence[Facts]) -> Iterator[Advice]:
+    for name, values in (
+        ("the version of rankwire", {fact.rank: fact.version for fact in facts}),
+        ("the version of Python", {fact.rank: fact.python for fact in facts}),
+    ):
+        if len(set(values.values())) > 1:
+            yield Advice(
+                False, f"{name} differs: {_groups(values)}", "install the same on all hosts"
+            )
 
 
-def _without_single_copy(cells: Sequence[Cell], facts: dict[int, Facts]) -> list[Advice]:
+def _without_single_copy(cells: Sequence[Cell], facts: dict[int, Facts]) -> Iterator[Advice]:
     reasons: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in cells:
         if cell.transport == "unix" and not cell.single_copy:
@@ -190,10 +188,8 @@ def _without_single_copy(cells: Sequence[Cell], facts: dict[int, Facts]) -> list
             # The number of the process is another one each time.
             reason = cell.why_not.split(" of process ")[0]
             reasons[reason, remedy].append(cell)
-    return [
-        Advice(False, f"no single copy {_arrows(found)}: {reason}", remedy)
-        for (reason, remedy), found in reasons.items()
-    ]
+    for (reason, remedy), found in reasons.items():
+        yield Advice(False, f"no single copy {_arrows(found)}: {reason}", remedy)
 
 
 def _remedy(one: Facts | None, other: Facts | None) -> str:
@@ -211,7 +207,7 @@ def _remedy(one: Facts | None, other: Facts | None) -> str:
     return "run the ranks as one user, and let the kernel allow process_vm_readv between them"
 
 
-def _tcp_on_one_host(cells: Sequence[Cell], facts: dict[int, Facts]) -> list[Advice]:
+def _tcp_on_one_host(cells: Sequence[Cell], facts: dict[int, Facts]) -> Iterator[Advice]:
     found: list[Cell] = []
     apart: list[Cell] = []
     for cell in cells:
@@ -221,83 +217,65 @@ def _tcp_on_one_host(cells: Sequence[Cell], facts: dict[int, Facts]) -> list[Adv
         if not one.boot:
             continue
         (found if one.net_namespace == other.net_namespace else apart).append(cell)
-    advice = []
     if found:
-        advice.append(
-            Advice(
-                False,
-                f"TCP on one host {_arrows(found)}: they do not see each other's socket files",
-                'share XDG_RUNTIME_DIR (or /tmp) between the containers, or leave transport="auto"',
-            )
+        yield Advice(
+            False,
+            f"TCP on one host {_arrows(found)}: they do not see each other's socket files",
+            'share XDG_RUNTIME_DIR (or /tmp) between the containers, or leave transport="auto"',
         )
     if apart:
-        advice.append(
-            Advice(
-                False,
-                f"TCP on one machine {_arrows(apart)}: they are in different network namespaces",
-                "let the containers share the host's network, for Unix sockets and single copy",
-            )
+        yield Advice(
+            False,
+            f"TCP on one machine {_arrows(apart)}: they are in different network namespaces",
+            "let the containers share the host's network, for Unix sockets and single copy",
         )
-    return advice
 
 
-def _slow(cells: Sequence[Cell], marked: set[tuple[int, int]]) -> list[Advice]:
+def _slow(cells: Sequence[Cell], marked: set[tuple[int, int]]) -> Iterator[Advice]:
     slow = [cell for cell in cells if cell.transport and (cell.src, cell.dst) in marked]
-    if not slow:
-        return []
-    return [
-        Advice(
+    if slow:
+        yield Advice(
             False,
             f"much slower than others of their kind: {_arrows(slow)}",
             "look for other load on these hosts, and measure again",
         )
-    ]
 
 
-def _hosts(facts: Sequence[Facts]) -> list[Advice]:
+def _hosts(facts: Sequence[Facts]) -> Iterator[Advice]:
     hosts: dict[tuple[str, int], list[Facts]] = defaultdict(list)
     for fact in facts:
         hosts[fact.boot or fact.host, fact.net_namespace].append(fact)
-    advice = []
     needed = _OTHER_DESCRIPTORS + _DESCRIPTORS_A_PEER * (len(facts) - 1)
     for here in hosts.values():
         name, first = here[0].host, here[0]
         if first.cores and not all(fact.spins for fact in here):
-            advice.append(
-                Advice(
-                    False,
-                    f"{len(here)} ranks share {first.cores} core{'s'[: first.cores > 1]} on {name}:"
-                    " waiting ranks sleep at once, and waking up costs 30-60 us",
-                    "start at most one rank a core where latency counts",
-                )
+            yield Advice(
+                False,
+                f"{len(here)} ranks share {first.cores} core{'s'[: first.cores > 1]} on {name}:"
+                " waiting ranks sleep at once, and waking up costs 30-60 us",
+                "start at most one rank a core where latency counts",
             )
         few = min(fact.max_descriptors for fact in here)
         if few and few < needed:
-            advice.append(
-                Advice(
-                    True,
-                    f"a rank on {name} may open {few} files; {len(facts)} ranks that all talk to"
-                    f" each other need up to {needed}",
-                    f"ulimit -n {needed}",
-                )
+            yield Advice(
+                True,
+                f"a rank on {name} may open {few} files; {len(facts)} ranks that all talk to"
+                f" each other need up to {needed}",
+                f"ulimit -n {needed}",
             )
         if first.somaxconn and first.somaxconn < len(facts):
-            advice.append(
-                Advice(
-                    False,
-                    f"{first.somaxconn} connections may wait on {name}, and {len(facts)} ranks"
-                    " may come at once",
-                    f"sysctl -w net.core.somaxconn={max(4096, len(facts))}",
-                )
+            yield Advice(
+                False,
+                f"{first.somaxconn} connections may wait on {name}, and {len(facts)} ranks"
+                " may come at once",
+                f"sysctl -w net.core.somaxconn={max(4096, len(facts))}",
             )
-    return advice
 
 
-def _mtus(facts: Sequence[Facts]) -> list[Advice]:
+def _mtus(facts: Sequence[Facts]) -> Iterator[Advice]:
     mtus = {fact.rank: str(fact.mtu) for fact in facts if fact.mtu}
-    if len(set(mtus.values())) < 2:
-        return []
-    return [Advice(False, f"the MTU differs: {_groups(mtus)}", "set the same on all hosts")]
+    if len(set(mtus.values())) > 1:
+        yield Advice(False, f"the MTU differs: {_groups(mtus)}", "set the same on all hosts")
 
 
 def _arrows(cells: Sequence[Cell]) -> str:

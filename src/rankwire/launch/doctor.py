@@ -19,7 +19,6 @@ from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import TypeVar
 
 import msgspec
@@ -29,8 +28,10 @@ from rich.table import Table
 
 from rankwire.backends.connect import connect
 from rankwire.backends.tcp import TcpBackend
+from rankwire.clock import REAL_TIME
 from rankwire.errors import RankwireError
 from rankwire.launch.diagnosis import Cell, Facts, Report, diagnose
+from rankwire.rendezvous.runtime_dir import namespace
 from rankwire.version import __version__
 
 __all__ = ["DEFAULT_NBYTES", "main"]
@@ -163,7 +164,7 @@ def _measure(backend: TcpBackend, peer: int, nbytes: int, *, is_first: bool) -> 
 def _latency(backend: TcpBackend, peer: int, *, is_first: bool) -> float:
     times = []
     for _ in range(_WARM_UP + _ROUND_TRIPS):
-        begin = perf_counter()
+        begin = REAL_TIME.now()
         if is_first:
             backend.send(b"12345678", peer, _PING, timeout=_PAIR_LIMIT)
             backend.recv(peer, _PING, timeout=_PAIR_LIMIT)
@@ -171,7 +172,7 @@ def _latency(backend: TcpBackend, peer: int, *, is_first: bool) -> float:
             backend.send(
                 backend.recv(peer, _PING, timeout=_PAIR_LIMIT), peer, _PING, timeout=_PAIR_LIMIT
             )
-        times.append(perf_counter() - begin)
+        times.append(REAL_TIME.now() - begin)
     return median(times[_WARM_UP:])
 
 
@@ -180,14 +181,14 @@ def _bandwidth(backend: TcpBackend, peer: int, nbytes: int, *, is_sender: bool) 
     array = np.ones(nbytes, dtype=np.uint8).data  # every page is there
     best, limit = float("inf"), _bulk_limit(nbytes)
     for _ in range(1 + _REPEATS):
-        begin = perf_counter()
+        begin = REAL_TIME.now()
         if is_sender:
             backend.send(array, peer, _BULK, timeout=limit)
             backend.recv(peer, _BULK, timeout=limit)
         else:
             backend.recv_into(array, peer, _BULK, timeout=limit)
             backend.send(b"", peer, _BULK, timeout=limit)
-        best = min(best, perf_counter() - begin)
+        best = min(best, REAL_TIME.now() - begin)
     return nbytes / best
 
 
@@ -199,8 +200,8 @@ def _facts(backend: TcpBackend) -> Facts:
         rank=backend.rank,
         host=os.uname().nodename,
         boot=_read("/proc/sys/kernel/random/boot_id"),
-        net_namespace=_namespace("net"),
-        pid_namespace=_namespace("pid"),
+        net_namespace=namespace("net"),
+        pid_namespace=namespace("pid"),
         cores=len(os.sched_getaffinity(0)),
         spins=backend.spin > 0.0,
         max_descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -222,13 +223,6 @@ def _default_mtu() -> int:
     return 0
 
 
-def _namespace(kind: str) -> int:
-    try:
-        return os.stat(f"/proc/self/ns/{kind}").st_ino
-    except OSError:
-        return 0
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
@@ -241,12 +235,12 @@ def _read(path: str) -> str:
 
 def _progress() -> Callable[[str], None]:
     """Return what says how far the examination is, but not more than once a second."""
-    last = perf_counter()
+    last = REAL_TIME.now()
 
     def say(text: str) -> None:
         nonlocal last
-        if perf_counter() - last >= 1.0:
-            last = perf_counter()
+        if REAL_TIME.now() - last >= 1.0:
+            last = REAL_TIME.now()
             sys.stderr.write(f"doctor: {text}\n")
 
     return say

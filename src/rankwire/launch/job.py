@@ -18,9 +18,9 @@ import math
 import secrets
 import signal
 import socket
-from time import monotonic
 from typing import NamedTuple
 
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.launch.attempt import Attempt
@@ -31,13 +31,14 @@ from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
 from rankwire.launch.parts import Parts
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.summary import first_failure, list_ranks
-from rankwire.launch.wakeup import Wakeup
 from rankwire.links.security import Policy
+from rankwire.links.wakeup import Wakeup
 from rankwire.rendezvous.control_messages import Gone
+from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.standalone import CoordinatorHost
 
-__all__ = ["Job"]
+__all__ = ["LaunchedJob"]
 
 # Schedulers signal the launchers of all hosts at once: that is one request, not two. But two to one
 # launcher are two (``Loop`` knows echoes of its own).
@@ -52,10 +53,10 @@ class _Request(NamedTuple):
     at: float
 
     def is_echoed_by(self, node: int) -> bool:
-        return monotonic() - self.at < _ECHO_OF_NODES and node != self.node
+        return REAL_TIME.now() - self.at < _ECHO_OF_NODES and node != self.node
 
 
-class Job:
+class LaunchedJob:
     """Conducts the job from the first launcher that comes to the last report. One thread.
 
     Args:
@@ -100,16 +101,20 @@ class Job:
         loop.on_turn = lambda: self._reporter.show_status(self._attempt)
         self._closing = contextlib.ExitStack()
         wakeup = self._closing.enter_context(contextlib.closing(Wakeup(loop.selector)))
+        told = Told(
+            on_formed=lambda world: wakeup.post(lambda: self._attempt.formed(len(world.members))),
+            on_gone=lambda gone: wakeup.post(lambda: self._rank_gone(gone)),
+            on_suspected=lambda said: wakeup.post(lambda: self._attempt.rank_suspected(said)),
+            on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
+        )
         self._host = CoordinatorHost(
             listener,
             local.count,
             secret=secret,
             job=self._name,
+            clock=REAL_TIME,
             policy=policy,
-            on_formed=lambda world: wakeup.post(lambda: self._attempt.formed(len(world.members))),
-            on_gone=lambda gone: wakeup.post(lambda: self._rank_gone(gone)),
-            on_suspected=lambda said: wakeup.post(lambda: self._attempt.rank_suspected(said)),
-            on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
+            told=told,
             nodes=nodes,
             on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )
@@ -162,7 +167,7 @@ class Job:
 
     def _gather(self) -> None:
         """Wait for the launchers of all hosts."""
-        deadline = Deadline(GATHER_LIMIT)
+        deadline = Deadline(GATHER_LIMIT, REAL_TIME)
         while missing := self._parts.missing_nodes():
             if deadline.expired:
                 raise ConfigurationError(
@@ -219,11 +224,11 @@ class Job:
         """Wait until all parts are over, and see to it that they are."""
         while not all(part.is_over for part in self._parts):
             wake_in = min(part.wake_in for part in self._parts)
-            for number in self._loop.turn(min(self._stop_due() - monotonic(), wake_in)):
+            for number in self._loop.turn(min(self._stop_due() - REAL_TIME.now(), wake_in)):
                 self._obey(number)
             for part in self._parts:
                 part.look()
-            if monotonic() >= self._stop_due():
+            if REAL_TIME.now() >= self._stop_due():
                 self._stop(signal.SIGTERM)
             self._reporter.name_who_is_left(self._attempt)
             if self._attempt.is_stopping:
@@ -244,7 +249,7 @@ class Job:
         """Act on a signal that asks the launcher of a node to end."""
         if self._last_request is not None and self._last_request.is_echoed_by(node):
             return
-        self._last_request = _Request(number, node, monotonic())
+        self._last_request = _Request(number, node, REAL_TIME.now())
         self._first_request = self._first_request or self._last_request
         alive = self._parts.alive
         self._is_impatient = self._is_impatient or not alive

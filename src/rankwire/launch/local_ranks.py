@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
-from time import monotonic
 
+from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
 from rankwire.launch.child import Child, Ending, JobSettings
 from rankwire.launch.memory import OomCounter
@@ -147,7 +147,7 @@ class LocalRanks:
         """Seconds after which ``look`` has something to do, whatever happens until then."""
         if self._phase is _Phase.CLEARING:
             return _POLL
-        return self._kill_at - monotonic()
+        return self._kill_at - REAL_TIME.now()
 
     def errors_of(self, rank: int) -> list[str]:
         """Return the last lines that a rank wrote to stderr."""
@@ -159,7 +159,7 @@ class LocalRanks:
             return
         self._check_children()
         self._strays.collect(self._groups, self._reaper)
-        if monotonic() >= self._kill_at:
+        if REAL_TIME.now() >= self._kill_at:
             self.kill()
         if self._phase is not _Phase.CLEARING and not self.alive:
             self._begin_clearing()
@@ -172,7 +172,7 @@ class LocalRanks:
             return
         self._check_children()  # who ended before this ended by itself
         self._phase = _Phase.STOPPING
-        self._kill_at = monotonic() + self._grace
+        self._kill_at = REAL_TIME.now() + self._grace
         for child in self._children:
             if child.ending is None:
                 self.stopped.append(child.rank)
@@ -216,7 +216,7 @@ class LocalRanks:
 
     def _begin_clearing(self) -> None:
         self._phase = _Phase.CLEARING
-        self._clear_until = monotonic() + self._grace if not self.killed else -math.inf
+        self._clear_until = REAL_TIME.now() + self._grace if not self.killed else -math.inf
         number = signal.SIGKILL if self.killed else signal.SIGTERM
         for child in self._children:
             child.send_group(number)
@@ -225,7 +225,7 @@ class LocalRanks:
 
     def _clear(self) -> None:
         left = [child for child in self._children if child.has_group()]
-        if (left or self._strays.find(self._groups)) and monotonic() < self._clear_until:
+        if (left or self._strays.find(self._groups)) and REAL_TIME.now() < self._clear_until:
             return
         for child in left:
             child.send_group(signal.SIGKILL)

@@ -12,8 +12,8 @@ import math
 import selectors
 import signal
 from collections.abc import Callable
-from time import monotonic
 
+from rankwire.clock import REAL_TIME
 from rankwire.launch.output import Output
 from rankwire.launch.signals import SignalInbox
 
@@ -59,8 +59,8 @@ class Loop:
                 key.data()
         asked = []
         for number in self._inbox.take():
-            if number in STOPPING and monotonic() - self._received_at >= _ECHO:
-                self._received_at = monotonic()
+            if number in STOPPING and REAL_TIME.now() - self._received_at >= _ECHO:
+                self._received_at = REAL_TIME.now()
                 asked.append(number)
         self.on_turn()
         return asked
@@ -82,12 +82,12 @@ class Loop:
             patience: How many seconds the readers have; a signal ends it too.
         """
         self.on_turn = lambda: None
-        end = monotonic() + max(patience, _LEAST_PATIENCE)
+        end = REAL_TIME.now() + max(patience, _LEAST_PATIENCE)
         while True:
             if (trouble := self.new_stdout_trouble()) is not None:
                 self.output.say(describe_stdout(trouble), "bold red")
                 code = code or stdout_exit_code(trouble)
-            if self.output.is_written or monotonic() >= end or self.turn(end - monotonic()):
+            if self.output.is_written or REAL_TIME.now() >= end or self.turn(end - REAL_TIME.now()):
                 break
         self.output.drop_rest()
         return code

@@ -11,8 +11,11 @@ import os
 import selectors
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -77,10 +80,7 @@ class RemoteRanks:
         self.on_lost: Callable[[RankwireError], None] = lambda error: None
         self._errors: dict[int, list[str]] = {}
         self._link = link
-        self._hanging_up = ExitStack()
-        self._hanging_up.callback(link.close)
-        loop.selector.register(link, selectors.EVENT_READ, self._hear)
-        self._hanging_up.callback(loop.selector.unregister, link)
+        self.close = _listen(loop, link, self._obey, self._lose)
 
     def start(self, world: JobSettings, first_rank: int) -> None:
         """Have the launcher start all its ranks, numbered from ``first_rank``."""
@@ -112,20 +112,9 @@ class RemoteRanks:
         self.on_trouble = lambda text, code: None
         self._link.tell(Finish(code, text, was_asked))
 
-    def close(self) -> None:
-        """Hang up. Idempotent."""
-        self._hanging_up.close()
-
-    def _hear(self) -> None:
-        try:
-            messages = self._link.receive()
-        except RankwireError as error:
-            self.close()
-            self.is_over = True
-            self.on_lost(error)
-            return
-        for message in messages:
-            self._obey(message)
+    def _lose(self, error: RankwireError) -> None:
+        self.is_over = True
+        self.on_lost(error)
 
     def _obey(self, message: Message) -> None:
         match message:
@@ -141,6 +130,31 @@ class RemoteRanks:
                 self.on_asked(number)
             case Trouble(text, code):
                 self.on_trouble(text, code)
+
+
+def _listen(
+    loop: Loop,
+    link: LauncherLink,
+    obey: Callable[[Message], None],
+    lose: Callable[[RankwireError], None],
+) -> Callable[[], None]:
+    """Pass on what the other launcher says, and that it is gone; return how to hang up."""
+    hanging_up = ExitStack()
+    hanging_up.callback(link.close)
+
+    def hear() -> None:
+        try:
+            messages = link.receive()
+        except RankwireError as error:
+            hanging_up.close()
+            lose(error)
+            return
+        for message in messages:
+            obey(message)
+
+    loop.selector.register(link, selectors.EVENT_READ, hear)
+    hanging_up.callback(loop.selector.unregister, link)
+    return hanging_up.close
 
 
 class _InterruptedError(Exception):
@@ -176,9 +190,8 @@ def follow(
         ConfigurationError: Node 0 was not found, or does not want this node.
     """
     try:
-        link = _find_node_0(
-            loop, address=address, secret=secret, policy=policy, node=node, nodes=nodes
-        )
+        dial = partial(dial_launcher, address, secret=secret, node=node, nodes=nodes, policy=policy)
+        link = _find_node_0(loop, dial, address, node)
     except _InterruptedError as interrupted:
         return loop.write_rest(128 + interrupted.number, patience=LAST_WORDS)
     follower = _Follower(loop, ranks, link, address, secret, node)
@@ -190,9 +203,9 @@ def follow(
 
 
 def _find_node_0(
-    loop: Loop, *, address: str, secret: bytes, policy: Policy, node: int, nodes: int
+    loop: Loop, dial: Callable[..., LauncherLink], address: str, node: int
 ) -> LauncherLink:
-    deadline = Deadline(GATHER_LIMIT)
+    deadline = Deadline(GATHER_LIMIT, REAL_TIME)
 
     def look_at_signals(patience: float = 0.0) -> None:
         for number in loop.turn(patience):
@@ -200,15 +213,7 @@ def _find_node_0(
 
     while True:
         try:
-            return dial_launcher(
-                address,
-                secret=secret,
-                node=node,
-                nodes=nodes,
-                policy=policy,
-                deadline=deadline,
-                check=look_at_signals,
-            )
+            return dial(deadline=deadline, check=look_at_signals)
         except (RendezvousError, AuthenticationError) as error:
             raise ConfigurationError(
                 f"the launcher of node 0 at {address} refused node {node}: {error.message}"
@@ -225,118 +230,96 @@ def _find_node_0(
         look_at_signals(_PAUSE)
 
 
+@dataclass(eq=False)
 class _Follower:
     """Does what node 0 says."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        ranks: LocalRanks,
-        link: LauncherLink,
-        address: str,
-        secret: bytes,
-        node: int,
-    ) -> None:
-        self.was_asked = False
-        self._node = node
-        self._loop = loop
-        self._ranks = ranks
-        self._link = link
-        self._address = address
-        self._secret = secret
-        self._failed: list[int] = []
-        self._has_reported = True
-        self._code: int | None = None
-        self._asked: int | None = None
-        self._is_lost = False
-        ranks.on_ended = self._rank_ended
-        loop.selector.register(link, selectors.EVENT_READ, self._hear)
+    loop: Loop
+    ranks: LocalRanks
+    link: LauncherLink
+    address: str
+    secret: bytes = field(repr=False)
+    node: int
+    was_asked: bool = False
+    failed: list[int] = field(default_factory=list)
+    has_reported: bool = True
+    code: int | None = None
+    asked: int | None = None
+    is_lost: bool = False
+
+    def __post_init__(self) -> None:
+        self.ranks.on_ended = self._rank_ended
+        self.close = _listen(self.loop, self.link, self._obey, self._lose)
 
     def run(self) -> int:
         """Follow until node 0 says that the job is over, or is gone."""
-        self._link.tell(Here(self._ranks.count, os.uname().nodename))
-        while self._code is None or not self._ranks.is_over:
-            for number in self._loop.turn(self._ranks.wake_in):
+        self.link.tell(Here(self.ranks.count, os.uname().nodename))
+        while self.code is None or not self.ranks.is_over:
+            for number in self.loop.turn(self.ranks.wake_in):
                 self._pass_on(number)
-            self._ranks.look()
-            if not self._ranks.ranks:
-                self._loop.output.remind("waiting for node 0 to start the ranks")
-            if self._ranks.is_over and not self._has_reported:
+            self.ranks.look()
+            if not self.ranks.ranks:
+                self.loop.output.remind("waiting for node 0 to start the ranks")
+            if self.ranks.is_over and not self.has_reported:
                 self._report()
             self._check_stdout()
-            if self._asked is not None and self._is_lost and self._ranks.is_over:
-                return 128 + self._asked
-        return self._code
-
-    def close(self) -> None:
-        """Hang up. Idempotent."""
-        with suppress(KeyError, ValueError):
-            self._loop.selector.unregister(self._link)
-        self._link.close()
-
-    def _hear(self) -> None:
-        try:
-            messages = self._link.receive()
-        except RankwireError as error:
-            self._lose(error)
-            return
-        for message in messages:
-            self._obey(message)
+            if self.asked is not None and self.is_lost and self.ranks.is_over:
+                return 128 + self.asked
+        return self.code
 
     def _obey(self, message: Message) -> None:
         match message:
             case Start(world_size, first_rank, job, attempt):
-                self._failed, self._has_reported = [], False
+                self.failed, self.has_reported = [], False
                 if attempt:
-                    self._loop.output.say(f"starting the ranks here again, restart {attempt}")
-                world = JobSettings(world_size, self._address, job, self._secret, attempt)
+                    self.loop.output.say(f"starting the ranks here again, restart {attempt}")
+                world = JobSettings(world_size, self.address, job, self.secret, attempt)
                 try:
-                    self._ranks.start(world, first_rank)
+                    self.ranks.start(world, first_rank)
                 except ConfigurationError as error:
-                    reason = f"the launcher of node {self._node} cannot start: {error.message}"
-                    self._link.tell(Trouble(reason, _LOST_EXIT_CODE))
+                    reason = f"the launcher of node {self.node} cannot start: {error.message}"
+                    self.link.tell(Trouble(reason, _LOST_EXIT_CODE))
                     raise
             case Stop(number):
-                self._ranks.stop(number)
+                self.ranks.stop(number)
             case Kill():
-                self._ranks.kill()
+                self.ranks.kill()
             case Finish(code, text, was_asked):
-                self._code = code
+                self.code = code
                 self.was_asked |= was_asked
                 if text:
-                    self._loop.output.say(text)
+                    self.loop.output.say(text)
 
     def _lose(self, error: RankwireError) -> None:
-        self.close()
-        self._is_lost = True
-        if self._code is None:
+        self.is_lost = True
+        if self.code is None:
             reason = f"the launcher of node 0 is gone ({error.message}): stopping the ranks here"
-            self._loop.output.say(reason, "bold red")
-            self._code = _LOST_EXIT_CODE if self._asked is None else 128 + self._asked
-            self._ranks.stop(signal.SIGTERM)
+            self.loop.output.say(reason, "bold red")
+            self.code = _LOST_EXIT_CODE if self.asked is None else 128 + self.asked
+            self.ranks.stop(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
-        self._link.tell(Asked(number))  # a second time too: node 0 then kills everywhere
-        if self._asked is not None:
-            self._ranks.kill()
+        self.link.tell(Asked(number))  # a second time too: node 0 then kills everywhere
+        if self.asked is not None:
+            self.ranks.kill()
             return
-        self._asked = number
+        self.asked = number
         self.was_asked = True
         hint = "; Ctrl-C again kills it" if number == signal.SIGINT else ""
-        self._loop.output.say(f"{signal_name(number)}: stopping the job on all nodes{hint}")
-        self._ranks.stop(number)
+        self.loop.output.say(f"{signal_name(number)}: stopping the job on all nodes{hint}")
+        self.ranks.stop(number)
 
     def _check_stdout(self) -> None:
-        if (trouble := self._loop.new_stdout_trouble()) is not None:
-            text = describe_stdout(trouble, f" of node {self._node}")
-            self._link.tell(Trouble(text, stdout_exit_code(trouble)))
+        if (trouble := self.loop.new_stdout_trouble()) is not None:
+            text = describe_stdout(trouble, f" of node {self.node}")
+            self.link.tell(Trouble(text, stdout_exit_code(trouble)))
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         if ending.is_failure and by_itself:
-            self._failed.append(rank)
-        self._link.tell(Ended(rank, ending.code, ending.signal, ending.is_oom, by_itself))
+            self.failed.append(rank)
+        self.link.tell(Ended(rank, ending.code, ending.signal, ending.is_oom, by_itself))
 
     def _report(self) -> None:
-        self._has_reported = True
-        errors = {rank: self._ranks.errors_of(rank) for rank in self._failed}
-        self._link.tell(Over(self._ranks.stopped, self._ranks.killed, errors))
+        self.has_reported = True
+        errors = {rank: self.ranks.errors_of(rank) for rank in self.failed}
+        self.link.tell(Over(self.ranks.stopped, self.ranks.killed, errors))

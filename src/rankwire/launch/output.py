@@ -17,14 +17,14 @@ import select
 import selectors
 import sys
 from collections import Counter, deque
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.launch.lines import LineSplitter
 from rankwire.launch.logfiles import Log, LogFolder
@@ -51,8 +51,6 @@ REMIND_EVERY = 30.0
 _ERASE = b"\r\x1b[K"
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
-
-Handler = Callable[[], None]
 
 
 class _Likeness(io.TextIOBase):
@@ -241,7 +239,7 @@ class Output:
         if self._stderr.is_terminal and _are_one_file(1, 2):
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
-        self._remind_at = monotonic() + REMIND_AFTER
+        self._remind_at = REAL_TIME.now() + REMIND_AFTER
         self._streams: list[RankOutput] = []
         self._errors: dict[int, RankOutput] = {}
 
@@ -257,7 +255,7 @@ class Output:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
             stream = RankOutput(rank, pipe, sink, prefix, log)
             self._streams.append(stream)
-            self._selector.register(pipe, selectors.EVENT_READ, self._reader(stream))
+            self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, stream))
         self._errors[rank] = stream
 
     def say(self, text: str, style: str = "bold") -> None:
@@ -278,8 +276,8 @@ class Output:
 
     def remind(self, text: str) -> None:
         """Say now and then what is waited for, where no status line can; call it as often."""
-        if not self._stderr.is_terminal and monotonic() >= self._remind_at:
-            self._remind_at = monotonic() + REMIND_EVERY
+        if not self._stderr.is_terminal and REAL_TIME.now() >= self._remind_at:
+            self._remind_at = REAL_TIME.now() + REMIND_EVERY
             self.say(text)
 
     def last_errors(self, rank: int) -> list[str]:
@@ -329,7 +327,7 @@ class Output:
         each = (f"{n} line{'s'[: n > 1]} of rank {rank}" for rank, n in sorted(lost.items()))
         where.put(where.render(f"rankwire: not written: {', '.join(each)}", "bold red") + b"\n")
         self._balance(where)
-        end = Deadline(_LAST_WORD)
+        end = Deadline(_LAST_WORD, REAL_TIME)
         while where.pending and not end.expired:
             for key, _ in self._selector.select(end.remaining()):
                 key.data()
@@ -341,22 +339,16 @@ class Output:
         if self._logs is not None:
             self._logs.close()
 
-    def _reader(self, stream: RankOutput) -> Handler:
-        def read() -> None:
-            if stream.is_paused:
-                return  # by another stream, in the same turn of the selector
-            if stream.read() == 0:
-                self._end(stream)
-            self._balance(stream.sink)
+    def _read(self, stream: RankOutput) -> None:
+        if stream.is_paused:
+            return  # by another stream, in the same turn of the selector
+        if stream.read() == 0:
+            self._end(stream)
+        self._balance(stream.sink)
 
-        return read
-
-    def _writer(self, sink: Sink) -> Handler:
-        def write() -> None:
-            sink.write()
-            self._balance(sink)
-
-        return write
+    def _write(self, sink: Sink) -> None:
+        sink.write()
+        self._balance(sink)
 
     def _end(self, stream: RankOutput) -> None:
         self._streams.remove(stream)
@@ -369,7 +361,7 @@ class Output:
         """Wait for a sink while something waits for it, and for its ranks while it keeps up."""
         is_waiting = sink.fd in self._selector.get_map()
         if sink.pending and not is_waiting:
-            self._selector.register(sink.fd, selectors.EVENT_WRITE, self._writer(sink))
+            self._selector.register(sink.fd, selectors.EVENT_WRITE, partial(self._write, sink))
         elif is_waiting and not sink.pending:
             self._selector.unregister(sink.fd)
         for stream in self._streams:
@@ -379,7 +371,9 @@ class Output:
                 self._selector.unregister(stream.pipe)
                 stream.is_paused = True
             elif stream.is_paused and len(sink.pending) < _SINK_LOW_NBYTES:
-                self._selector.register(stream.pipe, selectors.EVENT_READ, self._reader(stream))
+                self._selector.register(
+                    stream.pipe, selectors.EVENT_READ, partial(self._read, stream)
+                )
                 stream.is_paused = False
 
 

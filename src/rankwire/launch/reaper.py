@@ -26,11 +26,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Self
 
-__all__ = ["Reaper"]
+__all__ = ["DEAD", "Reaper", "descendants", "families", "send_signal"]
+
+DEAD = (b"Z", b"X")  # states of processes that are only still to be collected
 
 
 class Reaper:
@@ -47,11 +49,7 @@ class Reaper:
             pass_fds=[self._hold],
             start_new_session=True,  # what ends the launcher's group must not end it
         )
-
-    @property
-    def pid(self) -> int:
-        """The reaper's process id."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     @contextlib.contextmanager
     def new_leash(self) -> Iterator[int | None]:
@@ -91,12 +89,7 @@ class Reaper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._write("done\n")
         self.close()
 
@@ -130,20 +123,22 @@ def keep(grace: float) -> None:
         else:
             kind.remove(-number)
     end = time.monotonic() + grace
-    strays = adopted + _descendants(groups, adopted)  # while they are a family
-    left = [group for group in groups if _signal(os.killpg, group, signal.SIGTERM)]
-    strays = [pid for pid in strays if _signal(os.kill, pid, signal.SIGTERM)]
+    young = descendants(groups + adopted)  # while they are a family
+    strays = adopted + [pid for pid, group, _ in young if group not in groups]
+    left = [group for group in groups if send_signal(os.killpg, group, signal.SIGTERM)]
+    strays = [pid for pid in strays if send_signal(os.kill, pid, signal.SIGTERM)]
     while (left or strays) and time.monotonic() < end:
         time.sleep(0.05)
-        left = [group for group in left if _signal(os.killpg, group, 0)]
-        strays = [pid for pid in strays if _signal(os.kill, pid, 0)]
+        left = [group for group in left if send_signal(os.killpg, group, 0)]
+        strays = [pid for pid in strays if send_signal(os.kill, pid, 0)]
     for group in left:
-        _signal(os.killpg, group, signal.SIGKILL)
+        send_signal(os.killpg, group, signal.SIGKILL)
     for pid in strays:
-        _signal(os.kill, pid, signal.SIGKILL)
+        send_signal(os.kill, pid, signal.SIGKILL)
 
 
-def _signal(send: Callable[[int, int], None], target: int, number: int) -> bool:
+def send_signal(send: Callable[[int, int], None], target: int, number: int) -> bool:
+    """Send a signal by ``os.kill`` or ``os.killpg``; return whether anyone was there."""
     try:
         send(target, number)
     except (ProcessLookupError, PermissionError):
@@ -151,24 +146,28 @@ def _signal(send: Callable[[int, int], None], target: int, number: int) -> bool:
     return True
 
 
-def _descendants(groups: list[int], adopted: list[int]) -> list[int]:
-    """Return who descends from all of these and is in none of the groups."""
-    families: dict[int, list[tuple[int, int]]] = {}
+def families() -> dict[int, list[tuple[int, int, bytes]]]:
+    """Return the process id, group and state of all processes, by their parent."""
+    found: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # gone meanwhile
             with open(f"/proc/{pid}/stat", "rb") as file:
                 # "pid (name) state parent group ...", and the name may hold anything
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        families.setdefault(int(fields[1]), []).append((int(pid), int(fields[2])))
-    found, parents = [], groups + adopted
-    while parents:
-        for child, group in families.get(parents.pop(), []):
-            parents.append(child)
-            if group not in groups:
-                found.append(child)
+                state, parent, group = file.read().rpartition(b")")[2].split()[:3]
+            found[int(parent)].append((int(pid), int(group), state))
     return found
+
+
+def descendants(
+    ancestors: Iterable[int], but: Collection[int] = ()
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield who descends from these, without those in ``but`` and theirs."""
+    children, parents = families(), list(ancestors)
+    while parents:
+        for pid, group, state in children[parents.pop()]:
+            if pid not in but:
+                parents.append(pid)
+                yield pid, group, state
 
 
 if __name__ == "__main__":

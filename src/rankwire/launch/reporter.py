@@ -6,8 +6,8 @@ It is asked by the job and decides nothing.
 from __future__ import annotations
 
 import math
-from time import monotonic
 
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.launch.attempt import Attempt
 from rankwire.launch.output import Output
@@ -33,14 +33,14 @@ class Reporter:
     def __init__(self, output: Output, parts: Parts) -> None:
         self._output = output
         self._parts = parts
-        self._age = Deadline(math.inf)
+        self._age = Deadline(math.inf, REAL_TIME)
         self._status = ""
-        self._status_at = monotonic() + _STATUS_AFTER
+        self._status_at = REAL_TIME.now() + _STATUS_AFTER
 
     def show_status(self, attempt: Attempt) -> None:
         """Draw the status line, again after each line that took its place."""
-        if monotonic() >= self._status_at:
-            self._status_at = monotonic() + STATUS_EVERY
+        if REAL_TIME.now() >= self._status_at:
+            self._status_at = REAL_TIME.now() + STATUS_EVERY
             self._status = self._describe(attempt)
         self._output.show_status(self._status)
 

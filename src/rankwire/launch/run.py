@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
-from rankwire.launch.job import Job
+from rankwire.launch.job import LaunchedJob
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import STOPPING, Loop
 from rankwire.launch.nodes import follow
@@ -105,20 +105,17 @@ def run(
         strays = stack.enter_context(contextlib.closing(Strays()))
         if not strays.is_adopting:
             output.say("what ranks start in other sessions cannot be found here, and may stay")
-        local = stack.enter_context(
-            contextlib.closing(
-                LocalRanks(
-                    command,
-                    ranks,
-                    grace=grace,
-                    selector=selector,
-                    output=output,
-                    reaper=reaper,
-                    strays=strays,
-                    tls_dir=tls_dir,
-                )
-            )
+        local = LocalRanks(
+            command,
+            ranks,
+            grace=grace,
+            selector=selector,
+            output=output,
+            reaper=reaper,
+            strays=strays,
+            tls_dir=tls_dir,
         )
+        stack.callback(local.close)
         if node > 0:
             assert master is not None
             return follow(
@@ -129,21 +126,18 @@ def run(
         host, port = listener.getsockname()[:2]
         if nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
             output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
-        job = stack.enter_context(
-            contextlib.closing(
-                Job(
-                    loop,
-                    local,
-                    listener=listener,
-                    address=master or str(TcpAddress(host, port)),
-                    secret=secret,
-                    policy=policy,
-                    nodes=nodes,
-                    restarts=restarts,
-                    grace=grace,
-                )
-            )
+        job = LaunchedJob(
+            loop,
+            local,
+            listener=listener,
+            address=master or str(TcpAddress(host, port)),
+            secret=secret,
+            policy=policy,
+            nodes=nodes,
+            restarts=restarts,
+            grace=grace,
         )
+        stack.callback(job.close)
         return job.run()
 
 
@@ -198,14 +192,12 @@ def _runtime_folder(output: Output) -> Iterator[None]:
             folder = Path(stack.enter_context(made))
         if trouble:
             output.say(f"{trouble}; {folder} is used instead. {WHAT_TO_SET}", "bold yellow")
+            if before is None:
+                stack.callback(os.environ.pop, RUNTIME_DIR)
+            else:
+                stack.callback(os.environ.__setitem__, RUNTIME_DIR, before)
             os.environ[RUNTIME_DIR] = str(folder)
-        try:
-            yield
-        finally:
-            if trouble and before is None:
-                del os.environ[RUNTIME_DIR]
-            elif trouble and before is not None:
-                os.environ[RUNTIME_DIR] = before
+        yield
 
 
 def _policy(address: str, tls_dir: Path | None) -> Policy:

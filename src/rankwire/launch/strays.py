@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
-from time import monotonic
 
-from rankwire.launch.reaper import Reaper
+from rankwire.clock import REAL_TIME
+from rankwire.launch.reaper import DEAD, Reaper, descendants, send_signal
 
 __all__ = ["Strays"]
 
@@ -45,23 +44,11 @@ class Strays:
         """
         if not self.is_adopting or not set(_children()) - self._others:
             return []
-        children: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # gone meanwhile
-                # "pid (name) state parent group ...", and the name may hold anything
-                fields = path.read_bytes().rpartition(b")")[2].split()
-                who = int(path.parent.name), int(fields[2]), fields[0]
-                children[int(fields[1])].append(who)
-        found: list[int] = []
-        parents = [os.getpid()]
-        while parents:
-            for pid, group, state in children[parents.pop()]:
-                if pid in self._others:
-                    continue
-                parents.append(pid)
-                if group not in groups and state not in (b"Z", b"X"):
-                    found.append(pid)
-        return found
+        return [
+            pid
+            for pid, group, state in descendants([os.getpid()], but=self._others)
+            if group not in groups and state not in DEAD
+        ]
 
     def exempt(self, pid: int) -> None:
         """``pid`` is a child of the launcher that is no rank."""
@@ -71,8 +58,7 @@ class Strays:
         """Send a signal to all of them; return whether there was any."""
         found = self.find(groups)
         for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
+            send_signal(os.kill, pid, number)
         return bool(found)
 
     def collect(self, ranks: Collection[int], reaper: Reaper) -> None:
@@ -80,9 +66,9 @@ class Strays:
 
         Done now and then; ranks, and what is in their groups, are left alone.
         """
-        if not self.is_adopting or monotonic() < self._collect_at:
+        if not self.is_adopting or REAL_TIME.now() < self._collect_at:
             return
-        self._collect_at = monotonic() + _COLLECT_EVERY
+        self._collect_at = REAL_TIME.now() + _COLLECT_EVERY
         alive = set()
         for pid in _children():
             if pid in self._others or pid in ranks:

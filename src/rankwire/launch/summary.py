@@ -107,11 +107,8 @@ def in_order_of_loss(failures: Sequence[Failure], lost: Sequence[int]) -> list[F
 
 def excerpt(errors: Sequence[str]) -> list[str]:
     """Return the lines worth showing: from the first traceback on, else the last few."""
-    lines = list(errors)
-    for index, line in enumerate(lines):
-        if _TRACEBACK.match(line):
-            return lines[index:]
-    return lines[-_PLAIN_LINES:]
+    begins = (index for index, line in enumerate(errors) if _TRACEBACK.match(line))
+    return list(errors[next(begins, -_PLAIN_LINES) :])
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
@@ -125,7 +122,5 @@ def _has_fallen(gone: Gone) -> bool:
 
 
 def _last_traceback(errors: Sequence[str]) -> Sequence[str]:
-    for index in range(len(errors) - 1, -1, -1):
-        if _TRACEBACK.match(errors[index]):
-            return errors[index:]
-    return ()
+    begins = [index for index, line in enumerate(errors) if _TRACEBACK.match(line)]
+    return errors[begins[-1] :] if begins else ()

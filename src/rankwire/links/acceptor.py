@@ -19,13 +19,14 @@ import selectors
 import socket
 from collections.abc import Callable
 from secrets import token_bytes
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.links.dialer import HANDSHAKE_LIMIT
 from rankwire.links.event_thread import EventThread
 from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import tune, unix_peer_uid
+from rankwire.links.sockets import AnySocket, tune, unix_peer
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     NONCE_NBYTES,
@@ -35,9 +36,6 @@ from rankwire.wire.handshake import (
     Status,
 )
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["Acceptor", "House"]
 
@@ -65,18 +63,21 @@ class Acceptor(EventThread):
 
     Args:
         house: Decides who may enter.
+        clock: By which a handshake takes too long.
         key: The handshake key, or how to find it for who dials; called on the acceptor's thread.
         policy: How connections must be protected.
     """
 
-    def __init__(self, house: House, *, key: Key, policy: Policy = UNPROTECTED) -> None:
+    def __init__(
+        self, house: House, clock: Clock, *, key: Key, policy: Policy = UNPROTECTED
+    ) -> None:
         self._house = house
         self._key = key
         self._policy = policy
         self._listeners: list[socket.socket] = []
         self._accepting_again: Deadline | None = None
         self._strangers: dict[_Stranger, None] = {}
-        super().__init__("rankwire-acceptor")
+        super().__init__("rankwire-acceptor", clock)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept on this socket too; owned from now on. Before ``start``."""
@@ -120,7 +121,7 @@ class Acceptor(EventThread):
         _log.warning("cannot accept connections for a moment: %s", error.strerror)
         for listener in self._listeners:
             self._selector.unregister(listener)
-        self._accepting_again = Deadline(_ACCEPT_PAUSE)
+        self._accepting_again = Deadline(_ACCEPT_PAUSE, self.clock)
 
     def _resume_accepting(self) -> None:
         self._accepting_again = None
@@ -132,7 +133,7 @@ class Acceptor(EventThread):
     def _receive_stranger(self, sock: socket.socket) -> None:
         try:
             tune(sock)
-            foreign = sock.family == socket.AF_UNIX and unix_peer_uid(sock) != os.geteuid()
+            foreign = sock.family == socket.AF_UNIX and unix_peer(sock)[1] != os.geteuid()
         except OSError:
             foreign = True  # it is gone already
         if foreign:
@@ -140,7 +141,7 @@ class Acceptor(EventThread):
             return
         if len(self._strangers) >= _MAX_STRANGERS:
             self._drop(next(iter(self._strangers)), "too many connections are in their handshake")
-        stranger = _Stranger(self._policy.accept(sock), self._key)
+        stranger = _Stranger(self._policy.accept(sock), self._key, self.clock)
         self._strangers[stranger] = None
         self._register(stranger.sock, selectors.EVENT_READ, lambda: self._advance(stranger))
 
@@ -192,13 +193,13 @@ class Acceptor(EventThread):
 class _Stranger:
     """A connection in its handshake: which message it owes and what has come of it."""
 
-    def __init__(self, sock: AnySocket, key: Key) -> None:
+    def __init__(self, sock: AnySocket, key: Key, clock: Clock) -> None:
         self.sock = sock
         self._in_tls_handshake = not isinstance(sock, socket.socket)
         self.responder = Responder(
             key=key, nonce=token_bytes(NONCE_NBYTES), binding=getattr(sock, "binding", b"")
         )
-        self.deadline = Deadline(HANDSHAKE_LIMIT)
+        self.deadline = Deadline(HANDSHAKE_LIMIT, clock)
         self.greeted = False
         self.wanted = HELLO_NBYTES
         self._received = b""

@@ -12,8 +12,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from itertools import starmap
-from time import sleep
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, ProtocolError, RankwireError
 from rankwire.links.allocation import allocate
@@ -35,27 +35,22 @@ class Borrowed(Parcel):
         loan: Where it lies.
         pid: The process.
         peer: Its rank, for errors.
+        clock: By which a decision of its is waited for.
         fail: Called with the cause if the process is gone; returns what to raise.
     """
 
-    __slots__ = (
-        "_fail",
-        "_is_settled",
-        "_loan",
-        "_lock",
-        "_memory",
-        "_peer",
-        "_pid",
-        "_receipt",
-        "_revoked",
-    )
-
     def __init__(
-        self, loan: Loan, pid: int, peer: int, fail: Callable[[RankwireError], RankwireError]
+        self,
+        loan: Loan,
+        pid: int,
+        peer: int,
+        clock: Clock,
+        fail: Callable[[RankwireError], RankwireError],
     ) -> None:
         self._loan = loan
         self._pid = pid
         self._peer = peer
+        self._clock = clock
         self._fail = fail
         self._lock = threading.Lock()
         self._revoked = False
@@ -149,15 +144,12 @@ class Borrowed(Parcel):
             return
         if not self._receipt:
             self._write_receipt(self._loan.number)
-        patience = Deadline(_DECISION_PATIENCE)
+        patience = Deadline(_DECISION_PATIENCE, self._clock)
         guard = self._guard()
         while guard == self._loan.number | DECIDING and not patience.expired:
-            sleep(_NAP)
+            self._clock.sleep(_NAP)
             guard = self._guard()
-        if guard is not None and guard in (
-            self._loan.number | REVOKED,
-            self._loan.number | DECIDING,
-        ):
+        if guard in (self._loan.number | REVOKED, self._loan.number | DECIDING):
             self._revoked = True
             raise LoanRevokedError("the sender took the message back")
         self._is_settled = True

@@ -17,11 +17,13 @@ protocol) in the same order; a third of the rest forwards to the writer and the 
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Collection
 
-from rankwire.deadline import Deadline
+from rankwire.clock import Clock
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -34,6 +36,7 @@ from rankwire.links.allocation import allocate
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import Lent, Meanwhile, lend
 from rankwire.links.process_memory import probe
+from rankwire.links.ring_memory import CAN_SHARE, SharedMemory, open_shared
 from rankwire.links.spin import Spin
 from rankwire.links.stream import Stream, stream_of
 from rankwire.links.tcp_info import Unanswered
@@ -49,9 +52,12 @@ from rankwire.wire.frames import (
 from rankwire.wire.loans import Loan, LoanRefusedError
 from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import FAREWELL, Course, Happening, Protocol, left
+from rankwire.wire.ring import RingReader, RingWriter
 from rankwire.wire.seals import Seals
 
 __all__ = ["Connection"]
+
+_log = logging.getLogger("rankwire")
 
 _PEEK_NBYTES = 1 << 16
 _LONGEST_SLEEP = 0.1
@@ -67,12 +73,14 @@ class Connection:
         sock: Connected and authenticated: a stream, or a non-blocking socket. Owned from now on.
         peer: The rank at the other end, for errors.
         max_nbytes: Largest payload accepted from the peer.
+        clock: By which its threads wait.
         spin: How long a reader polls before it sleeps.
         on_rest: Called when the peer took only a part of a small frame in time; sees to it that the
             rest is flushed once it takes more. Any thread, with the send lock held.
         incoming: Whether the peer dialled. If it then closes without having sent anything, it gave
             up dialling; that is no failure.
-        single_copy: Whether the peer's memory may be read, where the kernel allows it.
+        single_copy: Whether the peer's memory may be read, and some be shared with it, where the
+            kernel allows it.
         on_lost: Called in any thread with the cause when the connection ends in any way but a good
             one; returns the cause to keep, because its owner may know better.
         on_left: The same for a good end, if somebody waits for an answer.
@@ -97,6 +105,7 @@ class Connection:
         *,
         peer: int,
         max_nbytes: int,
+        clock: Clock,
         spin: Spin | None = None,
         on_lost: Callable[[RankwireError], RankwireError] | None = None,
         on_left: Callable[[RankwireError], RankwireError] | None = None,
@@ -111,11 +120,14 @@ class Connection:
         self.has_parcels = False
         # What reads it once it is known to be in use, if that is one read of a bare socket.
         self._recv_into: Callable[[memoryview], int] | None = None
+        self._may_share = single_copy and seals is None
+        self._shared: SharedMemory | None = None
         self._ending: RankwireError | None = None  # the first cause, while its owner is asked
         self._on_lost = on_lost
         self._on_left = on_left
-        self._spin = spin or Spin(0.0)
-        self._unanswered = Unanswered()
+        self._clock = clock
+        self._spin = spin or Spin(0.0, clock)
+        self._unanswered = Unanswered(clock)
         self._pid, cannot_borrow = probe(stream) if single_copy else (0, "it is turned off")
         self._protocol = Protocol(
             peer=peer,
@@ -288,10 +300,36 @@ class Connection:
         """Tell the peer that this end is there; from now on an end of the stream is a death."""
         self.send(*self._protocol.greeting(), deadline)
 
-    def introduce(self) -> None:
-        """Tell a peer of this host whether we can read its memory. At once, on a new connection."""
+    def introduce(self, *, is_read: bool = True) -> None:
+        """Tell a peer of this host whether we can read its memory. At once, on a new connection.
+
+        Args:
+            is_read: Whether much will be read here; then a ring is offered first.
+        """
         if self.transport == "unix":
-            self.send(*self._protocol.introduction(), Deadline(0.0))
+            if is_read and self._may_share and self._spin.most > 0.0 and CAN_SHARE:
+                self._offer_ring()
+            self.send(*self._protocol.introduction(), AT_ONCE)
+
+    def _offer_ring(self) -> None:
+        """Let the peer write through memory, while somebody looks there."""
+        try:
+            self._shared = SharedMemory()
+        except OSError as error:
+            _log.debug("there is no memory for a ring from rank %d: %s", self.peer, error)
+            return
+        self.stream.ring = self._parser.ring = RingReader(self._shared.view)
+        self.send(*self._protocol.offering(self._shared.offer), AT_ONCE)
+
+    def _use_ring(self, offer: bytes) -> None:
+        """Write through the memory that the peer has offered, if it can be opened."""
+        self._protocol.ring_offer = None
+        try:
+            ring = RingWriter(open_shared(self.stream.peer_pid(), offer))
+            self._writer.send(*self._protocol.acceptance(), AT_ONCE)
+            self._writer.ring = ring
+        except (OSError, ValueError, RankwireError) as error:
+            _log.debug("there is no ring to rank %d: %s", self.peer, error)
 
     def farewell(self, deadline: Deadline) -> None:
         """Tell the peer that this end leaves in good order, if that can be said at once."""
@@ -322,7 +360,11 @@ class Connection:
         late_reads = 0
         while late_reads < _LAST_READS:
             if deadline.limit > 0.0 and not self._parser.state[0]:
-                self._spin.finds_input(self.stream.fileno())
+                stream = self.stream
+                if stream.ring is None:
+                    self._spin.finds_input(stream.fileno())
+                else:
+                    self._spin.finds_record(stream.ring, stream.fileno())
             frames = self.receive_ready()
             if frames:
                 return frames
@@ -347,6 +389,8 @@ class Connection:
         if parser.state[0]:
             return parser.state[0]
         try:
+            if parser.ring is not None and parser.take_records():
+                return parser.state[0]
             if self._recv_into is None:
                 self._take_in_otherwise()
             elif not (is_whole := parser.take_in(self._recv_into)):
@@ -378,6 +422,8 @@ class Connection:
     def _take_further(self, is_whole: bool | None) -> None:
         """Go on with what the parser took in: whole, a part, or None at the end of the stream."""
         if is_whole is None:
+            if self._parser.take_records():
+                return  # put there before the end, and after the last look
             raise self._ended()
         if self._protocol.course is Course.UNUSED:
             self._protocol.happened(Happening.FRAMES)
@@ -427,6 +473,10 @@ class Connection:
                 raise violation
         frames.clear()
         frames.extend(messages)
+        if self._protocol.ring_offer is not None and self._writer.ring is None:
+            self._use_ring(self._protocol.ring_offer)
+        if self._protocol.has_ring and self._shared is not None:
+            self._shared.close()
         if self._protocol.course is Course.LEFT:
             self._writer.failure = self.failure = self.failure or left(self.peer)
         if self._parser.violation is not None:
@@ -435,7 +485,7 @@ class Connection:
 
     def _borrow(self, loan: Loan) -> Borrowed:
         self.has_parcels = True
-        return Borrowed(loan, self._pid, self.peer, self.fail)
+        return Borrowed(loan, self._pid, self.peer, self._clock, self.fail)
 
     def await_introduction(self, deadline: Deadline, check: Callable[[], None]) -> None:
         """Wait until a peer of this host has introduced itself, on a connection we dialled.
@@ -550,12 +600,21 @@ class Connection:
         self._end(ChannelClosedError("this connection is closed").during(peer=self.peer))
         self.stream.shut_down()
         self.stream.close()
+        self._drop_rings()
+
+    def _drop_rings(self) -> None:
+        """Let go of shared memory; it is gone with the last who still looks at it."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = self.stream.ring = self._parser.ring = None
+        self._writer.ring = None
 
     def forsake(self) -> None:
         """Close what a forked child shares with its parent, without ending the parent's stream."""
         self.failure = ForkedProcessError("this connection")
         self._writer.forsake(self.failure)
         self.stream.close()
+        self._drop_rings()
 
     def __repr__(self) -> str:
         state = "open" if self.failure is None else f"failed: {self.failure.message}"

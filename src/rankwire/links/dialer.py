@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from secrets import token_bytes
-from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -21,7 +20,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import wait_patiently
+from rankwire.links.sockets import AnySocket, wait_patiently
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     NONCE_NBYTES,
@@ -31,9 +30,6 @@ from rankwire.wire.handshake import (
     Purpose,
 )
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["HANDSHAKE_LIMIT", "authenticate"]
 

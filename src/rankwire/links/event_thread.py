@@ -7,23 +7,18 @@ the thread. What else it watches, and what it is for, is its subclass's business
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import threading
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from time import sleep
-from typing import TYPE_CHECKING
 
-from rankwire.deadline import Deadline
+from rankwire.clock import Clock
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
+from rankwire.links.sockets import AnySocket
+from rankwire.links.wakeup import Wakeup
 from rankwire.wire.frames import Frame
-
-if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["EventThread"]
 
@@ -37,18 +32,17 @@ class EventThread:
 
     Args:
         name: The thread's.
+        clock: By which it does things.
+
+    Attributes:
+        clock: The same.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
+        self.clock = clock
         self._selector = selectors.DefaultSelector()
-        self._wake_lock = threading.Lock()  # guards the pipe against being used once closed
-        self._has_pipe = True
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
-        self._posted: deque[Callable[[], None]] = deque()
+        self._wakeup = Wakeup(self._selector, self._handle)
         self._timers: list[_Timer] = []
         self._closing = False
         self._rounds = 0
@@ -61,22 +55,21 @@ class EventThread:
 
     def call_soon(self, action: Callable[[], None]) -> None:
         """Run ``action`` on this thread. Safe from any thread; ignored once closed."""
-        self._posted.append(action)
-        self._wake()
+        self._wakeup.post(action)
 
     def catch_up(self, deadline: Deadline) -> None:
         """Wait until all is read that has come by now. Safe from any thread but its own."""
         seen = self._rounds + 2  # one round is under way; the next one sees what is there
         while self._rounds < seen and not self._closing and not deadline.expired:
-            self._wake()
-            sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
+            self._wakeup.wake()
+            self.clock.sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
 
     def call_every(self, seconds: float, action: Callable[[], None]) -> None:
         """Run ``action`` again and again. On this thread, or before ``start``.
 
         Connections that are readable at the same moment are read first.
         """
-        self._timers.append(_Timer(seconds, action))
+        self._timers.append(_Timer(seconds, action, self.clock))
 
     def call_no_more(self, action: Callable[[], None]) -> None:
         """End what ``call_every`` began. On this thread, or after it has stopped."""
@@ -86,12 +79,6 @@ class EventThread:
     def is_current_thread(self) -> bool:
         """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
-
-    def _wake(self) -> None:
-        with self._wake_lock:  # or the descriptor might be closed, and another file's by now
-            if self._has_pipe:
-                with suppress(BlockingIOError):  # full of wake-ups: it will wake up
-                    os.write(self._wake_write, b"\0")
 
     def watch(
         self,
@@ -118,7 +105,7 @@ class EventThread:
 
         def writable() -> None:
             try:
-                connection.flush(Deadline(0.0))
+                connection.flush(AT_ONCE)
             except RankwireError as error:
                 _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
             if connection.failure is not None or not connection.is_holding:
@@ -149,26 +136,20 @@ class EventThread:
         if self._closing:
             return
         self._closing = True
-        self._wake()
+        self._wakeup.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self.clock.join(self._thread)
         self._let_go()
+        self._wakeup.close()
         self._selector.close()
-        with self._wake_lock:
-            self._has_pipe = False
-            os.close(self._wake_read)
-            os.close(self._wake_write)
 
     def forsake(self) -> None:
         """Close this child's copies of what the parent has, see ``fork``."""
-        self._wake_lock = threading.Lock()
         self._let_go()
-        if not self._closing:  # else the numbers may be others' by now
+        if not self._closing:  # else the number may be another's by now
             self._closing = True
-            self._has_pipe = False
             self._selector.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+        self._wakeup.forsake()
 
     # -- for the subclass --------------------------------------------------------------------------
 
@@ -197,25 +178,21 @@ class EventThread:
             self._look()
             for timer in self._timers:
                 if timer.deadline.expired:
-                    timer.deadline = Deadline(timer.seconds)
+                    timer.deadline = Deadline(timer.seconds, self.clock)
                     self._handle(timer.action)
 
     def _handle(self, action: Callable[[], None]) -> None:
         try:
-            action()
+            if not self._closing:
+                action()
         except Exception:  # a mistake with one must not end it for all others
             _log.exception("%s could not handle an event", self._name)
-
-    def _run_posted(self) -> None:
-        os.read(self._wake_read, 4096)
-        while self._posted and not self._closing:
-            self._handle(self._posted.popleft())
 
 
 class _Timer:
     """Something to do every ``seconds``."""
 
-    def __init__(self, seconds: float, action: Callable[[], None]) -> None:
+    def __init__(self, seconds: float, action: Callable[[], None], clock: Clock) -> None:
         self.seconds = seconds
         self.action = action
-        self.deadline = Deadline(seconds)
+        self.deadline = Deadline(seconds, clock)

@@ -21,7 +21,6 @@ import os
 import select
 import threading
 from collections.abc import Callable, Sequence
-from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Protocol
 
 from rankwire.deadline import Deadline
@@ -209,14 +208,14 @@ class Lent:
         Raises:
             LoanRefusedError: The peer cannot read it.
         """
-        pair, number = self._pair, self.number
+        pair, number, now = self._pair, self.number, deadline.clock.now
         patience = _MEANWHILE_AFTER + self._nbytes / _SLOW_COPY
-        start = perf_counter()
+        start = now()
         next_look = 0.0
         while pair[1] != number:
             if pair[1] == number | REFUSED:
                 raise LoanRefusedError("the peer cannot read this memory")
-            waited = perf_counter() - start
+            waited = now() - start
             if waited < _LOOK_FOR:
                 os.sched_yield()  # the peer may have been put on this core, because we woke it up
                 continue
@@ -230,11 +229,13 @@ class Lent:
                 if pair[1] != number:  # else what has come is best left to the thread that wants it
                     meanwhile.read()
             else:
-                sleep(max(_SHORTEST_NAP, min(waited / 8, _LONGEST_NAP)))
+                deadline.clock.sleep(max(_SHORTEST_NAP, min(waited / 8, _LONGEST_NAP)))
         return True
 
 
 def _wait_readable(streams: Sequence[Watched], seconds: float) -> None:
+    if any(stream.look_away() for stream in streams):
+        return
     poller = select.poll()
     for stream in streams:
         if (number := stream.fileno()) >= 0:

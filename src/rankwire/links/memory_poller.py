@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from time import monotonic
+from dataclasses import dataclass
 
+from rankwire.clock import Clock
 from rankwire.links.memory_stream import MemoryStream
 from rankwire.links.sleepers import Sleep, Sleepers, wake
 from rankwire.links.stream import Stream
@@ -12,24 +13,20 @@ from rankwire.links.stream import Stream
 __all__ = ["MemoryPoller"]
 
 
+@dataclass(slots=True, eq=False)
 class _Watch:
     """One stream of a poller."""
 
-    __slots__ = ("_poller", "is_armed", "is_once", "is_queued", "key", "stream")
-
-    def __init__(
-        self, poller: MemoryPoller, stream: MemoryStream, key: object, *, is_once: bool
-    ) -> None:
-        self._poller = poller
-        self.stream = stream
-        self.key = key
-        self.is_once = is_once
-        self.is_armed = True
-        self.is_queued = False
+    poller: MemoryPoller
+    stream: MemoryStream
+    key: object
+    is_once: bool
+    is_armed: bool = True
+    is_queued: bool = False
 
     def notify(self) -> None:
         """Have the poller look at the stream: something may have come."""
-        self._poller.look_at(self)
+        self.poller.look_at(self)
 
 
 class MemoryPoller:
@@ -38,7 +35,8 @@ class MemoryPoller:
     Streams on which something may have come stand in a queue, in turn; who polls looks at them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._watches: dict[Stream, _Watch] = {}
         self._queue: deque[_Watch] = deque()
         self._news = 0  # changes whenever there is something to look at
@@ -61,7 +59,7 @@ class MemoryPoller:
 
     def _watch(self, stream: Stream, key: object, *, is_once: bool) -> None:
         assert isinstance(stream, MemoryStream)
-        watch = self._watches[stream] = _Watch(self, stream, key, is_once=is_once)
+        watch = self._watches[stream] = _Watch(self, stream, key, is_once)
         stream.call_on_news(watch.notify)
         watch.notify()
 
@@ -82,7 +80,7 @@ class MemoryPoller:
 
     def poll(self, seconds: float, spin: object = None) -> object | None:
         """Return the key of a stream that can be read. Nobody spins in one process."""
-        limit = monotonic() + seconds
+        limit = self._clock.now() + seconds
         while True:
             news = self._news
             if self._is_closed:
@@ -93,10 +91,10 @@ class MemoryPoller:
             ready, gap = self._look()
             if ready is not None:
                 return ready.key
-            left = limit - monotonic()
+            left = limit - self._clock.now()
             if left <= 0.0:
                 return None
-            with Sleep(self._sleepers) as sleep:
+            with Sleep(self._clock, self._sleepers) as sleep:
                 if news == self._news:
                     sleep(left if gap is None else min(left, gap))
 

@@ -1,19 +1,20 @@
 """Streams in memory: two ends in one process, without descriptors.
 
 Two pipes (``pipe``) are a connection, one each way; each end is a ``Stream``. What messages meet on
-their way is a ``course``.
+their way is a ``route``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import monotonic
 
-from rankwire.links.course import Course
+from rankwire.clock import Clock
 from rankwire.links.pipe import Pipe
+from rankwire.links.route import Route
 from rankwire.links.sleepers import Sleep
 from rankwire.links.stream import Watched
 from rankwire.wire.frames import Buffer
+from rankwire.wire.ring import RingReader
 
 __all__ = ["MemoryStream", "memory_pair"]
 
@@ -21,14 +22,16 @@ __all__ = ["MemoryStream", "memory_pair"]
 class MemoryStream:
     """One end of two pipes, which a connection uses as it uses a socket (``Stream``)."""
 
-    __slots__ = ("_incoming", "_outgoing")
+    __slots__ = ("_clock", "_incoming", "_outgoing")
 
     transport = "memory"
     # A parser that never reads more at once makes a small buffer: there may be 65,000 of them.
     buffer_nbytes = 512
     recv_pending = None
+    ring: RingReader | None = None
 
-    def __init__(self, incoming: Pipe, outgoing: Pipe) -> None:
+    def __init__(self, incoming: Pipe, outgoing: Pipe, clock: Clock) -> None:
+        self._clock = clock
         self._incoming = incoming
         self._outgoing = outgoing
 
@@ -58,18 +61,22 @@ class MemoryStream:
         self._incoming.read(buffer, counts)
         return counts[0]
 
+    def look_away(self) -> bool:
+        """There is no ring."""
+        return False
+
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end."""
         return self._incoming.peek(nbytes)
 
     def wait_readable(self, seconds: float) -> bool:
         """Sleep until there is something to read, the end included; False if the time passes."""
-        limit = monotonic() + seconds
+        limit = self._clock.now() + seconds
         while (gap := self._incoming.readable_in()) != 0.0:
-            left = limit - monotonic()
+            left = limit - self._clock.now()
             if left <= 0.0:
                 return False
-            with Sleep(self._incoming.readers) as sleep:
+            with Sleep(self._clock, self._incoming.readers) as sleep:
                 gap = self._incoming.readable_in()
                 if gap != 0.0:
                     sleep(left if gap is None else min(left, gap))
@@ -80,13 +87,14 @@ class MemoryStream:
 
         Returns False if the time passes, or as soon as one of the others has something to read.
         """
-        limit = monotonic() + seconds
+        limit = self._clock.now() + seconds
         others = [other._incoming for other in beside if isinstance(other, MemoryStream)]
         while not self._outgoing.is_writable:
-            left = limit - monotonic()
+            left = limit - self._clock.now()
             if left <= 0.0 or _is_any_readable(others):
                 return False
-            with Sleep(self._outgoing.writers, *(other.readers for other in others)) as sleep:
+            places = self._outgoing.writers, *(other.readers for other in others)
+            with Sleep(self._clock, *places) as sleep:
                 if self._outgoing.is_writable or _is_any_readable(others):
                     continue
                 gaps = [gap for other in others if (gap := other.readable_in()) is not None]
@@ -147,18 +155,19 @@ class MemoryStream:
 
 
 def memory_pair(
-    limit: int, there: Course | None = None, back: Course | None = None
+    limit: int, clock: Clock, there: Route | None = None, back: Route | None = None
 ) -> tuple[MemoryStream, MemoryStream]:
     """Return two ends that are connected.
 
     Args:
         limit: Bytes of one direction above which a writer waits; a message may be larger if there
             is no other.
+        clock: By which waits end.
         there: What messages from the first end to the second one meet.
         back: The same for those from the second one.
     """
     one, other = Pipe(limit, there), Pipe(limit, back)
-    return MemoryStream(other, one), MemoryStream(one, other)
+    return MemoryStream(other, one, clock), MemoryStream(one, other, clock)
 
 
 def _is_any_readable(pipes: Sequence[Pipe]) -> bool:

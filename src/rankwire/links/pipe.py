@@ -3,7 +3,7 @@
 It is bounded and FIFO, written by one thread at a time and read by one. Like a socket it takes what
 there is room for (what has no content always has), its reader wakes up when something comes, and
 what was written before an end can still be read. A pipe that is *cut* loses what is not visible by
-then. No thread is needed for messages that are late (``course``): who sleeps knows when the next
+then. No thread is needed for messages that are late (``route``): who sleeps knows when the next
 one is visible.
 
 What is written, or read, is so from the moment at which it is noted in the list that the caller
@@ -22,18 +22,18 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import NamedTuple
 
-from rankwire.links.course import Course, Position
+from rankwire.links.route import Position, Route
 from rankwire.links.sleepers import Sleepers, wake
+from rankwire.links.stream import first_bytes
 from rankwire.wire.frames import HEADER_NBYTES, Buffer
 
 __all__ = ["Pipe"]
 
 
 class _Chunk(NamedTuple):
-    """Bytes that were written at once, of one message if there is a course."""
+    """Bytes that were written at once, of one message if there is a route."""
 
     data: bytes
     end: int  # where they end in all that was ever written
@@ -57,12 +57,11 @@ class Pipe:
 
     Args:
         limit: Bytes above which nothing more is taken, unless the pipe is empty.
-        course: What messages meet, if anything.
+        route: What messages meet, if anything.
     """
 
     __slots__ = (
         "_chunks",
-        "_course",
         "_cut_at",
         "_flushers",
         "_is_ended",
@@ -72,15 +71,16 @@ class Pipe:
         "_position",
         "_read_to",
         "_reading",
+        "_route",
         "_written_to",
         "on_news",
         "readers",
         "writers",
     )
 
-    def __init__(self, limit: int, course: Course | None) -> None:
+    def __init__(self, limit: int, route: Route | None) -> None:
         self._limit = limit
-        self._course = course
+        self._route = route
         self._chunks = _NO_CHUNKS
         # The writer's.
         self._last: _Chunk | None = None  # while it is being written
@@ -115,7 +115,9 @@ class Pipe:
             if offered > HEADER_NBYTES or self._is_midway:
                 raise BlockingIOError
             room = 0  # a message without content, or a farewell
-        data = _first_bytes(pieces, room + HEADER_NBYTES)
+        data = pieces[0]
+        if len(pieces) > 1 or type(data) is not bytes or len(data) > room + HEADER_NBYTES:
+            data = bytes(first_bytes(pieces, room + HEADER_NBYTES))  # that nobody changes
         chunk = self._next_chunk(data, counts, is_cut=len(data) < offered)
         if self._chunks is _NO_CHUNKS:
             self._chunks = deque()
@@ -128,14 +130,14 @@ class Pipe:
         except BaseException:
             self.wake_readers()  # interrupted: nobody else would
             raise
-        if self._course is not None and chunk.position.is_behind_message:
-            self._course.on_message()
+        if self._route is not None and chunk.position.is_behind_message:
+            self._route.on_message()
 
     def _next_chunk(self, data: bytes, counts: list[int], *, is_cut: bool) -> _Chunk:
         """Return what is written next: all of the data, or what belongs to one message."""
-        if self._course is None:
+        if self._route is None:
             return _Chunk(data, self._written_to + len(data), counts, len(counts), is_cut)
-        nbytes, when, begins, position = self._course.follow(self._position, data)
+        nbytes, when, begins, position = self._route.follow(self._position, data)
         end, is_cut = self._written_to + nbytes, not position.is_at_header
         return _Chunk(data[:nbytes], end, counts, len(counts), is_cut, when, begins, position)
 
@@ -186,7 +188,8 @@ class Pipe:
     def cut(self) -> None:
         """Lose what is not visible by now. Any thread."""
         if self._cut_at is None:
-            self._cut_at = monotonic()
+            # Where no message is late, all is visible at any time.
+            self._cut_at = 0.0 if self._route is None else self._route.now()
         self.wake_readers()
         wake(self.writers)
 
@@ -239,9 +242,9 @@ class Pipe:
         chunk = self._head()
         if chunk is None:
             return 0.0 if is_over or (self._flushers and self._room() > 0) else None
-        if self._cut_at is not None or self._course is None:
+        if self._cut_at is not None or self._route is None:
             return 0.0
-        now = monotonic()
+        now = self._route.now()
         opens_at = max(chunk.when, self._opens_at(chunk))
         return opens_at - now if opens_at > now else 0.0
 
@@ -250,7 +253,7 @@ class Pipe:
         read_to, filled, index = self._read_to, 0, 0
         latest = self._cut_at
         if latest is None:
-            latest = monotonic() if self._course is not None else 0.0
+            latest = 0.0 if self._route is None else self._route.now()
         while filled < len(buffer):
             try:
                 chunk = self._chunks[index]
@@ -263,8 +266,8 @@ class Pipe:
                 break
             data = chunk.data
             start = max(read_to - (chunk.end - len(data)), 0)
-            if is_read and chunk.begins and not start and self._course is not None:
-                gate = self._course.gate
+            if is_read and chunk.begins and not start and self._route is not None:
+                gate = self._route.gate
                 if gate is not None and self._cut_at is None:
                     if filled or gate.free_at > latest:
                         break
@@ -277,7 +280,7 @@ class Pipe:
 
     def _opens_at(self, chunk: _Chunk) -> float:
         """Return when the gate is open for a message that has not been begun."""
-        gate = None if self._course is None else self._course.gate
+        gate = None if self._route is None else self._route.gate
         is_begun = self._read_to > chunk.end - len(chunk.data)
         return 0.0 if gate is None or is_begun or not chunk.begins else gate.free_at
 
@@ -332,17 +335,3 @@ class Pipe:
     def discard(self) -> None:
         """Forget what nobody will read."""
         self._chunks = deque()
-
-
-def _first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes:
-    """Return the beginning of a message in pieces, in memory that nobody changes."""
-    if len(pieces) == 1 and type(pieces[0]) is bytes and len(pieces[0]) <= nbytes:
-        return pieces[0]
-    views: list[memoryview] = []
-    for piece in pieces:
-        view = memoryview(piece).cast("B")[:nbytes]
-        views.append(view)
-        nbytes -= len(view)
-        if nbytes <= 0:
-            break
-    return b"".join(views)

@@ -11,11 +11,11 @@ import os
 import select
 from fcntl import ioctl
 from termios import FIONREAD
-from time import perf_counter
 from typing import Protocol
 
 from rankwire.links.spin import NOTHING_TO_READ, Spin
 from rankwire.links.stream import Stream
+from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
 __all__ = ["EpollPoller", "Poller"]
 
@@ -61,6 +61,8 @@ class EpollPoller:
 
     def __init__(self) -> None:
         self._keys: dict[int, object] = {}  # by descriptor
+        self._beside: dict[int, Stream] = {}  # those with a ring
+        self._ring: RingReader | None = None  # of the last one
         self._watched: set[int] = set()  # all the time, not for one shot
         self._last = -1  # of these, what could be read the last time
         self._looks = 0  # over all polls: who always has more must not keep others from their turn
@@ -73,6 +75,8 @@ class EpollPoller:
         """Watch a stream until it is unregistered."""
         number = stream.fileno()
         self._keys[number] = key
+        if stream.ring is not None:
+            self._beside[number] = stream
         self._watched.add(number)
         self._epoll.register(number, select.EPOLLIN)
 
@@ -89,8 +93,9 @@ class EpollPoller:
         """Watch a stream no more."""
         number = stream.fileno()
         self._watched.discard(number)
+        self._beside.pop(number, None)
         if number == self._last:
-            self._last = -1
+            self._last, self._ring = -1, None
         if self._keys.pop(number, None) is not None:
             self._epoll.unregister(number)
 
@@ -105,12 +110,23 @@ class EpollPoller:
         elif spin.budget <= 0.0:
             spin.skipped()
         else:
-            limit = perf_counter() + spin.budget
-            waiting = self._waiting
+            waiting, now = self._waiting, spin.now
+            limit = now() + spin.budget
+            words = None if self._ring is None else self._ring.words
+            if words is not None:
+                words[AWAKE] = 1
             while True:
                 self._looks += 1
                 number = self._last
-                if number >= 0 and self._looks % _LOOKS_AT_ALL:
+                if number < 0 or not self._looks % _LOOKS_AT_ALL:
+                    if ready := self._epoll.poll(0, 1):
+                        spin.budget = spin.most
+                        return self._key_of(ready[0][0])
+                elif words is not None:
+                    if words[WRITTEN] != words[READ]:
+                        spin.budget = spin.most
+                        return self._keys.get(number)
+                else:
                     try:
                         ioctl(number, FIONREAD, waiting)
                     except OSError:  # closed meanwhile
@@ -119,12 +135,12 @@ class EpollPoller:
                         if waiting != NOTHING_TO_READ:
                             spin.budget = spin.most
                             return self._keys.get(number)
-                elif ready := self._epoll.poll(0, 1):
-                    spin.budget = spin.most
-                    return self._key_of(ready[0][0])
-                if perf_counter() >= limit:
+                if now() >= limit:
                     break
             spin.wasted()
+        for number, stream in list(self._beside.items()):
+            if stream.look_away():
+                return self._keys.get(number)
         ready = self._epoll.poll(seconds, 1)
         return self._key_of(ready[0][0]) if ready else None
 
@@ -132,8 +148,12 @@ class EpollPoller:
         if number == self._wakeup:
             os.eventfd_read(self._wakeup)
             return None
-        if number in self._watched:
+        if number != self._last and number in self._watched:
+            if (last := self._beside.get(self._last)) is not None and last.look_away():
+                return self._keys.get(self._last)  # the other one can still be read next time
             self._last = number
+            stream = self._beside.get(number)
+            self._ring = None if stream is None else stream.ring
         return self._keys.get(number)
 
     def wake(self) -> None:
@@ -144,3 +164,4 @@ class EpollPoller:
         """Close the epoll. Nothing is unregistered: a parent may have the same one."""
         self._epoll.close()
         os.close(self._wakeup)
+        self._beside, self._ring = {}, None

@@ -66,11 +66,11 @@ def name_of_open(descriptor: int) -> str:
 
 def read_private(path: str | os.PathLike[str], *, named: str) -> bytes:
     """Return the content of such a file; raises as ``open_private`` does."""
-    with open_private(path, named=named) as descriptor:
-        pieces = []
-        while piece := os.read(descriptor, MAX_PRIVATE_NBYTES):
-            pieces.append(piece)
-        return b"".join(pieces)
+    with (
+        open_private(path, named=named) as descriptor,
+        open(descriptor, "rb", closefd=False) as file,
+    ):
+        return file.read()
 
 
 def _open(path: str, links: int) -> int:

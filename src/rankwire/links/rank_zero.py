@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -60,4 +59,4 @@ def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
                 f"nobody listened at {', '.join(addresses)} within {deadline.limit:g} s",
                 missing=[0],
             )
-        time.sleep(_PAUSE)
+        deadline.clock.sleep(_PAUSE)

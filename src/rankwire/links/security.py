@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
-from rankwire.links.sockets import TcpAddress, is_loopback_connection
+from rankwire.links.sockets import AnySocket, TcpAddress, is_loopback_connection
 from rankwire.wire.seals import Protection
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
     from rankwire.links.tls_contexts import TlsContexts
 
 __all__ = [
@@ -177,9 +176,8 @@ def choose_policy(
         raise ConfigurationError(f'tls= is given, but security="{security}" does not use it')
     full_mac = integrity == "mac"
     if tls is not None:
-        from rankwire.links.tls_contexts import (
-            TlsContexts,  # most jobs do without, and it loads ssl
-        )
+        # Most jobs do without, and it loads ssl.
+        from rankwire.links.tls_contexts import TlsContexts
 
         return Policy("tls", tls=TlsContexts(tls))
     if security == "tls":

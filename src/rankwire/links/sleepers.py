@@ -13,6 +13,8 @@ from contextlib import suppress
 from itertools import starmap
 from operator import methodcaller
 
+from rankwire.clock import Clock
+
 __all__ = ["Sleep", "Sleepers", "wake"]
 
 Sleepers = list[threading.Lock]
@@ -27,7 +29,8 @@ class Sleep:
     Within the block it looks once more and then sleeps; a wake-up between the two is not lost.
     """
 
-    def __init__(self, *places: Sleepers) -> None:
+    def __init__(self, clock: Clock, *places: Sleepers) -> None:
+        self._clock = clock
         self._places = places
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -38,7 +41,7 @@ class Sleep:
         return self._sleep
 
     def _sleep(self, seconds: float) -> None:
-        self._lock.acquire(timeout=seconds)
+        self._clock.acquire(self._lock, True, seconds)
 
     def __exit__(self, *_: object) -> None:
         for place in self._places:

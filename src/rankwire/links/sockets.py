@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -26,9 +26,11 @@ from rankwire.errors import (
 )
 
 if TYPE_CHECKING:
-    from rankwire.links.tls import AnySocket
+    from rankwire.links.tls import TlsStream
 
 __all__ = [
+    "AnySocket",
+    "Socket",
     "TcpAddress",
     "connect_tcp",
     "connect_unix",
@@ -38,7 +40,7 @@ __all__ = [
     "listen_unix",
     "start_listening",
     "tune",
-    "unix_peer_uid",
+    "unix_peer",
     "wait_for",
     "wait_patiently",
 ]
@@ -58,6 +60,8 @@ _CHECK_EVERY = 0.1  # seconds
 _BACKLOG = 4096  # cut by the kernel to somaxconn
 _WILDCARDS = ("0.0.0.0", "::")
 
+Socket = socket.socket  # for signatures above this layer, where no socket is touched
+AnySocket: TypeAlias = "Socket | TlsStream"  # what handshakes are done on
 # What the system calls take: host and port, and for IPv6 flow and scope too.
 _SocketAddress = tuple[Any, ...]
 
@@ -238,11 +242,11 @@ def connect_unix(
     return _connect(sock, path, path, deadline, check)
 
 
-def unix_peer_uid(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end, from the kernel."""
+def unix_peer(sock: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end and its user, by the word of the kernel."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return int(uid)
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 def wait_for(sock: Pollable, events: int, seconds: float, also_readable: Sequence[int] = ()) -> int:
@@ -298,7 +302,10 @@ def _connect(
 ) -> socket.socket:
     sock.setblocking(False)
     try:
-        code = _start_connecting(sock, where, name)
+        try:
+            code = sock.connect_ex(where)
+        except OSError as error:  # not even an address: a path that is too long
+            raise NoConnectionError(f"cannot connect to {name}: {_why(error)}") from error
         if code == errno.EINPROGRESS:
             if not wait_patiently(sock, select.POLLOUT, deadline, check):
                 raise DeadlineExceededError(deadline.limit, detail=f"no answer from {name}")
@@ -322,13 +329,6 @@ def _open_socket(family: int) -> socket.socket:
         return socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ResourceError(f"cannot open a socket: {_why(error)}") from error
-
-
-def _start_connecting(sock: socket.socket, where: _SocketAddress | str, name: str) -> int:
-    try:
-        return sock.connect_ex(where)
-    except OSError as error:  # not even an address: a path that is too long
-        raise NoConnectionError(f"cannot connect to {name}: {_why(error)}") from error
 
 
 def _why(error: Exception) -> str:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 from fcntl import ioctl
 from termios import FIONREAD
-from time import perf_counter
+
+from rankwire.clock import Clock
+from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
 __all__ = ["DEFAULT_SPIN", "NOTHING_TO_READ", "Spin", "default_spin"]
 
@@ -21,6 +23,7 @@ DEFAULT_SPIN = 100e-6
 _SMALLEST = 10e-6
 _RETRY_EVERY = 16
 NOTHING_TO_READ = bytes(4)  # what FIONREAD writes
+_LOOKS_AT_SOCKET = 8  # beside a ring, one look in so many
 
 
 class Spin:
@@ -28,15 +31,21 @@ class Spin:
 
     Races between readers only blur it.
 
+    Args:
+        most: The full one.
+        clock: By which it is spent.
+
     Attributes:
         budget: How long to look now. Whoever finds something sets it to ``most`` again.
         most: The full one.
+        now: The clock's.
     """
 
-    __slots__ = ("_skips", "_waiting", "budget", "most")
+    __slots__ = ("_skips", "_waiting", "budget", "most", "now")
 
-    def __init__(self, most: float) -> None:
+    def __init__(self, most: float, clock: Clock) -> None:
         self.most = most
+        self.now = clock.now
         self._skips = 0
         self._waiting = bytearray(4)
         self.budget = most
@@ -51,20 +60,44 @@ class Spin:
         if self.budget <= 0.0:
             self.skipped()
             return False
-        waiting = self._waiting
-        limit = perf_counter() + self.budget
+        waiting, now = self._waiting, self.now
+        limit = now() + self.budget
         try:
             while True:
                 ioctl(descriptor, FIONREAD, waiting)
                 if waiting != NOTHING_TO_READ:
                     self.budget = self.most
                     return True
-                if perf_counter() >= limit:
+                if now() >= limit:
                     break
         except (OSError, ValueError):
             return True  # it was closed, which the next read says
         self.wasted()
         return False
+
+    def finds_record(self, ring: RingReader, descriptor: int) -> bool:
+        """Look at a ring, and now and then at the socket beside it, as ``finds_input`` does."""
+        if self.budget <= 0.0:
+            self.skipped()
+            return False
+        waiting, words, looks = self._waiting, ring.words, 0
+        now = self.now
+        limit = now() + self.budget
+        words[AWAKE] = 1
+        try:
+            while words[WRITTEN] == words[READ]:
+                looks += 1
+                if not looks % _LOOKS_AT_SOCKET:
+                    ioctl(descriptor, FIONREAD, waiting)
+                    if waiting != NOTHING_TO_READ:
+                        break
+                if now() >= limit:
+                    self.wasted()
+                    return False
+        except (OSError, ValueError):
+            return True  # as above
+        self.budget = self.most
+        return True
 
     def wasted(self) -> None:
         """The budget was spent and nothing came."""

@@ -15,15 +15,21 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
-from rankwire.links.sockets import wait_for
+from rankwire.fork import renew_in_child
+from rankwire.links.sockets import unix_peer, wait_for
 from rankwire.links.tcp_info import tcp_info, unsent_nbytes
 from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer
+from rankwire.wire.ring import AWAKE, RingReader
 
-__all__ = ["DescriptorStream", "SocketStream", "Stream", "stream_of"]
+__all__ = ["DescriptorStream", "SocketStream", "Stream", "first_bytes", "stream_of"]
+
+_barrier = threading.Lock()
+renew_in_child(_barrier)
 
 Write = Callable[[Sequence[Buffer], list[int]], None]
 Read = Callable[[memoryview, list[int]], None]
@@ -32,25 +38,17 @@ Read = Callable[[memoryview, list[int]], None]
 class Stream(Protocol):
     """A connected stream of bytes, both ways. One reader and one writer at a time."""
 
-    @property
-    def transport(self) -> str:
-        """``"unix"``, ``"tcp"`` or ``"memory"``."""
+    transport: str  # "unix", "tcp" or "memory"
+    buffer_nbytes: int  # how much is best read at once
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """How much is best read at once."""
+    def send(self, data: Buffer, /) -> int:
+        """Send what can be sent now and return how much that was, as a socket does."""
 
-    @property
-    def send(self) -> Callable[[Buffer], int]:
-        """Sends what can be sent now and returns how much that was, as a socket does."""
+    def sendmsg(self, pieces: Sequence[Buffer], /) -> int:
+        """Send what can be sent now of several pieces, and return how much that was."""
 
-    @property
-    def sendmsg(self) -> Callable[[Sequence[Buffer]], int]:
-        """Does the same with several pieces."""
-
-    @property
-    def recv_into(self) -> Callable[[memoryview], int]:
-        """Reads into a buffer, as a socket does."""
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Read into a buffer, as a socket does."""
 
     @property
     def recv_pending(self) -> Callable[[memoryview], int] | None:
@@ -63,6 +61,15 @@ class Stream(Protocol):
     @property
     def read(self) -> Read | None:
         """Instead of ``recv_into``: fills the beginning of a buffer and notes how much."""
+
+    ring: RingReader | None  # the lane in shared memory beside it, if there is one
+
+    def look_away(self) -> bool:
+        """Have all that comes from now on come over the stream: whoever is about to sleep there.
+
+        Returns:
+            Whether something is in the ring, and nobody should sleep.
+        """
 
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end.
@@ -104,31 +111,57 @@ class Watched(Protocol):
     """What may have something to read while another stream is waited for: one of its own kind."""
 
     def fileno(self) -> int: ...
+    def look_away(self) -> bool: ...
 
 
 class DescriptorStream:
-    """What streams with a descriptor of the kernel have in common."""
+    """What streams over a socket have in common."""
 
     buffer_nbytes = DEFAULT_BUFFER_NBYTES
     write = None
     read = None
+    ring: RingReader | None = None
 
-    def fileno(self) -> int:
-        """Return the descriptor; -1 if there is none."""
-        raise NotImplementedError
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.transport = "unix" if sock.family == socket.AF_UNIX else "tcp"
+        self.fileno = sock.fileno
+        self.close = sock.close
+
+    def look_away(self) -> bool:
+        """Have all that comes from now on come over the stream; return what is in the ring."""
+        ring = self.ring
+        if ring is None:
+            return False
+        ring.words[AWAKE] = 0
+        # What was written before that is seen from now on: taking a lock is a memory barrier.
+        with _barrier:
+            pass
+        return ring.has_records()
 
     def wait_readable(self, seconds: float) -> bool:
         """Sleep until there is something to read, the end included; False if the time passes."""
-        return wait_for(self, select.POLLIN, seconds) != 0
+        return self.look_away() or wait_for(self, select.POLLIN, seconds) != 0
 
     def wait_writable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
         """Sleep until something can be written, or one of the others has something to read."""
+        if any(other.look_away() for other in beside):
+            return False
         numbers = [number for other in beside if (number := other.fileno()) >= 0]
         return wait_for(self, select.POLLOUT, seconds, numbers) != 0
 
     def unsent_nbytes(self) -> int:
         """Return how many bytes have been written that the other end has not taken."""
         return unsent_nbytes(self)
+
+    def tcp_info(self) -> bytes | None:
+        """Return what the kernel knows of a TCP connection; None if it is none, or closed."""
+        return None if self.transport == "unix" else tcp_info(self._sock)
+
+    def shut_down(self) -> None:
+        """End both directions: a thread that waits wakes up."""
+        with suppress(OSError):  # not connected any more: nothing to wake up
+            self._sock.shutdown(socket.SHUT_RDWR)
 
 
 class SocketStream(DescriptorStream):
@@ -137,34 +170,31 @@ class SocketStream(DescriptorStream):
     recv_pending = None
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.transport = "unix" if sock.family == socket.AF_UNIX else "tcp"
+        super().__init__(sock)
         self.send: Callable[[Buffer], int] = sock.send
         self.sendmsg: Callable[[Sequence[Buffer]], int] = sock.sendmsg
         self.recv_into: Callable[[memoryview], int] = sock.recv_into
-        self.fileno = sock.fileno  # type: ignore[method-assign]
-        self.close = sock.close
 
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end."""
         return self._sock.recv(nbytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
-    def tcp_info(self) -> bytes | None:
-        """Return what the kernel knows of a TCP connection; None if it is none, or closed."""
-        return None if self.transport == "unix" else tcp_info(self._sock)
-
     def peer_pid(self) -> int:
         """Return the process at the other end of a Unix socket by the kernel's word, or 0."""
-        nbytes = struct.calcsize("3i")
-        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, nbytes)
-        return max(int(struct.unpack("3i", credentials)[0]), 0)
+        return max(unix_peer(self._sock)[0], 0)
 
-    def shut_down(self) -> None:
-        """End both directions: a thread that waits wakes up."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # not connected any more: nothing to wake up
+
+def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:
+    """Return the beginning of a message in one piece, uncopied if it is in one."""
+    views: list[memoryview] = []
+    for piece in pieces:
+        view = memoryview(piece)
+        if view.nbytes:
+            views.append(view.cast("B")[:nbytes])
+            nbytes -= len(views[-1])
+            if not nbytes:
+                break
+    return views[0] if len(views) == 1 else b"".join(views)
 
 
 def stream_of(sock: socket.socket | Stream) -> Stream:

@@ -8,15 +8,14 @@ import socket
 import struct
 import sys
 from array import array
-from time import monotonic
 from typing import TYPE_CHECKING
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
+from rankwire.links.sockets import AnySocket, Pollable
 
 if TYPE_CHECKING:
-    from rankwire.links.sockets import Pollable
     from rankwire.links.stream import Stream
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["Unanswered", "tcp_info", "unsent_nbytes"]
 
@@ -34,9 +33,10 @@ class Unanswered:
     too) tells this. One thread asks, again and again.
     """
 
-    __slots__ = ("_acknowledged", "_since")
+    __slots__ = ("_acknowledged", "_clock", "_since")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._since: Deadline | None = None
         self._acknowledged = 0.0
 
@@ -47,11 +47,11 @@ class Unanswered:
             return None
         (under_way,) = struct.unpack_from("=I", info, _TCPI_UNACKED)
         (last_ms,) = struct.unpack_from("=I", info, _TCPI_LAST_ACK)
-        acknowledged = monotonic() - last_ms / 1000
+        acknowledged = self._clock.now() - last_ms / 1000
         if not under_way:
             self._since = None
         elif self._since is None or acknowledged > self._acknowledged + _ACK_TOLERANCE:
-            self._since = Deadline(math.inf)
+            self._since = Deadline(math.inf, self._clock)
             self._acknowledged = acknowledged
         return self._since
 

@@ -32,13 +32,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rankwire.errors import AuthenticationError, ProtocolError
-from rankwire.links.stream import DescriptorStream
-from rankwire.links.tcp_info import tcp_info
+from rankwire.links.stream import DescriptorStream, first_bytes
 
 if TYPE_CHECKING:
     from rankwire.wire.frames import Buffer
 
-__all__ = ["AnySocket", "TlsStream"]
+__all__ = ["TlsStream"]
 
 # Encrypted or read in one go: long enough to be efficient, short enough for the lock.
 _CHUNK_NBYTES = 256 << 10
@@ -52,7 +51,7 @@ _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
 class TlsStream(DescriptorStream):
     """A TCP connection inside TLS.
 
-    Size: it has all methods of a stream, and those of a socket that handshakes use.
+    Size: six of its attributes are what handshakes use of the socket itself.
 
     One reader and one writer at a time, in any threads; the handshakes come before both.
 
@@ -61,11 +60,12 @@ class TlsStream(DescriptorStream):
         session: OpenSSL's view of the connection; its certificates, once hands are shaken.
     """
 
-    transport = "tcp"
-
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+        super().__init__(sock)
+        self.family = sock.family
+        self.getsockname, self.getpeername = sock.getsockname, sock.getpeername
+        self.getsockopt, self.setsockopt = sock.getsockopt, sock.setsockopt
         self.binding = b""
-        self._sock = sock
         self._received = ssl.MemoryBIO()
         self._encrypted = ssl.MemoryBIO()
         self.session = context.wrap_bio(self._received, self._encrypted, server_side=server_side)
@@ -81,11 +81,6 @@ class TlsStream(DescriptorStream):
         self._is_encrypting = False
         self._is_flushing = False
         self._records: _Records | None = _Records()  # until the first recv_into
-
-    @property
-    def family(self) -> int:
-        """The socket's."""
-        return self._sock.family
 
     # -- the TLS handshake -------------------------------------------------------------------------
 
@@ -269,7 +264,7 @@ class TlsStream(DescriptorStream):
         if self._owes_a_byte:
             self._owes_a_byte = False
             return 1
-        chunk = _first_bytes(pieces, _CHUNK_NBYTES)
+        chunk = first_bytes(pieces, _CHUNK_NBYTES)
         if not chunk:
             return 0
         try:
@@ -300,49 +295,13 @@ class TlsStream(DescriptorStream):
 
     # -- as the socket -----------------------------------------------------------------------------
 
-    def fileno(self) -> int:
-        """Return the socket's descriptor, for pollers; see above for what they do not see."""
-        return self._sock.fileno()
-
-    def getsockname(self) -> Any:
-        """Return the address of this end."""
-        return self._sock.getsockname()
-
-    def getpeername(self) -> Any:
-        """Return the address of the other end."""
-        return self._sock.getpeername()
-
-    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
-        """Return an option of the socket."""
-        return self._sock.getsockopt(level, option, nbytes)
-
-    def setsockopt(self, level: int, option: int, value: int) -> None:
-        """Set an option of the socket."""
-        self._sock.setsockopt(level, option, value)
-
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, decrypted, and leave it."""
         return self.recv(nbytes, socket.MSG_PEEK)
 
-    def tcp_info(self) -> bytes | None:
-        """Return what the kernel knows of the connection; None once it is closed."""
-        return tcp_info(self._sock)
-
     def peer_pid(self) -> int:
         """Return 0: the other end is on another host, or could be."""
         return 0
-
-    def shut_down(self) -> None:
-        """End the connection, without a farewell of TLS: frames have their own."""
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
-
-
-AnySocket = socket.socket | TlsStream  # what handshakes are done on
 
 
 class _Records:
@@ -367,19 +326,6 @@ class _Records:
 
 class _TlsError(Exception):
     """What OpenSSL says, on its way to where it is known what that means."""
-
-
-def _first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:
-    """Return the beginning of a message in one piece, uncopied if it is in one."""
-    views: list[memoryview] = []
-    for piece in pieces:
-        view = memoryview(piece)
-        if view.nbytes:
-            views.append(view.cast("B")[:nbytes])
-            nbytes -= len(views[-1])
-            if not nbytes:
-                break
-    return views[0] if len(views) == 1 else b"".join(views)
 
 
 def _reason(error: ssl.SSLError) -> str:

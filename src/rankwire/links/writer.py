@@ -15,17 +15,30 @@ says what an error of the stream stands for.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
 from rankwire.links.lender import Meanwhile
 from rankwire.links.stream import Stream
-from rankwire.wire.frames import HEADER, SEQUENCE_MASK, Buffer, Envelope, Message
+from rankwire.wire.frames import (
+    FIRST_SPECIAL,
+    HEADER,
+    SEQUENCE_MASK,
+    Buffer,
+    Envelope,
+    Message,
+)
+from rankwire.wire.protocol import BELL
+from rankwire.wire.ring import AWAKE, RingWriter
 from rankwire.wire.seals import Seal
 
 __all__ = ["FrameWriter"]
+
+_log = logging.getLogger("rankwire")
 
 # Joining and one send() beat sendmsg() by 0.25 us at 60 bytes, are even from 4 to 16 KiB, and lose
 # 1.3 us at 64 KiB.
@@ -37,6 +50,7 @@ _MAX_VECTORS = 512
 _HOLD_FRAMES = 8
 _LONGEST_SLEEP = 0.1
 _BLOCKED_NAP = 0.001
+_BELL_PATIENCE = 0.1  # seconds; who is just sending wakes the reader as well
 
 # What is known between two writes. Plain tuples: named ones cost 0.3 us more a frame.
 _Outgoing = tuple[
@@ -67,6 +81,7 @@ class FrameWriter:
 
     Attributes:
         failure: Why nothing can be sent any more, if that is so. Set by the owner.
+        ring: The lane beside the stream, if there is one. Set by the owner.
     """
 
     def __init__(
@@ -90,6 +105,7 @@ class FrameWriter:
         self._outgoing: _Outgoing = (0, ())
         self._journal: _Journal | None = None
         self.failure: RankwireError | None = None
+        self.ring: RingWriter | None = None
 
     @property
     def is_holding(self) -> bool:
@@ -131,6 +147,7 @@ class FrameWriter:
             RankwireError: The connection has failed.
         """
         grip: list[bool] = []
+        ring, is_put = self.ring, False
         try:
             grip.extend(map(self._lock.acquire, (False,)))  # see Deadline.take
             if self._journal is not None or self.failure is not None or not grip[0]:
@@ -141,17 +158,17 @@ class FrameWriter:
             header = HEADER.pack(channel, sequence & SEQUENCE_MASK, group, tag, nbytes)
             if self._seal is not None:
                 buffers = self._seal.around(sequence, header, channel, buffers, nbytes)
-            if hold or held or nbytes > _JOIN_NBYTES or self._write_by is not None:
-                if nbytes > _JOIN_NBYTES:
-                    self._write((header, *buffers), deadline, meanwhile, is_owned=False)
-                elif hold and len(held) < _HOLD_FRAMES:
-                    self._outgoing = (sequence + 1, (*held, b"".join((header, *buffers))))
-                else:
-                    frame = b"".join((header, *buffers))
-                    self._write((frame,), deadline, meanwhile, is_owned=True)
+            frame = b"" if nbytes > _JOIN_NBYTES else b"".join((header, *buffers))
+            if not frame:
+                self._write((header, *buffers), deadline, meanwhile, is_owned=False)
+            elif hold and len(held) < _HOLD_FRAMES:
+                self._outgoing = (sequence + 1, (*held, frame))
+            elif held or self._write_by is not None:
+                self._write((frame,), deadline, meanwhile, is_owned=True)
+            elif ring is not None and channel < FIRST_SPECIAL and ring.put(frame):
+                is_put = True  # with the number of the next one, which the stream does not see
             else:
                 # What ``_write`` does, for a frame that is taken at once: almost all are.
-                frame = b"".join((header, *buffers))
                 counts: list[int] = []
                 self._journal = (before, (frame,), True, True, counts)
                 try:
@@ -173,8 +190,18 @@ class FrameWriter:
                     self._put_in_order(True)
             raise
         finally:
-            if grip[-1:] == [True]:
+            if True in grip:
                 self._lock.release()
+        # After the lock, which is a memory barrier.
+        if is_put and ring is not None and not ring.words[AWAKE]:
+            self._wake_reader(deadline.clock)
+
+    def _wake_reader(self, clock: Clock) -> None:
+        """Tell a reader that has stopped looking at the ring that there may be something in it."""
+        try:
+            self.send(*BELL, Deadline(_BELL_PATIENCE, clock))
+        except RankwireError as error:  # it has more to read than it takes, or reads no more
+            _log.debug("rank %d was not woken: %s", self._peer, error)
 
     def flush(self, deadline: Deadline, meanwhile: Meanwhile | None = None) -> None:
         """Send the frames that were held back.

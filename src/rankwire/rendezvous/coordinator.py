@@ -26,12 +26,11 @@ import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from time import monotonic
 from typing import NamedTuple
 
 import msgspec
 
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, ProtocolError, RankwireError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
@@ -62,7 +61,7 @@ from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Told"]
 
 _log = logging.getLogger("rankwire")
 
@@ -79,13 +78,22 @@ class _State(Enum):
     CLOSED = auto()
 
 
-class _Told(NamedTuple):
-    """Whom the coordinator tells what, see there."""
+class Told(NamedTuple):
+    """Whom the coordinator tells what, on the acceptor's thread. None of them may block.
 
-    on_formed: Callable[[World], None]
-    on_gone: Callable[[Gone], None]
-    on_suspected: Callable[[Suspected], None]
-    on_hopeless: Callable[[str], None]
+    Attributes:
+        on_formed: That the world is complete, before any other rank is told.
+        on_gone: That a rank has died or left after the world formed, also by ``close``; and with
+            the coordinator's own rank, or -1, that it was itself given up.
+        on_suspected: That a rank has become silent, or is heard again.
+        on_hopeless: Once, with the reason, that ranks which wait were told that another will never
+            come.
+    """
+
+    on_formed: Callable[[World], None] = lambda world: None
+    on_gone: Callable[[Gone], None] = lambda gone: None
+    on_suspected: Callable[[Suspected], None] = lambda suspected: None
+    on_hopeless: Callable[[str], None] = lambda reason: None
 
 
 class _WorldKeys:
@@ -112,14 +120,7 @@ class Coordinator:
         acceptor: Reads the control connections.
         key_of: Returns the key of a rank, by which it has joined.
         patience: How long a rank may be silent; ranks that join may ask for less.
-        on_formed: Called on the acceptor's thread when the world is complete, before any other
-            rank is told.
-        on_gone: Called on the acceptor's thread, or by ``close``, when a rank has died or left
-            after the world formed; also with the coordinator's own rank, or -1, if it was itself
-            given up.
-        on_suspected: Called there when a rank has become silent, or is heard again.
-        on_hopeless: Called there once, with the reason, when ranks that wait were told that another
-            will never come.
+        told: Who is told of what happens.
     """
 
     def __init__(
@@ -130,22 +131,19 @@ class Coordinator:
         *,
         key_of: Callable[[int], bytes],
         patience: Patience = DEFAULT_PATIENCE,
-        on_formed: Callable[[World], None],
-        on_gone: Callable[[Gone], None],
-        on_suspected: Callable[[Suspected], None] = lambda suspected: None,
-        on_hopeless: Callable[[str], None] = lambda reason: None,
+        told: Told,
     ) -> None:
         self._me = me
         self._acceptor = acceptor
         self._keys = _WorldKeys(key_of, world_size)
         self._patience = patience
-        self._told = _Told(on_formed, on_gone, on_suspected, on_hopeless)
+        self._told = told
         self._is_hopeless = False
         self._roster = Roster(world_size, me)
         self._reachability = Reachability(acceptor, self._answered)
         self._controls: dict[int, Connection] = {}
         self._joining: set[int] = set()  # these have said where they listen
-        self._silence = Silence(patience, (), monotonic())
+        self._silence = Silence(patience, (), self._acceptor.clock.now())
         self._given_up: set[int] = set()
         self._fallen: set[int] = set()  # these have said so
         self._state = _State.FORMING
@@ -186,7 +184,9 @@ class Coordinator:
         while True:
             with self._changed:
                 patience = min(_REPORT_EVERY, deadline.sleep_limit())
-                if self._changed.wait_for(lambda: self._state is _State.FORMED, patience):
+                if self._acceptor.clock.wait_for(
+                    self._changed, lambda: self._state is _State.FORMED, patience
+                ):
                     return
                 missing = self._roster.missing()
                 if deadline.expired:
@@ -215,7 +215,7 @@ class Coordinator:
             self._told.on_hopeless(reason)
 
     def _heard(self, rank: int, frames: list[Frame]) -> None:
-        self._silence.heard(rank, monotonic())
+        self._silence.heard(rank, self._acceptor.clock.now())
         for frame in frames:
             message = unpack(whole_of(frame.payload))
             if words := objection(message, self._standing_of(rank)):
@@ -242,7 +242,7 @@ class Coordinator:
             has_joined=rank in self._joining,
             is_formed=self._state is _State.FORMED,
             coordinator=self._roster.coordinator,
-            was_absent=self._silence.was_absent(monotonic()),
+            was_absent=self._silence.was_absent(self._acceptor.clock.now()),
             has_fallen=rank in self._fallen,
         )
 
@@ -276,10 +276,10 @@ class Coordinator:
         mine = world if self._me is None else self._keys.added_to(world, self._roster.coordinator)
         self._told.on_formed(mine)
         # Told before this rank goes on, so that all are ready together.
-        patience = Deadline(_WORLD_PATIENCE)
+        patience = Deadline(_WORLD_PATIENCE, self._acceptor.clock)
         for rank, connection in list(self._controls.items()):
             tell(connection, self._keys.added_to(world, rank), patience)
-        self._silence = Silence(self._patience, self._controls, monotonic())
+        self._silence = Silence(self._patience, self._controls, self._acceptor.clock.now())
         self._acceptor.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
         self._changed.notify_all()
@@ -288,10 +288,10 @@ class Coordinator:
 
     def _beat(self) -> None:
         """Say that this process lives, and judge who has not said so."""
-        beat = Beat(list(self._silence.lengths(monotonic()).items()))
+        beat = Beat(list(self._silence.lengths(self._acceptor.clock.now()).items()))
         for connection in self._controls.values():
             tell(connection, beat)
-        for rank, change, seconds in self._silence.judge(monotonic()):
+        for rank, change, seconds in self._silence.judge(self._acceptor.clock.now()):
             if change is Change.FAILED:
                 self._lose(Gone(rank, silent_reason(seconds), silent=True))
             else:
@@ -335,7 +335,7 @@ class Coordinator:
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of the ranks that missed a beat. Safe from any thread."""
-        return self._silence.lengths(monotonic())
+        return self._silence.lengths(self._acceptor.clock.now())
 
     def report(self, gone: Gone) -> None:
         """Tell everyone that a rank is gone."""
@@ -354,7 +354,7 @@ class Coordinator:
             told.set()
 
         self._acceptor.call_soon(tell)
-        told.wait(1.0)
+        self._acceptor.clock.wait(told, 1.0)
 
     def dissolve(self) -> None:
         """Leave a world to itself. On the acceptor's thread, which goes on."""
@@ -374,7 +374,7 @@ class Coordinator:
         self._state = _State.CLOSED
         for connection in self._controls.values():
             if fallen is None or self._me is None:
-                connection.farewell(Deadline(0.0))
+                connection.farewell(AT_ONCE)
             else:
                 tell(connection, gone_by(self._me.rank, fallen))
             connection.close()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -27,7 +26,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.links.sockets import AnySocket, Socket, TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.control_messages import (
     CONTROL,
     DEFAULT_PATIENCE,
@@ -46,11 +45,6 @@ from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
-
-if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
 
 __all__ = ["join"]
 
@@ -113,39 +107,33 @@ def join(
                 attempt.note(error)
         if deadline.expired:
             raise attempt.too_late() from attempt.trouble
-        time.sleep(min(deadline.sleep_limit(), pause * random.uniform(0.5, 1.0)))
+        deadline.clock.sleep(min(deadline.sleep_limit(), pause * random.uniform(0.5, 1.0)))
         pause = min(pause * 2, _LONGEST_PAUSE)
 
 
+@dataclass
 class _Attempt:
     """What is remembered from one try to the next."""
 
-    def __init__(
-        self,
-        address: TcpAddress,
-        hello: Hello,
-        find_key: Callable[[], bytes | None],
-        describe: Callable[[str], Member],
-        deadline: Deadline,
-        patience: Patience,
-        policy: Policy,
-        has_coordinator: bool,
-    ) -> None:
-        self._patience = patience
-        self._policy = policy
-        self._address = address
-        self._hello = hello
-        self._find_key = find_key
-        self._describe = describe
-        self._deadline = deadline
-        self._coordinator = "the coordinator" if has_coordinator else "rank 0"
-        self._missing_at_first = [] if has_coordinator else [0]
-        self._missing: list[int] = self._missing_at_first
-        self._is_connected = False
-        self._is_let_in = False
-        self._without_secret: Deadline | None = None
-        self.refusals = 0
-        self._troubles: dict[bool, RankwireError] = {}  # the last, by whether it was connected
+    address: TcpAddress
+    hello: Hello
+    find_key: Callable[[], bytes | None]
+    describe: Callable[[str], Member]
+    deadline: Deadline
+    patience: Patience
+    policy: Policy
+    has_coordinator: bool
+    refusals: int = 0
+    missing: list[int] = field(default_factory=list)
+    is_connected: bool = False
+    is_let_in: bool = False
+    without_secret: Deadline | None = None
+    troubles: dict[bool, RankwireError] = field(default_factory=dict)  # last, by is_connected
+
+    @property
+    def coordinator(self) -> str:
+        """Who it is, in words."""
+        return "the coordinator" if self.has_coordinator else "rank 0"
 
     @property
     def trouble(self) -> RankwireError | None:
@@ -154,55 +142,60 @@ class _Attempt:
         A handshake that failed says more than a connection that was refused later: the coordinator
         has given up by then, perhaps for the same reason.
         """
-        return self._troubles.get(True) or self._troubles.get(False)
+        return self.troubles.get(True) or self.troubles.get(False)
 
     def note(self, trouble: RankwireError) -> None:
         """Remember why the last try failed."""
-        self._troubles[self._is_connected] = trouble
+        self.troubles[self.is_connected] = trouble
 
     def run(self) -> tuple[World, Connection, list[Frame]]:
-        self._missing = self._missing_at_first
-        self._is_connected = self._is_let_in = False
-        sock = connect_tcp(self._address, self._deadline)
-        self._is_connected = True
+        self.missing = [] if self.has_coordinator else [0]
+        self.is_connected = self.is_let_in = False
+        sock = connect_tcp(self.address, self.deadline)
+        self.is_connected = True
         try:
             stream, seals = self._authenticate(sock)
-            member = self._describe(sock.getsockname()[0])
+            member = self.describe(sock.getsockname()[0])
             expect_prompt_reading(sock)
-            longest = max_coordinator_nbytes(self._hello.world_size)
-            control = Connection(stream, peer=0, max_nbytes=longest, seals=seals)
-            payload = pack(Join(member, self._patience))
-            control.send(CONTROL, ([payload], len(payload)), self._deadline)
+            longest = max_coordinator_nbytes(self.hello.world_size)
+            control = Connection(
+                stream, peer=0, max_nbytes=longest, clock=self.deadline.clock, seals=seals
+            )
+            payload = pack(Join(member, self.patience))
+            control.send(CONTROL, ([payload], len(payload)), self.deadline)
             world, rest = self._await_world(control)
             return world, control, rest
         except BaseException:
             sock.close()
             raise
 
-    def _authenticate(self, sock: socket.socket) -> tuple[AnySocket, Seals | None]:
-        key = self._find_key()
+    def _authenticate(self, sock: Socket) -> tuple[AnySocket, Seals | None]:
+        key = self.find_key()
         if key is None:
             raise self._no_secret()
-        self._without_secret = None
+        self.without_secret = None
         # Whatever listens there may be no coordinator at all, and never answer.
-        limit = self._deadline.sooner(HANDSHAKE_LIMIT)
-        return authenticate(sock, self._hello, key=key, deadline=limit, policy=self._policy)
+        limit = self.deadline.sooner(HANDSHAKE_LIMIT)
+        return authenticate(sock, self.hello, key=key, deadline=limit, policy=self.policy)
+
+    def _within(self, seconds: float) -> Deadline:
+        return Deadline(seconds, self.deadline.clock)
 
     def _no_secret(self) -> RankwireError:
         """No secret is laid out: a launcher's socket may listen before rank 0 is there."""
-        self._without_secret = self._without_secret or Deadline(HANDSHAKE_LIMIT)
-        reason = f"something listens on {self._address}, but there is no secret of its rank 0"
-        if not self._without_secret.expired:
+        self.without_secret = self.without_secret or self._within(HANDSHAKE_LIMIT)
+        reason = f"something listens on {self.address}, but there is no secret of its rank 0"
+        if not self.without_secret.expired:
             return NoConnectionError(f"{reason} yet")
         self.refusals = _AUTHENTICATION_TRIES
         return AuthenticationError(f"{reason} that this user can read")
 
     def _await_world(self, control: Connection) -> tuple[World, list[Frame]]:
-        self._missing = []
-        self._is_let_in = True
-        report = Deadline(_REPORT_EVERY)
+        self.missing = []
+        self.is_let_in = True
+        report = self._within(_REPORT_EVERY)
         while True:
-            frames = control.read(self._deadline.sooner(report.remaining()))
+            frames = control.read(self.deadline.sooner(report.remaining()))
             for index, frame in enumerate(frames):
                 message = unpack(whole_of(frame.payload))
                 if isinstance(message, World):
@@ -213,18 +206,18 @@ class _Attempt:
                     raise error
                 if not isinstance(message, Waiting):
                     raise ProtocolError(
-                        f"unexpected {type(message).__name__} from {self._coordinator}"
+                        f"unexpected {type(message).__name__} from {self.coordinator}"
                     )
                 self._note_missing(message.missing)
-            if self._deadline.expired:
+            if self.deadline.expired:
                 raise self.too_late()
             if report.expired:
-                report = Deadline(_REPORT_EVERY)
+                report = self._within(_REPORT_EVERY)
                 _log.warning(
                     "rank %d waits for ranks %s (%.0f s)",
-                    self._hello.rank,
-                    self._missing,
-                    self._deadline.waited,
+                    self.hello.rank,
+                    self.missing,
+                    self.deadline.waited,
                 )
 
     def _note_missing(self, missing: list[int]) -> None:
@@ -232,17 +225,17 @@ class _Attempt:
 
         By then others give up too, for the same reason as this one; they are not the cause.
         """
-        if is_last_moment(self._deadline) and self._missing:
-            missing = [rank for rank in missing if rank in self._missing]
-        self._missing = missing
+        if is_last_moment(self.deadline) and self.missing:
+            missing = [rank for rank in missing if rank in self.missing]
+        self.missing = missing
 
     def too_late(self) -> RendezvousError:
-        limit = f"within {self._deadline.limit:g} s"
+        limit = f"within {self.deadline.limit:g} s"
         reason = f"the world did not form {limit}"
-        if not self._is_let_in:
-            reason = f"{self._coordinator} was not reached at {self._address} {limit}"
+        if not self.is_let_in:
+            reason = f"{self.coordinator} was not reached at {self.address} {limit}"
         if self.trouble is not None:
             reason += f" ({self.trouble.message})"
-        return RendezvousError(reason, missing=self._missing).during(
-            op="join", rank=self._hello.rank, waited=self._deadline.waited
+        return RendezvousError(reason, missing=self.missing).during(
+            op="join", rank=self.hello.rank, waited=self.deadline.waited
         )

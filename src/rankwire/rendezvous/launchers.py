@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec.structs import replace
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
@@ -45,6 +46,7 @@ __all__ = [
 # The name of the job comes with Start; until then the secret alone tells jobs apart.
 LAUNCH_JOB = "rankwire run"
 MAX_LAUNCHER_NBYTES = 16 << 20
+_TELLING_PATIENCE = 0.5
 _MAX_LINES = 100  # of what a rank wrote to stderr last
 
 
@@ -167,8 +169,9 @@ def _harmless(message: Message) -> Message:
 class LauncherLink:
     """The connection between two launchers, for a selector."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, clock: Clock) -> None:
         self._connection = connection
+        self._clock = clock
 
     def fileno(self) -> int:
         """Return the file descriptor, for pollers."""
@@ -176,9 +179,9 @@ class LauncherLink:
 
     def tell(self, message: Message) -> None:
         """Send a message without waiting; ``receive`` finds who does not take it to be gone."""
-        payload = _encode(message)
+        payload, patience = _encode(message), Deadline(_TELLING_PATIENCE, self._clock)
         try:
-            self._connection.send(CONTROL, ([payload], len(payload)), Deadline(0.5))
+            self._connection.send(CONTROL, ([payload], len(payload)), patience)
         except RankwireError as error:
             self._connection.fail(error)
 
@@ -252,7 +255,11 @@ def dial_launcher(
             sock, hello, key=handshake_key(secret), deadline=limit, check=check, policy=policy
         )
         expect_prompt_reading(stream)
-        return LauncherLink(Connection(stream, peer=0, max_nbytes=MAX_LAUNCHER_NBYTES, seals=seals))
+        clock = deadline.clock
+        connection = Connection(
+            stream, peer=0, max_nbytes=MAX_LAUNCHER_NBYTES, clock=clock, seals=seals
+        )
+        return LauncherLink(connection, clock)
     except BaseException:
         sock.close()
         raise

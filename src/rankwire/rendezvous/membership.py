@@ -7,29 +7,21 @@ judges the coordinator itself by its beats. Runs on the acceptor's thread; the m
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import Protocol
 
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_channel import tell
-from rankwire.rendezvous.control_messages import (
-    CONTROL,
-    Beat,
-    Fallen,
-    Gone,
-    Suspected,
-    World,
-    pack,
-    unpack,
-)
+from rankwire.rendezvous.control_messages import Beat, Fallen, Gone, Suspected, World, unpack
 from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
 
 __all__ = ["Membership", "Audience"]
+
+_LAST_WORDS_PATIENCE = 0.2
 
 
 class Audience(Protocol):
@@ -64,8 +56,9 @@ class Membership:
         self._coordinator = world.coordinator
         self._patience = world.patience
         self._acceptor = acceptor
+        self._now = acceptor.clock.now
         self._audience = audience
-        self._silence = Silence(self._patience, [self._coordinator], monotonic())
+        self._silence = Silence(self._patience, [self._coordinator], self._now())
         self.has_ended = False
 
     def begin(self, heard_already: list[Frame]) -> None:
@@ -75,7 +68,7 @@ class Membership:
         self._heard(heard_already)
 
     def _heard(self, frames: list[Frame]) -> None:
-        self._silence.heard(self._coordinator, monotonic())
+        self._silence.heard(self._coordinator, self._now())
         for frame in frames:
             match unpack(whole_of(frame.payload)):
                 case Beat(silent):
@@ -89,7 +82,7 @@ class Membership:
         if self.has_ended:
             return
         tell(self._control, Beat())
-        for rank, change, seconds in self._silence.judge(monotonic()):
+        for rank, change, seconds in self._silence.judge(self._now()):
             if change is not Change.FAILED:
                 self._audience.on_suspected(Suspected(rank, seconds))
                 continue
@@ -108,11 +101,7 @@ class Membership:
     def leave(self, fallen: Fallen | None) -> None:
         """Leave the world, in good order or by an error, which the coordinator then tells all."""
         if fallen is None:
-            self._control.farewell(Deadline(0.0))
+            self._control.farewell(AT_ONCE)
         else:
-            payload = pack(fallen)
-            try:
-                self._control.send(CONTROL, ([payload], len(payload)), Deadline(0.2))
-            except RankwireError as error:
-                self._control.fail(error)
+            tell(self._control, fallen, Deadline(_LAST_WORDS_PATIENCE, self._acceptor.clock))
         self._control.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.acceptor import Acceptor
@@ -70,17 +71,22 @@ class Reachability:
             elif self._present.get(rank) is connection:
                 self._on_answer(connection, join, trouble)
 
-        call_back(join.member, lambda trouble: self._acceptor.call_soon(lambda: answered(trouble)))
+        call_back(
+            join.member,
+            lambda trouble: self._acceptor.call_soon(lambda: answered(trouble)),
+            self._acceptor.clock,
+        )
         self._tried.add(rank)
 
 
-def call_back(member: Member, tell: Callable[[str], None]) -> None:
+def call_back(member: Member, tell: Callable[[str], None], clock: Clock) -> None:
     """Try to reach a member, on a thread of its own; tell why not, or an empty text."""
 
     def attempt() -> None:
         trouble = ""
         try:
-            connect_tcp(TcpAddress(member.host, member.port), Deadline(_LIMIT)).close()
+            where = TcpAddress(member.host, member.port)
+            connect_tcp(where, Deadline(_LIMIT, clock)).close()
         except DeadlineExceededError as error:
             trouble = f"{error.detail} within {_LIMIT:g} s"
         except RankwireError as error:

@@ -25,6 +25,7 @@ __all__ = [
     "find_runtime_folder",
     "has_removed",
     "host_id",
+    "namespace",
     "new_socket_path",
     "remove_socket_file",
     "runtime_folder",
@@ -47,7 +48,7 @@ def host_id() -> str:
     """Return a text that is equal for two processes of one host and one network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{_namespace('net')}"
+        return f"{boot}/{namespace('net')}"
     except OSError:
         return f"{os.uname().nodename}/{os.uname().sysname}"  # not Linux
 
@@ -194,7 +195,7 @@ def _system_users() -> tuple[int, ...]:
 
 def new_socket_path() -> str:
     """Return a path for a socket file; its name says which process it belongs to."""
-    name = f"{_namespace('pid')}-{os.getpid()}-{secrets.token_hex(4)}.sock"
+    name = f"{namespace('pid')}-{os.getpid()}-{secrets.token_hex(4)}.sock"
     return str(runtime_folder() / name)
 
 
@@ -204,7 +205,7 @@ def has_removed(path: str) -> bool:
     False if that cannot be said: a process of another container may have files that are not seen.
     """
     file = Path(path)
-    return file.name.startswith(f"{_namespace('pid')}-") and not file.exists()
+    return file.name.startswith(f"{namespace('pid')}-") and not file.exists()
 
 
 def remove_socket_file(path: str) -> None:
@@ -219,14 +220,15 @@ def remove_socket_file(path: str) -> None:
 
 def sweep_socket_files() -> None:
     """Remove socket files whose processes are dead: one that is killed cannot remove its own."""
-    ours = str(_namespace("pid"))
+    ours = str(namespace("pid"))
     for path in (path for one in runtime_folders() for path in one.glob(f"{ours}-*-*.sock")):
         pid = path.name.split("-")[1]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             path.unlink(missing_ok=True)
 
 
-def _namespace(kind: str) -> int:
+def namespace(kind: str) -> int:
+    """Return the number of this process's namespace of a kind; 0 where there are none."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:

@@ -16,12 +16,13 @@ import os
 import secrets
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError
 from rankwire.fork import renew_in_child
 from rankwire.links.private_files import read_private
-from rankwire.rendezvous.runtime_dir import runtime_folder, runtime_folders
+from rankwire.rendezvous.runtime_dir import namespace, runtime_folder, runtime_folders
 from rankwire.wire.keys import RankKey, rank_key
 
 __all__ = [
@@ -98,9 +99,7 @@ class AgreedSecret:
     """
 
     def __init__(self, port: int) -> None:
-        self._namespace = (
-            os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
-        )
+        self._namespace = namespace("net")
         self._path = runtime_folder() / f"secret-{self._namespace}-{port}"
 
     def publish(self) -> bytes:
@@ -130,10 +129,9 @@ class AgreedSecret:
 
 
 def _read_if_there(path: Path) -> bytes | None:
-    try:
+    with suppress(FileNotFoundError):
         return path.read_bytes()
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def _sweep(newest: Path, namespace: int) -> None:

@@ -9,29 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.security import Policy, choose_policy
-from rankwire.links.sockets import TcpAddress, expect_prompt_reading, listen_tcp, start_listening
-from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Gone, Suspected, World
-from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.links.sockets import (
+    AnySocket,
+    Socket,
+    TcpAddress,
+    expect_prompt_reading,
+    listen_tcp,
+    start_listening,
+)
+from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Gone, World
+from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.launchers import LAUNCH_JOB, MAX_LAUNCHER_NBYTES, LauncherLink
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Seals
 
-if TYPE_CHECKING:
-    import socket
-
-    from rankwire.links.tls import AnySocket
-
 __all__ = ["CoordinatorHost", "bind"]
 
 
-def bind(address: str) -> socket.socket:
+def bind(address: str) -> Socket:
     """Return a socket bound to ``host:port``, so that no other process can take it.
 
     Raises:
@@ -51,29 +53,24 @@ class CoordinatorHost:
         world_size: How many ranks a world has.
         secret: What the key of every rank is made of.
         job: The name of the job.
+        clock: By which it waits.
         policy: How connections are protected; by default as the address demands.
-        on_formed: Called when a world is complete; this and the following on the host's own
-            thread, they must not block.
-        on_gone: Called when a rank has died or left.
-        on_suspected: Called when a rank has become silent, or is heard again.
-        on_hopeless: Called with the reason when ranks wait in vain for one that has ended.
+        told: Who is told of what happens, on the host's own thread.
         nodes: How many launchers the job has, this one included.
-        on_launcher: Called with another node's number and the connection to its launcher, which is
-            the callee's from then on.
+        on_launcher: Called there with another node's number and the connection to its launcher,
+            which is the callee's from then on.
     """
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Socket,
         world_size: int,
         *,
         secret: bytes,
         job: str,
+        clock: Clock,
         policy: Policy | None = None,
-        on_formed: Callable[[World], None] = lambda world: None,
-        on_gone: Callable[[Gone], None] = lambda gone: None,
-        on_suspected: Callable[[Suspected], None] = lambda suspected: None,
-        on_hopeless: Callable[[str], None] = lambda reason: None,
+        told: Told | None = None,
         nodes: int = 1,
         on_launcher: Callable[[int, LauncherLink], None] = lambda node, link: link.close(),
     ) -> None:
@@ -81,15 +78,12 @@ class CoordinatorHost:
         self._on_launcher = on_launcher
         self._world_size = world_size
         self._job = job_id(job)
-        self._on_formed = on_formed
-        self._on_gone = on_gone
+        self._told = told or Told()
         self._present: set[int] = set()
-        self._on_suspected = on_suspected
         self._secret = secret
-        self._on_hopeless = on_hopeless
         self._absent: dict[int, str] = {}
         self._acceptor = Acceptor(
-            self, key=self._find_key, policy=policy or _default_policy(listener)
+            self, clock, key=self._find_key, policy=policy or _default_policy(listener)
         )
         self._acceptor.listen(listener)
         self._coordinator = self._new_coordinator()
@@ -102,10 +96,7 @@ class CoordinatorHost:
             self._world_size,
             self._acceptor,
             key_of=partial(rank_key, self._secret),
-            on_formed=self._formed,
-            on_gone=self._gone,
-            on_suspected=self._on_suspected,
-            on_hopeless=self._on_hopeless,
+            told=self._told._replace(on_formed=self._formed, on_gone=self._gone),
         )
         for rank, reason in self._absent.items():
             coordinator.expect_never(rank, reason)
@@ -113,14 +104,14 @@ class CoordinatorHost:
 
     def _formed(self, world: World) -> None:
         self._present = {member.rank for member in world.members}
-        self._on_formed(world)
+        self._told.on_formed(world)
 
     def _gone(self, gone: Gone) -> None:
         if gone.rank < 0:  # the ranks have given up this process: they go on without it
             self.expect()
             return
         self._present.discard(gone.rank)
-        self._on_gone(gone)
+        self._told.on_gone(gone)
         if not self._present:
             self.expect()
 
@@ -153,9 +144,10 @@ class CoordinatorHost:
         expect_prompt_reading(sock)
         is_launcher = hello.purpose is Purpose.LAUNCH
         longest = MAX_LAUNCHER_NBYTES if is_launcher else MAX_MEMBER_NBYTES
-        connection = Connection(sock, peer=hello.rank, max_nbytes=longest, seals=seals)
+        clock = self._acceptor.clock
+        connection = Connection(sock, peer=hello.rank, max_nbytes=longest, clock=clock, seals=seals)
         if is_launcher:
-            self._on_launcher(hello.rank, LauncherLink(connection))
+            self._on_launcher(hello.rank, LauncherLink(connection, clock))
             return
         self._coordinator.enter(hello.rank, connection)
 
@@ -192,6 +184,6 @@ class CoordinatorHost:
         self._coordinator.close()
 
 
-def _default_policy(listener: socket.socket) -> Policy:
+def _default_policy(listener: Socket) -> Policy:
     host, port = listener.getsockname()[:2]
     return choose_policy("auto", TcpAddress(host, port))

@@ -11,7 +11,6 @@ import hashlib
 import threading
 from collections.abc import Callable
 from numbers import Real
-from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from rankwire.backends.arguments import check_pickle
@@ -76,9 +75,12 @@ class RpcAgent:
     ) -> None:
         _check_limits(workers, max_in_flight, max_queued, max_queued_nbytes, max_nested)
         self.backend = backend
+        self._clock = backend.clock
         self.name = name
         service = _service_number(name)
-        self.timeout = backend.timeout if timeout is None else Deadline(timeout).limit
+        self.timeout = (
+            backend.timeout if timeout is None else Deadline(timeout, backend.clock).limit
+        )
         self.codec = codec if codec is not None else Codec()
         check_pickle(backend, self.codec.allows_pickle)
         self._registry = Registry()
@@ -204,9 +206,9 @@ class RpcAgent:
         """
         call = serving.get()
         if call is None:
-            deadline = Deadline(self.timeout if timeout is None else timeout)
+            deadline = Deadline(self.timeout if timeout is None else timeout, self._clock)
         else:
-            deadline = call.deadline_of_nested(Deadline.of(timeout, self.timeout))
+            deadline = call.deadline_of_nested(Deadline.of(timeout, self.timeout, self._clock))
         name = function if type(function) is str else self._registry.name_of(function)
         return self._caller.call(dst, name, deadline, call, args, kwargs)
 
@@ -229,9 +231,9 @@ class RpcAgent:
         """
         call = serving.get()
         if call is None:
-            deadline = Deadline(self.timeout if timeout is None else timeout)
+            deadline = Deadline(self.timeout if timeout is None else timeout, self._clock)
         else:
-            deadline = call.deadline_of_nested(Deadline.of(timeout, self.timeout))
+            deadline = call.deadline_of_nested(Deadline.of(timeout, self.timeout, self._clock))
         name = function if type(function) is str else self._registry.name_of(function)
         return self._caller.start(dst, name, deadline, call, args, kwargs)
 
@@ -266,7 +268,7 @@ class RpcAgent:
         with self._close_lock:
             if self._closed:
                 return
-            deadline = Deadline(grace)
+            deadline = Deadline(grace, self._clock)
             self._closed = self._caller.closed = True
             self._server.drain(deadline, lambda: not self._caller.is_waiting)
             try:
@@ -298,12 +300,7 @@ class RpcAgent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # By an error: others are told soon, and should not wait for calls that run here.
         self.close(grace=_GRACE if error is None else 0.0)
 

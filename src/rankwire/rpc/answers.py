@@ -18,7 +18,8 @@ from typing import Any
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import OWN, CallPort, IncomingCall
 from rankwire.codec.codec import Codec
-from rankwire.deadline import Deadline
+from rankwire.codec.values import PLAIN
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
 from rankwire.rpc.messages import (
     Outcome,
@@ -40,7 +41,6 @@ _SHORT_TEXT = 200
 # small result each. More are dropped, and who made those calls waits in vain.
 _MOST_KEPT_NBYTES = 128 << 20
 _OVERHEAD_NBYTES = 1024
-_NOW = Deadline(0.0)
 
 
 class Answers:
@@ -68,6 +68,7 @@ class Answers:
         self._names = names
         self._run_soon = run_soon
         self._rank = backend.rank
+        self._clock = backend.clock
         self._max_nbytes = backend.max_message_nbytes
         self._lock = threading.Lock()
         self._kept: dict[Any, deque[tuple[IncomingCall, Message]]] = {}  # by what they came over
@@ -81,7 +82,8 @@ class Answers:
         With ``copies``, nothing in it is memory of the function's.
         """
         try:
-            message = encode_result(self._codec, value)
+            encoded = self._codec.encode_flat((0, value)) if type(value) in PLAIN else None
+            message = encode_result(self._codec, value) if encoded is None else encoded
             if message[1] > self._max_nbytes:
                 raise MessageTooLargeError(message[1], self._max_nbytes)
             return copied(message) if copies else message
@@ -137,7 +139,7 @@ class Answers:
             if deadline is not None and left <= 0.0:  # the caller's is over too
                 self.send_at_once(call, self.late(began=True))
                 return
-            deadline = Deadline(_PATIENCE)
+            deadline = Deadline(_PATIENCE, self._clock)
         try:
             self._port.reply(call, message, deadline, hold)
         except RankwireError as error:
@@ -153,7 +155,7 @@ class Answers:
                 self._keep(call, message)
                 return
         try:
-            self._port.reply(call, message, _NOW)
+            self._port.reply(call, message, AT_ONCE)
         except DeadlineExceededError:
             with self._lock:  # another thread may have failed at the same moment
                 is_first = call.origin not in self._kept

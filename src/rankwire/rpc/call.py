@@ -103,7 +103,7 @@ class Call:
     def deadline_of_nested(self, deadline: Deadline) -> Deadline:
         """Return the deadline of a call made now, which cannot outlive this one's."""
         left = self.deadline.remaining()
-        return Deadline(left) if left < deadline.limit else deadline
+        return Deadline(left, deadline.clock) if left < deadline.limit else deadline
 
     def chain_of_nested(self, rank: int) -> list[Any]:
         """Return the chain of a call that is made while this one is served, by this rank."""

@@ -80,7 +80,7 @@ class Caller:
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture] = {}
         self.lock = threading.RLock()
-        self._next_expiry_check = Deadline(0.0)
+        self._next_expiry_check = Deadline(0.0, backend.clock)
         self._server: Server
         self._questions: Questions
         self._nested: Nested
@@ -265,18 +265,8 @@ class Caller:
         """
         if call is not None or self._allowance.take(dst, request_id, nbytes):
             return False
-        left = deadline.remaining()
-        ask = encode_request(self._codec, ROOM, left, [], (request_id, nbytes), {})
         try:
-            reply = self._port.call(dst, next(self._ids), ask, deadline)
-            assert reply is not None  # there is no limit on questions
-            try:
-                decode_reply(self._codec, reply.wait(deadline), dst, deadline.limit)
-            except RankwireError:
-                raise
-            except BaseException:  # an interrupt, perhaps before anyone waited
-                reply.withdraw()
-                raise
+            self._questions.put(dst, ROOM, (request_id, nbytes), deadline)
         except BaseException as error:
             if isinstance(error, DeadlineExceededError):
                 error.explain(
@@ -324,9 +314,7 @@ class Caller:
         if call is not None and isinstance(error, DeadlineExceededError):
             chain = [*call.chain_of_nested(self._backend.rank), dst, name]
             error.explain(f"the calls are {describe_chain(chain)}")
-        return error.during(
-            op=f"{op} {name!r}", rank=self._backend.rank, peer=dst, waited=deadline.waited
-        )
+        return self._backend.explained(error, f"{op} {name!r}", deadline, dst)
 
     # -- futures -----------------------------------------------------------------------------------
 
@@ -388,7 +376,7 @@ class Caller:
         if not self._futures:
             return False
         if self._next_expiry_check.expired:
-            self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY)
+            self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY, self._backend.clock)
             late = [f for f in list(self._futures.values()) if f.deadline.expired]
             explain = len(late) <= _MOST_EXPLAINED
             for future in late:  # not here: it may have callbacks

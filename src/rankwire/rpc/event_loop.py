@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from rankwire.clock import Clock
 from rankwire.fork import guard
 
 __all__ = ["EventLoop"]
@@ -27,7 +28,8 @@ class EventLoop:
     cancelled = asyncio.CancelledError
     """What a cancelled coroutine sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -96,7 +98,7 @@ class EventLoop:
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             if thread is not threading.current_thread():  # a coroutine may close its own agent
-                thread.join(patience)
+                self._clock.join(thread, patience)
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:

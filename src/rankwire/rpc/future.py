@@ -181,14 +181,21 @@ class RpcFuture(Future[Any]):
         """Read the connection until the reply is there; return what is left of ``timeout``.
 
         The reply may have been read by another thread, which is about to end the future with it.
+        That is waited for here, by the clock of the call; then nothing is left.
         """
-        if self.done() or self._reply is None:
+        if self.done():
             return timeout
-        limit = Deadline(math.inf if timeout is None else timeout)
-        self.caller.drive(self, self._reply, self.deadline.sooner(limit.remaining()))
-        if self.deadline.expired and not self._reply.done:
-            self.expire()
-        return None if timeout is None else limit.remaining()
+        clock = self.deadline.clock
+        limit = Deadline(math.inf if timeout is None else timeout, clock)
+        if self._reply is not None:
+            self.caller.drive(self, self._reply, self.deadline.sooner(limit.remaining()))
+            if self.deadline.expired and not self._reply.done:
+                self.expire()
+        if not self.done():
+            with self._condition:
+                left = None if timeout is None else limit.sleep_limit()
+                clock.wait_for(self._condition, self.done, left)
+        return 0.0
 
     def __repr__(self) -> str:
         if self.done():

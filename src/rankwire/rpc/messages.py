@@ -157,8 +157,6 @@ def _is_chain(items: list[Any]) -> bool:
 
 def encode_result(codec: Codec, value: Any) -> Message:
     """Return the reply that carries a function's result."""
-    if type(value) in PLAIN and (message := codec.encode_flat((0, value))) is not None:
-        return message
     return codec.encode_record([0, value], _REPLY_PATHS)
 
 

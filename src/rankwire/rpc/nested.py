@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from rankwire.backends.calls import CallPort
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import CircularCallError
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import ActiveCall, Circle, Key, find_circle, still_to_ask
@@ -32,7 +32,6 @@ _LONGEST_INTERVAL = 10.0
 _SECOND_LOOK = 0.1  # seconds after a circle was seen for the first time
 _LOOK_LIMIT = 0.5  # seconds for asking all ranks concerned; what is not known then goes on
 _MOST_CALLS = 1000
-_NOW = Deadline(0.0)
 
 Ask = Callable[[int, Iterable[Key], Deadline], dict[Key, ActiveCall] | None]
 
@@ -95,7 +94,7 @@ class Nested:
         Raises:
             CircularCallError: Those that are in flight wait for this one.
         """
-        if port.wait_for_room(dst, limit, _NOW):
+        if port.wait_for_room(dst, limit, AT_ONCE):
             return True
         if not self._server.is_run_here(call):
             return port.wait_for_room(dst, limit, deadline)

@@ -30,8 +30,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter
 
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
@@ -61,6 +61,7 @@ class Pool:
         on_look: Called by the standby at each look; returns whether something is outstanding that
             needs looks.
         on_end: Called once when the port has ended by itself.
+        clock: By which its threads wait, and functions are slow.
         workers: Calls of depth 0 that run at once.
         max_queued: Calls of depth 0 that wait for a worker.
         max_nested: Nested calls that run at once.
@@ -78,6 +79,7 @@ class Pool:
         wake: Callable[[], None],
         on_look: Callable[[], bool],
         on_end: Callable[[], None],
+        clock: Clock,
         workers: int,
         max_queued: int,
         max_nested: int,
@@ -86,6 +88,7 @@ class Pool:
         self._wake = wake
         self._on_look = on_look
         self._on_end = on_end
+        self._clock, self._now = clock, clock.now
         self._workers = workers
         self._max_queued = max_queued
         self._max_nested = max_nested
@@ -165,16 +168,13 @@ class Pool:
         """
         with self._mutex:
             self._closing = True
-            threads = list(self._threads)
+            threads = self._threads - {threading.current_thread()}
             for worker in (*self._idle, *([self._standby] if self._standby else ())):
                 worker.wake()
         self._wake()
         for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(deadline.sleep_limit())
-        return not any(
-            thread.is_alive() for thread in threads if thread is not threading.current_thread()
-        )
+            self._clock.join(thread, deadline.sleep_limit())
+        return not any(thread.is_alive() for thread in threads)
 
     def forsake(self) -> None:
         """End in a child of a fork: a function that has forked returns to here there."""
@@ -228,7 +228,7 @@ class Pool:
                 self._standby = worker
                 return True
             self._idle.append(worker)
-        worker.wakeup.acquire(timeout=_LINGER)
+        self._clock.acquire(worker.wakeup, True, _LINGER)
         with self._mutex:
             if worker in self._idle:
                 self._idle.remove(worker)
@@ -311,7 +311,8 @@ class Pool:
 
     def _run(self, worker: Worker, job: Job) -> bool:
         """Do a job; return whether the worker still has the polling role."""
-        begin = perf_counter()
+        now = self._now
+        begin = now()
         self._runs += 1
         worker.job = job
         # In this order: the standby announces its sleep first and looks for a job second, so one of
@@ -321,7 +322,7 @@ class Pool:
         try:
             job.run(worker)
         finally:
-            seconds = perf_counter() - begin
+            seconds = now() - begin
             if seconds > _SLOW or job.function.is_slow:
                 job.finished(seconds)
             with self._mutex:
@@ -363,7 +364,7 @@ class Pool:
     def _sleep_between_looks(self, worker: Worker, quiet: int, seconds: float) -> bool:
         """Sleep shortly, or longer if it has been quiet; return whether somebody woke us."""
         if quiet < _LOOKS_UNTIL_ASLEEP:
-            return worker.wakeup.acquire(timeout=seconds)
+            return self._clock.acquire(worker.wakeup, True, seconds)
         with self._mutex:
             self._standby_sleeps = True
             if self._closing or self._poller is None or self._poller.job is not None:
@@ -372,7 +373,7 @@ class Pool:
         # At this very count something is outstanding that must be looked after now and then; and
         # something may have become so after the last look and before our sleep was announced.
         lazily = quiet == _LOOKS_UNTIL_ASLEEP or self._on_look()
-        woken = worker.wakeup.acquire(timeout=_LAZY_LOOK if lazily else -1)
+        woken = self._clock.acquire(worker.wakeup, True, _LAZY_LOOK if lazily else -1)
         self._standby_sleeps = False
         return woken
 

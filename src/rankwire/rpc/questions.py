@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import CallPort
@@ -55,16 +55,29 @@ class Questions:
         if rank == self._backend.rank:
             return self._server.account(keys)
         try:
-            arguments = tuple(list(key) for key in keys)
-            left = float(deadline.remaining())
-            question = encode_request(self._codec, QUESTION, left, [], arguments, {})
-            reply = self._port.call(rank, next(self._ids), question, deadline)
-            assert reply is not None  # there is no limit on questions
-            told = decode_reply(self._codec, reply.wait(deadline), rank, deadline.limit)
+            told = self.put(rank, QUESTION, tuple(list(key) for key in keys), deadline)
             return unpack(told, rank, self._backend.world_size)
         except RankwireError as error:
             _log.debug("rank %d did not say what it is doing: %s", rank, error)
             return None
+
+    def put(self, rank: int, name: str, arguments: tuple[Any, ...], deadline: Deadline) -> Any:
+        """Put a question to a rank, and return the answer.
+
+        Raises:
+            RankwireError: It does not say.
+        """
+        left = deadline.remaining()
+        question = encode_request(self._codec, name, left, [], arguments, {})
+        reply = self._port.call(rank, next(self._ids), question, deadline)
+        assert reply is not None  # there is no limit on questions
+        try:
+            return decode_reply(self._codec, reply.wait(deadline), rank, deadline.limit)
+        except RankwireError:
+            raise
+        except BaseException:  # an interrupt, perhaps before anyone waited
+            reply.withdraw()
+            raise
 
     def explain_delay(
         self, error: DeadlineExceededError, dst: int, request_id: int, name: str
@@ -74,7 +87,7 @@ class Questions:
         if patience <= 0.0:
             return
         key = Key(dst, self._backend.rank, request_id)
-        answer = self.ask(dst, [key], Deadline(patience))
+        answer = self.ask(dst, [key], Deadline(patience, self._backend.clock))
         if answer is None:
             error.explain(f"rank {dst} does not say what it is doing")
         elif key in answer:  # else its reply is on the way, or the request has not arrived

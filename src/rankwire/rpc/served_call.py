@@ -58,7 +58,7 @@ class ServedCall(Call):
         # As ``Call`` does, without the hop.
         self.src = src = incoming.src
         self.name = request.name
-        self.deadline = Deadline(request.timeout)
+        self.deadline = Deadline(request.timeout, server.clock)
         self.outgoing = {}
         self._server = server
         self._request: Request | None = request

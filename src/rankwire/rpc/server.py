@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from time import sleep
 from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
@@ -74,6 +73,7 @@ class Server:
         answers: What is answered, and how it gets to the caller.
         room: For large calls that wait for a worker.
         is_stopping: Whether what still runs is cancelled.
+        clock: By which its threads wait.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Server:
         on_end: Callable[[], None],
     ) -> None:
         self._backend = backend
+        self.clock = backend.clock
         self._port = port
         self._registry = registry
         self._codec = codec
@@ -105,6 +106,7 @@ class Server:
             wake=port.wake,
             on_look=on_look,
             on_end=on_end,
+            clock=backend.clock,
             workers=limits.workers,
             max_queued=limits.max_queued,
             max_nested=limits.max_nested,
@@ -282,7 +284,7 @@ class Server:
                 # Here, because asyncio takes as long to load as all of this package.
                 from rankwire.rpc.event_loop import EventLoop
 
-                self._event_loop = EventLoop()
+                self._event_loop = EventLoop(self.clock)
                 if self.is_stopping:
                     self._event_loop.close()
             return self._event_loop
@@ -303,7 +305,7 @@ class Server:
         while not deadline.expired:
             if not any(job is not own for job in list(self.active.values())) and is_quiet():
                 return
-            sleep(min(0.002, deadline.sleep_limit()))
+            self.clock.sleep(min(0.002, deadline.sleep_limit()))
 
     def end(self, patience: float | None) -> None:
         """Cancel what runs, and stop the event loop; the other threads may be ending already."""
@@ -323,7 +325,7 @@ class Server:
             patience: Seconds to wait for the event loop, and for the others; None is the default.
         """
         self.end(patience)
-        if not self.pool.close(Deadline.of(patience, _STOP_PATIENCE)):
+        if not self.pool.close(Deadline.of(patience, _STOP_PATIENCE, self.clock)):
             _log.warning("a function still runs while its agent is closed")
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from rankwire.backends.tcp import TcpBackend, Transport
+from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
@@ -86,9 +87,9 @@ def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) 
     ]
     for thread in threads:
         thread.start()
-    deadline = Deadline(timeout)
+    deadline = Deadline(timeout, REAL_TIME)
     for thread in threads:
-        thread.join(deadline.sleep_limit())
+        REAL_TIME.join(thread, deadline.sleep_limit())
     if errors:
         rank, error = errors[0]
         error.add_note(f"raised by rank {rank}")
@@ -133,11 +134,11 @@ def _run_processes(
         writing.close()
         processes.append(process)
         pipes[reading] = rank
-    deadline = Deadline(timeout)
+    deadline = Deadline(timeout, REAL_TIME)
     try:
         results = _collect(pipes, deadline)
         for process in processes:
-            process.join(deadline.sleep_limit())  # they close their backends
+            REAL_TIME.join(process, deadline.sleep_limit())  # they close their backends
         return results
     finally:
         for process in processes:

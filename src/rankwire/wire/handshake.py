@@ -28,7 +28,7 @@ from __future__ import annotations
 import hmac
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from hashlib import sha256
 
@@ -140,19 +140,8 @@ class Hello:
 
     def pack(self, nonce: bytes) -> bytes:
         """Return the HELLO message."""
-        return _HELLO.pack(
-            _MAGIC,
-            PROTOCOL_VERSION,
-            self.purpose,
-            self.job,
-            self.epoch,
-            self.world_size,
-            self.rank,
-            self.peer,
-            self.service,
-            nonce,
-            self.protection,
-        )
+        *others, protection = astuple(self)
+        return _HELLO.pack(_MAGIC, PROTOCOL_VERSION, *others, nonce, protection)
 
     @classmethod
     def unpack(cls, data: bytes) -> Hello:
@@ -192,6 +181,8 @@ def handshake_key(secret: bytes) -> bytes:
 
 def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
     """Return the error that tells the dialling rank why it was refused."""
+    offered = f"this one offers {_described(hello.protection)}"
+    protection = f"the other end wants {_described(detail)}, {offered}: give all"
     texts = {
         Status.DUPLICATE_RANK: f"rank {hello.rank} is taken by another process (pid {detail})",
         Status.WRONG_WORLD_SIZE: (
@@ -200,10 +191,7 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
         Status.OTHER_JOB: "another job listens at this address",
         Status.INVALID_RANK: f"rank {hello.rank} is not one of the {detail} ranks of the job",
         Status.NOT_EXPECTED: "the world has formed already and takes no more ranks",
-        Status.TOO_LITTLE_PROTECTION: (
-            f"the other end wants {_described(detail)}, this one offers "
-            f"{_described(hello.protection)}: give all ranks the same security= and integrity="
-        ),
+        Status.TOO_LITTLE_PROTECTION: f"{protection} ranks the same security= and integrity=",
     }
     if status == Status.WRONG_CERTIFICATE:
         who = "a launcher" if hello.dialler == LAUNCHER else f"rank {hello.rank}"
@@ -220,10 +208,7 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
             Status.INVALID_RANK: (
                 f"--node-rank {hello.rank} is not one of 1 to {detail - 1} (--nnodes {detail})"
             ),
-            Status.TOO_LITTLE_PROTECTION: (
-                f"the other end wants {_described(detail)}, this one offers "
-                f"{_described(hello.protection)}: give all launchers the same --master and --tls"
-            ),
+            Status.TOO_LITTLE_PROTECTION: f"{protection} launchers the same --master and --tls",
         }
     if status == Status.OTHER_EPOCH:
         return NoConnectionError("the peer belongs to another incarnation of the job")

@@ -24,7 +24,16 @@ from hashlib import blake2b, sha256, shake_256
 
 from rankwire.errors import InvalidMessageError
 
-__all__ = ["KEY_NBYTES", "SALT_NBYTES", "Key", "RankKey", "pair_keys", "rank_key", "unwrap", "wrap"]
+__all__ = [
+    "KEY_NBYTES",
+    "SALT_NBYTES",
+    "HiddenKey",
+    "RankKey",
+    "pair_keys",
+    "rank_key",
+    "unwrap",
+    "wrap",
+]
 
 KEY_NBYTES = 32
 SALT_NBYTES = 16
@@ -32,7 +41,7 @@ _RANK = struct.Struct("<I")
 _PAIR = struct.Struct("<II")
 
 
-class Key(bytes):
+class HiddenKey(bytes):
     """A key that no log or traceback shows."""
 
     def __repr__(self) -> str:
@@ -41,7 +50,7 @@ class Key(bytes):
     __str__ = __repr__
 
 
-class RankKey(Key):
+class RankKey(HiddenKey):
     """The key of one rank; in the place of a secret, it says that this is all there is."""
 
 
@@ -75,7 +84,7 @@ def wrap(key: bytes, keys: bytes, salt: bytes) -> bytes:
     return salt + _masked(key, keys, salt)
 
 
-def unwrap(key: bytes, wrapped: bytes, rank: int, world_size: int) -> Mapping[int, Key]:
+def unwrap(key: bytes, wrapped: bytes, rank: int, world_size: int) -> Mapping[int, HiddenKey]:
     """Return the keys of a rank by the other rank.
 
     Raises:
@@ -87,7 +96,7 @@ def unwrap(key: bytes, wrapped: bytes, rank: int, world_size: int) -> Mapping[in
         )
     keys = _masked(key, wrapped[SALT_NBYTES:], wrapped[:SALT_NBYTES])
     return {
-        other: Key(keys[KEY_NBYTES * other : KEY_NBYTES * (other + 1)])
+        other: HiddenKey(keys[KEY_NBYTES * other : KEY_NBYTES * (other + 1)])
         for other in range(world_size)
         if other != rank
     }

@@ -156,14 +156,6 @@ class Mailbox:
         """How many receives are posted and not done."""
         return sum(map(len, self.wanted_by.values()))
 
-    def wanted_keys(self) -> list[Envelope]:
-        """Return what is wanted."""
-        return list(self.wanted_by)
-
-    def tags_wanted(self) -> list[int]:
-        """Return the tags that are wanted: for replies, the ids of the calls in flight."""
-        return [tag for _, _, tag in self.wanted_by]
-
     def _count(self, messages: int, nbytes: int) -> None:
         """Count what is kept for later."""
         self.unmatched += messages

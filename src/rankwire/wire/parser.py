@@ -5,6 +5,8 @@ the limit is refused from the header alone, before anything is allocated. It is 
 stream and gives the same frames; its state is the connection's, so a reader may stop in the middle
 of a frame and another one goes on. It does not know sockets, nor how memory is taken: its owner
 hands it what does.
+
+Size: what a parser knows is one tuple, and all that makes the next one of it is here.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from rankwire.errors import MessageTooLargeError, ProtocolError
+from rankwire.errors import ProtocolError
 from rankwire.wire.frames import (
     CHANNELS,
     DEFAULT_BUFFER_NBYTES,
@@ -21,7 +23,6 @@ from rankwire.wire.frames import (
     FIRST_SPECIAL,
     HEADER,
     HEADER_NBYTES,
-    LOAN,
     SEAL_NBYTES,
     SEQUENCE_MASK,
     Channel,
@@ -29,6 +30,8 @@ from rankwire.wire.frames import (
     Frame,
     is_farewell,
 )
+from rankwire.wire.ring import READ, RingReader
+from rankwire.wire.violations import broken_seal, describe_violation
 
 if TYPE_CHECKING:
     from rankwire.wire.seals import Impression, Seal
@@ -62,6 +65,7 @@ _State = tuple[
     list[int],  # how many bytes the last receive brought; empty before it
     int,  # the next sequence number
     _Place,
+    int,  # how much has been read of the ring beside the stream, if there is one
 ]
 
 
@@ -75,6 +79,9 @@ class FrameParser:
     stopped. So neither bytes nor frames are ever between two places: receiving and noting how much
     are one call of a C function (``read``), and all that parsing changes is replaced by one
     assignment (``commit``). Until then the old state stands, and parsing again gives the same.
+
+    Beside the stream there may be a ring (``wire.ring``), whose records are frames of the same
+    sequence: those of a number come before the stream's frame of that number.
 
     Args:
         max_nbytes: Largest payload that is accepted.
@@ -91,6 +98,7 @@ class FrameParser:
         "_max_nbytes",
         "_seal",
         "_seal_nbytes",
+        "ring",
         "state",
         "violation",
     )
@@ -112,7 +120,8 @@ class FrameParser:
         self._seal = seal
         self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
         buffer = bytearray()
-        self.state: _State = (_NO_FRAMES, [], 0, (0, 0, 0, buffer, memoryview(buffer), None))
+        self.state: _State = (_NO_FRAMES, [], 0, (0, 0, 0, buffer, memoryview(buffer), None), 0)
+        self.ring: RingReader | None = None
         # Sticky. Frames before it are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
 
@@ -131,7 +140,7 @@ class FrameParser:
         Raises:
             ProtocolError: The stream was not a valid one before.
         """
-        _, counts, sequence, place = self.state
+        _, counts, sequence, place, read = self.state
         if place is not self._between:
             if self.violation is not None:
                 raise self.violation
@@ -139,15 +148,38 @@ class FrameParser:
         _, _, _, buffer, view, _ = place
         if not counts:
             counts.extend(map(receive_into, (view,)))
-        count = counts[0]
-        if count < HEADER_NBYTES:
+        count, ring = counts[0], self.ring
+        if count < HEADER_NBYTES or (ring is not None and ring.has_records()):
             return False if count else None
         channel, number, group, tag, nbytes = HEADER.unpack_from(buffer)
         if nbytes + HEADER_NBYTES != count or number != sequence or not 0 < channel < FIRST_SPECIAL:
             return False
         frame = _new_frame(Frame, ((group, channel, tag), buffer[HEADER_NBYTES:count]))
-        self.state = (deque((frame,)), [], (sequence + 1) & SEQUENCE_MASK, place)
+        self.state = (deque((frame,)), [], (sequence + 1) & SEQUENCE_MASK, place, read)
         return True
+
+    def take_records(self) -> bool:
+        """Read what is in the ring and comes next; return whether it is in ``frames`` now.
+
+        Only when there are no frames that nobody has taken.
+
+        Raises:
+            ProtocolError: What is there is not valid; nothing must be read any more.
+        """
+        _, counts, sequence, place, read = self.state
+        ring = self.ring
+        if ring is None or place[5] is not None or self.violation is not None:
+            return False
+        frames: deque[Frame] = deque()
+        try:
+            read = ring.take(read, sequence, frames)
+        except ProtocolError as error:
+            self.spoil(error)
+            if not frames:
+                raise
+        self.state = (frames, counts, sequence, place, read)
+        ring.words[READ] = read
+        return bool(frames)
 
     def spoil(self, violation: ProtocolError) -> None:
         """Read no further: what a frame says is not what may be said there."""
@@ -157,12 +189,12 @@ class FrameParser:
     @property
     def in_frame(self) -> bool:
         """Whether a frame has begun and is not complete."""
-        _, counts, _, (start, end, _, _, _, large) = self.state
+        _, counts, _, (start, end, _, _, _, large), _ = self.state
         return large is not None or end > start or any(counts)
 
     def receive_buffer(self) -> memoryview:
         """Return where the next bytes of the stream belong; never empty."""
-        _, _, _, (_, end, _, _, view, large) = self.state
+        _, _, _, (_, end, _, _, view, large), _ = self.state
         if large is not None and large.filled < len(large.body):
             return memoryview(large.body)[large.filled :]
         return view[end:] if end else view or self._first_buffer()
@@ -170,7 +202,9 @@ class FrameParser:
     def _first_buffer(self) -> memoryview:
         buffer = bytearray(self._buffer_nbytes)
         view = memoryview(buffer)
-        self.state = (*self.state[:3], self._place(0, 0, self.state[3][2], buffer, view, None))
+        frames, counts, sequence, (_, _, sealed, _, _, _), read = self.state
+        place = self._place(0, 0, sealed, buffer, view, None)
+        self.state = (frames, counts, sequence, place, read)
         return view
 
     def _place(
@@ -220,6 +254,9 @@ class FrameParser:
     def commit(self, state: _State) -> None:
         """Make what ``parse`` has returned the state from now on."""
         self.state = state
+        ring = self.ring
+        if ring is not None:
+            ring.words[READ] = state[4]
 
     def bytes_received(self, count: int) -> list[Frame]:
         """Take ``count`` bytes written to ``receive_buffer()``; return the frames they complete.
@@ -247,28 +284,27 @@ class FrameParser:
         """
         if self.violation is not None:
             raise self.violation
-        old, counts, sequence, (start, end, sealed, buffer, view, large) = self.state
+        old, counts, sequence, (start, end, sealed, buffer, view, large), read = self.state
         frames = deque(old) if old else deque()
         if large is None:
-            return self._parse(
-                frames, start, end + counts[0], sequence, sealed, buffer, view, is_special=False
-            )
+            end += counts[0]
+            return self._parse(frames, start, end, sequence, sealed, buffer, view, read)
         if large.filled == len(large.body):  # what came is the seal behind it, and more
             end += counts[0]
         else:
             large = self._filled_further(large, counts[0])
         if large.filled < len(large.body) or (large.impression and end < SEAL_NBYTES):
-            return (frames, [], sequence, (start, end, sealed, buffer, view, large)), False
+            return (frames, [], sequence, (start, end, sealed, buffer, view, large), read), False
         if large.impression:
             if not large.impression.matches(view[:SEAL_NBYTES]):
-                self.violation = _broken_seal()
+                self.violation = broken_seal()
                 raise self.violation
             start = SEAL_NBYTES
             sealed += 1
         frames.append(Frame(large.envelope, large.body))
         is_special = large.envelope[1] >= FIRST_SPECIAL
         return self._parse(
-            frames, start, end, sequence, sealed, buffer, view, is_special=is_special
+            frames, start, end, sequence, sealed, buffer, view, read, is_special=is_special
         )
 
     def _parse(
@@ -280,16 +316,25 @@ class FrameParser:
         sealed: int,
         buffer: bytearray,
         view: memoryview,
+        read: int,
         *,
-        is_special: bool,
+        is_special: bool = False,
     ) -> tuple[_State, bool]:
-        """Find the frames in the buffer."""
+        """Find the frames in the buffer, and the records that come before each of them."""
         large: _Large | None = None
-        seal_nbytes = self._seal_nbytes
+        seal_nbytes, ring = self._seal_nbytes, self.ring
         while end - start >= HEADER_NBYTES:
+            if ring is not None:
+                try:
+                    read = ring.take(read, sequence, frames)
+                except ProtocolError as error:
+                    self.violation = error
+                    break
             channel, number, group, tag, nbytes = HEADER.unpack_from(buffer, start)
             if channel not in CHANNELS or number != sequence or nbytes > self._max_nbytes:
-                self.violation = self._describe_violation(channel, number, sequence, nbytes)
+                self.violation = describe_violation(
+                    channel, number, sequence, nbytes, self._max_nbytes
+                )
                 break
             body = start + HEADER_NBYTES
             stop = body + nbytes
@@ -297,7 +342,7 @@ class FrameParser:
                 payload = buffer[body:stop]
                 if seal_nbytes:
                     if not self._is_sealed(sealed, channel, view[start : stop + seal_nbytes]):
-                        self.violation = _broken_seal()
+                        self.violation = broken_seal()
                         break
                     sealed += 1
                 frames.append(_new_frame(Frame, ((group, channel, tag), payload)))
@@ -327,7 +372,7 @@ class FrameParser:
             rest[: end - start] = view[start:end]
             buffer, view, start, end = rest, memoryview(rest), 0, end - start
         place = self._place(start, end, sealed, buffer, view, large)
-        return (frames, [], sequence, place), is_special
+        return (frames, [], sequence, place, read), is_special
 
     def _is_sealed(self, number: int, channel: int, frame: memoryview) -> bool:
         """Check the seal behind a whole frame."""
@@ -345,7 +390,7 @@ class FrameParser:
         if not is_farewell(header):
             return False
         # Some frames may stand before it; how many its sequence number says.
-        _, _, sequence, (_, _, sealed, _, _, large) = self.state
+        _, _, sequence, (_, _, sealed, _, _, large), _ = self.state
         ahead = (HEADER.unpack(header)[1] - sequence) & SEQUENCE_MASK
         number = sealed + (large is not None) + ahead
         return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
@@ -366,7 +411,7 @@ class FrameParser:
         if self._seal is not None:
             seal, first = first[:SEAL_NBYTES], first[SEAL_NBYTES:]
             if not self._seal.begin_head(number, header).matches(seal):
-                self.violation = _broken_seal()
+                self.violation = broken_seal()
                 return None
             impression = self._seal.begin(number, header, envelope[1], nbytes)
         try:
@@ -385,30 +430,3 @@ class FrameParser:
         if impression is not None:
             impression = impression.plus(memoryview(body)[filled : filled + count])
         return _Large(body, envelope, filled + count, impression)
-
-    def _describe_violation(
-        self, word: int, sequence: int, expected: int, nbytes: int
-    ) -> ProtocolError:
-        channel, flags, reserved = word & 0xFF, word >> 8 & 0xFF, word >> 16
-        if channel not in CHANNELS:
-            return ProtocolError(f"a frame names the unknown channel {channel}")
-        if word not in CHANNELS:
-            if word == channel | LOAN:
-                return ProtocolError(f"a frame of channel {channel} cannot lend its payload")
-            return ProtocolError(
-                f"a frame has unknown flags {flags:#x} or reserved bits {reserved:#x}"
-            )
-        if sequence != expected:
-            return ProtocolError(
-                f"a frame has sequence number {sequence}, expected {expected}: "
-                "one is lost or repeated"
-            )
-        error = ProtocolError(f"the peer announced {nbytes} bytes, the limit is {self._max_nbytes}")
-        error.__cause__ = MessageTooLargeError(nbytes, self._max_nbytes)
-        return error
-
-
-def _broken_seal() -> ProtocolError:
-    return ProtocolError(
-        "the seal of a frame does not fit: it was altered, repeated or left out on the way"
-    )

@@ -37,12 +37,15 @@ from rankwire.texts import MAX_REASON, one_line
 from rankwire.wire.frames import LOAN, Channel, Envelope, Frame, Message
 from rankwire.wire.loans import Loan, Parcel, unpack_loan, whole_of
 
-__all__ = ["FAREWELL", "Course", "Happening", "Protocol", "course_after", "left"]
+__all__ = ["BELL", "FAREWELL", "Course", "Happening", "Protocol", "course_after", "left"]
 
-# What a greeting says, in its tag, about reading the other end's memory.
-_SAYS_NOTHING, _CAN_BORROW, _CANNOT_BORROW = 0, 1, 2
+# What a greeting says, in its tag: whether its sender can read the other end's memory, what memory
+# there is for a ring to it (``wire.ring``), and that it uses the one that was offered.
+_SAYS_NOTHING, _CAN_BORROW, _CANNOT_BORROW, _OFFERS_RING, _HAS_RING = range(5)
 
 FAREWELL: Envelope = (0, int(Channel.FAREWELL), 0)
+# Says nothing, so it wakes a reader and changes nothing.
+BELL: tuple[Envelope, Message] = ((0, int(Channel.GREETING), _SAYS_NOTHING), ((), 0))
 
 
 class Course(Enum):
@@ -96,6 +99,8 @@ class Protocol:
         course: See the module.
         can_lend: Whether the peer can read this end's memory; None as long as that is not known.
         why_not_lend: If it cannot, why.
+        ring_offer: What the peer says of memory through which it can be written to, if it does.
+        has_ring: Whether the peer writes to the memory that this end has offered.
     """
 
     def __init__(
@@ -108,6 +113,8 @@ class Protocol:
         self.course = Course.UNUSED if incoming else Course.OPEN
         self.can_lend: bool | None = None if is_local else False
         self.why_not_lend = "" if is_local else cannot_borrow
+        self.ring_offer: bytes | None = None
+        self.has_ring = False
 
     # -- what this end says ------------------------------------------------------------------------
 
@@ -119,7 +126,15 @@ class Protocol:
 
     def greeting(self) -> tuple[Envelope, Message]:
         """Return the one that only tells that this end is there."""
-        return (0, int(Channel.GREETING), _SAYS_NOTHING), ((), 0)
+        return BELL
+
+    def offering(self, offer: bytes) -> tuple[Envelope, Message]:
+        """Return the one that offers memory through which this end can be written to."""
+        return (0, int(Channel.GREETING), _OFFERS_RING), ((offer,), len(offer))
+
+    def acceptance(self) -> tuple[Envelope, Message]:
+        """Return the one that says that this end writes there from now on."""
+        return (0, int(Channel.GREETING), _HAS_RING), ((), 0)
 
     # -- what the peer says ------------------------------------------------------------------------
 
@@ -166,7 +181,11 @@ class Protocol:
     def _greeted(self, says: int, frame: Frame) -> None:
         if not self._is_local:
             return
-        if says == _CAN_BORROW:
+        if says == _OFFERS_RING:
+            self.ring_offer = bytes(whole_of(frame.payload))
+        elif says == _HAS_RING:
+            self.has_ring = True
+        elif says == _CAN_BORROW:
             self.can_lend = True
         elif says == _CANNOT_BORROW:
             self.can_lend = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from time import monotonic, sleep
 
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -132,9 +132,9 @@ def a_waiting_receive_does_not_delay_a_send(make_world: MakeWorld) -> None:
         def serve(rank: int) -> None:
             waiting = threading.Thread(target=lambda: world[rank].recv(1 - rank, tag=1))
             waiting.start()
-            sleep(0.05)  # both receives wait by now
+            REAL_TIME.sleep(0.05)  # both receives wait by now
             world[rank].send(b"go on", 1 - rank, tag=1)
-            waiting.join(10)
+            REAL_TIME.join(waiting, 10)
             assert not waiting.is_alive()
 
         in_parallel([partial(serve, rank) for rank in range(2)])
@@ -183,9 +183,9 @@ def zero_polls(make_world: MakeWorld) -> None:
 
 def a_time_limit_is_exact_and_harmless(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
-        begin = monotonic()
+        begin = REAL_TIME.now()
         error = expect(DeadlineExceededError, lambda: second.recv(0, tag=3, timeout=0.15))
-        assert 0.14 < monotonic() - begin < 5.0
+        assert 0.14 < REAL_TIME.now() - begin < 5.0
         assert (error.limit, error.op, error.rank, error.tag) == (0.15, "recv", 1, 3)
         assert isinstance(error, TimeoutError)
         first.send(b"late", 1, tag=3)
@@ -196,12 +196,12 @@ def a_second_receiver_has_its_own_limit(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         other = threading.Thread(target=lambda: second.recv(0, tag=1))
         other.start()
-        sleep(0.05)
-        begin = monotonic()
+        REAL_TIME.sleep(0.05)
+        begin = REAL_TIME.now()
         expect(DeadlineExceededError, lambda: second.recv(0, tag=2, timeout=0.1))
-        assert monotonic() - begin < 5.0
+        assert REAL_TIME.now() - begin < 5.0
         first.send(b"x", 1, tag=1)
-        other.join(10)
+        REAL_TIME.join(other, 10)
         assert not other.is_alive()
 
 
@@ -288,11 +288,11 @@ def close_wakes_whoever_waits(make_world: MakeWorld) -> None:
         ]
         for thread in waiting:
             thread.start()
-        sleep(0.1)
+        REAL_TIME.sleep(0.1)
         first.close()
         first.close()
         for thread in waiting:
-            thread.join(10)
+            REAL_TIME.join(thread, 10)
         assert len(woken) == 3
         expect(ChannelClosedError, lambda: first.send(b"x", 1))
         expect(ChannelClosedError, lambda: first.recv(1))
@@ -300,10 +300,10 @@ def close_wakes_whoever_waits(make_world: MakeWorld) -> None:
 
 def _eventually(receive: Callable[[], bytearray]) -> bytearray:
     """A message is not received the moment it is sent: poll for a while."""
-    limit = monotonic() + 10
+    limit = REAL_TIME.now() + 10
     while True:
         try:
             return receive()
         except DeadlineExceededError:
-            if monotonic() > limit:
+            if REAL_TIME.now() > limit:
                 raise

@@ -6,10 +6,10 @@ import asyncio
 import threading
 from concurrent.futures import FIRST_COMPLETED, CancelledError, wait
 from functools import partial
-from time import monotonic, sleep
 
 import numpy as np
 
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -22,8 +22,7 @@ from rankwire.errors import (
     UnsupportedTypeError,
 )
 from rankwire.rpc.agent import RpcAgent
-from rankwire.rpc.call import current_call
-from rankwire.testing.conformance.tools import agents_of, expect
+from rankwire.testing.conformance.tools import agents_of, expect, work_until_cancelled
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
 
@@ -105,12 +104,12 @@ def registering_is_strict(make_world: MakeWorld) -> None:
 def a_late_reply_is_dropped(make_world: MakeWorld) -> None:
     go_on = threading.Event()
     with agents_of(make_world, 2) as (caller, callee):
-        callee.register("wait", lambda: go_on.wait(10))
+        callee.register("wait", lambda: REAL_TIME.wait(go_on, 10))
         callee.register("add", lambda a, b: a + b)
         assert caller.rpc_sync(1, "add", 1, 1) == 2  # they are connected: the next call is sent
-        begin = monotonic()
+        begin = REAL_TIME.now()
         error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "wait", timeout=0.15))
-        assert monotonic() - begin < 5
+        assert REAL_TIME.now() - begin < 5
         assert (error.limit, error.waiting_for, error.may_have_run) == (0.15, [1], True)
         go_on.set()
         assert caller.rpc_sync(1, "add", 2, 3) == 5
@@ -131,7 +130,7 @@ def ranks_call_each_other_at_once(make_world: MakeWorld) -> None:
 
 def replies_find_their_callers(make_world: MakeWorld) -> None:
     def answer(number: int) -> int:
-        sleep((number * 7 % 5) / 1000)
+        REAL_TIME.sleep((number * 7 % 5) / 1000)
         return number
 
     with agents_of(make_world, 2) as (caller, callee):
@@ -144,7 +143,7 @@ def replies_find_their_callers(make_world: MakeWorld) -> None:
 def a_slow_call_does_not_hold_up_a_fast_one(make_world: MakeWorld) -> None:
     go_on = threading.Event()
     with agents_of(make_world, 2) as (caller, callee):
-        callee.register("slow", lambda: go_on.wait(20))
+        callee.register("slow", lambda: REAL_TIME.wait(go_on, 20))
         callee.register("fast", lambda: "here")
         slow = caller.rpc_async(1, "slow")
         assert caller.rpc_sync(1, "fast", timeout=10) == "here"
@@ -157,14 +156,14 @@ def futures_have_the_usual_verbs(make_world: MakeWorld) -> None:
     go_on = threading.Event()
     with agents_of(make_world, 2) as (caller, callee):
         callee.register("add", lambda a, b: a + b)
-        callee.register("wait", lambda: go_on.wait(20))
+        callee.register("wait", lambda: REAL_TIME.wait(go_on, 20))
         futures = [caller.rpc_async(1, "add", number, 1) for number in range(20)]
         done, not_done = wait(futures, timeout=10)  # no thread calls result(): the agent must read
         assert (len(done), len(not_done)) == (20, 0)
         assert [future.result() for future in futures] == list(range(1, 21))
         called_back = threading.Event()
         caller.rpc_async(1, "add", 1, 2).add_done_callback(lambda _: called_back.set())
-        assert called_back.wait(10)
+        assert REAL_TIME.wait(called_back, 10)
         waiting = caller.rpc_async(1, "wait")
         expect(TimeoutError, lambda: waiting.result(0.05))
         go_on.set()
@@ -189,16 +188,6 @@ def futures_are_awaitable(make_world: MakeWorld) -> None:
 def cancel_reaches_the_callee(make_world: MakeWorld) -> None:
     started, cancelled = threading.Event(), threading.Event()
 
-    def look_for_cancel() -> None:
-        call = current_call()
-        assert call is not None
-        started.set()
-        limit = monotonic() + 10
-        while not call.cancelled and monotonic() < limit:
-            sleep(0.005)
-        if call.cancelled:
-            cancelled.set()
-
     async def sleep_for_ever() -> None:
         started.set()
         try:
@@ -208,21 +197,21 @@ def cancel_reaches_the_callee(make_world: MakeWorld) -> None:
             raise
 
     with agents_of(make_world, 2) as (caller, callee):
-        for function in (look_for_cancel, sleep_for_ever):
+        for function in (partial(work_until_cancelled, started, cancelled), sleep_for_ever):
             callee.register("work", function, replace=True)
             started.clear()
             cancelled.clear()
             future = caller.rpc_async(1, "work")
-            assert started.wait(10)
+            assert REAL_TIME.wait(started, 10)
             assert future.cancel()
             expect(CancelledError, future.result)
-            assert cancelled.wait(10)
+            assert REAL_TIME.wait(cancelled, 10)
 
 
 def limits_are_visible(make_world: MakeWorld) -> None:
     go_on = threading.Event()
     with agents_of(make_world, 2, workers=1, max_queued=1, max_in_flight=4) as (caller, callee):
-        callee.register("wait", lambda: go_on.wait(20))
+        callee.register("wait", lambda: REAL_TIME.wait(go_on, 20))
         futures = [caller.rpc_async(1, "wait") for _ in range(3)]
         refused, _ = wait(futures, timeout=10, return_when=FIRST_COMPLETED)
         assert [type(future.exception()) for future in refused] == [OverloadedError]
@@ -266,7 +255,7 @@ def closing_drains_and_then_fails_the_rest(make_world: MakeWorld) -> None:
 
         def run(seconds: float) -> str:
             both_run.wait(10)
-            go_on.wait(seconds)
+            REAL_TIME.wait(go_on, seconds)
             return "done"
 
         callee.register(run)

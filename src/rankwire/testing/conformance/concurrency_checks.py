@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import numpy as np
 
 from rankwire.backends.base import Backend
 from rankwire.backends.sub import SubBackend
+from rankwire.clock import REAL_TIME
 from rankwire.collectives import objects, operations
 from rankwire.collectives.work import Work
 from rankwire.errors import (
@@ -127,9 +127,9 @@ def whoever_disagrees_all_are_told(make_world: MakeWorld) -> None:
         return operations.all_reduce(backend, array, "max" if other and case == "op" else "sum")
 
     def each(backend: Backend, case: str) -> None:
-        begin = monotonic()
+        begin = REAL_TIME.now()
         error = expect(CollectiveMismatchError, partial(call, backend, case))
-        assert monotonic() - begin < _SOON
+        assert REAL_TIME.now() - begin < _SOON
         assert error.rank == backend.rank
 
     for case in ("shape", "dtype", "op", "root", "kind", "empty on one"):
@@ -151,9 +151,9 @@ def one_rank_that_fails_ends_it_for_all(make_world: MakeWorld) -> None:
 
     for size in (2, 4):
         with make_world(size) as world:
-            begin = monotonic()
+            begin = REAL_TIME.now()
             errors = run_all(world, each)
-            assert monotonic() - begin < _SOON
+            assert REAL_TIME.now() - begin < _SOON
             assert isinstance(errors.pop(1), ConfigurationError)
             for error in errors:
                 assert isinstance(error, CollectiveAbortedError)

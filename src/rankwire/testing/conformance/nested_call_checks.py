@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from time import monotonic, sleep
 from typing import Any
 
+from rankwire.clock import REAL_TIME
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
-from rankwire.testing.conformance.tools import agents_of, expect
+from rankwire.testing.conformance.tools import agents_of, expect, until, work_until_cancelled
 from rankwire.testing.worlds import MakeWorld
 
 
@@ -33,14 +33,16 @@ def deadlines_travel_and_bound_nested_calls(make_world: MakeWorld) -> None:
         assert all(0 < limit <= 5.0 for limit in seen)
 
 
-def calls_nest_with_one_worker(make_world: MakeWorld) -> None:
-    def down(agent: RpcAgent, depth: int) -> int:
-        deeper: int = agent.rpc_sync(1 - agent.rank, "down", depth - 1) if depth else -1
-        return 1 + deeper
+def _down(agent: RpcAgent, depth: int) -> int:
+    """Call the other rank, which calls back, and so on."""
+    deeper: int = agent.rpc_sync(1 - agent.rank, "down", depth - 1) if depth else -1
+    return 1 + deeper
 
+
+def calls_nest_with_one_worker(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2, workers=1) as agents:
         for agent in agents:
-            agent.register("down", partial(down, agent))
+            agent.register("down", partial(_down, agent))
         assert agents[0].rpc_sync(1, "down", 32) == 32
         error = expect(RemoteError, lambda: agents[0].rpc_sync(1, "down", 33))
         assert "OverloadedError" in error.remote_type
@@ -70,7 +72,7 @@ def a_late_call_says_what_its_callee_does(make_world: MakeWorld) -> None:
         callee.rpc_sync(0, "inner", timeout=1.0)
 
     with agents_of(make_world, 2) as (caller, callee):
-        caller.register("inner", lambda: go_on.wait(20))
+        caller.register("inner", lambda: REAL_TIME.wait(go_on, 20))
         callee.register("outer", outer)
         for _ in range(5):  # on a busy machine a callee may not answer within the little time
             error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "outer", timeout=0.5))
@@ -96,9 +98,9 @@ def a_circle_through_an_event_loop_is_reported(make_world: MakeWorld) -> None:
         agents[0].register("blocking", blocking)
         agents[0].register("last", on_the_same_loop)
         agents[1].register("middle", lambda: agents[1].rpc_sync(0, "last"))
-        begin = monotonic()
+        begin = REAL_TIME.now()
         error = expect(RemoteError, lambda: agents[1].rpc_sync(0, "blocking", timeout=40))
-        assert monotonic() - begin < 20
+        assert REAL_TIME.now() - begin < 20
         assert error.remote_type.endswith("CircularCallError")
         for part in ("rank 0 'blocking'", "rank 1 'middle'", "rank 0 'last'", "event loop"):
             assert part in error.remote_message
@@ -107,10 +109,10 @@ def a_circle_through_an_event_loop_is_reported(make_world: MakeWorld) -> None:
 
 def circles_of_two_chains_are_reported(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2) as agents:
-        both = threading.Barrier(2)
+        both = threading.Barrier(2, timeout=10)
 
         async def cross(agent: RpcAgent) -> object:
-            both.wait(10)
+            both.wait()
             return agent.rpc_sync(1 - agent.rank, "leaf")
 
         async def leaf() -> str:
@@ -128,13 +130,9 @@ def circles_of_two_chains_are_reported(make_world: MakeWorld) -> None:
 
 
 def a_circle_through_a_full_limit_is_reported(make_world: MakeWorld) -> None:
-    def down(agent: RpcAgent, depth: int) -> int:
-        deeper: int = agent.rpc_sync(1 - agent.rank, "down", depth - 1) if depth else -1
-        return 1 + deeper
-
     with agents_of(make_world, 2, max_in_flight=1) as agents:
         for agent in agents:
-            agent.register("down", partial(down, agent))
+            agent.register("down", partial(_down, agent))
         assert agents[0].rpc_sync(1, "down", 1, timeout=20) == 1
         error = expect(RemoteError, lambda: agents[0].rpc_sync(1, "down", 3, timeout=40))
         assert error.remote_type.endswith("CircularCallError")
@@ -175,7 +173,7 @@ def slow_calls_are_no_circles(make_world: MakeWorld) -> None:
         return len([future.result() for future in futures])
 
     def nap() -> str:
-        sleep(seconds)
+        REAL_TIME.sleep(seconds)
         return "slept"
 
     with agents_of(make_world, 2, timeout=50.0) as agents:
@@ -198,16 +196,6 @@ def cancel_reaches_nested_calls(make_world: MakeWorld) -> None:
     started, ended = threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
-    def work() -> None:
-        call = current_call()
-        assert call is not None
-        started.set()
-        limit = monotonic() + 10
-        while not call.cancelled and monotonic() < limit:
-            sleep(0.005)
-        if call.cancelled:
-            ended.set()
-
     def sync(agent: RpcAgent, dst: int, name: str) -> None:
         try:
             agent.rpc_sync(dst, name)
@@ -225,7 +213,7 @@ def cancel_reaches_nested_calls(make_world: MakeWorld) -> None:
         agent.rpc_sync(dst, name)
 
     with agents_of(make_world, 3) as agents:
-        agents[0].register("work", work)
+        agents[0].register("work", partial(work_until_cancelled, started, ended))
         for function in (sync, future, awaiting, blocking):
             agents[1].register("first", partial(function, agents[1], 2, "second"), replace=True)
             agents[2].register("second", partial(sync, agents[2], 0, "work"), replace=True)
@@ -233,10 +221,8 @@ def cancel_reaches_nested_calls(make_world: MakeWorld) -> None:
             ended.clear()
             errors.clear()
             call = agents[0].rpc_async(1, "first")
-            assert started.wait(10)
+            assert REAL_TIME.wait(started, 10)
             assert call.cancel()
-            assert ended.wait(10)
-            limit = monotonic() + 10
-            while not errors and monotonic() < limit:
-                sleep(0.005)
+            assert REAL_TIME.wait(ended, 10)
+            until(lambda: bool(errors))
             assert errors[0].peer in (0, 2)  # type: ignore[attr-defined]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
-from time import monotonic, sleep
 
 from rankwire.backends.base import Backend
 from rankwire.errors import ChannelClosedError, PeerLostError
-from rankwire.testing.conformance.tools import expect
+from rankwire.testing.conformance.tools import PATIENCE, expect, until
 from rankwire.testing.worlds import MakeWorld
-
-_PATIENCE = 10.0
 
 
 def _leave(backend: Backend, error: BaseException | None = None) -> None:
@@ -20,13 +16,6 @@ def _leave(backend: Backend, error: BaseException | None = None) -> None:
     while (parent := getattr(backend, "parent", None)) is not None:
         backend = parent
     backend.close(error=error)
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    end = monotonic() + _PATIENCE
-    while not condition():
-        assert monotonic() < end, "it did not come about"
-        sleep(0.001)
 
 
 def at_first_all_are_alive(make_world: MakeWorld) -> None:
@@ -40,11 +29,11 @@ def at_first_all_are_alive(make_world: MakeWorld) -> None:
 
 
 def the_status_tells_what_is_waited_for(make_world: MakeWorld) -> None:
-    with make_world(2, timeout=_PATIENCE) as (first, second):
+    with make_world(2, timeout=PATIENCE) as (first, second):
         waiting = threading.Thread(target=partial(first.recv, 1, 5))
         waiting.start()
         wanted = ("a message with tag 5",)
-        _until(lambda: first.status().peers[1].waiting_for == wanted)
+        until(lambda: first.status().peers[1].waiting_for == wanted)
         assert first.status().waiting_on == [1]
         assert "a message with tag 5" in str(first.status())
         second.send(b"", 0, 5)
@@ -53,7 +42,7 @@ def the_status_tells_what_is_waited_for(make_world: MakeWorld) -> None:
 
 
 def the_error_that_a_rank_falls_by_reaches_the_others(make_world: MakeWorld) -> None:
-    with make_world(3, timeout=_PATIENCE) as world:
+    with make_world(3, timeout=PATIENCE) as world:
         told: list[PeerLostError] = []
         world[0].on_peer_lost(told.append)
         try:
@@ -65,20 +54,20 @@ def the_error_that_a_rank_falls_by_reaches_the_others(make_world: MakeWorld) -> 
             assert lost.peer == 1
             assert lost.reason == "it raised ValueError: bad batch"
             assert "the_error_that_a_rank_falls_by" in lost.remote_traceback
-            _until(lambda other=other: other.alive == (0, 2))  # type: ignore[misc]
+            until(lambda other=other: other.alive == (0, 2))  # type: ignore[misc]
             assert other.status().peers[1].state == "lost"
-        _until(lambda: [error.peer for error in told] == [1])
+        until(lambda: [error.peer for error in told] == [1])
         late: list[PeerLostError] = []
         world[0].on_peer_lost(late.append)
-        _until(lambda: [error.peer for error in late] == [1])
+        until(lambda: [error.peer for error in late] == [1])
 
 
 def a_rank_that_leaves_is_not_lost(make_world: MakeWorld) -> None:
-    with make_world(3, timeout=_PATIENCE) as world:
+    with make_world(3, timeout=PATIENCE) as world:
         told: list[PeerLostError] = []
         world[0].on_peer_lost(told.append)
         _leave(world[2])
         expect(ChannelClosedError, lambda: world[0].recv(2))
-        _until(lambda: world[0].alive == (0, 1))
+        until(lambda: world[0].alive == (0, 1))
         assert world[0].status().peers[2].state == "left"
         assert told == []

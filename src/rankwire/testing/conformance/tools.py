@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,13 +11,27 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rankwire.backends.base import Backend
+from rankwire.clock import REAL_TIME
 from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.call import current_call
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
 
-__all__ = ["SIZES", "Check", "agents_of", "expect", "has_values", "run_all", "run_in_worlds"]
+__all__ = [
+    "PATIENCE",
+    "SIZES",
+    "Check",
+    "agents_of",
+    "expect",
+    "has_values",
+    "run_all",
+    "run_in_worlds",
+    "until",
+    "work_until_cancelled",
+]
 
 SIZES = (1, 2, 3, 4, 7)
+PATIENCE = 10.0
 
 Check = Callable[[MakeWorld], None]
 Each = Callable[[Backend], Any]
@@ -31,6 +46,23 @@ def expect(kind: type[E], action: Callable[[], object]) -> E:
     except kind as error:
         return error
     raise AssertionError(f"expected {kind.__name__}, got {result!r}")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something has come about, which takes a moment."""
+    end = REAL_TIME.now() + PATIENCE
+    while not condition():
+        assert REAL_TIME.now() < end, "it did not come about"
+        REAL_TIME.sleep(0.001)
+
+
+def work_until_cancelled(started: threading.Event, cancelled: threading.Event) -> None:
+    """Be a function that is called, runs until it is cancelled, and says both."""
+    call = current_call()
+    assert call is not None
+    started.set()
+    until(lambda: call.cancelled)
+    cancelled.set()
 
 
 def run_all(world: Sequence[Backend], each: Each) -> list[Any]:

@@ -6,12 +6,12 @@ It knows the headers of frames and the clock; streams and ranks are not known he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from time import monotonic
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rankwire.wire.frames import HEADER_NBYTES, Channel, unpack_size
 
-__all__ = ["Course", "Gate", "Position", "Stretch"]
+__all__ = ["Route", "Gate", "Position", "Stretch"]
 
 _COURTESIES = (Channel.FAREWELL, Channel.GREETING)
 
@@ -62,26 +62,21 @@ class Stretch(NamedTuple):
     position: Position  # behind them
 
 
-class Course:
+@dataclass(slots=True, eq=False)
+class Route:
     """What the messages of one direction meet on their way.
 
-    Args:
+    Attributes:
+        now: The clock's, by which they are late.
         delays: How many seconds each takes in turn; None if they take none.
         gate: What lets them through at the reader.
         on_message: Called in the writer's thread when a message is written whole; it must not wait.
     """
 
-    __slots__ = ("_delays", "gate", "on_message")
-
-    def __init__(
-        self,
-        delays: Iterator[float] | None = None,
-        gate: Gate | None = None,
-        on_message: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._delays = delays
-        self.gate = gate
-        self.on_message = on_message
+    now: Callable[[], float]
+    delays: Iterator[float] | None = None
+    gate: Gate | None = None
+    on_message: Callable[[], None] = lambda: None
 
     def follow(self, position: Position, data: bytes) -> Stretch:
         """Return how much of what is written next belongs together, and when it is visible.
@@ -97,7 +92,7 @@ class Course:
             channel, nbytes = unpack_size(head + data[:missing])
             left = missing + nbytes
             begins = is_message = channel not in _COURTESIES
-            if is_message and self._delays is not None:
-                when = max(when, monotonic() + next(self._delays))
+            if is_message and self.delays is not None:
+                when = max(when, self.now() + next(self.delays))
         taken = min(left, len(data))
         return Stretch(taken, when, begins, Position(left - taken, b"", when, is_message))

@@ -1,0 +1,121 @@
+"""Memory that two processes share, for rings: made by one, opened by the other (Linux on x86).
+
+It has no name in any file system, so nothing is left of it whatever dies. The process that makes it
+tells the other one the number of its descriptor, and that one opens it by ``/proc``: the kernel
+allows this to processes of one user that see each other. It cannot be made smaller, which would
+kill whoever reads beyond the end; and it has a token in it, so that nothing else is taken for it.
+
+Where any of this is not possible there is no ring, and sockets carry everything. What is in the
+memory is the business of ``wire.ring``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import struct
+import sys
+import weakref
+
+from rankwire.wire.ring import RING_NBYTES, prepare, token_of
+
+__all__ = ["CAN_SHARE", "SharedMemory", "open_shared"]
+
+# Records rely on stores being seen in the order in which they were made.
+CAN_SHARE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+_MAP_SHARED = 1
+_FAILED = ctypes.c_void_p(-1).value
+
+_OFFER = struct.Struct("<QQ")  # the descriptor's number, and the token
+_NAME = "rankwire-ring"
+
+
+class SharedMemory:
+    """Memory made by this process.
+
+    Attributes:
+        view: The memory.
+        offer: What the other process needs in order to open it.
+
+    Raises:
+        OSError: The system has none, or does not allow it.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._descriptor, RING_NBYTES)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+            self.view = _mapped(self._descriptor)
+        except BaseException:
+            self.close()
+            raise
+        token = secrets.randbits(64)
+        prepare(self.view, token)
+        self.offer = _OFFER.pack(self._descriptor, token)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory stays as long as somebody uses it. Idempotent."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+
+def _mapped(descriptor: int) -> memoryview:
+    """Return the memory behind a descriptor, for as long as anybody has a view of it.
+
+    Not by ``mmap.mmap``, which keeps a descriptor of its own that long: an error that remembers
+    where it was raised would keep one open.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = library.mmap(
+        None, RING_NBYTES, mmap.PROT_READ | mmap.PROT_WRITE, _MAP_SHARED, descriptor, 0
+    )
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * RING_NBYTES).from_address(address)
+    unmap = library.munmap
+    unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    weakref.finalize(memory, unmap, address, RING_NBYTES).atexit = False
+    return memoryview(memory).cast("B")
+
+
+def open_shared(pid: int, offer: bytes) -> memoryview:
+    """Open the memory that another process has made.
+
+    Args:
+        pid: The process, by the kernel's word.
+        offer: What it said.
+
+    Raises:
+        OSError: The system does not allow it.
+        ValueError: That is not such memory.
+    """
+    try:
+        number, token = _OFFER.unpack(offer)
+    except struct.error as error:
+        raise ValueError(str(error)) from error
+    path = f"/proc/{pid}/fd/{number}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise ValueError(f"{path} is something else")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_size != RING_NBYTES:
+            raise ValueError("it has another size")
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("it could be made smaller")
+        view = _mapped(descriptor)
+    finally:
+        os.close(descriptor)
+    if token_of(view) != token:
+        raise ValueError("it has another token")
+    return view

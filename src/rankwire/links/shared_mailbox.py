@@ -1,0 +1,251 @@
+"""A mailbox for many threads: who waits sleeps, and is woken when its receive has ended.
+
+It knows no connection: an ``inbox`` has all of this and reads one. Of the *reading role* it only
+knows who has it, because whoever leaves has to wake somebody who may have to take it.
+
+Locks: one *mutex* guards the mailbox, the role and the list of parked threads; it is never held
+while sleeping or calling back.
+
+A signal (Ctrl-C) may end a thread in here between any two bytecodes. Messages are safe by
+themselves: they are in the connection, in the mailbox or with their receive, and move in one step
+(``wire.mailbox``). Roles, lists and sleepers are put in order by the thread on its way out
+(``_recover``), twice: a second interrupt may fall into the first time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import suppress
+from itertools import starmap
+
+from rankwire.clock import Clock
+from rankwire.deadline import Deadline
+from rankwire.errors import ForkedProcessError, RankwireError
+from rankwire.fork import guard
+from rankwire.links.parked import ParkedThreads
+from rankwire.wire.frames import Envelope, Payload
+from rankwire.wire.mailbox import ONCE, Mailbox, Receive
+
+__all__ = ["SharedMailbox"]
+
+
+class SharedMailbox:
+    """What is wanted of one peer. Every method is safe from any thread.
+
+    Args:
+        peer: The rank whose messages these are, for errors.
+        mailbox: Where they are matched.
+        clock: By which its threads wait.
+
+    Attributes:
+        due: Receives that are done, and to be called back.
+        was_interrupted: Whether a thread was interrupted in here since the last ``read_quietly``:
+            what it has read may lie in the connection, where no poller sees it, or in ``due``.
+    """
+
+    def __init__(self, peer: int, mailbox: Mailbox, clock: Clock) -> None:
+        self.peer = peer
+        self._clock = clock
+        self._mailbox = mailbox
+        self._mutex = threading.Lock()
+        # Who has the reading role: a token of one visit. Not the receive, for which several threads
+        # may wait.
+        self._reader: object | None = None
+        self.due: deque[Receive] = deque()
+        mailbox.due = self.due
+        self.wanted_by = mailbox.wanted_by
+        self._parked = ParkedThreads()
+        self._asleep = self._parked.asleep
+        self.was_interrupted = False
+        guard(self)
+
+    def post(self, receive: Receive) -> None:
+        """Ask for a message; it may be done on return."""
+        with self._mutex:
+            self._mailbox.post(receive)
+            # Taking a message may have made room for reading on, for which parked threads wait.
+            if self._asleep and self._reader is None:
+                self._parked.wake_one()
+
+    def expect(self, reply: Receive) -> None:
+        """Ask for a message that cannot have come yet: the reply of a call that is being made."""
+        with self._mutex:
+            if self._mailbox.failure is None:
+                reply.posted = True
+                self.wanted_by[reply.envelope] = deque((reply,))
+                return
+        self.post(reply)
+
+    def put(self, envelope: Envelope, payload: Payload) -> None:
+        """Deliver a message that came over no connection: this rank's own."""
+        with self._mutex:
+            receive = self._mailbox.deliver(envelope, payload)
+            if receive is not None:
+                self._parked.wake(receive)
+        self.call_back_due()
+
+    def withdraw(self, receive: Receive) -> bool:
+        """Take back a receive; False if it is done already. Whoever waits for it stops waiting."""
+        with self._mutex:
+            try:
+                withdrawn = self._mailbox.withdraw(receive)
+                self._parked.wake(receive)
+            except BaseException:
+                self._mailbox.tidy()  # interrupted: nobody else would come to it
+                raise
+        return withdrawn
+
+    def abort(self, receive: Receive, error: RankwireError) -> bool:
+        """End a receive with an error; False if it is done already.
+
+        A thread that waits for it and has the reading role notices when it looks up.
+        """
+        with self._mutex:
+            try:
+                if not self._mailbox.withdraw(receive):
+                    return False
+                receive.fail(error)
+                if receive.on_done is not None:
+                    self.due.append(receive)
+                self._parked.wake(receive)
+            except BaseException:
+                self._mailbox.tidy()  # as in ``withdraw``
+                raise
+        self.call_back_due()
+        return True
+
+    def has_arrived(self, envelope: Envelope) -> bool:
+        """Whether a message of this envelope was read and not taken."""
+        return envelope in self._mailbox.arrived
+
+    def tags_wanted(self) -> list[int]:
+        """Return the tags of the receives that wait."""
+        with self._mutex:
+            return [tag for _, _, tag in self.wanted_by]
+
+    def call_back_due(self) -> None:
+        """Call back those that are due; each once, whoever comes first."""
+        while self.due:
+            hand: list[Receive] = []
+            try:
+                hand.extend(starmap(self.due.popleft, ONCE))
+                for receive in hand:
+                    _call_back(receive)
+            except IndexError:
+                if hand:
+                    raise  # a callback's
+                break  # another thread was faster
+            except Exception:
+                raise
+            except BaseException:
+                self.due.extend(hand)  # first of all: another interrupt may fall into the rest
+                self.was_interrupted = True
+                for receive in hand:
+                    _call_back(receive)  # what was done of it already is not done twice
+                    with suppress(ValueError):
+                        self.due.remove(receive)
+                raise
+
+    def fail(self, cause: RankwireError) -> None:
+        """End all receives, now and later; what has arrived can still be taken."""
+        self._end_all(cause)
+        self.call_back_due()
+
+    def _end_all(self, cause: RankwireError) -> None:
+        with self._mutex:
+            for receive in self._mailbox.fail(cause):
+                self._parked.wake(receive)
+
+    def abandon(self, group: int, cause: RankwireError) -> None:
+        """End the receives of one group, because this rank has left it."""
+        with self._mutex:
+            for receive in self._mailbox.fail_group(group, cause):
+                self._parked.wake(receive)
+            self._wake_next()  # there is room again
+        self.call_back_due()
+
+    def refuse(self, envelope: Envelope) -> None:
+        """Drop the messages of a family of tags, now and later: nobody will ask for them."""
+        with self._mutex:
+            self._mailbox.refuse(envelope)
+            self._wake_next()  # there is room again
+
+    def forsake(self) -> None:
+        """End all receives in a forked child: a callback may have forked, and goes on in here."""
+        self._mutex = threading.Lock()
+        self._mailbox.fail(ForkedProcessError("this inbox"))
+
+    @property
+    def in_flight(self) -> int:
+        """How many receives wait for a message."""
+        return len(self.wanted_by)
+
+    def wanted(self) -> list[Envelope]:
+        """Return what is waited for."""
+        return list(self.wanted_by)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether some thread has the reading role."""
+        return self._reader is not None
+
+    # -- threads that wait, or leave by an exception -----------------------------------------------
+
+    def _recover(self, token: object | None) -> None:
+        """Put in order what a thread that was interrupted in here has left. Safe to repeat.
+
+        Whoever sleeps wakes up: its message may have been delivered without a word.
+        """
+        self.was_interrupted = True
+        with self._mutex:
+            self._mailbox.tidy()
+            if self._reader is token:
+                self._reader = None
+            self._parked.wake_all()
+
+    def _sleep(self, receive: Receive, lock: threading.Lock, deadline: Deadline) -> None:
+        woken = False
+        try:
+            woken = self._clock.acquire(lock, True, deadline.sleep_limit())
+        finally:
+            if not woken:  # a wake-up that comes at this moment is for another
+                with self._mutex:
+                    self._parked.leave(receive, lock)
+                    self._wake_next()
+
+    def _wake_next(self) -> None:
+        """Have one of those who wait look whether it has to read now. Mutex held."""
+        if self._asleep and self._reader is None:
+            self._parked.wake_one()
+
+    def _abandon(self, receive: Receive) -> None:
+        """Let a waiting thread leave by an exception. Safe to repeat.
+
+        Nothing may wait for it, no wake-up may be lost with it, and its message is for others.
+        """
+        receive.posted = False
+        self._recover(receive)
+        receive.fetch()
+        with self._mutex:
+            self._mailbox.withdraw(receive)
+            self._parked.wake(receive)
+            if receive.payload is not None:
+                next_receive = self._mailbox.put_back(receive)
+                if next_receive is not None:
+                    self._parked.wake(next_receive)
+                self._wake_misfits()
+            if self._reader is None:
+                self._parked.wake_one()
+        self.call_back_due()
+
+    def _wake_misfits(self) -> None:
+        """Wake those whom a message of another size has ended. Mutex held."""
+        while self._mailbox.misfits:
+            self._parked.wake(self._mailbox.misfits.pop())
+
+
+def _call_back(receive: Receive) -> None:
+    """Tell who asked to be told that a receive is done. Without any lock held."""
+    if receive.on_done is not None:
+        receive.on_done(receive)

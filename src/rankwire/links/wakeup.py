@@ -1,0 +1,78 @@
+"""A way into the thread that serves a selector, for what other threads have to tell it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+__all__ = ["Action", "Wakeup"]
+
+Action = Callable[[], None]
+
+
+class Wakeup:
+    """Actions posted by any thread, run by the thread that serves the selector.
+
+    Lock: ``_lock`` guards the pipe against being used once closed; its numbers may be another
+    file's by then.
+
+    Args:
+        selector: Where it is registered.
+        handle: Runs an action.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, handle: Callable[[Action], None] = lambda act: act()
+    ) -> None:
+        self._selector = selector
+        self._handle = handle
+        self._actions: deque[Action] = deque()
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        selector.register(self, selectors.EVENT_READ, self._run)
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._reader
+
+    def post(self, action: Action) -> None:
+        """Have ``action`` run soon. Safe from any thread; ignored once closed."""
+        self._actions.append(action)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the selector return. Safe from any thread."""
+        with self._lock:
+            if self._is_open:
+                with suppress(BlockingIOError):  # full of wake-ups: it will wake up
+                    os.write(self._writer, b"\0")
+
+    def _run(self) -> None:
+        os.read(self._reader, 4096)
+        while self._actions and self._is_open:
+            self._handle(self._actions.popleft())
+
+    def close(self) -> None:
+        """Take no more; what was posted and not run is dropped. Idempotent."""
+        with self._lock:
+            if self._is_open:
+                self._selector.unregister(self)
+                self._end()
+
+    def forsake(self) -> None:
+        """Close this child's copies of what the parent has, see ``fork``."""
+        self._lock = threading.Lock()
+        if self._is_open:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_open = False
+        os.close(self._reader)
+        os.close(self._writer)

@@ -1,0 +1,236 @@
+"""Connections with a ring: who looks gets frames through memory, and who sleeps is woken."""
+
+import random
+import socket
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+
+from headers import pack_header
+from interrupts import Interrupt, every_interrupt
+from links.ends import read, send
+from rankwire.clock import REAL_TIME
+from rankwire.errors import PeerLostError, ProtocolError
+from rankwire.links import connection as connections
+from rankwire.links.connection import Connection
+from rankwire.links.ring_memory import CAN_SHARE
+from rankwire.links.spin import Spin
+from rankwire.wire.ring import AWAKE
+from real_time import Deadline
+from rpc.callee import world_of_two
+from worlds import PATIENCE, Running, eventually, nursery, runtime_folder_of_its_own
+
+pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="there are rings on Linux and x86 only")
+
+LOOKS_FOR = 0.002  # seconds; threads of one process keep each other from running while they look
+
+
+@contextmanager
+def two_ends(*, spin=LOOKS_FOR, **options):
+    """Both ends of one connection, which have introduced themselves."""
+    ends = [
+        Connection(
+            sock,
+            peer=peer,
+            max_nbytes=1 << 30,
+            spin=Spin(spin, REAL_TIME),
+            clock=REAL_TIME,
+            **options,
+        )
+        for peer, sock in enumerate(map(without_blocking, socket.socketpair()))
+    ]
+    with closing(ends[0]), closing(ends[1]):
+        for end in ends:
+            end.introduce()
+        for end in (*ends, *ends):
+            end.read_ready()
+        yield ends
+
+
+def without_blocking(sock):
+    sock.setblocking(False)
+    return sock
+
+
+@pytest.fixture
+def ends():
+    with two_ends() as both:
+        assert all(end._writer.ring is not None for end in both)
+        yield both
+
+
+def test_a_reader_that_looks_gets_small_frames_through_the_ring(ends):
+    near, far = ends
+    sent = near.frames_sent
+    for number in range(50):
+        reading = Running(read, far)
+        eventually(lambda: near._writer.ring.words[AWAKE])
+        send(near, b"small", tag=number)
+        (frame,) = reading.result()
+        assert (frame.envelope[2], frame.payload) == (number, b"small")
+    assert near.frames_sent - sent < 10  # by the stream, when nobody happened to look
+    assert far.queued_nbytes == 0
+
+
+def test_a_reader_that_does_not_look_gets_them_through_the_stream(ends):
+    near, far = ends
+    sent = near.frames_sent
+    send(near, b"small")
+    assert near.frames_sent == sent + 1
+    assert [frame.payload for frame in read(far)] == [b"small"]
+
+
+def test_order_is_kept_between_the_lanes(ends):
+    near, far = ends
+    near.lend_from = 1 << 30
+    sizes = random.Random(3).choices([5, 500, 17_000, 300_000], [12, 6, 2, 1], k=400)
+
+    def write():
+        for number, size in enumerate(sizes):
+            send(near, bytes([number % 256]) * size, tag=number)
+            if number % 7 == 0:
+                time.sleep(random.uniform(0, 2 * LOOKS_FOR) if number % 70 == 0 else 0.0002)
+
+    writing = Running(write)
+    frames = read(far, len(sizes))
+    writing.result()
+    assert [frame.envelope[2] for frame in frames] == list(range(len(sizes)))
+    assert all(
+        frame.payload == bytes([number % 256]) * sizes[number]
+        for number, frame in enumerate(frames)
+    )
+    assert near.frames_sent < len(sizes)  # some took the ring
+
+
+def test_several_threads_may_send(ends):
+    near, far = ends
+
+    def write(thread):
+        for number in range(300):
+            send(near, number.to_bytes(4, "little"), tag=thread)
+
+    writing = [Running(write, thread) for thread in range(4)]
+    frames = read(far, 1200)
+    for running in writing:
+        running.result()
+    for thread in range(4):
+        numbers = [frame.payload for frame in frames if frame.envelope[2] == thread]
+        assert numbers == [number.to_bytes(4, "little") for number in range(300)]
+
+
+def test_a_reader_that_stops_looking_at_the_last_moment_is_woken(ends, monkeypatch):
+    near, far = ends
+    ring = near._writer.ring
+    put = type(ring).put
+
+    def put_late(self, frame):
+        try:
+            return put(self, frame)
+        finally:
+            far.stream.ring.words.__setitem__(AWAKE, 0)
+
+    far.stream.ring.words[AWAKE] = 1
+    monkeypatch.setattr(type(ring), "put", put_late)
+    send(near, b"late")
+    assert far.stream.peek(1)  # something woke it that a poller sees
+    assert [frame.payload for frame in read(far)] == [b"late"]
+
+
+def test_what_was_put_before_the_end_is_read_before_it(ends):
+    near, far = ends
+    far.stream.ring.words[AWAKE] = 1
+    send(near, b"last words")
+    assert far.stream.ring.has_records()
+    near.stream.shut_down()
+    assert [frame.payload for frame in read(far)] == [b"last words"]
+    with pytest.raises(PeerLostError):
+        far.read(Deadline(PATIENCE))
+
+
+def test_noise_in_the_ring_ends_the_connection(ends):
+    _, far = ends
+    far._shared.view[256:288] = pack_header((0, 77, 0), 0, far._parser.state[2])
+    far._shared.view.cast("Q")[0] = 64
+    with pytest.raises(ProtocolError):
+        far.read(Deadline(PATIENCE))
+    assert isinstance(far.failure, ProtocolError)
+
+
+@pytest.mark.fault(37, "what is sent through a ring is sent once, wherever an interrupt falls")
+def test_an_interrupted_send_through_the_ring_is_sent_once_or_not_at_all(ends):
+    near, far = ends
+    numbers = iter(range(1 << 30))
+
+    def run(interrupting):
+        number = next(numbers)
+        far.stream.ring.words[AWAKE] = 1
+        with suppress(Interrupt), interrupting:
+            send(near, b"perhaps", tag=number)
+        far.stream.ring.words[AWAKE] = 1
+        send(near, b"surely", tag=number)
+        frames = []
+        while not frames or frames[-1].payload != b"surely":
+            frames += far.read(Deadline(PATIENCE))
+        assert [bytes(frame.payload) for frame in frames] in (
+            [b"surely"],
+            [b"perhaps", b"surely"],
+        )
+        assert {frame.envelope[2] for frame in frames} == {number}
+
+    assert every_interrupt(run) >= 10
+
+
+@pytest.mark.parametrize("how", ["no memory", "not opened", "turned off", "nobody spins"])
+def test_without_a_ring_the_stream_carries_everything(how, monkeypatch):
+    def refuse(*_):
+        raise OSError("not here")
+
+    options = {}
+    if how == "no memory":
+        monkeypatch.setattr(connections, "SharedMemory", refuse)
+    elif how == "not opened":
+        monkeypatch.setattr(connections, "open_shared", refuse)
+    elif how == "turned off":
+        options = {"single_copy": False}
+    else:
+        options = {"spin": 0.0}
+    with two_ends(**options) as (near, far):
+        assert near._writer.ring is None
+        for number in range(20):
+            reading = Running(read, far)
+            send(near, b"x", tag=number)
+            assert [frame.envelope[2] for frame in reading.result()] == [number]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_nursery():
+    with nursery():
+        yield
+
+
+def test_nobody_sleeps_through_a_message_whenever_it_comes():
+    """Pauses about as long as a reader looks: it stops looking just when something is written."""
+    with runtime_folder_of_its_own(), world_of_two("unix") as (near, far):
+        echo_with_pauses(near, far, 4000)
+
+
+def echo_with_pauses(near, far, count):
+    echoing = threading.Thread(
+        target=far.call,
+        args=("eval", f"[backend.send(backend.recv(0, timeout=60), 0) for _ in range({count})]"),
+    )
+    echoing.start()
+    source = random.Random(5)
+    longest = 0.0
+    for number in range(count):
+        begin = time.monotonic()
+        near.send(number.to_bytes(8, "little"), 1)
+        assert near.recv(1, timeout=PATIENCE) == number.to_bytes(8, "little")
+        longest = max(longest, time.monotonic() - begin)
+        until = time.perf_counter() + source.choice([0.0, 5e-5, 9e-5, 1e-4, 1.1e-4, 2e-4])
+        while time.perf_counter() < until:
+            pass
+    echoing.join()
+    assert longest < PATIENCE / 2
