@@ -93,7 +93,7 @@ def test_one_of_many_that_gives_up_ends_the_others():
     with counting(64) as world:
         runs = start(
             world,
-            lambda b: rankwire.barrier(b, timeout=2.0 if b.rank == 11 else TIMEOUT),
+            lambda b: rankwire.barrier(b, timeout=6.0 if b.rank == 11 else TIMEOUT),
             absent=[3],
         )
         late = runs.pop(11)
@@ -103,7 +103,7 @@ def test_one_of_many_that_gives_up_ends_the_others():
             error = run.error()
             assert isinstance(error, CollectiveAbortedError)
             assert error.peer == 11
-            assert "no result within 2 s waiting for rank 3" in error.reason
+            assert "no result within 6 s waiting for rank 3" in error.reason
             assert run.ended - late.ended < SOON
         assert notices_of(world, 6) < MOST_NOTICES
 
@@ -167,7 +167,7 @@ def test_many_ranks_over_sockets():
     with tcp_world(_FEW + 2, timeout=TIMEOUT) as world:
         check_works(world)
         for absent in (0, 4):
-            runs = start(world, partial(rankwire.barrier, timeout=3.0), [absent])
+            runs = start(world, partial(rankwire.barrier, timeout=5.0), [absent])
             for run in runs.values():
                 error = run.error()
                 assert isinstance(error, (DeadlineExceededError, CollectiveAbortedError))
