@@ -42,7 +42,7 @@ def agents():
 @pytest.fixture
 def patient(monkeypatch):
     """Whoever is late waits for what its callee says, however busy the machine is."""
-    monkeypatch.setattr(questions, "Deadline", lambda _, *clock: Deadline(PATIENCE, *clock))
+    monkeypatch.setattr(questions, "Deadline", lambda _, clock: Deadline(PATIENCE, clock))
 
 
 @pytest.mark.fault(26, "a late caller is told what its callee is doing")

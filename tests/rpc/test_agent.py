@@ -339,7 +339,7 @@ def test_a_wrong_limit_of_a_call_or_of_closing_is_refused_and_harms_nothing(agen
 @pytest.mark.parametrize("rank", [np.int64(1), np.array(1), True])
 def test_any_integer_is_a_rank_to_call(agents, rank, monkeypatch):
     # However long it takes on a busy machine to say what it is doing.
-    monkeypatch.setattr(questions, "Deadline", lambda _, *clock: Deadline(10, *clock))
+    monkeypatch.setattr(questions, "Deadline", lambda _, clock: Deadline(10, clock))
     go_on = threading.Event()
     agents[1].register("hello", lambda: 1)
     assert agents[0].rpc_sync(rank, "hello") == 1  # they are connected

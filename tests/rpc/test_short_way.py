@@ -49,7 +49,7 @@ def world(request):
 @pytest.fixture
 def patient(monkeypatch):
     """Whoever is late waits for what its callee says, however busy the machine is."""
-    monkeypatch.setattr(questions, "Deadline", lambda _, *clock: Deadline(PATIENCE, *clock))
+    monkeypatch.setattr(questions, "Deadline", lambda _, clock: Deadline(PATIENCE, clock))
 
 
 def call(caller, how, name, *args, timeout=PATIENCE):
