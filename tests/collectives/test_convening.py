@@ -54,7 +54,7 @@ def check_works(world) -> None:
 def test_all_name_exactly_the_missing_at_a_few_messages_for_each(size, absent):
     """Everyone to everyone would be 63 and 127 for each, or more. The first may be missing too."""
     with counting(size) as world:
-        limit = size // 16  # seconds: all of them must have been heard by then, on a busy machine
+        limit = size // 10  # seconds: all of them must have been heard by then, on a busy machine
         runs = start(world, partial(rankwire.barrier, timeout=limit), absent)
         noun = "rank" if len(absent) == 1 else "ranks"
         text = f"no result within {limit} s waiting for {noun} {', '.join(map(str, absent))}"
@@ -93,7 +93,7 @@ def test_one_of_many_that_gives_up_ends_the_others():
     with counting(64) as world:
         runs = start(
             world,
-            lambda b: rankwire.barrier(b, timeout=2.0 if b.rank == 11 else TIMEOUT),
+            lambda b: rankwire.barrier(b, timeout=6.0 if b.rank == 11 else TIMEOUT),
             absent=[3],
         )
         late = runs.pop(11)
@@ -103,7 +103,7 @@ def test_one_of_many_that_gives_up_ends_the_others():
             error = run.error()
             assert isinstance(error, CollectiveAbortedError)
             assert error.peer == 11
-            assert "no result within 2 s waiting for rank 3" in error.reason
+            assert "no result within 6 s waiting for rank 3" in error.reason
             assert run.ended - late.ended < SOON
         assert notices_of(world, 6) < MOST_NOTICES
 
@@ -167,7 +167,7 @@ def test_many_ranks_over_sockets():
     with tcp_world(_FEW + 2, timeout=TIMEOUT) as world:
         check_works(world)
         for absent in (0, 4):
-            runs = start(world, partial(rankwire.barrier, timeout=3.0), [absent])
+            runs = start(world, partial(rankwire.barrier, timeout=5.0), [absent])
             for run in runs.values():
                 error = run.error()
                 assert isinstance(error, (DeadlineExceededError, CollectiveAbortedError))

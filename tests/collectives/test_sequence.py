@@ -13,7 +13,7 @@ import pytest
 import rankwire
 from interrupts import Interrupt, every_interrupt
 from rankwire.backends.simulated import SimulatedBackend
-from rankwire.collectives import algorithms
+from rankwire.collectives import algorithms, exchange
 from rankwire.collectives.fingerprints import NOTICE_TAG, describe, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
 from rankwire.collectives.operation import Operation
@@ -107,7 +107,13 @@ def frames_of(backend) -> list[Envelope]:
 # -- numbers and tags
 
 
-def test_every_frame_has_the_fingerprint_of_its_operation():
+@pytest.fixture
+def no_looks(monkeypatch):
+    """Who waits tells nobody: on a busy machine all wait for long now and then."""
+    monkeypatch.setattr(exchange, "LOOK_EVERY", 60.0)
+
+
+def test_every_frame_has_the_fingerprint_of_its_operation(no_looks):
     with simulated_world(4, timeout=TIMEOUT) as world:
         sent = [frames_of(backend) for backend in world]
         shape = (8, 3)
@@ -140,7 +146,7 @@ def test_every_frame_has_the_fingerprint_of_its_operation():
         assert sorted(set(seen), key=seen.index) == prints
 
 
-def test_an_operation_that_goes_well_sends_only_its_own_messages(pair):
+def test_an_operation_that_goes_well_sends_only_its_own_messages(pair, no_looks):
     sent = [frames_of(backend) for backend in pair]
     for _ in range(20):
         in_parallel([partial(rankwire.all_reduce, backend, np.ones(4)) for backend in pair])

@@ -25,6 +25,8 @@ LONG = {
     "closing_drains_and_then_fails_the_rest",
     "limits_are_visible",
     "whoever_disagrees_all_are_told",
+    "a_barrier_names_the_missing",
+    "who_does_not_come_is_named",
 }
 SHOWN_IN = "unix"
 # Their parts are shown by "tcp", "simulated" and "sub of unix".

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from launched import PATIENT_COMMAND
 from rankwire.backends.tracebacks import FULL_TRACEBACK
 from worlds import free_port
 
@@ -58,7 +59,7 @@ backend.recv(1 if rank == 0 else 0)
 
 
 def test_the_first_failure_is_printed_once_and_one_line_for_each_other(run, tmp_path):
-    done = run(CASCADE, "--log-dir", str(tmp_path), ranks=4)
+    done = run(CASCADE, "--log-dir", str(tmp_path), ranks=4, launcher=PATIENT_COMMAND)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert done.stderr.count("Traceback") == 1
@@ -83,7 +84,7 @@ def test_the_first_failure_is_printed_once_and_one_line_for_each_other(run, tmp_
 
 @pytest.mark.slow
 def test_everything_if_that_is_wanted(run):
-    done = run(CASCADE, ranks=2, env=os.environ | {FULL_TRACEBACK: "1"})
+    done = run(CASCADE, ranks=2, env=os.environ | {FULL_TRACEBACK: "1"}, launcher=PATIENT_COMMAND)
     assert done.stderr.count("Traceback") == 3
     assert "/rankwire/backends/base.py" in done.stderr
 

@@ -285,6 +285,7 @@ except rankwire.PeerLostError as error:
 time.sleep(60)
 """,
         ranks=3,
+        launcher=PATIENT_COMMAND,
     )
     assert done.returncode == 137
     assert "rank 0 failed first: killed by SIGKILL" in done.stderr
@@ -696,6 +697,7 @@ attempt = int(os.environ["RANKWIRE_RESTART_COUNT"])
 with rankwire.connect() as backend:
     backend.barrier()
     print("attempt", attempt, flush=True)
+    backend.barrier()
     if attempt < 2:
         if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)

@@ -236,7 +236,7 @@ def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
     with make_world(4) as world:
 
         def wait(rank: int) -> list[int]:
-            error = expect(DeadlineExceededError, lambda: world[rank].barrier(timeout=0.4))
+            error = expect(DeadlineExceededError, lambda: world[rank].barrier(timeout=1.5))
             return error.waiting_for
 
         assert in_parallel([partial(wait, rank) for rank in (0, 1, 3)]) == [[2]] * 3
