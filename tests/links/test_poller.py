@@ -10,6 +10,7 @@ from rankwire.clock import REAL_TIME
 from rankwire.links.poller import EpollPoller
 from rankwire.links.spin import Spin
 from rankwire.links.stream import SocketStream
+from rankwire.wire.ring import READ, RING_NBYTES, WRITTEN, RingReader
 from worlds import PATIENCE
 
 
@@ -139,3 +140,23 @@ def test_a_stream_that_always_has_input_does_not_keep_others_from_their_turn(
     poller.wake()
     polls = [poller.poll(PATIENCE, spin) for _ in range(40)]
     assert polls.count(None) == 1
+
+
+def test_a_ring_that_always_has_records_does_not_keep_others_from_their_turn(poller, two_pairs):
+    spin = Spin(PATIENCE, REAL_TIME)
+    (busy, its_peer), (near, far) = two_pairs
+    for stream in (busy, near):
+        stream.ring = RingReader(memoryview(bytearray(RING_NBYTES)))
+    poller.register(busy, "busy")
+    poller.register(near, "other")
+    its_peer.send(b"x")
+    assert poller.poll(PATIENCE, spin) == "busy"
+    read(busy)
+    busy.ring.words[WRITTEN] = 32
+    far.send(b"x")
+    assert {poller.poll(PATIENCE, spin) for _ in range(40)} == {"busy", "other"}
+    busy.ring.words[READ] = 32
+    assert {poller.poll(PATIENCE, spin) for _ in range(40)} == {"other"}
+    read(near)
+    busy.ring.words[WRITTEN] = 64  # it was looked away from: this came before that
+    assert poller.poll(PATIENCE) == "busy"

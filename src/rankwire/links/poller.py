@@ -112,7 +112,8 @@ class EpollPoller:
         else:
             waiting, now = self._waiting, spin.now
             limit = now() + spin.budget
-            words = None if self._ring is None else self._ring.words
+            ring = self._ring  # another thread may take it away
+            words = None if ring is None else ring.words
             if words is not None:
                 words[AWAKE] = 1
             while True:
@@ -149,11 +150,13 @@ class EpollPoller:
             os.eventfd_read(self._wakeup)
             return None
         if number != self._last and number in self._watched:
-            if (last := self._beside.get(self._last)) is not None and last.look_away():
-                return self._keys.get(self._last)  # the other one can still be read next time
-            self._last = number
-            stream = self._beside.get(number)
-            self._ring = None if stream is None else stream.ring
+            last = self._beside.get(self._last)
+            # If that has records it stays the last one, which is looked at next time; not now, or
+            # who always has some would keep the others from their turn.
+            if last is None or not last.look_away():
+                self._last = number
+                stream = self._beside.get(number)
+                self._ring = None if stream is None else stream.ring
         return self._keys.get(number)
 
     def wake(self) -> None:
