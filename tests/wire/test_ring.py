@@ -153,6 +153,15 @@ sends = st.tuples(st.just("send"), st.sampled_from([0, 5, 900, 9000, 70_000]), s
 reads = st.tuples(st.just("read"), st.sampled_from([1, 31, 40, 5000, 1 << 20]), st.none())
 
 
+@pytest.mark.parametrize("written", [DATA - 1, DATA - 40, (1 << 64) - 32, (1 << 64) - 1])
+@pytest.mark.parametrize("read", [0, DATA - 64, (1 << 64) - 64, (1 << 64) - 1])
+def test_a_writer_bears_whatever_the_reader_does_to_the_words(written, read):
+    lane = Lane()
+    for nbytes in (0, 50, 10_000):
+        lane.words[WRITTEN], lane.words[READ] = written, read
+        lane.put(bytes(nbytes))  # in memory of its own; what the reader makes of it is its business
+
+
 @given(st.lists(st.one_of(sends, reads), max_size=60))
 def test_both_lanes_together_give_what_was_sent_in_order(steps):
     lanes = BothLanes()

@@ -77,6 +77,9 @@ def token_of(memory: memoryview) -> int:
 class RingWriter:
     """The writing end. One thread at a time.
 
+    The reader can write to all of the memory: whatever is found in the words, a record is written
+    within the ring or not at all, and what then comes out of it is the reader's business.
+
     Attributes:
         words: The words at the head, for those who cannot afford a function. After ``put`` and a
             memory barrier, such as any lock, ``words[AWAKE]`` has to be looked at: a reader that
@@ -92,7 +95,7 @@ class RingWriter:
     @property
     def unread_nbytes(self) -> int:
         """Bytes of records that have not been read."""
-        return self.words[WRITTEN] - self.words[READ]
+        return max(self.words[WRITTEN] - self.words[READ], 0)
 
     def put(self, frame: bytes) -> bool:
         """Write a record; False if there is no room, or nobody looks, and nothing was done."""
@@ -106,7 +109,7 @@ class RingWriter:
         at = written & _IN_RING
         if at + size > _DATA_NBYTES:
             left = _DATA_NBYTES - at
-            if left + size > room:
+            if left + size > room or left < HEADER_NBYTES:
                 return False
             HEADER.pack_into(self._data, at, 0, 0, 0, 0, 0)
             written += left
@@ -114,7 +117,10 @@ class RingWriter:
         elif size > room:
             return False
         self._data[at : at + nbytes] = frame
-        words[WRITTEN] = written + size
+        try:
+            words[WRITTEN] = written + size
+        except ValueError:  # more than a word takes: not what was written here before
+            return False
         return True
 
 
