@@ -1,5 +1,6 @@
 """Connections with a ring: who looks gets frames through memory, and who sleeps is woken."""
 
+import errno
 import random
 import socket
 import threading
@@ -12,7 +13,7 @@ from headers import pack_header
 from interrupts import Interrupt, every_interrupt
 from links.ends import read, send
 from rankwire.clock import REAL_TIME
-from rankwire.errors import PeerLostError, ProtocolError
+from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from rankwire.links import connection as connections
 from rankwire.links.connection import Connection
 from rankwire.links.ring_memory import CAN_SHARE
@@ -27,20 +28,24 @@ pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="there are rings on Linux 
 LOOKS_FOR = 0.002  # seconds; threads of one process keep each other from running while they look
 
 
-@contextmanager
-def two_ends(*, spin=LOOKS_FOR, **options):
-    """Both ends of one connection, which have introduced themselves."""
-    ends = [
+def unintroduced_ends(*, spin=LOOKS_FOR, max_nbytes=1 << 30, options=({}, {})):
+    return [
         Connection(
             sock,
             peer=peer,
-            max_nbytes=1 << 30,
+            max_nbytes=max_nbytes,
             spin=Spin(spin, REAL_TIME),
             clock=REAL_TIME,
-            **options,
+            **options[peer],
         )
         for peer, sock in enumerate(map(without_blocking, socket.socketpair()))
     ]
+
+
+@contextmanager
+def two_ends(**options):
+    """Both ends of one connection, which have introduced themselves."""
+    ends = unintroduced_ends(**options)
     with closing(ends[0]), closing(ends[1]):
         for end in ends:
             end.introduce()
@@ -149,6 +154,79 @@ def test_what_was_put_before_the_end_is_read_before_it(ends):
         far.read(Deadline(PATIENCE))
 
 
+def test_what_was_put_before_the_stream_breaks_is_read_before_that(ends):
+    near, far = ends
+    send(near, b"first")
+    assert [frame.payload for frame in read(far)] == [b"first"]
+    far.stream.ring.words[AWAKE] = 1
+
+    def receive_nothing(_):
+        """The peer puts a record after the reader's look at the ring, and then dies."""
+        far._recv_into = far.stream.recv_into
+        send(near, b"last words")
+        near.stream.shut_down()
+        raise ConnectionResetError(errno.ECONNRESET, "it had not read all")
+
+    far._recv_into = receive_nothing
+    assert [frame.payload for frame in read(far)] == [b"last words"]
+    with pytest.raises(PeerLostError):
+        far.read(Deadline(PATIENCE))
+
+
+@pytest.mark.parametrize("how", ["closes", "fails"])
+def test_what_is_sent_to_a_reader_that_has_ended_while_it_looked_is_not_lost_silently(ends, how):
+    near, far = ends
+    far.stream.ring.words[AWAKE] = 1
+    if how == "closes":
+        far.close()
+    else:
+        far.fail(ProtocolError("it said something else"))
+    with pytest.raises(PeerLostError):
+        send(near, b"nobody reads this")
+
+
+def test_what_is_in_a_ring_counts_as_not_taken(ends):
+    near, far = ends
+    far.stream.ring.words[AWAKE] = 1
+    before = near.queued_nbytes
+    send(near, bytes(1000))
+    assert near.queued_nbytes - before >= 1000
+    read(far)
+    assert near.queued_nbytes == before
+
+
+def test_a_message_that_is_too_large_is_refused_on_either_lane():
+    with two_ends(max_nbytes=1000) as (near, far):
+        if far.stream.ring is not None:
+            far.stream.ring.words[AWAKE] = 1
+        send(near, bytes(1001))
+        with pytest.raises(ProtocolError):
+            far.read(Deadline(PATIENCE))
+
+
+def test_memory_is_not_shared_if_one_end_does_not_want_it():
+    with two_ends(options=({}, {"single_copy": False})) as (near, far):
+        assert near._writer.ring is None
+        assert far._writer.ring is None
+
+
+def test_an_offer_is_not_answered_before_this_end_has_introduced_itself():
+    """A dialler that gives up before has said nothing, and may close what it has dialled."""
+    near, far = unintroduced_ends()
+    with closing(near), closing(far):
+        far._offer_ring()
+        with pytest.raises(DeadlineExceededError):
+            near.await_introduction(Deadline(0.01), lambda: None)
+        assert near.frames_sent == 0
+        assert far.read_ready() is None
+        far.introduce(is_read=False)
+        near.await_introduction(Deadline(PATIENCE), lambda: None)
+        near.introduce()
+        far.read_ready()
+        near.read_ready()
+        assert all(end._writer.ring is not None for end in (near, far))
+
+
 def test_noise_in_the_ring_ends_the_connection(ends):
     _, far = ends
     far._shared.view[256:288] = pack_header((0, 77, 0), 0, far._parser.state[2])
@@ -193,7 +271,7 @@ def test_without_a_ring_the_stream_carries_everything(how, monkeypatch):
     elif how == "not opened":
         monkeypatch.setattr(connections, "open_shared", refuse)
     elif how == "turned off":
-        options = {"single_copy": False}
+        options = {"options": [{"single_copy": False}] * 2}
     else:
         options = {"spin": 0.0}
     with two_ends(**options) as (near, far):

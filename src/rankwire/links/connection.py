@@ -52,7 +52,7 @@ from rankwire.wire.frames import (
 from rankwire.wire.loans import Loan, LoanRefusedError
 from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import FAREWELL, Course, Happening, Protocol, left
-from rankwire.wire.ring import RingReader, RingWriter
+from rankwire.wire.ring import RING_NBYTES, RingReader, RingWriter
 from rankwire.wire.seals import Seals
 
 __all__ = ["Connection"]
@@ -127,6 +127,10 @@ class Connection:
         self._on_left = on_left
         self._clock = clock
         self._spin = spin or Spin(0.0, clock)
+        # A ring does not look for messages that are too large: no message in it may be.
+        self._may_offer = (
+            self._may_share and self._spin.most > 0.0 and CAN_SHARE and max_nbytes >= RING_NBYTES
+        )
         self._unanswered = Unanswered(clock)
         self._pid, cannot_borrow = probe(stream) if single_copy else (0, "it is turned off")
         self._protocol = Protocol(
@@ -181,8 +185,10 @@ class Connection:
 
     @property
     def queued_nbytes(self) -> int:
-        """Bytes that the peer has not taken: held back here, or in the kernel."""
-        return self._writer.held_nbytes + self.stream.unsent_nbytes()
+        """Bytes that the peer has not taken: held back here, in a ring or in the kernel."""
+        ring = self._writer.ring
+        in_ring = 0 if ring is None else ring.unread_nbytes
+        return self._writer.held_nbytes + in_ring + self.stream.unsent_nbytes()
 
     def is_unanswered(self, seconds: float) -> bool:
         """Whether the peer's host has not acknowledged what is under way for so long.
@@ -307,9 +313,10 @@ class Connection:
             is_read: Whether much will be read here; then a ring is offered first.
         """
         if self.transport == "unix":
-            if is_read and self._may_share and self._spin.most > 0.0 and CAN_SHARE:
+            if is_read and self._may_offer:
                 self._offer_ring()
             self.send(*self._protocol.introduction(), AT_ONCE)
+            self._take_offer()
 
     def _offer_ring(self) -> None:
         """Let the peer write through memory, while somebody looks there."""
@@ -321,9 +328,17 @@ class Connection:
         self.stream.ring = self._parser.ring = RingReader(self._shared.view)
         self.send(*self._protocol.offering(self._shared.offer), AT_ONCE)
 
-    def _use_ring(self, offer: bytes) -> None:
-        """Write through the memory that the peer has offered, if it can be opened."""
+    def _take_offer(self) -> None:
+        """Write through the memory that the peer has offered, if it has and it can be opened.
+
+        Not before this end has introduced itself: who has dialled may still give up unheard.
+        """
+        offer = self._protocol.ring_offer
+        if offer is None or not self._may_share or not self._writer.frames_sent:
+            return
         self._protocol.ring_offer = None
+        if self._writer.ring is not None:
+            return
         try:
             ring = RingWriter(open_shared(self.stream.peer_pid(), offer))
             self._writer.send(*self._protocol.acceptance(), AT_ONCE)
@@ -361,10 +376,11 @@ class Connection:
         while late_reads < _LAST_READS:
             if deadline.limit > 0.0 and not self._parser.state[0]:
                 stream = self.stream
-                if stream.ring is None:
+                ring = stream.ring
+                if ring is None:
                     self._spin.finds_input(stream.fileno())
                 else:
-                    self._spin.finds_record(stream.ring, stream.fileno())
+                    self._spin.finds_record(ring, stream.fileno())
             frames = self.receive_ready()
             if frames:
                 return frames
@@ -402,7 +418,8 @@ class Connection:
         except RankwireError:
             raise  # some of ours are also OSErrors
         except OSError as error:
-            raise self._ended(error) from error
+            if not self._finds_last_records():
+                raise self._ended(error) from error
         return parser.state[0]
 
     def _take_in_otherwise(self) -> None:
@@ -422,13 +439,20 @@ class Connection:
     def _take_further(self, is_whole: bool | None) -> None:
         """Go on with what the parser took in: whole, a part, or None at the end of the stream."""
         if is_whole is None:
-            if self._parser.take_records():
-                return  # put there before the end, and after the last look
+            if self._finds_last_records():
+                return
             raise self._ended()
         if self._protocol.course is Course.UNUSED:
             self._protocol.happened(Happening.FRAMES)
         if not is_whole:
             self._parse()
+
+    def _finds_last_records(self) -> bool:
+        """Take what was put into the ring before the stream ended, and after the last look."""
+        try:
+            return self._parser.take_records()
+        except ProtocolError as error:
+            raise self._spoiled(error) from None
 
     def read_ready(self) -> list[Frame] | None:
         """Return what ``receive_ready`` does, and take it: for readers that nobody interrupts."""
@@ -473,8 +497,7 @@ class Connection:
                 raise violation
         frames.clear()
         frames.extend(messages)
-        if self._protocol.ring_offer is not None and self._writer.ring is None:
-            self._use_ring(self._protocol.ring_offer)
+        self._take_offer()
         if self._protocol.has_ring and self._shared is not None:
             self._shared.close()
         if self._protocol.course is Course.LEFT:

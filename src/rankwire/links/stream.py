@@ -160,6 +160,9 @@ class DescriptorStream:
 
     def shut_down(self) -> None:
         """End both directions: a thread that waits wakes up."""
+        ring = self.ring
+        if ring is not None:
+            ring.words[AWAKE] = 0  # who writes is to find the end of the stream
         with suppress(OSError):  # not connected any more: nothing to wake up
             self._sock.shutdown(socket.SHUT_RDWR)
 
