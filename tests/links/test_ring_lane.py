@@ -16,8 +16,11 @@ from rankwire.clock import REAL_TIME
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from rankwire.links import connection as connections
 from rankwire.links.connection import Connection
+from rankwire.links.inbox import Inbox
 from rankwire.links.ring_memory import CAN_SHARE
 from rankwire.links.spin import Spin
+from rankwire.wire.frames import Channel
+from rankwire.wire.mailbox import Mailbox, Receive
 from rankwire.wire.ring import AWAKE
 from real_time import Deadline
 from rpc.callee import world_of_two
@@ -141,6 +144,19 @@ def test_a_reader_that_stops_looking_at_the_last_moment_is_woken(ends, monkeypat
     send(near, b"late")
     assert far.stream.peek(1)  # something woke it that a poller sees
     assert [frame.payload for frame in read(far)] == [b"late"]
+
+
+def test_who_has_waited_for_room_leaves_no_reply_where_a_poller_does_not_see_it(ends):
+    near, far = ends
+    inbox = Inbox(0, Mailbox(keep_unmatched=False), REAL_TIME, far, fetch=True)
+    for number in range(2):
+        inbox.expect(Receive((0, int(Channel.MESSAGE), number)))
+    far.stream.ring.words[AWAKE] = 1
+    send(near, b"one", tag=0)
+    assert far.stream.ring.has_records()
+    assert inbox.wait_until(lambda: inbox.in_flight < 2, Deadline(PATIENCE))
+    send(near, b"another one", tag=1)
+    assert far.stream.peek(1)
 
 
 def test_what_was_put_before_the_end_is_read_before_it(ends):

@@ -205,6 +205,9 @@ class Inbox(SharedMailbox):
             if not is_read:
                 # Somebody else reads and will end receives; look again when that may have happened.
                 self._clock.sleep(min(0.001, deadline.sleep_limit()))
+        # As in ``_read_until``.
+        if self.wanted_by and self.connection and self.connection.stream.look_away():
+            self.read_available()
         return True
 
     def _ended(self, error: RankwireError) -> None:
