@@ -276,6 +276,34 @@ def test_an_interrupted_send_through_the_ring_is_sent_once_or_not_at_all(ends):
     assert every_interrupt(run) >= 10
 
 
+@pytest.mark.parametrize("second_after", [None, 3])
+def test_an_interrupted_receive_through_the_ring_loses_and_repeats_nothing(ends, second_after):
+    near, far = ends
+    inbox = Inbox(0, Mailbox(), REAL_TIME, far)
+    numbers = iter(range(1 << 30))
+
+    def receive(tag):
+        taken = inbox.take(Receive((0, int(Channel.MESSAGE), tag)), Deadline(PATIENCE))
+        return bytes(taken)
+
+    def run(interrupting):
+        number = next(numbers)
+        payloads = []
+        for lane in (1, 0, 1):
+            far.stream.ring.words[AWAKE] = lane
+            payloads.append(str(number * 3 + len(payloads)).encode())
+            send(near, payloads[-1])
+        received = []
+        with suppress(Interrupt), interrupting:
+            received.append(receive(0))
+        received += [receive(0) for _ in range(3 - len(received))]
+        assert received == payloads
+        assert not far.stream.ring.has_records()
+        assert not inbox.is_read
+
+    assert every_interrupt(run, second_after=second_after) >= 10
+
+
 @pytest.mark.parametrize("how", ["no memory", "not opened", "turned off", "nobody spins"])
 def test_without_a_ring_the_stream_carries_everything(how, monkeypatch):
     def refuse(*_):
