@@ -171,6 +171,7 @@ def test_another_one_convenes_when_the_first_is_done():
             assert run.ended - late.ended < SOON
 
 
+@pytest.mark.slow
 def test_many_ranks_over_sockets():
     with tcp_world(_FEW + 2, timeout=TIMEOUT) as world:
         check_works(world)
