@@ -2,7 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import inspect
+import sys
 import threading
 import time
 
@@ -42,6 +44,49 @@ def test_a_future_has_what_the_base_class_gives_it(agents):
     assert isinstance(future._condition, threading.Condition)
     assert future._condition is future._condition
     assert future.result(10) == 3
+
+
+def test_threads_may_wait_for_futures_of_several_agents_in_any_order(agents):
+    """``concurrent.futures.wait`` takes the locks of all, ordered by the futures' addresses."""
+    agents[0].register("nap", lambda seconds: time.sleep(seconds))
+    here, there = ([agent.rpc_async(dst, "nap", 1.0) for _ in range(8)] for agent, dst in
+                   ((agents[0], 1), (agents[1], 0)))  # fmt: skip
+    pairs = [(a, b) for a in here for b in there]
+    orders = [[p for p in pairs if id(p[0]) < id(p[1])], [p for p in pairs if id(p[0]) > id(p[1])]]
+    ready = threading.Barrier(2)
+
+    def look(chosen):
+        ready.wait(10)
+        for _ in range(300):
+            for pair in chosen:
+                concurrent.futures.wait(pair, 0)
+
+    looking = [threading.Thread(target=look, args=(order,), daemon=True) for order in orders]
+    with a_thread_switch_every(1e-6):
+        for thread in looking:
+            thread.start()
+        for thread in looking:
+            thread.join(20)
+    assert not any(thread.is_alive() for thread in looking)
+    # A lock of its own: whoever holds one does not keep another future from being looked at.
+    taken = []
+    with here[0]._condition:
+        thread = threading.Thread(
+            target=lambda: taken.append(here[1]._condition.acquire(timeout=5)), daemon=True
+        )
+        thread.start()
+        thread.join(10)
+    assert taken == [True]
+
+
+@contextlib.contextmanager
+def a_thread_switch_every(seconds):
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("first", ["wait", "cancel", "callback", "result"])

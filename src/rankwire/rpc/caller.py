@@ -62,7 +62,7 @@ class Caller:
 
     Attributes:
         closed: Whether no call can be made any more. Set by the agent.
-        lock: Guards the state of all futures; those who use one take it by its condition.
+        lock: Guards whether a future has a condition, and the end of one that has none. A leaf.
     """
 
     def __init__(

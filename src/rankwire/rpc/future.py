@@ -75,14 +75,18 @@ class RpcFuture(Future[Any]):
 
     @property
     def _condition(self) -> _Condition:  # type: ignore[override]
-        """The base class's, made for the first who uses it; all of an agent have one lock.
+        """The base class's, made for the first who uses it.
 
         Most futures end before anyone waits, cancels or asks to be called back, and a condition
-        with a lock for each takes as long as encoding the call.
+        takes as long as encoding the call. Its lock is its own: ``concurrent.futures.wait`` takes
+        those of many futures, in an order that no shared one could be part of.
         """
-        with self.caller.lock:
-            self._made = self._made or _Condition(self.caller.lock)
-            return self._made
+        if self._made is None:
+            made = _Condition()
+            with self.caller.lock:
+                if self._made is None:
+                    self._made = made
+        return self._made
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the value, or raise the call's error.
