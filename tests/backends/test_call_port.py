@@ -187,6 +187,22 @@ def test_a_callback_runs_without_locks_once_the_reply_is_read(make_world):
     assert world[1].recv(0) == b"from the callback"
 
 
+@pytest.mark.fault(37, "a reply that an interrupted thread has read is not forgotten")
+def test_who_looks_after_replies_calls_back_what_an_interrupted_thread_has_left(make_ports):
+    """It was interrupted between reading and calling back."""
+    caller, callee = make_ports(2)
+    told = []
+    receive = call(caller, 1, 1, on_reply=told.append)
+    reply(callee, poll(callee)[0], b"!")
+    (inbox,) = caller._calls.inboxes()
+    until(lambda: inbox.read_quietly() or receive.done)
+    assert told == []
+    caller.attend(patiently=True)
+    for event in poll(caller):
+        event.call_back()
+    assert told == [receive]
+
+
 def test_a_full_queue_of_messages_does_not_hold_up_calls(make_world):
     world = make_world(2, queue_nbytes=10)
     caller, callee = (backend.open_calls(SERVICE) for backend in world)

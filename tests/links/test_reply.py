@@ -116,6 +116,19 @@ def test_who_asked_to_be_told_is_told_once_and_without_locks(calls):
     assert told == [reply]
 
 
+@pytest.mark.fault(37, "whoever waits for a reply that an interrupted thread has read is told")
+def test_who_waits_calls_back_what_an_interrupted_thread_has_left(calls):
+    """It was interrupted between reading and calling back."""
+    told = []
+    replies = [calls.call(number, told.append) for number in (1, 2)]
+    calls.answer(1)
+    calls.answer(2)
+    eventually(lambda: calls.inbox.read_quietly() or replies[1].done, SOON)
+    assert told == []
+    assert replies[0].drive(Deadline(SOON))
+    assert told == replies
+
+
 def test_what_is_given_up_does_not_come_any_more(calls):
     told = []
     reply = calls.call(1, told.append)

@@ -292,7 +292,7 @@ class MeshCallPort(CallPort):
         if outstanding:
             self.flush()
         for inbox in self._calls.inboxes():
-            if inbox.was_interrupted:
+            if inbox.was_interrupted or inbox.due:
                 self._read_what_is_left(inbox)
             if not inbox.in_flight:
                 continue

@@ -146,6 +146,8 @@ class Inbox(SharedMailbox):
                     with self._mutex:
                         self._wake_next()  # whoever still waits may have to read now
                     break
+            if self.due:  # one that has read it may have been interrupted before it came to that
+                self.call_back_due()
             return receive.done
         except BaseException:
             try:

@@ -71,6 +71,7 @@ class Reply(Receive):
     def drive(self, deadline: Deadline) -> bool:
         """Wait until it is done; False if the deadline passes first, and then it may still come."""
         if self.done:
+            self._inbox.call_back_due()  # whoever has read it may have been interrupted before
             return True
         self._inbox.send_held(deadline)
         return self._inbox.drive(self, deadline)
