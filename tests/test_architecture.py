@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "collectives": {*LEAVES, "codec", "wire", "backends"},
     "device_mesh": {"errors", "backends"},
     "testing": {*LEAVES, "codec", "wire", "rendezvous", "backends", "rpc", "collectives"},
-    "launch": {*LEAVES, "version", "links", "backends", "rendezvous"},
+    "launch": {*LEAVES, "version", "wire", "links", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "__main__": {"cli"},
     "__init__": {"errors", "version", "codec", "backends", "rpc", "collectives", "device_mesh"},

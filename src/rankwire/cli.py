@@ -17,8 +17,6 @@ from rankwire.launch.run import DEFAULT_GRACE
 from rankwire.launch.run import run as run_ranks
 from rankwire.version import __version__
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,

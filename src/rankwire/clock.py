@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["REAL_TIME", "Clock"]
-
 
 class _Signal(Protocol):
     """An event, or a condition whose lock is held."""

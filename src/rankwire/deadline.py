@@ -14,8 +14,6 @@ from numbers import Real
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.errors import ConfigurationError
 
-__all__ = ["AT_ONCE", "Deadline"]
-
 # Locks and poll() take a C long of nanoseconds; a day is "for ever" in slices.
 _LONGEST_SLEEP = 86_400.0
 

@@ -19,8 +19,6 @@ from rankwire.backends.base import Backend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import ConfigurationError
 
-__all__ = ["DeviceMesh"]
-
 
 class DeviceMesh:
     """The ranks 0..size-1, laid out as a grid in row-major order.

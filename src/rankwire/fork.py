@@ -24,8 +24,6 @@ from weakref import WeakSet
 
 from rankwire.errors import ForkedProcessError
 
-__all__ = ["Forkable", "disown", "guard", "renew_in_child"]
-
 
 class Forkable(Protocol):
     """What is guarded. It must be hashable by identity and weakly referable."""

@@ -24,8 +24,6 @@ from weakref import WeakKeyDictionary
 
 from rankwire.errors import ChannelClosedError
 
-__all__ = ["Leaving", "close_at_exit"]
-
 _log = logging.getLogger("rankwire")
 
 

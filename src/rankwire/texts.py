@@ -13,17 +13,6 @@ from __future__ import annotations
 import re
 import traceback
 
-__all__ = [
-    "MAX_REASON",
-    "MAX_TRACEBACK",
-    "NAME",
-    "one_line",
-    "printable",
-    "shortened",
-    "text_of",
-    "traceback_of",
-]
-
 # Characters. A person reads less; a traceback of a thousand frames at the recursion limit has more.
 MAX_REASON = 500
 MAX_TRACEBACK = 32_768

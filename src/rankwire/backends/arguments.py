@@ -17,17 +17,6 @@ from rankwire.wire.frames import Buffer
 if TYPE_CHECKING:
     from rankwire.backends.base import Backend
 
-__all__ = [
-    "Sendable",
-    "as_buffers",
-    "as_index",
-    "check_pickle",
-    "check_rank",
-    "check_tag",
-    "check_world",
-    "flat_view",
-]
-
 Sendable = Buffer | Sequence[Buffer]
 _MAX_TAG = (1 << 64) - 1
 

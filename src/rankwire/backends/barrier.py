@@ -11,8 +11,6 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.wire.frames import Channel
 
-__all__ = ["meet"]
-
 # Seconds between two looks at all ranks; more if they are many, for who looks holds others up.
 _LOOK, _LOOK_OF_ONE = 0.05, 0.001
 

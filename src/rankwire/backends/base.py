@@ -42,8 +42,6 @@ from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Message
 from rankwire.wire.loans import whole_of
 
-__all__ = ["DEFAULT_TIMEOUT", "Backend"]
-
 DEFAULT_TIMEOUT = 60.0
 
 

@@ -23,8 +23,6 @@ from rankwire.errors import (
     RemoteError,
 )
 
-__all__ = ["CONSEQUENCES", "Losses", "chain", "is_consequence", "root_of"]
-
 # Errors that come from another rank's failure, whatever else they say.
 CONSEQUENCES = (PeerLostError, CollectiveAbortedError)
 _NAMES_OF_CONSEQUENCES = frozenset(

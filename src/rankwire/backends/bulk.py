@@ -15,8 +15,6 @@ from rankwire.links.lender import Lent
 from rankwire.links.stream import Stream
 from rankwire.wire.loans import LoanRefusedError
 
-__all__ = ["Link", "ReadingAll", "LentOffer"]
-
 _CHECK_EVERY = 0.05
 
 

@@ -42,8 +42,6 @@ from rankwire.wire.mailbox import Receive
 if TYPE_CHECKING:
     from rankwire.backends.mesh import Mesh
 
-__all__ = ["MeshCallPort"]
-
 _log = logging.getLogger("rankwire")
 
 _FAREWELL_PATIENCE = 0.2

@@ -23,16 +23,6 @@ from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
 from rankwire.wire.mailbox import Receive
 
-__all__ = [
-    "OWN",
-    "CallCancelled",
-    "CallPort",
-    "CallerGone",
-    "IncomingCall",
-    "PortEvent",
-    "RepliesDue",
-]
-
 
 class _Own(Enum):
     """What ``OWN`` is of."""

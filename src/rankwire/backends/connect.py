@@ -33,9 +33,7 @@ from rankwire.links.handover import ask_for_secret
 from rankwire.links.listening import ListeningPlace
 from rankwire.links.rank_zero import find_rank_0, own_address
 from rankwire.links.security import Tls, files_of
-from rankwire.rendezvous.secret import RankKey
-
-__all__ = ["Assignment", "connect"]
+from rankwire.wire.keys import RankKey
 
 _log = logging.getLogger("rankwire")
 

@@ -17,8 +17,6 @@ from functools import partial
 
 from rankwire.errors import PeerLostError
 
-__all__ = ["OnLost", "OnSuspected", "PeerEvents"]
-
 _log = logging.getLogger("rankwire")
 
 OnLost = Callable[[PeerLostError], object]

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from rankwire.backends.blame import is_consequence, root_of
 from rankwire.texts import one_line, printable, text_of, traceback_of
 
-__all__ = ["Fall", "describe", "fall_by"]
-
 _INTERRUPTED = 130  # the interpreter ends itself by SIGINT
 
 

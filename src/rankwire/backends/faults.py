@@ -26,8 +26,6 @@ from rankwire.backends.arguments import check_rank
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError
 
-__all__ = ["FaultPlan", "Link", "Timetable", "link_between"]
-
 Link = tuple[int, int]  # two ranks, the lower first: both directions
 
 _LONGEST_SLEEP = 86_400.0  # condition variables do not take any number of seconds

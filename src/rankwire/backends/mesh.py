@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from rankwire.links.stream import Stream
 
-__all__ = ["Mesh"]
-
 _FAREWELL_PATIENCE = 0.2
 
 

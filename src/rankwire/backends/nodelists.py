@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["expand_nodes", "expand_nodes_of_open_mpi"]
-
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _DIGITS = re.compile(r"\[(\d+):([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")

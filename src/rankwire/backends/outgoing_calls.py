@@ -32,8 +32,6 @@ from rankwire.wire.mailbox import Mailbox, Receive
 if TYPE_CHECKING:
     from rankwire.backends.mesh import Mesh
 
-__all__ = ["OutgoingCalls"]
-
 _FAREWELL_PATIENCE = 0.2
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
 # With more calls in flight than this, one more that nobody waits for yet is sent together with the

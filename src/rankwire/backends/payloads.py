@@ -20,8 +20,6 @@ from rankwire.wire.loans import LoanRevokedError, whole_of
 # Not every byte is a bool or a character: these are looked at before the user has them.
 _CHECKED_KINDS = "bU"
 
-__all__ = ["check_out", "copy_into", "share_memory", "to_array"]
-
 
 def copy_into(payload: Payload, view: memoryview, start: int = 0) -> None:
     """Copy the bytes from ``start`` on into ``view``, which has their size."""

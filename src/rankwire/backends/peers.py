@@ -24,8 +24,6 @@ from rankwire.links.inbox import Inbox
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.mailbox import Mailbox
 
-__all__ = ["MAX_CONNECTIONS_OF_A_RANK", "Peer"]
-
 _VERDICT_PATIENCE = 0.03  # seconds
 # An agent that an error closes says farewell before its backend can say why: on a busy machine that
 # takes 30 ms and more. Only those wait so long for whom a call is under way.

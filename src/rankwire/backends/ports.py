@@ -18,8 +18,6 @@ from rankwire.links.connection import Connection
 if TYPE_CHECKING:
     from rankwire.backends.call_port import MeshCallPort
 
-__all__ = ["Ports"]
-
 
 class Ports:
     """Which ports are open. Every method is safe from any thread."""

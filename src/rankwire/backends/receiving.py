@@ -16,8 +16,6 @@ from rankwire.errors import DeadlineExceededError
 from rankwire.wire.frames import Channel, Payload
 from rankwire.wire.loans import LoanRevokedError
 
-__all__ = ["raise_if_lost", "take", "take_array_meanwhile"]
-
 _LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
 
 T = TypeVar("T")

@@ -21,8 +21,6 @@ from itertools import islice
 from rankwire.backends.nodelists import expand_nodes, expand_nodes_of_open_mpi
 from rankwire.errors import ConfigurationError
 
-__all__ = ["HYDRA_JOB", "LAUNCHERS", "OURS", "Launcher", "Assignment", "find_assignment"]
-
 RANK = "RANKWIRE_RANK"
 WORLD_SIZE = "RANKWIRE_WORLD_SIZE"
 ADDRESS = "RANKWIRE_ADDRESS"

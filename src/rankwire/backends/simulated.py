@@ -46,8 +46,6 @@ from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 
-__all__ = ["DEFAULT_QUEUE_NBYTES", "SimulatedBackend"]
-
 _log = logging.getLogger("rankwire")
 
 DEFAULT_QUEUE_NBYTES = 64 << 20  # NATS lets a slow consumer keep as much pending

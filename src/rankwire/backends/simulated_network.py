@@ -35,8 +35,6 @@ from rankwire.wire.protocol import left
 if TYPE_CHECKING:
     from rankwire.backends.simulated import SimulatedBackend
 
-__all__ = ["Network"]
-
 _KILLED = Fall("it was killed", "")
 # A user's callback may still run in a thread; closing the world does not wait for it for ever.
 _JOIN_LIMIT = 5.0

@@ -9,8 +9,6 @@ from typing import Literal
 from rankwire.errors import ChannelClosedError, RankwireError
 from rankwire.wire.frames import Channel, Envelope
 
-__all__ = ["PeerState", "PeerStatus", "WorldStatus", "describe_wanted", "state_of"]
-
 PeerState = Literal["up", "suspected", "left", "lost"]
 
 

@@ -41,8 +41,6 @@ from rankwire.errors import (
 )
 from rankwire.wire.frames import Envelope, Message, Payload
 
-__all__ = ["SubBackend"]
-
 # A parent need not wake a thread that reads a connection for others too; that one looks up this
 # often. A receive that is taken back and posted again loses nothing.
 _LOOK_UP_EVERY = 0.25

@@ -25,8 +25,6 @@ from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Agreement", "group_id", "service_of_group"]
-
 _AGREEMENT_TAG = 0
 
 

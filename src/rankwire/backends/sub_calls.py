@@ -22,8 +22,6 @@ from rankwire.wire.mailbox import Receive
 if TYPE_CHECKING:
     from rankwire.backends.sub import SubBackend
 
-__all__ = ["SubCallPort"]
-
 
 class SubCallPort(CallPort):
     """A port of the parent, with ranks of the group. As safe from threads as the parent's is.

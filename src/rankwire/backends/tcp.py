@@ -54,8 +54,6 @@ from rankwire.wire.handshake import Purpose
 from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
 
-__all__ = ["TcpBackend", "Transport"]
-
 _log = logging.getLogger("rankwire")
 
 DEFAULT_JOIN_TIMEOUT = 300.0

@@ -28,8 +28,6 @@ from rankwire.wire.handshake import Purpose
 from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
 
-__all__ = ["Dialling", "Transport"]
-
 Transport = Literal["auto", "tcp", "unix"]
 
 # A peer that refuses connections has died or is leaving; the control connection says which within

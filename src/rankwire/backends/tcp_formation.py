@@ -47,8 +47,6 @@ from rankwire.wire.seals import Seals
 if TYPE_CHECKING:
     from rankwire.backends.tcp import TcpBackend
 
-__all__ = ["Formation"]
-
 _LOOK_EVERY = 0.5  # seconds between two looks at connections that may be cut
 
 

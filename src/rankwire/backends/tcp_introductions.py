@@ -16,8 +16,6 @@ from rankwire.backends.peers import Peer
 from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 
-__all__ = ["Introductions"]
-
 _log = logging.getLogger("rankwire")
 
 _DELAY = 0.2  # seconds

@@ -28,8 +28,6 @@ from rankwire.backends.schedulers import RANK
 from rankwire.errors import PeerLostError, RankwireError
 from rankwire.texts import traceback_of
 
-__all__ = ["FULL_TRACEBACK", "LOG_FILE", "brief", "folded", "install"]
-
 FULL_TRACEBACK = "RANKWIRE_FULL_TRACEBACK"
 # Set by the launcher: where this rank's output is written besides.
 LOG_FILE = "RANKWIRE_LOG_FILE"

@@ -15,8 +15,6 @@ from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.wire.frames import WORLD_GROUP, Envelope, Message, Payload
 
-__all__ = ["Offer", "Transport"]
-
 
 class Offer(ABC):
     """A message whose receiver may still be reading it out of this rank's memory."""

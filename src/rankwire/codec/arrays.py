@@ -24,23 +24,6 @@ import numpy as np
 
 from rankwire.errors import InvalidMessageError
 
-__all__ = [
-    "ArrayHead",
-    "array_body",
-    "array_bytes",
-    "array_head",
-    "dtype_code",
-    "is_plain_array",
-    "is_tensor",
-    "scalar_of",
-    "scalar_parts",
-    "tensor_advice",
-    "tensor_body",
-    "tensor_head",
-    "view_array",
-    "view_tensor",
-]
-
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]
 

@@ -16,8 +16,6 @@ import msgspec
 
 from rankwire.errors import ConfigurationError, InvalidMessageError
 
-__all__ = ["ClassTable", "EnumClass", "RecordClass"]
-
 # An instance of a subclass of these holds more than its fields, and that part would be lost.
 _BUILTINS = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 

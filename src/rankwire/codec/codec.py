@@ -33,8 +33,6 @@ from rankwire.codec.values import ALIGNMENT, ALWAYS_PLAIN, MIN_BUFFER_NBYTES, PL
 from rankwire.errors import InvalidMessageError, MessageTooLargeError, UnsupportedTypeError
 from rankwire.texts import one_line
 
-__all__ = ["Codec", "unpacker_of"]
-
 T = TypeVar("T")
 Buffers: TypeAlias = list[bytes | memoryview]
 

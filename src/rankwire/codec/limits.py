@@ -28,17 +28,6 @@ import numpy as np
 from rankwire.codec.probing import MANY_KEYS, check_table
 from rankwire.errors import InvalidMessageError
 
-__all__ = [
-    "DEFAULT_MAX_ITEMS",
-    "MAX_NATIVE_MAP",
-    "MIN_SCANNED_NBYTES",
-    "ItemCount",
-    "KeyCheck",
-    "may_hold_wide_maps",
-    "refuse_extensions_as_keys",
-    "refuse_wide_maps",
-]
-
 DEFAULT_MAX_ITEMS = 1_000_000
 
 # What a fixmap can hold, so that a longer map begins with one of two bytes.

@@ -11,8 +11,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-__all__ = ["dumps", "loads"]
-
 # Fixed, so that ranks on different Python versions agree: every supported version reads it.
 _PROTOCOL = 5
 

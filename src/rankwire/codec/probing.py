@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 from rankwire.errors import InvalidMessageError
 
-__all__ = ["MANY_KEYS", "check_table"]
-
 # So many take 50 ms at worst.
 MANY_KEYS = 8192
 # How many slots a key looks at, on average. In dicts random hashes take 2, and numbers that are

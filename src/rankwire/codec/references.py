@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["holds_references"]
-
 _PLAIN_OWNERS = (bytes, bytearray)
 _CTYPES = (
     ctypes.Structure,

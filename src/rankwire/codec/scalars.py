@@ -12,8 +12,6 @@ from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from typing import Any
 
-__all__ = ["PACKERS", "UNPACKERS"]
-
 # What people do with ints costs more than linear time in their width. This holds any RSA modulus.
 _MAX_INT_NBYTES = 4096
 

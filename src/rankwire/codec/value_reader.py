@@ -20,8 +20,6 @@ from rankwire.codec.probing import MANY_KEYS
 from rankwire.codec.values import ALIGNMENT, MAX_DEPTH, NBYTES, Code
 from rankwire.errors import InvalidMessageError
 
-__all__ = ["Reader"]
-
 _unpack = msgspec.msgpack.decode
 
 

@@ -15,8 +15,6 @@ from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.references import holds_references
 from rankwire.codec.values import MAX_DEPTH, MIN_BUFFER_NBYTES, MIN_LONG_LIST, NBYTES, PLAIN, Code
 
-__all__ = ["Refusal", "Writer"]
-
 _NATIVE_INTS = range(-(2**63), 2**64)
 _pack = msgspec.msgpack.Encoder().encode
 

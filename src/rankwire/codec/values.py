@@ -19,18 +19,6 @@ from typing import Any
 
 from rankwire.codec.limits import MAX_NATIVE_MAP
 
-__all__ = [
-    "ALIGNMENT",
-    "ALWAYS_PLAIN",
-    "MAX_DEPTH",
-    "MIN_BUFFER_NBYTES",
-    "MIN_LONG_LIST",
-    "NBYTES",
-    "PLAIN",
-    "Code",
-    "is_flat",
-]
-
 # No dtype needs more, and small arrays are common.
 ALIGNMENT = 16
 # Below this, a copy into the head costs less than one more buffer for the socket.

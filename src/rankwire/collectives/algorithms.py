@@ -17,28 +17,6 @@ import numpy as np
 from rankwire.collectives.exchange import Exchange, Piece, blocks, scratch
 from rankwire.collectives.reductions import Reduction
 
-__all__ = [
-    "all_gather_by_doubling",
-    "all_gather_directly",
-    "all_reduce_by_doubling",
-    "all_reduce_by_exchange",
-    "all_reduce_by_gathering",
-    "all_reduce_by_ring",
-    "all_reduce_directly",
-    "all_to_all_directly",
-    "broadcast_by_scattering",
-    "broadcast_by_tree",
-    "broadcast_directly",
-    "gather_directly",
-    "meet",
-    "meet_before_much",
-    "reduce_by_gathering",
-    "reduce_by_scattering",
-    "reduce_scatter_directly",
-    "scatter_directly",
-    "split",
-]
-
 Array = np.ndarray[Any, Any]
 
 # What a socket surely takes without its reader.

@@ -15,8 +15,6 @@ from rankwire.backends.base import Backend
 from rankwire.collectives.sequence import OperationSequence, Plan
 from rankwire.errors import ConfigurationError, RankwireError
 
-__all__ = ["collective"]
-
 P = ParamSpec("P")
 
 

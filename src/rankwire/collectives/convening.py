@@ -26,8 +26,6 @@ from rankwire.deadline import Deadline
 if TYPE_CHECKING:
     from rankwire.collectives.sequence import OperationSequence, Roll
 
-__all__ = ["Convening"]
-
 # Up to so many ranks everyone tells everyone: it is quicker, and at most 56 messages.
 _FEW = 8
 # With so many ranks, and each more of them, they wait 50 ms longer before they tell others.

@@ -24,8 +24,6 @@ from rankwire.errors import DeadlineExceededError, MessageTooLargeError
 from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
 
-__all__ = ["BLOCK_NBYTES", "Exchange", "Piece", "blocks", "scratch"]
-
 Array = np.ndarray[Any, Any]
 
 # How long a rank waits before it looks whether something is wrong, and between two looks.

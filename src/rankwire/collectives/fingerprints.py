@@ -14,8 +14,6 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-__all__ = ["MAX_STEP", "NOTICE_TAG", "describe", "tag_of"]
-
 _DIGEST_NBYTES = 6
 _DIGEST_MASK = (1 << 8 * _DIGEST_NBYTES) - 1
 _STEP_BITS = 16

@@ -21,8 +21,6 @@ from rankwire.errors import (
 )
 from rankwire.texts import printable
 
-__all__ = ["Notice", "failure_notice", "pack", "unpack"]
-
 _MAX_TEXT = 4000
 _RANKS = msgspec.Meta(max_length=65536)  # more than there are; looked at before they are decoded
 

@@ -19,14 +19,6 @@ from rankwire.collectives.fingerprints import describe
 from rankwire.errors import ConfigurationError
 from rankwire.wire.loans import whole_of
 
-__all__ = [
-    "all_gather_object",
-    "all_to_all_object",
-    "broadcast_object",
-    "gather_object",
-    "scatter_object",
-]
-
 _STEP = algorithms.SPREAD_STEP
 _plain = Codec()
 

@@ -14,8 +14,6 @@ import numpy as np
 from rankwire.codec.arrays import dtype_code, is_plain_array, is_tensor, tensor_advice
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
 
-__all__ = ["Operand", "new_like", "operand"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from rankwire.backends.base import Backend
     from rankwire.collectives.sequence import OperationSequence
 
-__all__ = ["Operation", "Run", "root_of"]
-
 T = TypeVar("T")
 Run = Callable[[Exchange], T]
 

@@ -40,19 +40,6 @@ from rankwire.collectives.targets import (
 from rankwire.collectives.uneven import Uneven
 from rankwire.wire.array_messages import pack_array
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 
 @collective
 def all_reduce(

@@ -16,8 +16,6 @@ import numpy as np
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["OPS", "Reduction", "reduction"]
-
 Array = np.ndarray[Any, Any]
 
 _NUMBERS, _REAL, _WHOLE = "biufc", "biuf", "biu"  # kinds of numpy dtypes

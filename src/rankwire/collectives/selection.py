@@ -12,8 +12,6 @@ from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.reductions import Reduction
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce"]
-
 # Up to here two ranks give each other everything.
 EXCHANGE_UP_TO = 64 << 10
 # Up to here, for all ranks together, everything is sent to everyone: one round is worth more than

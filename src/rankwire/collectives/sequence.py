@@ -45,8 +45,6 @@ from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Plan", "Roll", "OperationSequence"]
-
 # What is to be done: its words (the same on all ranks), the steps, whether in the background, and
 # the seconds for all of it (None is the backend's default).
 Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]

@@ -14,17 +14,6 @@ from rankwire.collectives.operands import Operand, new_like, operand
 from rankwire.collectives.reductions import Reduction, reduction
 from rankwire.errors import ConfigurationError
 
-__all__ = [
-    "apart",
-    "bundles",
-    "part_shape",
-    "part_value",
-    "reduction_of",
-    "stored",
-    "target_at_root",
-    "target_for",
-]
-
 # Arrays up to this size are sent together by all_reduce_coalesced; larger ones gain nothing.
 _COALESCE_UP_TO = 1 << 20
 

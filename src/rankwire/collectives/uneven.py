@@ -19,8 +19,6 @@ from rankwire.collectives.operands import Operand, new_like, operand
 from rankwire.collectives.targets import apart, stored
 from rankwire.errors import CollectiveMismatchError, ConfigurationError
 
-__all__ = ["Uneven"]
-
 _NOT_SAID = -1
 
 

@@ -24,8 +24,6 @@ from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
 from rankwire.fork import disown, guard
 
-__all__ = ["Work", "OperationThread"]
-
 _log = logging.getLogger("rankwire")
 
 T = TypeVar("T")

@@ -13,8 +13,6 @@ from rankwire.launch.parts import Parts
 from rankwire.launch.summary import Failure, blamed, first_failure, in_order_of_loss
 from rankwire.rendezvous.control_messages import Gone, Suspected
 
-__all__ = ["Attempt"]
-
 # After the first failure, others that fail by themselves are waited for: the one to blame may be
 # among them (see summary.py). Above the time between a raise and the end of an interpreter.
 _SETTLE = 0.3

@@ -18,8 +18,6 @@ from typing import Any
 from rankwire.errors import ConfigurationError
 from rankwire.links.security import CertificateHolder, Tls, certificate_files, certificate_name
 
-__all__ = ["DEFAULT_DAYS", "make_certificates"]
-
 DEFAULT_DAYS = 30.0
 # Clocks of hosts differ; a certificate is good from a little before it was made.
 _TOLERANCE = datetime.timedelta(hours=1)

@@ -21,9 +21,7 @@ from typing import IO
 from rankwire.backends import connect, schedulers, tracebacks
 from rankwire.launch.reaper import DEAD, families, send_signal
 from rankwire.links.handover import Handover
-from rankwire.rendezvous.secret import rank_key
-
-__all__ = ["Child", "Ending", "JobSettings"]
+from rankwire.wire.keys import rank_key
 
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
 # Other ways to give a secret; the launcher's own must not have to compete with them.

@@ -11,8 +11,6 @@ from statistics import median
 
 import msgspec
 
-__all__ = ["Advice", "Cell", "Facts", "Report", "diagnose"]
-
 # A link is marked when it is so much worse than the median of its kind.
 _SLOW = 5.0
 _NARROW = 3.0

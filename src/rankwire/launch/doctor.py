@@ -34,8 +34,6 @@ from rankwire.launch.diagnosis import Cell, Facts, Report, diagnose
 from rankwire.rendezvous.runtime_dir import namespace
 from rankwire.version import __version__
 
-__all__ = ["DEFAULT_NBYTES", "main"]
-
 DEFAULT_NBYTES = 64 << 20
 _ROUND_TRIPS = 300
 _WARM_UP = 30

@@ -38,8 +38,6 @@ from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.standalone import CoordinatorHost
 
-__all__ = ["LaunchedJob"]
-
 # Schedulers signal the launchers of all hosts at once: that is one request, not two. But two to one
 # launcher are two (``Loop`` knows echoes of its own).
 _ECHO_OF_NODES = 2.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LineSplitter"]
-
 # A longer line is cut into several: no person reads it, and it must not fill the launcher's memory.
 _MAX_LINE_NBYTES = 64 * 1024
 

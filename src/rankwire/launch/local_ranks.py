@@ -34,8 +34,6 @@ from rankwire.launch.summary import list_ranks
 from rankwire.links.security import files_of
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 
-__all__ = ["LocalRanks"]
-
 _POLL = 0.02
 # A process that is about to die may still start another.
 _KILLING_ROUNDS = 10

@@ -18,8 +18,6 @@ from typing import BinaryIO
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["Log", "LogFolder"]
-
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _ADVICE = "remove it, or choose another --log-dir"
 

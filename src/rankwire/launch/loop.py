@@ -17,8 +17,6 @@ from rankwire.clock import REAL_TIME
 from rankwire.launch.output import Output
 from rankwire.launch.signals import SignalInbox
 
-__all__ = ["STOPPING", "Loop", "describe_stdout", "stdout_exit_code"]
-
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Wrappers pass on the SIGINT that the terminal sent to the launcher as well: that is one Ctrl-C.
 _ECHO = 0.5

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["OomCounter"]
-
 
 class OomCounter:
     """Counts from its construction on."""

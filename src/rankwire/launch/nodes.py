@@ -44,8 +44,6 @@ from rankwire.rendezvous.launchers import (
     dial_launcher,
 )
 
-__all__ = ["GATHER_LIMIT", "LAST_WORDS", "RemoteRanks", "follow"]
-
 # How long the launchers of a job wait for each other.
 GATHER_LIMIT = 300.0
 # What a launcher that was told to end still waits for those who read its output.

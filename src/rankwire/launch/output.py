@@ -29,8 +29,6 @@ from rankwire.deadline import Deadline
 from rankwire.launch.lines import LineSplitter
 from rankwire.launch.logfiles import Log, LogFolder
 
-__all__ = ["Output", "Sink", "RankOutput"]
-
 # The capacity of a Linux pipe, so one read empties it.
 _READ_NBYTES = 64 * 1024
 # POSIX: a pipe that poll() calls writable takes this much without blocking.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.nodes import RemoteRanks
 
-__all__ = ["Parts"]
-
 
 class Parts:
     """All parts of a job, in the order of their hosts, as far as their launchers have come.

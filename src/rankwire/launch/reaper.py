@@ -30,8 +30,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Self
 
-__all__ = ["DEAD", "Reaper", "descendants", "families", "send_signal"]
-
 DEAD = (b"Z", b"X")  # states of processes that are only still to be collected
 
 

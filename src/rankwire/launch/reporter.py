@@ -15,8 +15,6 @@ from rankwire.launch.parts import Parts
 from rankwire.launch.status_line import Counts, describe
 from rankwire.launch.summary import Failure, first_failure, list_ranks
 
-__all__ = ["STATUS_EVERY", "Reporter"]
-
 STATUS_EVERY = 0.25
 # Nothing is said about a job that is over at once.
 _STATUS_AFTER = 1.0

@@ -35,8 +35,6 @@ from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runti
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
 from rankwire.rendezvous.standalone import bind
 
-__all__ = ["DEFAULT_GRACE", "run"]
-
 DEFAULT_GRACE = 5.0
 _SECRET_NBYTES = 32
 _LOOPBACKS = ("127.0.0.1:0", "[::1]:0")

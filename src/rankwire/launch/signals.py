@@ -8,8 +8,6 @@ import signal
 import socket
 from collections.abc import Iterable, Iterator
 
-__all__ = ["SignalInbox", "collected_signals"]
-
 
 class SignalInbox:
     """The signals that came and were not taken yet."""

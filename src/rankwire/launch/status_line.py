@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Counts", "describe"]
-
 
 class Counts(NamedTuple):
     """How many ranks are in which state.

@@ -18,8 +18,6 @@ from pathlib import Path
 from rankwire.clock import REAL_TIME
 from rankwire.launch.reaper import DEAD, Reaper, descendants, send_signal
 
-__all__ = ["Strays"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 # Seconds between two looks; the dead only take up a process id each.
 _COLLECT_EVERY = 0.5

@@ -17,8 +17,6 @@ from rankwire.backends.tracebacks import folded
 from rankwire.launch.child import Ending
 from rankwire.rendezvous.control_messages import Gone
 
-__all__ = ["Failure", "blamed", "excerpt", "first_failure", "in_order_of_loss", "list_ranks"]
-
 _LOSS_OF_ANOTHER = re.compile(
     r"(rankwire\.errors\.)?"
     r"(PeerLost|PeerUnresponsive|ChannelClosed|NoConnection|Rendezvous)Error\b"

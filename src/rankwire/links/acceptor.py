@@ -37,8 +37,6 @@ from rankwire.wire.handshake import (
 )
 from rankwire.wire.seals import Seals
 
-__all__ = ["Acceptor", "House"]
-
 _log = logging.getLogger("rankwire")
 
 _MAX_STRANGERS = 256

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 
-__all__ = ["allocate"]
-
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]

@@ -20,8 +20,6 @@ from rankwire.links.allocation import allocate
 from rankwire.links.process_memory import CALLS, WORD_NBYTES, Vector, address_of, transfer
 from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan, LoanRevokedError, Parcel
 
-__all__ = ["Borrowed"]
-
 _NONE = 0
 # A lender decides within microseconds; if it is stopped in between, its process is as good as gone.
 _DECISION_PATIENCE = 1.0

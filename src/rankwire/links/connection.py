@@ -55,8 +55,6 @@ from rankwire.wire.protocol import FAREWELL, Course, Happening, Protocol, left
 from rankwire.wire.ring import RING_NBYTES, RingReader, RingWriter
 from rankwire.wire.seals import Seals
 
-__all__ = ["Connection"]
-
 _log = logging.getLogger("rankwire")
 
 _PEEK_NBYTES = 1 << 16

@@ -31,8 +31,6 @@ from rankwire.wire.handshake import (
 )
 from rankwire.wire.seals import Seals
 
-__all__ = ["HANDSHAKE_LIMIT", "authenticate"]
-
 HANDSHAKE_LIMIT = 5.0  # seconds for the handshake with a stranger
 _TLS_ALERT = b"\x15\x03"  # how a listener inside TLS answers what is not TLS
 

@@ -20,8 +20,6 @@ from rankwire.links.sockets import AnySocket
 from rankwire.links.wakeup import Wakeup
 from rankwire.wire.frames import Frame
 
-__all__ = ["EventThread"]
-
 _log = logging.getLogger("rankwire")
 
 _CATCHING_UP_NAP = 0.001

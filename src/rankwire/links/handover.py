@@ -20,8 +20,6 @@ import struct
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["Handover", "ask_for_secret"]
-
 _QUESTION = b"rankwire: the secret?"
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 _DESCRIPTOR = struct.Struct("i")

@@ -32,8 +32,6 @@ from rankwire.links.stream import Stream
 from rankwire.wire.frames import Frame, Payload
 from rankwire.wire.mailbox import ONCE, Mailbox, Receive, payload_of
 
-__all__ = ["Inbox"]
-
 _log = logging.getLogger("rankwire")
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds

@@ -33,8 +33,6 @@ from rankwire.wire.loans import DECIDING, MAX_PIECES, REFUSED, REVOKED, LoanRefu
 if TYPE_CHECKING:
     from rankwire.links.stream import Watched
 
-__all__ = ["Lent", "Meanwhile", "lend"]
-
 _PAIR_NBYTES = 2 * WORD_NBYTES
 _ARENA_NBYTES = 64 << 10
 _NONE = 0

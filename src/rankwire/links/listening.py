@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from rankwire.errors import ConfigurationError
 from rankwire.links.sockets import TcpAddress, listen_tcp, start_listening
 
-__all__ = ["ListeningPlace", "listen_somewhere"]
-
 _SIOCGIFADDR = 0x8915
 _IFREQ_NBYTES = 256
 _ADDRESS_OFFSET = 20

@@ -10,8 +10,6 @@ from rankwire.links.memory_stream import MemoryStream
 from rankwire.links.sleepers import Sleep, Sleepers, wake
 from rankwire.links.stream import Stream
 
-__all__ = ["MemoryPoller"]
-
 
 @dataclass(slots=True, eq=False)
 class _Watch:

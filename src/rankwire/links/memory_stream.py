@@ -16,8 +16,6 @@ from rankwire.links.stream import Watched
 from rankwire.wire.frames import Buffer
 from rankwire.wire.ring import RingReader
 
-__all__ = ["MemoryStream", "memory_pair"]
-
 
 class MemoryStream:
     """One end of two pipes, which a connection uses as it uses a socket (``Stream``)."""

@@ -13,8 +13,6 @@ from operator import methodcaller
 
 from rankwire.wire.mailbox import ONCE, Receive
 
-__all__ = ["ParkedThreads"]
-
 _release = methodcaller("release")
 
 

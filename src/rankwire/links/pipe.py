@@ -29,8 +29,6 @@ from rankwire.links.sleepers import Sleepers, wake
 from rankwire.links.stream import first_bytes
 from rankwire.wire.frames import HEADER_NBYTES, Buffer
 
-__all__ = ["Pipe"]
-
 
 class _Chunk(NamedTuple):
     """Bytes that were written at once, of one message if there is a route."""

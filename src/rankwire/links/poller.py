@@ -17,8 +17,6 @@ from rankwire.links.spin import NOTHING_TO_READ, Spin
 from rankwire.links.stream import Stream
 from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
-__all__ = ["EpollPoller", "Poller"]
-
 _LOOKS_AT_ALL = 8  # one look in so many is at all streams
 _ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
 

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 
 from rankwire.errors import ConfigurationError
 
-__all__ = ["MAX_PRIVATE_NBYTES", "name_of_open", "open_private", "read_private"]
-
 # Much more than any secret or key has.
 MAX_PRIVATE_NBYTES = 1 << 20
 _MAX_LINKS = 8

@@ -22,8 +22,6 @@ from rankwire.wire.frames import Buffer
 if TYPE_CHECKING:
     from rankwire.links.stream import Stream
 
-__all__ = ["CALLS", "WORD_NBYTES", "Vector", "address_of", "probe", "transfer"]
-
 WORD_NBYTES = 8
 
 

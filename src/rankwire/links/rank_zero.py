@@ -16,8 +16,6 @@ from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, NoConnectionError, RendezvousError
 from rankwire.links.sockets import TcpAddress, connect_tcp
 
-__all__ = ["find_rank_0", "own_address"]
-
 # For one address that does not answer at all, such as behind a firewall; and between two rounds.
 _LOOK = 1.0
 _PAUSE = 0.1

@@ -19,8 +19,6 @@ from rankwire.wire.mailbox import Receive
 if TYPE_CHECKING:
     from rankwire.links.inbox import Inbox
 
-__all__ = ["Reply"]
-
 _log = logging.getLogger("rankwire")
 
 

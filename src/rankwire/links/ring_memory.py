@@ -28,8 +28,6 @@ from typing import Any
 from rankwire.wire.mailbox import ONCE
 from rankwire.wire.ring import RING_NBYTES, prepare, token_of
 
-__all__ = ["CAN_SHARE", "SharedMemory", "open_shared"]
-
 # Records rely on stores being seen in the order in which they were made.
 CAN_SHARE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from rankwire.wire.frames import HEADER_NBYTES, Channel, unpack_size
 
-__all__ = ["Route", "Gate", "Position", "Stretch"]
-
 _COURTESIES = (Channel.FAREWELL, Channel.GREETING)
 
 

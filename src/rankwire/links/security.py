@@ -25,19 +25,6 @@ from rankwire.wire.seals import Protection
 if TYPE_CHECKING:
     from rankwire.links.tls_contexts import TlsContexts
 
-__all__ = [
-    "UNPROTECTED",
-    "CertificateHolder",
-    "Integrity",
-    "Policy",
-    "Security",
-    "Tls",
-    "certificate_files",
-    "certificate_name",
-    "choose_policy",
-    "files_of",
-]
-
 Security = Literal["auto", "local", "auth", "tls", "insecure"]
 Integrity = Literal["crc", "mac"]
 CertificateHolder = Literal["launcher"] | int

@@ -27,8 +27,6 @@ from rankwire.links.parked import ParkedThreads
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.mailbox import ONCE, Mailbox, Receive
 
-__all__ = ["SharedMailbox"]
-
 
 class SharedMailbox:
     """What is wanted of one peer. Every method is safe from any thread.

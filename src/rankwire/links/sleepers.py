@@ -15,8 +15,6 @@ from operator import methodcaller
 
 from rankwire.clock import Clock
 
-__all__ = ["Sleep", "Sleepers", "wake"]
-
 Sleepers = list[threading.Lock]
 
 _ONCE = ((),)

@@ -28,23 +28,6 @@ from rankwire.errors import (
 if TYPE_CHECKING:
     from rankwire.links.tls import TlsStream
 
-__all__ = [
-    "AnySocket",
-    "Socket",
-    "TcpAddress",
-    "connect_tcp",
-    "connect_unix",
-    "expect_prompt_reading",
-    "is_loopback_connection",
-    "listen_tcp",
-    "listen_unix",
-    "start_listening",
-    "tune",
-    "unix_peer",
-    "wait_for",
-    "wait_patiently",
-]
-
 # A vanished host is noticed on an idle link by keepalive (2 s idle, 3 probes 1 s apart) and on a
 # busy one by the user timeout; neither alone covers both halves. The user timeout also ends a
 # connection whose peer lives but does not read, so it is for those that are always read; for the
@@ -73,7 +56,8 @@ def _nothing() -> None:
 class Pollable(Protocol):
     """What one can wait for: a socket, or a stream around one."""
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """Return the descriptor."""
 
 
 @dataclass(frozen=True, slots=True)

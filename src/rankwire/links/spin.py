@@ -15,8 +15,6 @@ from termios import FIONREAD
 from rankwire.clock import Clock
 from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
-__all__ = ["DEFAULT_SPIN", "NOTHING_TO_READ", "Spin", "default_spin"]
-
 DEFAULT_SPIN = 100e-6
 # Below this a budget is not worth the system calls; one reader in _RETRY_EVERY tries again with the
 # full one.

@@ -26,8 +26,6 @@ from rankwire.links.tcp_info import tcp_info, unsent_nbytes
 from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer
 from rankwire.wire.ring import AWAKE, RingReader
 
-__all__ = ["DescriptorStream", "SocketStream", "Stream", "first_bytes", "stream_of"]
-
 _barrier = threading.Lock()
 renew_in_child(_barrier)
 
@@ -110,8 +108,11 @@ class Stream(Protocol):
 class Watched(Protocol):
     """What may have something to read while another stream is waited for: one of its own kind."""
 
-    def fileno(self) -> int: ...
-    def look_away(self) -> bool: ...
+    def fileno(self) -> int:
+        """Return the descriptor."""
+
+    def look_away(self) -> bool:
+        """As ``Stream.look_away``."""
 
 
 class DescriptorStream:

@@ -17,8 +17,6 @@ from rankwire.links.sockets import AnySocket, Pollable
 if TYPE_CHECKING:
     from rankwire.links.stream import Stream
 
-__all__ = ["Unanswered", "tcp_info", "unsent_nbytes"]
-
 _TCP_INFO_NBYTES = 60
 _TCPI_UNACKED, _TCPI_LAST_ACK = 24, 56  # offsets of two 32-bit numbers in struct tcp_info
 _SIOCOUTQ = 0x5411

@@ -37,8 +37,6 @@ from rankwire.links.stream import DescriptorStream, first_bytes
 if TYPE_CHECKING:
     from rankwire.wire.frames import Buffer
 
-__all__ = ["TlsStream"]
-
 # Encrypted or read in one go: long enough to be efficient, short enough for the lock.
 _CHUNK_NBYTES = 256 << 10
 _RECORD_HEAD_NBYTES = 5

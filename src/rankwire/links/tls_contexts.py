@@ -30,8 +30,6 @@ from rankwire.wire.handshake import LAUNCHER
 if TYPE_CHECKING:
     from rankwire.links.security import Tls
 
-__all__ = ["TlsContexts", "names_of_peer"]
-
 _LAUNCHER_NAME = "launcher"
 _ANY_NAME = "any"
 

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["Action", "Wakeup"]
-
 Action = Callable[[], None]
 
 

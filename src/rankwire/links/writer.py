@@ -36,8 +36,6 @@ from rankwire.wire.protocol import BELL
 from rankwire.wire.ring import AWAKE, RingWriter
 from rankwire.wire.seals import Seal
 
-__all__ = ["FrameWriter"]
-
 _log = logging.getLogger("rankwire")
 
 # Joining and one send() beat sendmsg() by 0.25 us at 60 bytes, are even from 4 to 16 KiB, and lose

@@ -7,8 +7,6 @@ from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_messages import CONTROL, Beat, Message, pack
 
-__all__ = ["tell"]
-
 
 def tell(connection: Connection, message: Message, deadline: Deadline = AT_ONCE) -> None:
     """Send a control message; without a deadline one that is small, without waiting.

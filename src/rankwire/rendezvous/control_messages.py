@@ -18,28 +18,6 @@ from rankwire.errors import InvalidMessageError
 from rankwire.texts import MAX_REASON, NAME, one_line, printable
 from rankwire.wire.frames import WORLD_GROUP, Channel
 
-__all__ = [
-    "CONTROL",
-    "DEFAULT_PATIENCE",
-    "MAX_MEMBER_NBYTES",
-    "SHORTEST_FAIL_AFTER",
-    "Beat",
-    "Failed",
-    "Fallen",
-    "Gone",
-    "Join",
-    "Member",
-    "Message",
-    "Patience",
-    "Suspected",
-    "Waiting",
-    "World",
-    "gone_by",
-    "max_coordinator_nbytes",
-    "pack",
-    "unpack",
-]
-
 # What all of them travel under.
 CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)
 # The longest that a member says is the traceback that it falls by: 32768 characters of at most four

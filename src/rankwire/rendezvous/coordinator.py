@@ -61,8 +61,6 @@ from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Coordinator", "Told"]
-
 _log = logging.getLogger("rankwire")
 
 _REPORT_EVERY = 10.0  # seconds between log lines about missing ranks

@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 from rankwire.rendezvous.control_messages import Patience
 
-__all__ = ["Change", "Judgement", "Silence", "silent_reason"]
-
 # A judge that comes so many beats late was not running.
 _LATE_BEATS = 3.0
 

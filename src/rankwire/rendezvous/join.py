@@ -46,8 +46,6 @@ from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
 
-__all__ = ["join"]
-
 _log = logging.getLogger("rankwire")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5

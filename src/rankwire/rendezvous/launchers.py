@@ -26,23 +26,6 @@ from rankwire.texts import one_line, printable
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.loans import whole_of
 
-__all__ = [
-    "LAUNCH_JOB",
-    "MAX_LAUNCHER_NBYTES",
-    "Asked",
-    "Ended",
-    "Finish",
-    "Here",
-    "Kill",
-    "LauncherLink",
-    "Message",
-    "Over",
-    "Start",
-    "Stop",
-    "Trouble",
-    "dial_launcher",
-]
-
 # The name of the job comes with Start; until then the secret alone tells jobs apart.
 LAUNCH_JOB = "rankwire run"
 MAX_LAUNCHER_NBYTES = 16 << 20

@@ -19,8 +19,6 @@ from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
 
-__all__ = ["Membership", "Audience"]
-
 _LAST_WORDS_PATIENCE = 0.2
 
 

@@ -22,8 +22,6 @@ from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous.control_messages import Join, Member
 from rankwire.rendezvous.runtime_dir import host_id
 
-__all__ = ["Reachability"]
-
 _LIMIT = 5.0
 
 

@@ -27,8 +27,6 @@ from rankwire.rendezvous.control_messages import (
     World,
 )
 
-__all__ = ["Standing", "objection"]
-
 
 class Standing(NamedTuple):
     """Who speaks, and when.

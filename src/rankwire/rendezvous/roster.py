@@ -5,8 +5,6 @@ from __future__ import annotations
 from rankwire.deadline import Deadline
 from rankwire.rendezvous.control_messages import Member
 
-__all__ = ["Roster", "is_last_moment"]
-
 
 def is_last_moment(deadline: Deadline) -> bool:
     """Whether a rank that gives up now does so because time is over for it too."""

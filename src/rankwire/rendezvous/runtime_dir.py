@@ -19,20 +19,6 @@ from typing import NamedTuple
 
 from rankwire.errors import ConfigurationError
 
-__all__ = [
-    "RUNTIME_DIR",
-    "WHAT_TO_SET",
-    "find_runtime_folder",
-    "has_removed",
-    "host_id",
-    "namespace",
-    "new_socket_path",
-    "remove_socket_file",
-    "runtime_folder",
-    "runtime_folders",
-    "sweep_socket_files",
-]
-
 # Names the folder itself; a launcher that had to choose another hands it down so.
 RUNTIME_DIR = "RANKWIRE_RUNTIME_DIR"
 WHAT_TO_SET = f"Set {RUNTIME_DIR} to a folder of yours with mode 0700"

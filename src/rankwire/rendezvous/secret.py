@@ -23,16 +23,6 @@ from rankwire.errors import ConfigurationError
 from rankwire.fork import renew_in_child
 from rankwire.links.private_files import read_private
 from rankwire.rendezvous.runtime_dir import namespace, runtime_folder, runtime_folders
-from rankwire.wire.keys import RankKey, rank_key
-
-__all__ = [
-    "MIN_SECRET_NBYTES",
-    "AgreedSecret",
-    "RankKey",
-    "given_secret",
-    "rank_key",
-    "read_secret_file",
-]
 
 MIN_SECRET_NBYTES = 16
 _INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing

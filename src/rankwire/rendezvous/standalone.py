@@ -30,8 +30,6 @@ from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_i
 from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Seals
 
-__all__ = ["CoordinatorHost", "bind"]
-
 
 def bind(address: str) -> Socket:
     """Return a socket bound to ``host:port``, so that no other process can take it.

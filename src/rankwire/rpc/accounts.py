@@ -14,8 +14,6 @@ from rankwire.rpc.circles import ActiveCall, Key
 if TYPE_CHECKING:
     from rankwire.rpc.served_call import ServedCall
 
-__all__ = ["QUESTION", "give_account"]
-
 # Called like a function, but no function can be registered by such a name. Its arguments are the
 # calls in question, as [rank, src, request id].
 QUESTION = "\0calls"

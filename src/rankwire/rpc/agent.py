@@ -28,8 +28,6 @@ from rankwire.rpc.room import DEFAULT_QUEUED_NBYTES
 from rankwire.rpc.server import Limits, Server
 from rankwire.shutdown import close_at_exit
 
-__all__ = ["MAX_DEPTH", "RpcAgent"]
-
 MAX_DEPTH = 32
 _EXIT_GRACE = 0.1  # seconds
 _GRACE = 5.0

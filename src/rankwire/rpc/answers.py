@@ -30,8 +30,6 @@ from rankwire.rpc.messages import (
 )
 from rankwire.wire.frames import Message
 
-__all__ = ["Answers"]
-
 _log = logging.getLogger("rankwire")
 
 # A reply may be sent for at least this long, also when the caller's deadline is close.

@@ -21,8 +21,6 @@ from rankwire.links.reply import Reply
 if TYPE_CHECKING:
     from rankwire.rpc.worker import Worker
 
-__all__ = ["Call", "MadeCall", "Wait", "current_call", "describe_chain", "serving"]
-
 
 class MadeCall(NamedTuple):
     """A call in flight that a function being served has made."""

@@ -45,8 +45,6 @@ from rankwire.wire.mailbox import Receive
 if TYPE_CHECKING:
     from rankwire.rpc.server import Server
 
-__all__ = ["Caller"]
-
 _MOST_EXPLAINED = 4  # futures that are late at the same moment
 _EXPIRY_CHECK_EVERY = 0.05  # seconds; a thread that waits in result() is exact
 

@@ -21,19 +21,6 @@ from typing import Any, NamedTuple
 from rankwire.errors import InvalidMessageError
 from rankwire.texts import one_line
 
-__all__ = [
-    "ActiveCall",
-    "Circle",
-    "Key",
-    "Picture",
-    "find_circle",
-    "pack",
-    "still_to_ask",
-    "unpack",
-    "unpack_keys",
-]
-
-
 _MOST_TOLD = 8192  # calls that one rank tells of; 4096 may wait for its workers
 _MAX_NUMBER = 1 << 64  # of wider numbers, as many as one likes have one hash
 

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from rankwire.clock import Clock
 from rankwire.fork import guard
 
-__all__ = ["EventLoop"]
-
 _CLOSE_PATIENCE = 1.0
 
 

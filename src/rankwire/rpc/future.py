@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from rankwire.rpc.call import Call
     from rankwire.rpc.caller import Caller
 
-__all__ = ["RpcFuture"]
-
 _log = logging.getLogger("rankwire")
 
 # What the base class calls them.

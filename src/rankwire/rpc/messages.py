@@ -28,20 +28,6 @@ from rankwire.errors import (
 from rankwire.texts import one_line, printable, text_of, traceback_of
 from rankwire.wire.frames import Message
 
-__all__ = [
-    "Chain",
-    "Outcome",
-    "Request",
-    "copied",
-    "decode_reply",
-    "decode_request",
-    "describe_error",
-    "encode_failure",
-    "encode_reply",
-    "encode_request",
-    "encode_result",
-]
-
 Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us longer to encode
 
 _MAX_TRACEBACK = 65536

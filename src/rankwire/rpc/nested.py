@@ -23,8 +23,6 @@ from rankwire.errors import CircularCallError
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import ActiveCall, Circle, Key, find_circle, still_to_ask
 
-__all__ = ["Nested"]
-
 _FIRST_LOOK = 1.0  # seconds that a call has waited
 _NEXT_LOOK = 0.25
 _LOOKS_GROW_BY = 1.5

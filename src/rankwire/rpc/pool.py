@@ -37,8 +37,6 @@ from rankwire.errors import RankwireError
 from rankwire.fork import guard
 from rankwire.rpc.worker import Job, Worker
 
-__all__ = ["Pool"]
-
 _log = logging.getLogger("rankwire")
 
 _LOOK_EVERY = 0.001

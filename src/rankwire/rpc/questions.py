@@ -21,8 +21,6 @@ from rankwire.rpc.messages import decode_reply, encode_request
 if TYPE_CHECKING:
     from rankwire.rpc.server import Server
 
-__all__ = ["Questions"]
-
 _log = logging.getLogger("rankwire")
 
 _ASK_LIMIT = 0.2  # seconds for asking what became of a call whose deadline has passed

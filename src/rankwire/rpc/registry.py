@@ -9,8 +9,6 @@ from typing import Any
 
 from rankwire.errors import ConfigurationError, FunctionNotFoundError
 
-__all__ = ["Function", "Registry"]
-
 _MAX_NAME = 1024
 
 

@@ -34,16 +34,6 @@ from typing import Any, NamedTuple
 
 from rankwire.errors import InvalidMessageError
 
-__all__ = [
-    "DEFAULT_QUEUED_NBYTES",
-    "ROOM",
-    "SMALL_NBYTES",
-    "UNASKED_NBYTES",
-    "Allowance",
-    "Room",
-    "unpack_ask",
-]
-
 # Called like a function, but no function can be registered by such a name. Its arguments are the
 # id of the call to come, and its size.
 ROOM = "\0room"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from rankwire.rpc.server import Server
     from rankwire.rpc.worker import Worker
 
-__all__ = ["ServedCall"]
-
 _SLOW = 0.001
 _FAST = 0.0002
 _SMALL_REPLY = 65536

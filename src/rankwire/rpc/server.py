@@ -45,8 +45,6 @@ from rankwire.wire.frames import Message
 if TYPE_CHECKING:
     from rankwire.rpc.event_loop import EventLoop
 
-__all__ = ["Limits", "Server"]
-
 _log = logging.getLogger("rankwire")
 
 _STOP_PATIENCE = 0.5

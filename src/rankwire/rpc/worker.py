@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rankwire.rpc.pool import Pool
 
-__all__ = ["Job", "Paced", "Worker"]
-
 
 class Paced(Protocol):
     """What a job runs, as far as its pace is known."""

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from rankwire.backends.tcp import TcpBackend, Transport
+from rankwire.backends.tcp import TcpBackend
+from rankwire.backends.tcp_dialing import Transport
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
-
-__all__ = ["RankFailedError", "in_parallel", "run_ranks"]
 
 T = TypeVar("T")
 _BACKENDS = ("simulated", "tcp", "unix", "auto")

@@ -15,11 +15,10 @@ from typing import Any
 from rankwire.backends.base import Backend
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
-from rankwire.backends.tcp import TcpBackend, Transport
+from rankwire.backends.tcp import TcpBackend
+from rankwire.backends.tcp_dialing import Transport
 from rankwire.errors import InvalidWorldSizeError
 from rankwire.testing.ranks import in_parallel
-
-__all__ = ["MakeWorld", "simulated_world", "sub_world", "tcp_world"]
 
 MakeWorld = Callable[..., AbstractContextManager[list[Backend]]]
 

@@ -30,8 +30,6 @@ from rankwire.codec.arrays import (
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 from rankwire.wire.frames import Buffer
 
-__all__ = ["HEAD_NBYTES", "ArrayMessage", "pack_array", "unpack_head"]
-
 _PREFIX = struct.Struct("<BBH")
 _ARRAY, _TENSOR = 0, 1
 _ALIGNMENT = 64

@@ -29,28 +29,6 @@ from typing import NamedTuple
 
 from rankwire.wire.loans import Parcel
 
-__all__ = [
-    "CHANNELS",
-    "DEFAULT_BUFFER_NBYTES",
-    "DEFAULT_MAX_MESSAGE_NBYTES",
-    "FIRST_SPECIAL",
-    "HEADER",
-    "HEADER_NBYTES",
-    "LARGE_SEALED_NBYTES",
-    "LOAN",
-    "SEAL_NBYTES",
-    "SEQUENCE_MASK",
-    "WORLD_GROUP",
-    "Buffer",
-    "Channel",
-    "Envelope",
-    "Frame",
-    "Message",
-    "Payload",
-    "is_farewell",
-    "unpack_size",
-]
-
 Buffer = bytes | bytearray | memoryview
 Payload = bytearray | Parcel  # of a received message: here, or still with the sender
 Message = tuple[Sequence[Buffer], int]  # what is sent: the pieces, and their size together

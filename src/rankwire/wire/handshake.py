@@ -44,24 +44,6 @@ from rankwire.errors import (
 )
 from rankwire.wire.seals import Protection, Seals, make_seals
 
-__all__ = [
-    "CHALLENGE_NBYTES",
-    "HELLO_NBYTES",
-    "LAUNCHER",
-    "NONCE_NBYTES",
-    "PROOF_NBYTES",
-    "PROTOCOL_VERSION",
-    "VERDICT_NBYTES",
-    "Hello",
-    "Initiator",
-    "Purpose",
-    "Responder",
-    "Status",
-    "handshake_key",
-    "job_id",
-    "refusal",
-]
-
 PROTOCOL_VERSION = 3
 NONCE_NBYTES = 32
 LAUNCHER = 0xFFFFFFFF  # where a rank stands otherwise: no rank, but a launcher

@@ -24,17 +24,6 @@ from hashlib import blake2b, sha256, shake_256
 
 from rankwire.errors import InvalidMessageError
 
-__all__ = [
-    "KEY_NBYTES",
-    "SALT_NBYTES",
-    "HiddenKey",
-    "RankKey",
-    "pair_keys",
-    "rank_key",
-    "unwrap",
-    "wrap",
-]
-
 KEY_NBYTES = 32
 SALT_NBYTES = 16
 _RANK = struct.Struct("<I")

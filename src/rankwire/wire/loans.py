@@ -38,21 +38,6 @@ from typing import NamedTuple
 
 from rankwire.errors import MessageTooLargeError, ProtocolError, RankwireError
 
-__all__ = [
-    "DECIDING",
-    "MAX_NUMBER",
-    "MAX_PIECES",
-    "REFUSED",
-    "REVOKED",
-    "Loan",
-    "LoanRefusedError",
-    "LoanRevokedError",
-    "Parcel",
-    "pack_loan",
-    "unpack_loan",
-    "whole_of",
-]
-
 # The kernel takes 1024 vectors a call, and the guard needs one.
 MAX_PIECES = 512
 

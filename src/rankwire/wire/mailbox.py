@@ -24,8 +24,6 @@ from rankwire.errors import RankwireError, SizeMismatchError
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.loans import whole_of
 
-__all__ = ["FAMILY_BITS", "ONCE", "Mailbox", "Receive", "payload_of"]
-
 # Tags that differ only in so many lower bits are of one family: the steps of a collective.
 FAMILY_BITS = 16
 _MOST_REFUSED = 256

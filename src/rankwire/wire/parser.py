@@ -36,8 +36,6 @@ from rankwire.wire.violations import broken_seal, describe_violation
 if TYPE_CHECKING:
     from rankwire.wire.seals import Impression, Seal
 
-__all__ = ["FrameParser"]
-
 _new_frame = tuple.__new__  # 0.15 us instead of 0.24 for Frame(...), once for every message
 
 

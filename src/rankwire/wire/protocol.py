@@ -37,8 +37,6 @@ from rankwire.texts import MAX_REASON, one_line
 from rankwire.wire.frames import LOAN, Channel, Envelope, Frame, Message
 from rankwire.wire.loans import Loan, Parcel, unpack_loan, whole_of
 
-__all__ = ["BELL", "FAREWELL", "Course", "Happening", "Protocol", "course_after", "left"]
-
 # What a greeting says, in its tag: whether its sender can read the other end's memory, what memory
 # there is for a ring to it (``wire.ring``), and that it uses the one that was offered.
 _SAYS_NOTHING, _CAN_BORROW, _CANNOT_BORROW, _OFFERS_RING, _HAS_RING = range(5)

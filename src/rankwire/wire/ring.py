@@ -42,17 +42,6 @@ from rankwire.wire.frames import (
     Frame,
 )
 
-__all__ = [
-    "AWAKE",
-    "READ",
-    "RING_NBYTES",
-    "WRITTEN",
-    "RingReader",
-    "RingWriter",
-    "prepare",
-    "token_of",
-]
-
 _DATA_NBYTES = 1 << 16
 _DATA = 256
 RING_NBYTES = _DATA + _DATA_NBYTES

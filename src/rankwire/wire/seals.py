@@ -28,8 +28,6 @@ from zlib import crc32
 
 from rankwire.wire.frames import LARGE_SEALED_NBYTES, SEAL_NBYTES, Buffer, Channel
 
-__all__ = ["BULK_NBYTES", "Impression", "Protection", "Seal", "Seals", "make_seals"]
-
 # Above this, a payload of messages and collectives is bulk.
 BULK_NBYTES = 1 << 16
 _BULK_CHANNELS = frozenset({int(Channel.MESSAGE), int(Channel.COLLECTIVE)})

@@ -9,8 +9,6 @@ from __future__ import annotations
 from rankwire.errors import MessageTooLargeError, ProtocolError
 from rankwire.wire.frames import CHANNELS, LOAN
 
-__all__ = ["broken_seal", "describe_violation"]
-
 
 def describe_violation(
     word: int, sequence: int, expected: int, nbytes: int, limit: int

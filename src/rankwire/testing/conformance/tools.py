@@ -17,19 +17,6 @@ from rankwire.rpc.call import current_call
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
 
-__all__ = [
-    "PATIENCE",
-    "SIZES",
-    "Check",
-    "agents_of",
-    "expect",
-    "has_values",
-    "run_all",
-    "run_in_worlds",
-    "until",
-    "work_until_cancelled",
-]
-
 SIZES = (1, 2, 3, 4, 7)
 PATIENCE = 10.0
 
