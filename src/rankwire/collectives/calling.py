@@ -8,7 +8,7 @@ wrong argument, and are told. Errors that leave a collective say which one it wa
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
 from rankwire.backends.base import Backend
@@ -34,7 +34,7 @@ def collective(
                 f"the first argument of {name} is a backend, not {kind}"
             ).during(op=name) from None
         try:
-            return operations.call(name, partial(prepare, backend, *args, **kwargs))
+            return operations.call(name, prepare, backend, *args, **kwargs)
         except RankwireError as error:
             error.during(op=name, rank=backend.rank)
             raise

@@ -130,11 +130,11 @@ class Exchange(ABC):
         is_soon = deadline.limit <= LOOK_EVERY
         self._next_look = deadline if is_soon else Deadline(LOOK_EVERY, deadline.clock)
 
-    @property
     def has_news(self) -> bool:
         """Whether a rank of which this one has read its messages has told something beside them."""
+        notices = (self._group, _CHANNEL, NOTICE_TAG)
         for src in self._sources:
-            if self._backend.has_arrived(src, (self._group, _CHANNEL, NOTICE_TAG)):
+            if self._backend.has_arrived(src, notices):
                 return True
         return False
 
@@ -163,9 +163,8 @@ class Exchange(ABC):
         """Send bytes in pieces, as one message. They must not change before ``settle``."""
         if nbytes > self._backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self._backend.max_message_nbytes)
-        if self._next_look.expired:
-            self._next_look = self.deadline.sooner(LOOK_EVERY)
         # A message of which only a part has left must be finished, so a large one is not given up.
+        # A small one is mostly taken at once; so nobody asks the time before.
         limit = self._next_look if nbytes <= _SMALL else self.deadline
         while True:
             try:

@@ -96,7 +96,7 @@ class Operation(Exchange):
         result = run(self)
         if self.offers:
             self.settle()
-        if self.has_news:
+        if self._sources and self.has_news():
             self._hear_at_the_end()
         if self._convening is not None:
             self._convening.end()

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec
 
 from msgspec.structs import replace
 
@@ -44,6 +45,8 @@ from rankwire.errors import (
 from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
+
+P = ParamSpec("P")
 
 # What is to be done: its words (the same on all ranks), the steps, whether in the background, and
 # the seconds for all of it (None is the backend's default).
@@ -98,14 +101,16 @@ class OperationSequence:
                     operations = backend.operations = cls(backend)
         return operations
 
-    def call(self, name: str, prepare: Callable[[], Plan]) -> Any:
+    def call(self, name: str, prepare: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run the next operation of the group, here or in the background.
 
         It has a number also if it cannot be prepared, as on the other ranks, which are told.
 
         Args:
             name: What was called.
-            prepare: Checks the arguments, and returns what is to be done.
+            prepare: Checks its arguments, and returns what is to be done.
+            *args: Its arguments.
+            **kwargs: Its arguments by name.
 
         Returns:
             What the steps return, or the ``Work`` whose ``wait`` returns it.
@@ -115,7 +120,7 @@ class OperationSequence:
         operation = Operation(self, name)
         work: Work[Any] | None = None
         try:
-            description, run, async_op, timeout = prepare()
+            description, run, async_op, timeout = prepare(*args, **kwargs)
             limit = self.backend.timeout if timeout is None else timeout
             deadline = Deadline(limit, self.backend.clock)
             operation.description, operation.deadline = description, deadline
@@ -125,7 +130,7 @@ class OperationSequence:
                 self._next += 1
                 if async_op:  # under the lock: the worker runs them in the order of their numbers
                     work = Work(description, self.backend.clock)
-                    self._worker.submit(work, lambda: self._run_and_end(operation, run))
+                    self._worker.submit(work, partial(self._run_and_end, operation, run))
             return operation.run(run) if work is None else work
         except BaseException as error:
             if work is not None:
