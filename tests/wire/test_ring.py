@@ -20,8 +20,6 @@ from rankwire.wire.ring import (
     WRITTEN,
     RingReader,
     RingWriter,
-    prepare,
-    token_of,
 )
 
 DATA = 1 << 16
@@ -102,12 +100,6 @@ def test_numbers_wrap_at_32_bits():
     lane.put(b"b", sequence=0)
     assert [payload for _, payload in lane.take(2**32 - 1)] == [b"a"]
     assert [payload for _, payload in lane.take(0)] == [b"b"]
-
-
-def test_memory_is_told_from_other_memory_by_its_token():
-    memory = memoryview(bytearray(RING_NBYTES))
-    prepare(memory, 2**64 - 1)
-    assert token_of(memory) == 2**64 - 1
 
 
 # -- beside a stream -------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from rankwire.links.allocation import allocate
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import Lent, Meanwhile, lend
 from rankwire.links.process_memory import probe
-from rankwire.links.ring_memory import CAN_SHARE, SharedMemory, open_shared
+from rankwire.links.shared_memory import CAN_SHARE, SharedMemory, open_shared
 from rankwire.links.spin import Spin
 from rankwire.links.stream import Stream, stream_of
 from rankwire.links.tcp_info import Unanswered
@@ -61,6 +61,7 @@ _PEEK_NBYTES = 1 << 16
 _LONGEST_SLEEP = 0.1
 # Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
 # what has arrived, also if that is large.
+_RING_SIZES = range(RING_NBYTES, RING_NBYTES + 1)
 _LAST_READS = 256
 
 
@@ -319,7 +320,7 @@ class Connection:
     def _offer_ring(self) -> None:
         """Let the peer write through memory, while somebody looks there."""
         try:
-            self._shared = SharedMemory()
+            self._shared = SharedMemory(RING_NBYTES)
         except OSError as error:
             _log.debug("there is no memory for a ring from rank %d: %s", self.peer, error)
             return
@@ -338,7 +339,7 @@ class Connection:
         if self._writer.ring is not None:
             return
         try:
-            ring = RingWriter(open_shared(self.stream.peer_pid(), offer))
+            ring = RingWriter(open_shared(self.stream.peer_pid(), offer, _RING_SIZES))
             self._writer.send(*self._protocol.acceptance(), AT_ONCE)
             self._writer.ring = ring
         except (OSError, ValueError, RankwireError) as error:

@@ -18,7 +18,7 @@ The memory, little-endian; words on cache lines of their own::
     0       bytes of records written, ever; changed by the writer alone, after the record
     64      bytes of records read, ever; changed by the reader alone
     128     1 while the reader looks, else 0; changed by the reader alone
-    192     a token: who maps it makes sure that it is what was meant
+    192     left to those who share the memory
     256     the records, at multiples of 32; one that does not fit before the end begins anew,
             and a header of channel 0 says so
     ======  ==============================================================================
@@ -45,22 +45,12 @@ from rankwire.wire.frames import (
 _DATA_NBYTES = 1 << 16
 _DATA = 256
 RING_NBYTES = _DATA + _DATA_NBYTES
-WRITTEN, READ, AWAKE, _TOKEN = 0, 8, 16, 24  # which words of eight bytes these are
+WRITTEN, READ, AWAKE = 0, 8, 16  # which words of eight bytes these are
 _IN_RING = _DATA_NBYTES - 1
 _UNIT = HEADER_NBYTES - 1  # a record takes a multiple of a header
 _HALF = 1 << 31
 
 _new_frame = tuple.__new__  # as in ``parser``
-
-
-def prepare(memory: memoryview, token: int) -> None:
-    """Make a ring of zeroed memory."""
-    memory.cast("Q")[_TOKEN] = token
-
-
-def token_of(memory: memoryview) -> int:
-    """Return what ``prepare`` was given."""
-    return memory.cast("Q")[_TOKEN]
 
 
 class RingWriter:

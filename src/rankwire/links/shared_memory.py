@@ -1,12 +1,12 @@
-"""Memory that two processes share, for rings: made by one, opened by the other (Linux on x86).
+"""Memory that processes share: made by one, opened by the others (Linux on x86).
 
 It has no name in any file system, so nothing is left of it whatever dies. The process that makes it
-tells the other one the number of its descriptor, and that one opens it by ``/proc``: the kernel
-allows this to processes of one user that see each other. It cannot be made smaller, which would
-kill whoever reads beyond the end; and it has a token in it, so that nothing else is taken for it.
+tells the others the number of its descriptor, and they open it by ``/proc``: the kernel allows this
+to processes of one user that see each other. It cannot be made smaller, which would kill whoever
+reads beyond the end; and it has a token in it, so that nothing else is taken for it.
 
-Where any of this is not possible there is no ring, and sockets carry everything. What is in the
-memory is the business of ``wire.ring``.
+Where any of this is not possible, sockets carry everything. What else is in the memory is the
+business of ``wire.ring`` and ``wire.segment``, which leave the token's word alone.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from itertools import starmap
 from typing import Any
 
 from rankwire.wire.mailbox import ONCE
-from rankwire.wire.ring import RING_NBYTES, prepare, token_of
 
-# Records rely on stores being seen in the order in which they were made.
+# Records and steps rely on stores being seen in the order in which they were made.
 CAN_SHARE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 _MAP_SHARED = 1
 _FAILED = ctypes.c_void_p(-1).value
 
-_OFFER = struct.Struct("<QQ")  # the descriptor's number, and the token
-_NAME = "rankwire-ring"
+_OFFER = struct.Struct("<QQQ")  # the descriptor's number, the size, and the token
+_NAME = "rankwire"
+_TOKEN = 24  # which word of eight bytes it is
 
 
 class SharedMemory:
-    """Memory made by this process.
+    """Memory made by this process, zeroed.
+
+    Args:
+        nbytes: How much.
 
     Attributes:
         view: The memory.
@@ -49,17 +52,17 @@ class SharedMemory:
         OSError: The system has none, or does not allow it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
         self._held = _Descriptor()
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         descriptor = self._held.take(os.memfd_create, _NAME, flags)
-        os.ftruncate(descriptor, RING_NBYTES)
+        os.ftruncate(descriptor, nbytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        self.view = _mapped(descriptor)
+        self.view = _mapped(descriptor, nbytes)
         token = secrets.randbits(64)
-        prepare(self.view, token)
-        self.offer = _OFFER.pack(descriptor, token)
+        self.view.cast("Q")[_TOKEN] = token
+        self.offer = _OFFER.pack(descriptor, nbytes, token)
 
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as somebody uses it. Idempotent."""
@@ -85,7 +88,7 @@ class _Descriptor:
     __del__ = close
 
 
-def _mapped(descriptor: int) -> memoryview:
+def _mapped(descriptor: int, nbytes: int) -> memoryview:
     """Return the memory behind a descriptor, for as long as anybody has a view of it.
 
     Not by ``mmap.mmap``, which keeps a descriptor of its own that long: an error that remembers
@@ -95,46 +98,49 @@ def _mapped(descriptor: int) -> memoryview:
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     address = library.mmap(
-        None, RING_NBYTES, mmap.PROT_READ | mmap.PROT_WRITE, _MAP_SHARED, descriptor, 0
+        None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _MAP_SHARED, descriptor, 0
     )
     if address == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    memory = (ctypes.c_ubyte * RING_NBYTES).from_address(address)
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
     unmap = library.munmap
     unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    weakref.finalize(memory, unmap, address, RING_NBYTES).atexit = False
+    weakref.finalize(memory, unmap, address, nbytes).atexit = False
     return memoryview(memory).cast("B")
 
 
-def open_shared(pid: int, offer: bytes) -> memoryview:
+def open_shared(pid: int, offer: bytes, sizes: range) -> memoryview:
     """Open the memory that another process has made.
 
     Args:
         pid: The process, by the kernel's word.
         offer: What it said.
+        sizes: How many bytes it may have.
 
     Raises:
         OSError: The system does not allow it.
         ValueError: That is not such memory.
     """
     try:
-        number, token = _OFFER.unpack(offer)
+        number, nbytes, token = _OFFER.unpack(offer)
     except struct.error as error:
         raise ValueError(str(error)) from error
     path = f"/proc/{pid}/fd/{number}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise ValueError(f"{path} is something else")
+    if nbytes not in sizes:
+        raise ValueError(f"it has {nbytes} bytes")
     held = _Descriptor()
     try:
         descriptor = held.take(os.open, path, os.O_RDWR | os.O_CLOEXEC)
-        if os.fstat(descriptor).st_size != RING_NBYTES:
+        if os.fstat(descriptor).st_size != nbytes:
             raise ValueError("it has another size")
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ValueError("it could be made smaller")
-        view = _mapped(descriptor)
+        view = _mapped(descriptor, nbytes)
     finally:
         held.close()
-    if token_of(view) != token:
+    if view.cast("Q")[_TOKEN] != token:
         raise ValueError("it has another token")
     return view
