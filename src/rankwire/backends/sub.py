@@ -39,6 +39,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.links.shared_segment import SharedSegment
 from rankwire.wire.frames import Envelope, Message, Payload
 
 # A parent need not wake a thread that reads a connection for others too; that one looks up this
@@ -154,6 +155,19 @@ class SubBackend(Backend):
     def hosts(self) -> Sequence[object]:
         """One item a rank; those of ranks on one host are equal."""
         return [self.parent.hosts[member] for member in self._members]
+
+    @property
+    def shares_memory(self) -> bool:  # type: ignore[override]
+        """Whether ranks of one host may be able to share memory."""
+        return self.parent.shares_memory
+
+    def new_segment(self, rank: int, size: int) -> SharedSegment | None:
+        """Make memory for the ranks of a group on this host to meet in."""
+        return self.parent.new_segment(rank, size)
+
+    def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
+        """Open what another rank has made."""
+        return self.parent.open_segment(self._members[src], offer, rank, size)
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None

@@ -19,6 +19,7 @@ from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.exit_report import Fall
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
+from rankwire.backends.segments import DEFAULT_SEGMENT_NBYTES, Segments
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_dialing import Dialling, Transport
 from rankwire.backends.tcp_formation import Formation
@@ -36,6 +37,8 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
+from rankwire.links.shared_memory import CAN_SHARE
+from rankwire.links.shared_segment import SharedSegment
 from rankwire.links.sockets import AnySocket, Socket, TcpAddress
 from rankwire.links.spin import default_spin
 from rankwire.rendezvous.control_messages import (
@@ -85,6 +88,8 @@ class TcpBackend(Mesh):
         max_message_nbytes: Largest message sent or accepted.
         single_copy: Read large messages of ranks on this host straight out of their memory, where
             the kernel allows it; ``link_to`` tells.
+        segment_nbytes: Bytes of memory that the ranks of a group on one host share for collectives
+            on small and middle arrays, at most; 0 for none. Used if all of them can.
         listen: Where this rank listens: ``host``, ``host:port``, ``host:low-high`` or
             ``:low-high``; the host may be a network interface. Without it: the address that reached
             the rendezvous, and any free port. One port serves everything. For rank 0, where to
@@ -115,6 +120,8 @@ class TcpBackend(Mesh):
         ConfigurationError: The arguments cannot work.
     """
 
+    shares_memory = CAN_SHARE
+
     def __init__(
         self,
         rank: int,
@@ -129,6 +136,7 @@ class TcpBackend(Mesh):
         spin: float | None = None,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         single_copy: bool = True,
+        segment_nbytes: int = DEFAULT_SEGMENT_NBYTES,
         listen: str | None = None,
         advertise: str | None = None,
         suspect_after: float = DEFAULT_PATIENCE.suspect_after,
@@ -165,6 +173,7 @@ class TcpBackend(Mesh):
             )
         self._transport = transport
         self._wanted_spin = spin
+        self._segments = Segments(segment_nbytes, clock)
         self._is_watched = True
         self._introductions = Introductions(self._peers.values, self._greet, clock)
         where = TcpAddress.parse(address)
@@ -218,6 +227,20 @@ class TcpBackend(Mesh):
         """``host:port`` at which rank 0 listens, with the port that was chosen."""
         return str(self._formation.address)
 
+    # -- shared memory -----------------------------------------------------------------------------
+
+    def new_segment(self, rank: int, size: int) -> SharedSegment | None:
+        """Make memory for the ranks of a group on this host to meet in."""
+        if self._transport == "tcp":
+            return None
+        return self._segments.make(rank, size, self.spin)
+
+    def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
+        """Open what another rank has made, and has told this one of."""
+        connection = self._peers[src].inbox.connection
+        pid = 0 if connection is None else connection.stream.peer_pid()
+        return self._segments.open(pid, offer, rank, size, self.spin)
+
     # -- connections -------------------------------------------------------------------------------
 
     def new_poller(self) -> EpollPoller:
@@ -238,6 +261,12 @@ class TcpBackend(Mesh):
 
     def on_gone(self, gone: Gone) -> None:
         """Hear from the control plane that a rank has died or left."""
+        try:
+            self._take_in(gone)
+        finally:
+            self._segments.disturb()
+
+    def _take_in(self, gone: Gone) -> None:
         if gone.rank == self.rank:
             for rank, peer in self._peers.items():
                 reason = f"the others have given up this rank: {gone.reason}"

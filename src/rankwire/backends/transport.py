@@ -13,6 +13,7 @@ from rankwire.backends.calls import CallPort
 from rankwire.backends.status import PeerStatus, state_of
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
+from rankwire.links.shared_segment import SharedSegment
 from rankwire.wire.frames import WORLD_GROUP, Envelope, Message, Payload
 
 
@@ -73,6 +74,24 @@ class Transport(ABC):
     def hosts(self) -> Sequence[object]:
         """One item a rank; those of ranks on one host are equal."""
         return [None] * self.world_size
+
+    shares_memory = False  # whether ranks of one host may be able to; alike on all of them
+
+    def new_segment(self, rank: int, size: int) -> SharedSegment | None:
+        """Make memory for the ranks of a group on this host to meet in.
+
+        Args:
+            rank: This rank, in the group.
+            size: Of the group.
+
+        Returns:
+            This rank's end of it; None if that cannot be, or is not wanted.
+        """
+        return None
+
+    def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
+        """Open what another rank has made, and has told this one of; None if that cannot be."""
+        return None
 
     @abstractmethod
     def receive(

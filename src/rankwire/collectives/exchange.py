@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
 from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
+
+if TYPE_CHECKING:
+    from rankwire.collectives.sharing import SharedSlots
 
 Array = np.ndarray[Any, Any]
 
@@ -81,6 +84,8 @@ class Exchange(ABC):
     Attributes:
         rank: This rank.
         size: The number of ranks.
+        tag: That of step 0.
+        shared: The memory that all ranks share, if they do.
         deadline: For all of it.
         offers: What was sent, and to whom, that may not be changed yet.
     """
@@ -90,11 +95,12 @@ class Exchange(ABC):
         "_group",
         "_next_look",
         "_sources",
-        "_tag",
         "deadline",
         "offers",
         "rank",
+        "shared",
         "size",
+        "tag",
     )
 
     def __init__(self, backend: Backend) -> None:
@@ -102,7 +108,8 @@ class Exchange(ABC):
         self.size = backend.world_size
         self._backend = backend
         self._group = backend.group
-        self._tag = 0
+        self.tag = 0
+        self.shared: SharedSlots | None = None
         self.deadline = self._next_look = AT_ONCE
         self.offers: list[tuple[int, Offer]] = []
         self._sources: list[int] = []  # the ranks from which something was received
@@ -125,7 +132,7 @@ class Exchange(ABC):
 
     def open(self, tag: int, deadline: Deadline) -> None:
         """Begin, with the tag of step 0."""
-        self._tag = tag
+        self.tag = tag
         self.deadline = deadline
         is_soon = deadline.limit <= LOOK_EVERY
         self._next_look = deadline if is_soon else Deadline(LOOK_EVERY, deadline.clock)
@@ -151,7 +158,7 @@ class Exchange(ABC):
 
     def begin_part(self, part: int) -> None:
         """Keep the messages from now on apart from earlier ones: the steps begin again."""
-        self._tag = self.tag_of_part(part)
+        self.tag = self.tag_of_part(part)
 
     def send(self, dst: int, step: int, data: Array) -> None:
         """Send to a rank. The data must not change before ``settle``."""
@@ -170,17 +177,15 @@ class Exchange(ABC):
             try:
                 offer = self._backend.offer(
                     dst,
-                    (self._group, _CHANNEL, self._tag + step),
+                    (self._group, _CHANNEL, self.tag + step),
                     (buffers, nbytes),
                     limit,
                     check=None if nbytes <= _SMALL else partial(self.look, dst),
                 )
                 break
             except DeadlineExceededError:
-                self.look(dst)
-                if self.deadline.expired:
-                    raise self.too_late(dst) from None
-                limit = self._next_look = self.deadline.sooner(LOOK_EVERY)
+                self._look_up(dst)
+                limit = self._next_look
         if offer is not None:
             self.offers.append((dst, offer))
 
@@ -191,17 +196,37 @@ class Exchange(ABC):
             RankwireError: It cannot come any more: a rank failed, or is doing something else.
         """
         self._sources.append(src)
-        if self._next_look.expired:
-            self._next_look = self.deadline.sooner(LOOK_EVERY)
-        envelope = (self._group, _CHANNEL, self._tag + step)
+        envelope = (self._group, _CHANNEL, self.tag + step)
+        patience = self.next_look()
         while True:
             try:
-                return self._backend.receive(src, envelope, self._next_look, nbytes=nbytes)
+                return self._backend.receive(src, envelope, patience, nbytes=nbytes)
             except DeadlineExceededError:
-                self.look(src)
-                if self.deadline.expired:
-                    raise self.too_late(src) from None
-                self._next_look = self.deadline.sooner(LOOK_EVERY)
+                self._look_up(src)
+                patience = self._next_look
+
+    def next_look(self) -> Deadline:
+        """Return until when to wait for a rank before looking up."""
+        if self._next_look.expired:
+            self._next_look = self.deadline.sooner(LOOK_EVERY)
+        return self._next_look
+
+    def look_up(self, src: int) -> None:
+        """Look up from waiting for a rank outside of messages; that one may have left.
+
+        Raises:
+            RankwireError: There is no reason to wait any more.
+        """
+        self._look_up(src)
+        failure = self._backend.failure_of(src)
+        if failure is not None:
+            raise failure.copy()
+
+    def _look_up(self, src: int) -> None:
+        self.look(src)
+        if self.deadline.expired:
+            raise self.too_late(src) from None
+        self._next_look = self.deadline.sooner(LOOK_EVERY)
 
     def receive_array(self, src: int, step: int, like: Array) -> Array:
         """Return an array that has the size and dtype of ``like``, in memory of its own."""
@@ -241,6 +266,8 @@ class Exchange(ABC):
 
     def revoke(self) -> None:
         """Take back what was sent and not read: the operation has failed."""
+        if self.shared is not None:
+            self.shared.retract()
         for _, offer in self.offers:
             offer.revoke()
         self.offers.clear()

@@ -12,11 +12,12 @@ from typing import Any
 from rankwire.backends.arguments import check_pickle, check_rank
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
-from rankwire.collectives import algorithms
+from rankwire.collectives import algorithms, selection
 from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import describe
 from rankwire.errors import ConfigurationError
+from rankwire.wire.frames import Message
 from rankwire.wire.loans import whole_of
 
 _STEP = algorithms.SPREAD_STEP
@@ -42,13 +43,14 @@ def all_gather_object(
         timeout: Seconds for all of it; None is the backend's default.
     """
     codec = _checked(backend, codec)
-    buffers, nbytes = codec.encode(value)
+    message = codec.encode(value)
 
     def run(x: Exchange) -> list[Any]:
-        algorithms.meet(x)  # no rank knows how much the others are about to send
-        for dst in x.others:
-            x.send_buffers(dst, _STEP, buffers, nbytes)
-        return _received_from_all(x, codec, value)
+        payloads = selection.spread(x, message)
+        if payloads is None:
+            for dst in x.others:
+                x.send_buffers(dst, _STEP, *message)
+        return _received_from_all(x, codec, value, payloads)
 
     return "all_gather_object()", run, async_op, timeout
 
@@ -66,13 +68,14 @@ def gather_object(
     """Return the list of all ranks' values at the root, and None elsewhere."""
     root = check_rank(root, backend.world_size)
     codec = _checked(backend, codec)
-    buffers, nbytes = codec.encode(value)
+    message = codec.encode(value)
 
     def run(x: Exchange) -> list[Any] | None:
-        algorithms.meet(x)
+        payloads = selection.spread(x, message)
         if x.rank == root:
-            return _received_from_all(x, codec, value)
-        x.send_buffers(root, _STEP, buffers, nbytes)
+            return _received_from_all(x, codec, value, payloads)
+        if payloads is None:
+            x.send_buffers(root, _STEP, *message)
         return None
 
     return describe("gather_object", f"root {root}"), run, async_op, timeout
@@ -91,14 +94,15 @@ def broadcast_object(
     """Return the root's value on all ranks; what the others pass is not looked at."""
     root = check_rank(root, backend.world_size)
     codec = _checked(backend, codec)
-    buffers, nbytes = codec.encode(value) if backend.rank == root else ([], 0)
+    message: Message = codec.encode(value) if backend.rank == root else ([], 0)
 
     def run(x: Exchange) -> Any:
-        algorithms.meet(x)
+        payloads = selection.spread(x, message)
         if x.rank != root:
-            return codec.decode(whole_of(x.receive(root, _STEP)))
-        for dst in x.others:
-            x.send_buffers(dst, _STEP, buffers, nbytes)
+            return _received(x, codec, root, payloads)
+        if payloads is None:
+            for dst in x.others:
+                x.send_buffers(dst, _STEP, *message)
         return value
 
     return describe("broadcast_object", f"root {root}"), run, async_op, timeout
@@ -120,12 +124,13 @@ def scatter_object(
     encoded = _encoded(backend, codec, values) if backend.rank == root else []
 
     def run(x: Exchange) -> Any:
-        algorithms.meet(x)
+        payloads = selection.distribute(x, encoded)
         if x.rank != root:
-            return codec.decode(whole_of(x.receive(root, _STEP)))
+            return _received(x, codec, root, payloads)
         assert values is not None
-        for dst in x.others:
-            x.send_buffers(dst, _STEP, *encoded[dst])
+        if payloads is None:
+            for dst in x.others:
+                x.send_buffers(dst, _STEP, *encoded[dst])
         return values[root]
 
     return describe("scatter_object", f"root {root}"), run, async_op, timeout
@@ -145,22 +150,30 @@ def all_to_all_object(
     encoded = _encoded(backend, codec, values)
 
     def run(x: Exchange) -> list[Any]:
-        algorithms.meet(x)
-        for dst in x.others:
-            x.send_buffers(dst, _STEP, *encoded[dst])
-        return _received_from_all(x, codec, values[x.rank])
+        payloads = selection.distribute(x, encoded)
+        if payloads is None:
+            for dst in x.others:
+                x.send_buffers(dst, _STEP, *encoded[dst])
+        return _received_from_all(x, codec, values[x.rank], payloads)
 
     return "all_to_all_object()", run, async_op, timeout
 
 
-def _received_from_all(x: Exchange, codec: Codec, own: Any) -> list[Any]:
+def _received(x: Exchange, codec: Codec, src: int, payloads: list[bytearray] | None) -> Any:
+    """Return the value of a rank: its bytes are here already, or on their way."""
+    return codec.decode(whole_of(x.receive(src, _STEP)) if payloads is None else payloads[src])
+
+
+def _received_from_all(
+    x: Exchange, codec: Codec, own: Any, payloads: list[bytearray] | None
+) -> list[Any]:
     values = [own] * x.size
     for src in reversed(x.others):
-        values[src] = codec.decode(whole_of(x.receive(src, _STEP)))
+        values[src] = _received(x, codec, src, payloads)
     return values
 
 
-def _encoded(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> list[Any]:
+def _encoded(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> list[Message]:
     count = backend.world_size
     if values is None or len(values) != count:
         given = "none" if values is None else len(values)

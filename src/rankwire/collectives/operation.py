@@ -93,6 +93,10 @@ class Operation(Exchange):
         self.open(tag, self.deadline)
         if operations.failures:
             self._raise_if_failed()
+        sharing = operations.sharing
+        self.shared = (
+            sharing.slots if sharing.epoch == self._epoch else sharing.agree(self, self._epoch)
+        )
         result = run(self)
         if self.offers:
             self.settle()

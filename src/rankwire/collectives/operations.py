@@ -202,10 +202,7 @@ def gather(
     def run(x: Exchange) -> Any:
         result = None if target is None else target.flat()
         own = source.flat() if target is None else apart(source.flat(), target)
-        parts = None if result is None else split(result, x.size)
-        algorithms.gather_directly(x, own, parts, root)
-        if parts is not None:
-            parts[root][...] = own
+        selection.gather(x, own, result, root)
         return stored(target, result)
 
     what = describe("gather", f"root {root}", source.dtype_name, source.shape)
@@ -241,13 +238,17 @@ def scatter(
         operand(out, "out").check_writable("out")
 
     def run(x: Exchange) -> Any:
-        algorithms.meet(x)
         if x.rank != root:
-            return to_array(x.receive(root, algorithms.SPREAD_STEP), out)
+            payloads = selection.distribute(x, [])
+            payload = (
+                x.receive(root, algorithms.SPREAD_STEP) if payloads is None else payloads[root]
+            )
+            return to_array(payload, out)
         parts = split(apart(source.flat(), mine), x.size)
-        for dst in x.others:
-            part = part_value(source, parts[dst], shape)
-            x.send_buffers(dst, algorithms.SPREAD_STEP, *pack_array(part))
+        messages = [pack_array(part_value(source, part, shape)) for part in parts]
+        if selection.distribute(x, messages) is None:
+            for dst in x.others:
+                x.send_buffers(dst, algorithms.SPREAD_STEP, *messages[dst])
         mine.array[...] = parts[root].reshape(shape)
         return mine.value
 
@@ -282,7 +283,7 @@ def reduce_scatter(
     def run(x: Exchange) -> Any:
         result = target.flat()
         own = apart(source.flat(), target)
-        algorithms.reduce_scatter_directly(x, split(own, x.size), result, r)
+        selection.reduce_scatter(x, own, result, r)
         return stored(target, result)
 
     what = describe("reduce_scatter", op, source.dtype_name, source.shape)
@@ -324,8 +325,7 @@ def all_to_all(
     def run(x: Exchange) -> Any:
         result = target.flat()
         own = apart(source.flat(), target)
-        algorithms.meet_before_much(x, own.nbytes // x.size)
-        algorithms.all_to_all_directly(x, split(own, x.size), split(result, x.size))
+        selection.all_to_all(x, own, result)
         return stored(target, result)
 
     what = describe("all_to_all", source.dtype_name, source.shape)
@@ -338,7 +338,7 @@ def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None =
 
     ``Backend.barrier`` sends one to every other rank instead; this one is for many ranks.
     """
-    return "barrier()", algorithms.meet, async_op, timeout
+    return "barrier()", selection.meet, async_op, timeout
 
 
 @collective
@@ -362,7 +362,7 @@ def all_reduce_coalesced(
 
     def run(x: Exchange) -> list[Any]:
         if not targets:
-            algorithms.meet(x)
+            selection.meet(x)
         for part, indices in enumerate(bundles(targets)):
             flats = [targets[index].flat() for index in indices]
             joined = flats[0] if len(flats) == 1 else np.concatenate(flats)

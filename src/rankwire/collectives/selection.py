@@ -7,10 +7,13 @@ decides. Pure.
 
 from __future__ import annotations
 
-from rankwire.collectives import algorithms
+from collections.abc import Sequence
+
+from rankwire.collectives import algorithms, slot_algorithms
 from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.reductions import Reduction
+from rankwire.wire.frames import Message
 
 # Up to here two ranks give each other everything.
 EXCHANGE_UP_TO = 64 << 10
@@ -29,7 +32,9 @@ TREE_UP_TO = 256 << 10
 def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered: bool) -> None:
     """Reduce ``source`` of all ranks into ``out`` of all ranks."""
     nbytes = source.nbytes
-    if x.size == 2 and nbytes <= EXCHANGE_UP_TO:
+    if x.shared is not None and nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.all_reduce(x, x.shared, source, out, r)
+    elif x.size == 2 and nbytes <= EXCHANGE_UP_TO:
         algorithms.all_reduce_by_exchange(x, source, out, r)
     elif x.size * nbytes <= GATHER_UP_TO or x.size == 1:
         algorithms.all_reduce_by_gathering(x, source, out, r)
@@ -43,7 +48,9 @@ def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered:
 
 def reduce(x: Exchange, source: Array, out: Array | None, root: int, r: Reduction) -> None:
     """Reduce ``source`` of all ranks into ``out`` of the root."""
-    if source.nbytes <= TREE_UP_TO:
+    if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.reduce(x, x.shared, source, out, r)
+    elif source.nbytes <= TREE_UP_TO:
         algorithms.reduce_by_gathering(x, source, out, root, r)
     else:
         algorithms.reduce_by_scattering(x, source, out, root, r)
@@ -51,7 +58,9 @@ def reduce(x: Exchange, source: Array, out: Array | None, root: int, r: Reductio
 
 def broadcast(x: Exchange, array: Array, root: int) -> None:
     """Copy the root's array to all ranks."""
-    if x.size <= 2 or (array.nbytes > TREE_UP_TO and x.is_one_host):
+    if x.shared is not None and array.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.broadcast(x, x.shared, array, root)
+    elif x.size <= 2 or (array.nbytes > TREE_UP_TO and x.is_one_host):
         algorithms.broadcast_directly(x, array, root)
     elif array.nbytes <= TREE_UP_TO:
         algorithms.broadcast_by_tree(x, array, root)
@@ -61,6 +70,9 @@ def broadcast(x: Exchange, array: Array, root: int) -> None:
 
 def all_gather(x: Exchange, own: Array, out: Array) -> None:
     """Fill ``out`` with the parts of all ranks."""
+    if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.gather(x, x.shared, own, out)
+        return
     parts = algorithms.split(out, x.size)
     if x.size * own.nbytes <= GATHER_UP_TO:
         for part, row in zip(parts, algorithms.all_gather_by_doubling(x, own), strict=True):
@@ -69,3 +81,63 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
         algorithms.meet_before_much(x, own.nbytes)
         algorithms.all_gather_directly(x, own, parts, algorithms.GATHER_STEP)
         parts[x.rank][...] = own
+
+
+def gather(x: Exchange, own: Array, out: Array | None, root: int) -> None:
+    """Fill ``out`` of the root with the parts of all ranks."""
+    if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.gather(x, x.shared, own, out)
+        return
+    parts = None if out is None else algorithms.split(out, x.size)
+    algorithms.gather_directly(x, own, parts, root)
+    if parts is not None:
+        parts[root][...] = own
+
+
+def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
+    """Reduce part i of ``source`` of all ranks into ``out`` of rank i."""
+    if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.reduce_scatter(x, x.shared, source, out, r)
+    else:
+        algorithms.reduce_scatter_directly(x, algorithms.split(source, x.size), out, r)
+
+
+def all_to_all(x: Exchange, own: Array, out: Array) -> None:
+    """Give part i of ``own`` to rank i; fill ``out`` with the parts for this rank."""
+    if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.all_to_all(x, x.shared, own, out)
+        return
+    algorithms.meet_before_much(x, own.nbytes // x.size)
+    algorithms.all_to_all_directly(x, algorithms.split(own, x.size), algorithms.split(out, x.size))
+
+
+def meet(x: Exchange) -> None:
+    """Return once all ranks have come."""
+    if x.shared is not None:
+        slot_algorithms.meet(x, x.shared)
+    else:
+        algorithms.meet(x)
+
+
+def spread(x: Exchange, message: Message) -> list[bytearray] | None:
+    """Meet, and return the bytes of all ranks if they have passed that way; else they are to send.
+
+    All ranks find alike which it is.
+    """
+    if x.shared is not None:
+        return slot_algorithms.spread(x, x.shared, message)
+    algorithms.meet(x)  # no rank knows how much the others are about to send
+    return None
+
+
+def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | None:
+    """Meet, and return what each rank has for this one, as ``spread`` does.
+
+    Args:
+        x: The exchange.
+        messages: One for each rank, or none for any.
+    """
+    if x.shared is not None:
+        return slot_algorithms.distribute(x, x.shared, messages)
+    algorithms.meet(x)
+    return None

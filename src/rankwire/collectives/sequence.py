@@ -32,6 +32,7 @@ from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import NOTICE_TAG, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
 from rankwire.collectives.operation import Operation, root_of
+from rankwire.collectives.sharing import Sharing
 from rankwire.collectives.work import OperationThread, Work
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
@@ -69,8 +70,11 @@ class OperationSequence:
         others: All its ranks but this one.
         epoch: The number after the last operation that has failed here.
         turn: The number of the one that may run.
+        sharing: The memory that its ranks share. Only for the one that has its turn.
         failures: What ranks that have failed in an operation, lately, said of it: by its number,
             then by rank.
+
+    Size: what a rank knows of its group's operations is guarded by one lock.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -79,6 +83,7 @@ class OperationSequence:
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
+        self.sharing = Sharing(backend)
         self._lock = threading.Lock()
         self._next = 0  # the number of the next operation to begin
         self._turn_changed = threading.Condition(self._lock)
@@ -375,10 +380,7 @@ class OperationSequence:
         return None
 
     def later_words_of(self, rank: int, sequence: int) -> str | None:
-        """Return what a rank says it is in, if that is a later operation and it is done with this.
-
-        None if it has not said so.
-        """
+        """Return what a rank says it is in, if that is a later operation than this."""
         with self._lock:
             notice = self._waiting.get(rank)
             return notice.description if notice is not None and notice.sequence > sequence else None

@@ -1,0 +1,163 @@
+"""Algorithms in shared memory: the steps of operations whose ranks share slots (``sharing``).
+
+In each of them a rank puts what it has into its slot, meets all others, and takes what it wants out
+of theirs. So nothing is written to the user's memory before all ranks are known to be in the same
+operation, and nobody who dies leaves half of a result there. Reductions are in rank order.
+
+Callers see to it that everything fits into a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rankwire.collectives.exchange import Array, Exchange, blocks
+from rankwire.collectives.reductions import Reduction
+from rankwire.collectives.sharing import SharedSlots
+from rankwire.wire.frames import Buffer, Message
+
+# Up to here, for all ranks together, each rank reduces everything by itself: one meeting less is
+# worth more than the reading.
+REDUCE_ALONE_UP_TO = 256 << 10
+
+
+def meet(x: Exchange, shared: SharedSlots) -> None:
+    """Return once all ranks have come."""
+    shared.begin(x, _BYTES, 0)
+    shared.publish(x, 0)
+    shared.meet(x)
+
+
+def all_reduce(x: Exchange, shared: SharedSlots, source: Array, out: Array, r: Reduction) -> None:
+    """Reduce ``source`` of all ranks into ``out`` of all ranks."""
+    rows = shared.put(x, source)
+    shared.meet(x)
+    if x.size == 2:
+        r.fold_two(rows[0], rows[1], out)
+    elif x.size * source.nbytes <= REDUCE_ALONE_UP_TO:
+        r.fold(rows, x.size, out)
+    else:
+        _share_the_work(x, shared, rows, out, r)
+
+
+def _share_the_work(
+    x: Exchange, shared: SharedSlots, rows: Sequence[Array], out: Array, r: Reduction
+) -> None:
+    """Reduce one part on each rank, then gather all parts from all slots."""
+    count = out.size
+    bounds = [at * count // x.size for at in range(x.size + 1)]
+    own = slice(bounds[x.rank], bounds[x.rank + 1])
+    results = shared.begin(x, out.dtype, count)
+    _fold(rows, own.start, own.stop, results[x.rank], r)
+    shared.publish(x, out.nbytes)
+    shared.meet(x)
+    for rank, result in enumerate(results):
+        part = slice(bounds[rank], bounds[rank + 1])
+        out[part] = result[part]
+
+
+def _fold(rows: Sequence[Array], start: int, stop: int, out: Array, r: Reduction) -> None:
+    """Reduce the elements from ``start`` to ``stop``, block by block, so that it stays in cache."""
+    for low, high in blocks(stop - start, out.dtype):
+        low, high = start + low, start + high
+        r.fold([row[low:high] for row in rows], len(rows), out[low:high])
+
+
+def reduce(
+    x: Exchange, shared: SharedSlots, source: Array, out: Array | None, r: Reduction
+) -> None:
+    """Reduce ``source`` of all ranks into ``out`` of the root, where it is given."""
+    rows = shared.put(x, source)
+    shared.meet(x)
+    if out is not None:
+        _fold(rows, 0, source.size, out, r)
+
+
+def reduce_scatter(
+    x: Exchange, shared: SharedSlots, source: Array, out: Array, r: Reduction
+) -> None:
+    """Reduce the part of this rank into ``out``."""
+    rows = shared.put(x, source)
+    shared.meet(x)
+    start = x.rank * out.size
+    for low, high in blocks(out.size, out.dtype):
+        pieces = [row[start + low : start + high] for row in rows]
+        r.fold(pieces, x.size, out[low:high])
+
+
+def broadcast(x: Exchange, shared: SharedSlots, array: Array, root: int) -> None:
+    """Copy the root's array to all ranks."""
+    if x.rank == root:
+        shared.put(x, array)
+        shared.meet(x)
+        return
+    rows = shared.begin(x, array.dtype, array.size)
+    shared.publish(x, 0)
+    shared.meet(x)
+    array[...] = rows[root]
+
+
+def gather(x: Exchange, shared: SharedSlots, own: Array, out: Array | None) -> None:
+    """Fill ``out``, where it is given, with the parts of all ranks."""
+    rows = shared.put(x, own)
+    shared.meet(x)
+    if out is not None:
+        count = own.size
+        for rank, row in enumerate(rows):
+            out[rank * count : (rank + 1) * count] = row
+
+
+def all_to_all(x: Exchange, shared: SharedSlots, own: Array, out: Array) -> None:
+    """Give part i to rank i, and take this rank's part of all others."""
+    rows = shared.put(x, own)
+    shared.meet(x)
+    count = own.size // x.size
+    for rank, row in enumerate(rows):
+        out[rank * count : (rank + 1) * count] = row[x.rank * count : (x.rank + 1) * count]
+
+
+def spread(x: Exchange, shared: SharedSlots, message: Message) -> list[bytearray] | None:
+    """Return the bytes of all ranks; None if those of some rank do not fit: all find that alike."""
+    buffers, nbytes = message
+    slots = shared.put_buffers(x, buffers, nbytes)
+    shared.meet(x)
+    sizes = shared.sizes(x)
+    if max(sizes) > shared.slot_nbytes:
+        return None
+    return [bytearray(slot[:size].data) for slot, size in zip(slots, sizes, strict=True)]
+
+
+def distribute(
+    x: Exchange, shared: SharedSlots, messages: Sequence[Message]
+) -> list[bytearray] | None:
+    """Return what each rank has for this one; None if that of some rank does not fit.
+
+    Args:
+        x: The exchange.
+        shared: Where.
+        messages: One for each rank; none at all if this rank has nothing for anyone.
+    """
+    ends = np.cumsum([nbytes for _, nbytes in messages], dtype=np.int64)
+    buffers: list[Buffer] = [ends.tobytes()]
+    for pieces, _ in messages:
+        buffers.extend(pieces)
+    slots = shared.put_buffers(x, buffers, ends.nbytes + int(ends[-1]) if messages else 0)
+    shared.meet(x)
+    sizes = shared.sizes(x)
+    if max(sizes) > shared.slot_nbytes:
+        return None
+    return [_part_of(slot[:size], x.rank, x.size) for slot, size in zip(slots, sizes, strict=True)]
+
+
+def _part_of(slot: Array, rank: int, size: int) -> bytearray:
+    """Return the bytes for one rank of what ``distribute`` has put into a slot."""
+    head = 8 * size
+    if slot.size < head:
+        return bytearray()
+    ends = [0, *slot[:head].view(np.int64).tolist()]
+    return bytearray(slot[head + max(ends[rank], 0) : head + max(ends[rank + 1], 0)].data)
+
+
+_BYTES = np.dtype(np.uint8)

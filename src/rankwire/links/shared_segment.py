@@ -1,0 +1,152 @@
+"""A segment in memory that processes share, and how a rank waits in it.
+
+A rank looks for a moment, because most waits are short; where ranks share cores it yields between
+two looks, so that the one it waits for can run. Then it sleeps (``links.futex``), and takes no
+core from those that compute. Whoever publishes wakes the sleepers, if there are any.
+
+Deaths are not seen here: somebody who knows of one calls ``disturb``, and a rank that waits goes
+to look. One waits at a time; ``disturb`` is safe from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+from rankwire.clock import Clock
+from rankwire.deadline import Deadline
+from rankwire.links.futex import sleep_while, wake_all
+from rankwire.links.shared_memory import SharedMemory, open_shared
+from rankwire.links.spin import Spin
+from rankwire.wire.segment import ASLEEP, SEGMENT_SIZES, Segment, segment_nbytes
+
+# Where ranks share cores: long enough for each of 16 ranks on 2 cores to run once, and to fall
+# asleep and be woken takes as long as 20 yields.
+_YIELDING = 100e-6
+
+
+class SharedSegment(Segment):
+    """One rank's end of a segment.
+
+    Args:
+        memory: All of it.
+        rank: This rank.
+        size: How many there are.
+        spin: Seconds that a rank looks before it sleeps; 0 if ranks share cores.
+        clock: By which that is measured. Sleeping is the kernel's, in real time.
+        made: What it is made of, if that was here.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        size: int,
+        *,
+        spin: float,
+        clock: Clock,
+        made: SharedMemory | None = None,
+    ) -> None:
+        super().__init__(memory, rank, size)
+        self._made = made
+        self._spin = Spin(spin or _YIELDING, clock)
+        self._shares_cores = spin <= 0.0
+        self._is_disturbed = False
+        self._barrier = threading.Lock()
+        start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        self._addresses = [start + 8 * line for line in self.lines]
+
+    @classmethod
+    def make(cls, wanted: int, rank: int, size: int, *, spin: float, clock: Clock) -> SharedSegment:
+        """Make one.
+
+        Raises:
+            OSError: There is no memory for it, or so little is wanted that it would not do.
+        """
+        nbytes = segment_nbytes(wanted, size)
+        if not nbytes:
+            raise OSError(f"{wanted} bytes are too little for {size} ranks")
+        made = SharedMemory(nbytes)
+        return cls(made.view, rank, size, spin=spin, clock=clock, made=made)
+
+    @classmethod
+    def open(
+        cls, pid: int, offer: bytes, rank: int, size: int, *, spin: float, clock: Clock
+    ) -> SharedSegment:
+        """Open one that another process has made.
+
+        Raises:
+            OSError: The system does not allow it.
+            ValueError: It is none, or not for so many ranks.
+        """
+        memory = open_shared(pid, offer, SEGMENT_SIZES)
+        if segment_nbytes(len(memory), size) != len(memory):
+            raise ValueError(f"{len(memory)} bytes are no segment for {size} ranks")
+        return cls(memory, rank, size, spin=spin, clock=clock)
+
+    @property
+    def offer(self) -> bytes:
+        """What others need in order to open it, until ``keep_private``."""
+        return self._made.offer if self._made is not None else b""
+
+    def keep_private(self) -> None:
+        """Let nobody else open it: all who should have. The memory lives as long as it is used."""
+        if self._made is not None:
+            self._made.close()
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def await_step(self, step: int, rank: int, deadline: Deadline) -> bool:
+        """Wait until a rank has published a step; False at the deadline, or when disturbed."""
+        line = self.lines[rank]
+        return self._looks_until(step, line) or self._sleeps_until(step, rank, deadline)
+
+    def _looks_until(self, step: int, line: int) -> bool:
+        words, spin, pause = self.words, self._spin, self._shares_cores
+        if words[line] >= step:
+            return True
+        if spin.budget <= 0.0:
+            spin.skipped()
+            return False
+        now = spin.now
+        limit = now() + spin.budget
+        while words[line] < step:
+            if pause:
+                os.sched_yield()
+            if now() >= limit:
+                spin.wasted()
+                return False
+        spin.budget = spin.most
+        return True
+
+    def _sleeps_until(self, step: int, rank: int, deadline: Deadline) -> bool:
+        words, line, asleep = self.words, self.lines[rank], self.lines[self.rank] + ASLEEP
+        try:
+            words[asleep] = 1
+            while (published := words[line]) < step:
+                left = deadline.sleep_limit()
+                if left <= 0.0 or self._is_disturbed:
+                    self._is_disturbed = False
+                    return False
+                # The kernel looks at the word once more, after this rank is seen to be asleep.
+                sleep_while(self._addresses[rank], published & 0xFFFFFFFF, left)
+        finally:
+            words[asleep] = 0
+        return True
+
+    def wake_others(self) -> None:
+        """Wake those that sleep until this rank publishes. After every ``publish``."""
+        words = self.words
+        with self._barrier:  # a memory barrier: what was published is seen before we look
+            pass
+        for line in self.others:
+            if words[line + ASLEEP]:
+                wake_all(self._addresses[self.rank])
+                return
+
+    def disturb(self) -> None:
+        """Have a rank that waits here look whether there is still a reason to."""
+        self._is_disturbed = True
+        for address in self._addresses:
+            wake_all(address)
