@@ -34,8 +34,8 @@ def all_reduce(x: Exchange, shared: SharedSlots, source: Array, out: Array, r: R
     """Reduce ``source`` of all ranks into ``out`` of all ranks."""
     rows = shared.put(x, source)
     shared.meet(x)
-    if x.size == 2:
-        r.fold_two(rows[0], rows[1], out)
+    if x.size == 2:  # what is its own, a rank reads where it was: it is in its cache
+        r.fold_two(*((source, rows[1]) if x.rank == 0 else (rows[0], source)), out)
     elif x.size * source.nbytes <= REDUCE_ALONE_UP_TO:
         r.fold(rows, x.size, out)
     else:
@@ -106,7 +106,7 @@ def gather(x: Exchange, shared: SharedSlots, own: Array, out: Array | None) -> N
     if out is not None:
         count = own.size
         for rank, row in enumerate(rows):
-            out[rank * count : (rank + 1) * count] = row
+            out[rank * count : (rank + 1) * count] = own if rank == x.rank else row
 
 
 def all_to_all(x: Exchange, shared: SharedSlots, own: Array, out: Array) -> None:

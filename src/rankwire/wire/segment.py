@@ -38,10 +38,20 @@ _RETRACTED = 0  # instead of a tag
 SEGMENT_SIZES = range(_LINES, 1 << 34)
 
 
-def segment_nbytes(wanted: int, size: int) -> int:
-    """Return how much memory a group of ``size`` ranks takes of what is wanted; 0 if too little."""
-    slot = max(wanted - _slots_at(size), 0) // (2 * size) // _ALIGN * _ALIGN
+def segment_nbytes(slots_nbytes: int, size: int) -> int:
+    """Return how much memory a segment takes; 0 if so little is left to each rank that it is none.
+
+    Args:
+        slots_nbytes: For the slots of all ranks together, at most.
+        size: How many ranks.
+    """
+    slot = slots_nbytes // (2 * size) // _ALIGN * _ALIGN
     return _slots_at(size) + 2 * size * slot if slot else 0
+
+
+def is_segment_of(size: int, nbytes: int) -> bool:
+    """Whether memory of so many bytes can be the segment of so many ranks."""
+    return segment_nbytes(nbytes - _slots_at(size), size) == nbytes
 
 
 def _slots_at(size: int) -> int:
