@@ -1,4 +1,4 @@
-"""What the kernel knows about a connection and does not tell by itself. Linux only."""
+"""What the kernel knows about a connection and does not tell by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fcntl
 import math
 import socket
 import struct
-import sys
 from array import array
 from typing import TYPE_CHECKING
 
@@ -56,8 +55,6 @@ class Unanswered:
 
 def tcp_info(sock: AnySocket) -> bytes | None:
     """Return the beginning of the kernel's ``struct tcp_info``; None if it is closed."""
-    if sys.platform != "linux":
-        return None
     try:
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
     except OSError:
@@ -66,8 +63,6 @@ def tcp_info(sock: AnySocket) -> bytes | None:
 
 def unsent_nbytes(sock: Pollable) -> int:
     """Return how many bytes wait in the kernel for the other end to take them."""
-    if sys.platform != "linux":
-        return 0
     count = array("i", [0])
     try:
         fcntl.ioctl(sock.fileno(), _SIOCOUTQ, count)
