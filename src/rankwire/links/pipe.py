@@ -242,9 +242,11 @@ class Pipe:
             return 0.0 if is_over or (self._flushers and self._room() > 0) else None
         if self._cut_at is not None or self._route is None:
             return 0.0
-        now = self._route.now()
-        opens_at = max(chunk.when, self._opens_at(chunk))
-        return opens_at - now if opens_at > now else 0.0
+        opens_at, gate = chunk.when, self._route.gate
+        is_begun = self._read_to > chunk.end - len(chunk.data)
+        if gate is not None and chunk.begins and not is_begun:
+            opens_at = max(opens_at, gate.free_at)
+        return max(opens_at - self._route.now(), 0.0)
 
     def _fill(self, buffer: memoryview, *, is_read: bool) -> int:
         """Copy what is visible into a buffer; return how much."""
@@ -275,12 +277,6 @@ class Pipe:
             filled += count
             read_to = chunk.end - len(data) + start + count
         return filled
-
-    def _opens_at(self, chunk: _Chunk) -> float:
-        """Return when the gate is open for a message that has not been begun."""
-        gate = None if self._route is None else self._route.gate
-        is_begun = self._read_to > chunk.end - len(chunk.data)
-        return 0.0 if gate is None or is_begun or not chunk.begins else gate.free_at
 
     def _head(self) -> _Chunk | None:
         """Return the first chunk that is written and not read."""
