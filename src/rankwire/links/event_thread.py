@@ -10,6 +10,7 @@ import logging
 import selectors
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
@@ -67,7 +68,7 @@ class EventThread:
 
         Connections that are readable at the same moment are read first.
         """
-        self._timers.append(_Timer(seconds, action, self.clock))
+        self._timers.append(_Timer(seconds, action, Deadline(seconds, self.clock)))
 
     def call_no_more(self, action: Callable[[], None]) -> None:
         """End what ``call_every`` began. On this thread, or after it has stopped."""
@@ -154,26 +155,19 @@ class EventThread:
     def _let_go(self) -> None:
         """Close what the subclass has. The thread has stopped, or is the caller."""
 
-    def _look(self) -> None:
-        """Do what is due by the clock. Called in each round."""
-
-    def _waits(self) -> list[float]:
-        """Return the seconds until something is due."""
-        return [timer.deadline.remaining() for timer in self._timers]
-
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:
             self._rounds += 1
-            for key, _ in self._selector.select(min(self._waits(), default=None)):
+            due = min((timer.deadline.remaining() for timer in self._timers), default=None)
+            for key, _ in self._selector.select(due):
                 if self._closing:
                     return
                 # A handler may have ended another one's registration in the same round, and its
                 # number may have been taken by a newcomer.
                 if self._selector.get_map().get(key.fd) is key:
                     self._handle(key.data)
-            self._look()
             for timer in self._timers:
                 if timer.deadline.expired:
                     timer.deadline = Deadline(timer.seconds, self.clock)
@@ -187,10 +181,10 @@ class EventThread:
             _log.exception("%s could not handle an event", self._name)
 
 
+@dataclass(slots=True)
 class _Timer:
     """Something to do every ``seconds``."""
 
-    def __init__(self, seconds: float, action: Callable[[], None], clock: Clock) -> None:
-        self.seconds = seconds
-        self.action = action
-        self.deadline = Deadline(seconds, clock)
+    seconds: float
+    action: Callable[[], None]
+    deadline: Deadline  # for the next time
