@@ -48,7 +48,11 @@ class Sleep:
 
 
 def wake(sleepers: Sleepers) -> None:
-    """Wake all who sleep. Taking one from the list and waking it are one call of a C function."""
+    """Wake all who sleep.
+
+    Taking one from the list and waking it are one call of a C function: an interrupt cannot fall
+    between the two.
+    """
     while sleepers:
         with suppress(IndexError, RuntimeError):  # another thread was faster, in any of its places
             deque(map(_release, starmap(sleepers.pop, _ONCE)), 0)
