@@ -38,7 +38,6 @@ class EventThread:
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
-        self._name = name
         self.clock = clock
         self._selector = selectors.DefaultSelector()
         self._wakeup = Wakeup(self._selector, self._handle)
@@ -119,14 +118,12 @@ class EventThread:
     def _register(
         self, file: AnySocket | Connection, events: int, action: Callable[[], None]
     ) -> None:
-        number = file.fileno()
-        if number in self._selector.get_map():  # one that was closed elsewhere
-            self._selector.unregister(number)
+        self.unwatch(file)  # one with its number, that was closed elsewhere
         self._selector.register(file, events, action)
 
-    def unwatch(self, connection: Connection) -> None:
+    def unwatch(self, file: AnySocket | Connection) -> None:
         """Stop reading a control connection."""
-        number = connection.fileno()
+        number = file.fileno()
         if number >= 0 and number in self._selector.get_map():
             self._selector.unregister(number)
 
@@ -178,7 +175,7 @@ class EventThread:
             if not self._closing:
                 action()
         except Exception:  # a mistake with one must not end it for all others
-            _log.exception("%s could not handle an event", self._name)
+            _log.exception("%s could not handle an event", self._thread.name)
 
 
 @dataclass(slots=True)
