@@ -9,7 +9,7 @@ from functools import partial
 from rankwire.clock import Clock
 from rankwire.links.memory_stream import MemoryStream
 from rankwire.links.pipe import Pipe
-from rankwire.links.sleepers import Sleep, Sleepers, wake
+from rankwire.links.sleepers import Sleepers, sleeper, wake
 from rankwire.links.stream import Stream
 
 
@@ -89,7 +89,7 @@ class MemoryPoller:
             left = limit - self._clock.now()
             if left <= 0.0:
                 return None
-            with Sleep(self._clock, self._sleepers) as sleep:
+            with sleeper(self._clock, self._sleepers) as sleep:
                 if news == self._news:
                     sleep(left if gap is None else min(left, gap))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from rankwire.clock import Clock
 from rankwire.links.pipe import Pipe
 from rankwire.links.route import Route
-from rankwire.links.sleepers import Sleep
+from rankwire.links.sleepers import sleeper
 from rankwire.links.stream import Watched
 from rankwire.wire.frames import Buffer
 from rankwire.wire.ring import RingReader
@@ -79,7 +79,7 @@ class MemoryStream:
             left = limit - self._clock.now()
             if left <= 0.0:
                 return False
-            with Sleep(self._clock, self.incoming.readers) as sleep:
+            with sleeper(self._clock, self.incoming.readers) as sleep:
                 gap = self.incoming.readable_in()
                 if gap != 0.0:
                     sleep(left if gap is None else min(left, gap))
@@ -97,7 +97,7 @@ class MemoryStream:
             if left <= 0.0 or _is_any_readable(others):
                 return False
             places = self.outgoing.writers, *(other.readers for other in others)
-            with Sleep(self._clock, *places) as sleep:
+            with sleeper(self._clock, *places) as sleep:
                 if self.outgoing.is_writable or _is_any_readable(others):
                     continue
                 gaps = [gap for other in others if (gap := other.readable_in()) is not None]
