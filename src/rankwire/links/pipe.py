@@ -135,8 +135,8 @@ class Pipe:
         """Return what is written next: all of the data, or what belongs to one message."""
         if self._route is None:
             return _Chunk(data, self._written_to + len(data), counts, len(counts), is_cut)
-        nbytes, when, begins, position = self._route.follow(self._position, data)
-        end, is_cut = self._written_to + nbytes, not position.is_at_header
+        nbytes, begins, position = self._route.follow(self._position, data)
+        end, is_cut, when = self._written_to + nbytes, not position.is_at_header, position.when
         return _Chunk(data[:nbytes], end, counts, len(counts), is_cut, when, begins, position)
 
     def _settle_writing(self) -> None:
@@ -271,7 +271,7 @@ class Pipe:
                 if gate is not None and self._cut_at is None:
                     if filled or gate.free_at > latest:
                         break
-                    gate.take(latest)
+                    gate.free_at = latest + gate.seconds
             count = min(len(data) - start, len(buffer) - filled)
             buffer[filled : filled + count] = memoryview(data)[start : start + count]
             filled += count
