@@ -169,6 +169,10 @@ class DescriptorStream:
         under_way, last_ms = _TCP_INFO.unpack(info)
         return under_way, last_ms
 
+    def peer_pid(self) -> int:
+        """Return the process at the other end of a Unix socket by the kernel's word, or 0."""
+        return max(unix_peer(self._sock)[0], 0)
+
     def shut_down(self) -> None:
         """End both directions: a thread that waits wakes up."""
         ring = self.ring
@@ -192,10 +196,6 @@ class SocketStream(DescriptorStream):
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end."""
         return self._sock.recv(nbytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-
-    def peer_pid(self) -> int:
-        """Return the process at the other end of a Unix socket by the kernel's word, or 0."""
-        return max(unix_peer(self._sock)[0], 0)
 
 
 def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:

@@ -101,12 +101,11 @@ class TlsStream(DescriptorStream):
             return True
 
     def _advance(self) -> bool:
-        is_done = False
+        is_done = True
         try:
             self.session.do_handshake()
-            is_done = True
         except ssl.SSLWantReadError:
-            pass
+            is_done = False
         except ssl.SSLError as error:
             with suppress(OSError):
                 if not self._encrypted.pending:
@@ -294,10 +293,6 @@ class TlsStream(DescriptorStream):
             while self._unsent:
                 self._unsent = self._unsent[self._sock.send(self._unsent) :]
         self._is_flushing = False
-
-    def peer_pid(self) -> int:
-        """Return 0: the other end is on another host, or could be."""
-        return 0
 
 
 class _Records:
