@@ -185,7 +185,6 @@ class _Stranger:
 
     def __init__(self, sock: AnySocket, key: Key) -> None:
         self.sock = sock
-        self._in_tls_handshake = not isinstance(sock, socket.socket)
         self.responder = Responder(
             key=key, nonce=token_bytes(NONCE_NBYTES), binding=getattr(sock, "binding", b"")
         )
@@ -195,11 +194,8 @@ class _Stranger:
 
     def receive(self) -> bytes | None:
         """Return the message it owes once it is whole. Reads not one byte more."""
-        if self._in_tls_handshake:
-            assert not isinstance(self.sock, socket.socket)
-            if not self.sock.shake_hands():
-                return None
-            self._in_tls_handshake = False
+        if not isinstance(self.sock, socket.socket) and not self.sock.shake_hands():
+            return None
         try:
             piece = self.sock.recv(self.wanted - len(self._received))
         except BlockingIOError:

@@ -211,7 +211,9 @@ class Pipe:
         try:
             counts.append(nbytes)  # from here on it is read
             self._settle_reading()
-            self._room_made()
+            wake(self.writers)
+            if self._flushers:
+                self._flush()
         except BaseException:
             self._settle_reading()
             wake(self.writers)  # interrupted: nobody else would
@@ -303,11 +305,6 @@ class Pipe:
             self._reading = None
         while self._chunks and self._chunks[0].end <= self._read_to:
             self._chunks.popleft()
-
-    def _room_made(self) -> None:
-        wake(self.writers)
-        if self._flushers:
-            self._flush()
 
     def _flush(self) -> bool:
         """Call who waits for room, if there is any; return whether somebody was called."""
