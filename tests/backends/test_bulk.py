@@ -442,7 +442,7 @@ def slowly(patch, nbytes):
     transfer, piece = borrower.transfer, nbytes // 10
 
     def transfer_slowly(call, pid, here, there):
-        if call is borrower.CALLS[0] and sum(length for _, length in here) > piece:
+        if call is borrower.READ and sum(length for _, length in here) > piece:
             time.sleep(0.1)
             here, there = shortened(here, piece), shortened(there, piece)
         return transfer(call, pid, here, there)
@@ -535,7 +535,7 @@ from rankwire.links import borrower
 transfer, begun = borrower.transfer, []
 
 def transfer_slowly(call, pid, here, there):
-    if call is borrower.CALLS[0] and here[0][1] > 1 << 20:
+    if call is borrower.READ and here[0][1] > 1 << 20:
         begun.append(1)
         time.sleep(0.05)
         here, there = [(here[0][0], 1 << 20)], [(there[0][0], 1 << 20)]

@@ -681,15 +681,15 @@ def test_what_is_posted_after_closing_is_ignored(door):
 
 def test_what_is_posted_at_the_moment_of_closing_touches_no_descriptor_of_others(door, monkeypatch):
     writing, closed = threading.Event(), threading.Event()
-    write = os.write
+    write = os.eventfd_write
 
-    def slow_write(descriptor, data):
+    def slow_write(descriptor, value):
         if threading.current_thread().name == "test":
             writing.set()
             closed.wait(0.2)  # it must not close meanwhile
-        return write(descriptor, data)
+        return write(descriptor, value)
 
-    monkeypatch.setattr(os, "write", slow_write)
+    monkeypatch.setattr(os, "eventfd_write", slow_write)
     posting = Running(door.acceptor.call_soon, lambda: None)
     assert writing.wait(PATIENCE)
     door.acceptor.close()

@@ -179,8 +179,8 @@ def test_threads_that_leave_are_forgotten():
     near.send(bytes(100))
     assert not near.wait_writable(0.01, [near])
     assert not near.wait_readable(0.01)
-    pipe = near._outgoing
-    assert (pipe.writers, pipe.readers, near._incoming.readers) == ([], [], [])
+    pipe = near.outgoing
+    assert (pipe.writers, pipe.readers, near.incoming.readers) == ([], [], [])
 
 
 # -- ends
@@ -386,7 +386,7 @@ def connections(limit=LARGE, **options):
             with suppress(DeadlineExceededError):
                 connection.flush(Deadline(0.0))
 
-        connection.stream.flush_when_possible(flush)
+        connection.stream.outgoing.flush_when_possible(flush)
 
     options = {
         "max_nbytes": LARGE,

@@ -2,14 +2,12 @@
 
 import array
 import contextlib
-import ctypes
 import errno
 import gc
 import mmap
 import os
 import random
 import socket
-import sys
 import threading
 import time
 
@@ -688,7 +686,7 @@ def test_a_process_that_may_read_but_not_write_cannot_borrow(pair, monkeypatch):
     transfer = process_memory.transfer
 
     def transfer_one_way(call, *args):
-        is_write = call is process_memory.CALLS[1]
+        is_write = call is process_memory.WRITE
         return (-1, errno.EPERM) if is_write else transfer(call, *args)
 
     monkeypatch.setattr(process_memory, "transfer", transfer_one_way)
@@ -706,18 +704,6 @@ def test_a_process_of_another_pid_namespace_is_not_visible():
     pid, reason = probe(Foreign())
     assert pid == 0
     assert "pid namespace" in reason
-
-
-def test_a_platform_without_the_call_says_so(pair, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert process_memory._system_calls() is None
-    monkeypatch.setattr(process_memory, "CALLS", None)
-    assert probe(SocketStream(pair[0])) == (0, "darwin has no process_vm_readv")
-
-
-def test_a_library_without_the_call_has_none(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
-    assert process_memory._system_calls() is None
 
 
 def test_probing_changes_nothing(pair):

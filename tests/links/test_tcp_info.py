@@ -11,34 +11,35 @@ import pytest
 
 from rankwire.clock import REAL_TIME
 from rankwire.links.stream import SocketStream
-from rankwire.links.tcp_info import Unanswered, unsent_nbytes
+from rankwire.links.tcp_info import Unanswered
 from real_time import Deadline
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
 def test_bytes_that_the_other_end_has_not_taken_are_counted(sockets):
     near, far = sockets
-    assert unsent_nbytes(near) == 0
+    stream = SocketStream(near)
+    assert stream.unsent_nbytes() == 0
     sent = 0
     while True:
         try:
             sent += near.send(bytes(65536))
         except BlockingIOError:
             break
-    assert 0 < unsent_nbytes(near)
+    assert 0 < stream.unsent_nbytes()
     limit = Deadline(10.0)
-    while unsent_nbytes(near) and not limit.expired:
+    while stream.unsent_nbytes() and not limit.expired:
         try:
             far.recv(1 << 20)
         except BlockingIOError:
             time.sleep(0.001)
-    assert unsent_nbytes(near) == 0
+    assert stream.unsent_nbytes() == 0
 
 
 def test_a_closed_socket_has_nothing_to_tell():
     sock = socket.socket()
     sock.close()
-    assert unsent_nbytes(sock) == 0
+    assert SocketStream(sock).unsent_nbytes() == 0
     assert Unanswered(REAL_TIME).look(SocketStream(sock)) is None
 
 

@@ -12,7 +12,7 @@ def test_actions_run_in_order_where_the_selector_is_served():
         ran = []
 
         def tell() -> None:
-            for i in range(5000):  # more than the wake-up socket holds
+            for i in range(5000):
                 wakeup.post(lambda i=i: ran.append((i, threading.current_thread())))
 
         thread = threading.Thread(target=tell)

@@ -323,7 +323,7 @@ FRAMES = st.one_of(
 
 def summary(protocol, messages, violation):
     payloads = [
-        frame.payload.loan if isinstance(frame.payload, Parcel) else frame.payload
+        frame.payload if isinstance(frame.payload, bytearray) else frame.payload.loan
         for frame in messages
     ]
     envelopes = [frame.envelope for frame in messages]

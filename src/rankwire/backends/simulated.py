@@ -224,7 +224,7 @@ class SimulatedBackend(Mesh):
     def flush_when_possible(self, connection: Connection) -> None:
         """Have whoever reads at the other end send what a connection holds back."""
         assert isinstance(connection.stream, MemoryStream)
-        connection.stream.flush_when_possible(partial(self._flush, connection))
+        connection.stream.outgoing.flush_when_possible(partial(self._flush, connection))
 
     def _flush(self, connection: Connection) -> None:
         try:
@@ -331,7 +331,7 @@ class SimulatedBackend(Mesh):
         """Send the rest of a message that counts as sent: nobody would flush it any more."""
         assert isinstance(connection.stream, MemoryStream)
         if connection.queued_nbytes > connection.stream.unsent_nbytes():
-            connection.stream.lift_limit()
+            connection.stream.outgoing.lift_limit()
             with suppress(RankwireError):  # it has failed, or another thread is about to do it
                 connection.flush(AT_ONCE)
 
@@ -353,4 +353,4 @@ def _has_input(peer: Peer) -> bool:
     if connection is None:
         return False
     assert isinstance(connection.stream, MemoryStream)
-    return not connection.stream.is_silent or bool(connection.undelivered)
+    return not connection.stream.incoming.is_silent or bool(connection.undelivered)

@@ -18,11 +18,11 @@ import os
 import selectors
 import socket
 from collections.abc import Callable
+from functools import partial
 from secrets import token_bytes
 from typing import Protocol
 
 from rankwire.clock import Clock
-from rankwire.deadline import Deadline
 from rankwire.links.dialer import HANDSHAKE_LIMIT
 from rankwire.links.event_thread import EventThread
 from rankwire.links.security import UNPROTECTED, Policy
@@ -73,32 +73,20 @@ class Acceptor(EventThread):
         self._key = key
         self._policy = policy
         self._listeners: list[socket.socket] = []
-        self._accepting_again: Deadline | None = None
-        self._strangers: dict[_Stranger, None] = {}
+        # In the order in which they came; each with what drops it when its time is over.
+        self._strangers: dict[_Stranger, Callable[[], None]] = {}
         super().__init__("rankwire-acceptor", clock)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept on this socket too; owned from now on. Before ``start``."""
         listener.setblocking(False)
         self._listeners.append(listener)
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+        self._register(listener, selectors.EVENT_READ, partial(self._accept, listener))
 
     def _let_go(self) -> None:
         for sock in (*self._listeners, *(stranger.sock for stranger in self._strangers)):
             sock.close()
         self._strangers.clear()
-
-    def _look(self) -> None:
-        for stranger in [s for s in self._strangers if s.deadline.expired]:
-            self._drop(stranger, "no handshake in time")
-        if self._accepting_again is not None and self._accepting_again.expired:
-            self._resume_accepting()
-
-    def _waits(self) -> list[float]:
-        waits = [stranger.deadline.remaining() for stranger in self._strangers]
-        if self._accepting_again is not None:
-            waits.append(self._accepting_again.remaining())
-        return waits + super()._waits()
 
     # -- accepting ---------------------------------------------------------------------------------
 
@@ -119,14 +107,12 @@ class Acceptor(EventThread):
         _log.warning("cannot accept connections for a moment: %s", error.strerror)
         for listener in self._listeners:
             self._selector.unregister(listener)
-        self._accepting_again = Deadline(_ACCEPT_PAUSE, self.clock)
+        self.call_every(_ACCEPT_PAUSE, self._resume_accepting)
 
     def _resume_accepting(self) -> None:
-        self._accepting_again = None
+        self.call_no_more(self._resume_accepting)
         for listener in self._listeners:
-            self._selector.register(
-                listener, selectors.EVENT_READ, lambda listener=listener: self._accept(listener)
-            )
+            self._register(listener, selectors.EVENT_READ, partial(self._accept, listener))
 
     def _receive_stranger(self, sock: socket.socket) -> None:
         try:
@@ -139,9 +125,11 @@ class Acceptor(EventThread):
             return
         if len(self._strangers) >= _MAX_STRANGERS:
             self._drop(next(iter(self._strangers)), "too many connections are in their handshake")
-        stranger = _Stranger(self._policy.accept(sock), self._key, self.clock)
-        self._strangers[stranger] = None
-        self._register(stranger.sock, selectors.EVENT_READ, lambda: self._advance(stranger))
+        stranger = _Stranger(self._policy.accept(sock), self._key)
+        drop = partial(self._drop, stranger, "no handshake in time")
+        self._strangers[stranger] = drop
+        self.call_every(HANDSHAKE_LIMIT, drop)
+        self._register(stranger.sock, selectors.EVENT_READ, partial(self._advance, stranger))
 
     # -- handshakes --------------------------------------------------------------------------------
 
@@ -175,40 +163,39 @@ class Acceptor(EventThread):
         if status is not Status.WELCOME:
             self._drop(stranger, f"rank {hello.rank}: {status.name}")
             return
-        self._selector.unregister(stranger.sock)
-        del self._strangers[stranger]
+        self._release(stranger)
         # After the verdict, but before this thread hears anything else: a peer that is welcome,
         # sends and leaves is still heard.
         self._house.enter(hello, stranger.sock, stranger.responder.seals())
 
     def _drop(self, stranger: _Stranger, reason: str) -> None:
         _log.debug("dropped a connection: %s", reason)
-        if self._strangers.pop(stranger, self) is None:
-            self._selector.unregister(stranger.sock)
+        if stranger in self._strangers:
+            self._release(stranger)
             stranger.sock.close()
+
+    def _release(self, stranger: _Stranger) -> None:
+        """End what this thread does for a stranger; its socket stays open."""
+        self.call_no_more(self._strangers.pop(stranger))
+        self._selector.unregister(stranger.sock)
 
 
 class _Stranger:
     """A connection in its handshake: which message it owes and what has come of it."""
 
-    def __init__(self, sock: AnySocket, key: Key, clock: Clock) -> None:
+    def __init__(self, sock: AnySocket, key: Key) -> None:
         self.sock = sock
-        self._in_tls_handshake = not isinstance(sock, socket.socket)
         self.responder = Responder(
             key=key, nonce=token_bytes(NONCE_NBYTES), binding=getattr(sock, "binding", b"")
         )
-        self.deadline = Deadline(HANDSHAKE_LIMIT, clock)
         self.greeted = False
         self.wanted = HELLO_NBYTES
         self._received = b""
 
     def receive(self) -> bytes | None:
         """Return the message it owes once it is whole. Reads not one byte more."""
-        if self._in_tls_handshake:
-            assert not isinstance(self.sock, socket.socket)
-            if not self.sock.shake_hands():
-                return None
-            self._in_tls_handshake = False
+        if not isinstance(self.sock, socket.socket) and not self.sock.shake_hands():
+            return None
         try:
             piece = self.sock.recv(self.wanted - len(self._received))
         except BlockingIOError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype = ctypes.py_object
@@ -28,16 +27,12 @@ def allocate(nbytes: int) -> bytearray:
 _HUGE_FROM = 4 << 20
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-if _madvise is not None:
-    _madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 
 
 def _want_huge_pages(memory: bytearray) -> None:
     """Ask for them; a kernel without them says no, which changes nothing."""
-    if _madvise is not None:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        first = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES
-        _madvise(
-            first, (start + len(memory) - first) // _PAGE_NBYTES * _PAGE_NBYTES, _MADV_HUGEPAGE
-        )
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    first = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES
+    _madvise(first, (start + len(memory) - first) // _PAGE_NBYTES * _PAGE_NBYTES, _MADV_HUGEPAGE)

@@ -17,7 +17,7 @@ from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, ProtocolError, RankwireError
 from rankwire.links.allocation import allocate
-from rankwire.links.process_memory import CALLS, WORD_NBYTES, Vector, address_of, transfer
+from rankwire.links.process_memory import READ, WORD_NBYTES, WRITE, Vector, address_of, transfer
 from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan, LoanRevokedError, Parcel
 
 _NONE = 0
@@ -98,7 +98,6 @@ class Borrowed(Parcel):
             raise LoanRevokedError("the sender took the message back")
         if self._receipt:
             raise ProtocolError("this message has been given back")  # a mistake of ours
-        assert CALLS is not None
         guard = ctypes.c_uint64(_NONE)
         address, wanted = address_of(view), len(view)
         done, number = 0, 0
@@ -106,7 +105,7 @@ class Borrowed(Parcel):
             local = [(address + done, wanted - done), (ctypes.addressof(guard), WORD_NBYTES)]
             remote = _cut(self._loan.pieces, start + done, wanted - done)
             remote.append((self._loan.guard, WORD_NBYTES))
-            count, number = transfer(CALLS[0], self._pid, local, remote)
+            count, number = transfer(READ, self._pid, local, remote)
             if count <= 0:
                 break
             done += count  # with the last part comes the guard, and more than was wanted
@@ -117,10 +116,9 @@ class Borrowed(Parcel):
 
     def _guard(self) -> int | None:
         """Return what the guard holds; None if the process is gone."""
-        assert CALLS is not None
         guard = ctypes.c_uint64(_NONE)
         local = [(ctypes.addressof(guard), WORD_NBYTES)]
-        count, _ = transfer(CALLS[0], self._pid, local, [(self._loan.guard, WORD_NBYTES)])
+        count, _ = transfer(READ, self._pid, local, [(self._loan.guard, WORD_NBYTES)])
         return guard.value if count == WORD_NBYTES else None
 
     def _why_not(self, number: int) -> RankwireError:
@@ -154,13 +152,12 @@ class Borrowed(Parcel):
 
     def _write_receipt(self, value: int) -> None:
         """Write it, and note that in the same step: a second one might be another loan's."""
-        assert CALLS is not None
         word = ctypes.c_uint64(value)
         local = (Vector * 1)(Vector(ctypes.addressof(word), WORD_NBYTES))
         remote = (Vector * 1)(Vector(self._loan.receipt, WORD_NBYTES))
         # If it cannot be written, its owner is gone and does not wait.
         arguments = ((self._pid, local, 1, remote, 1, 0),)
-        self._receipt.extend(starmap(CALLS[1], arguments))
+        self._receipt.extend(starmap(WRITE, arguments))
 
     def __repr__(self) -> str:
         state = "revoked" if self._revoked else "given back" if self._receipt else "lent"

@@ -10,6 +10,7 @@ import logging
 import selectors
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
@@ -37,7 +38,6 @@ class EventThread:
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
-        self._name = name
         self.clock = clock
         self._selector = selectors.DefaultSelector()
         self._wakeup = Wakeup(self._selector, self._handle)
@@ -67,7 +67,7 @@ class EventThread:
 
         Connections that are readable at the same moment are read first.
         """
-        self._timers.append(_Timer(seconds, action, self.clock))
+        self._timers.append(_Timer(seconds, action, Deadline(seconds, self.clock)))
 
     def call_no_more(self, action: Callable[[], None]) -> None:
         """End what ``call_every`` began. On this thread, or after it has stopped."""
@@ -118,14 +118,12 @@ class EventThread:
     def _register(
         self, file: AnySocket | Connection, events: int, action: Callable[[], None]
     ) -> None:
-        number = file.fileno()
-        if number in self._selector.get_map():  # one that was closed elsewhere
-            self._selector.unregister(number)
+        self.unwatch(file)  # one with its number, that was closed elsewhere
         self._selector.register(file, events, action)
 
-    def unwatch(self, connection: Connection) -> None:
+    def unwatch(self, file: AnySocket | Connection) -> None:
         """Stop reading a control connection."""
-        number = connection.fileno()
+        number = file.fileno()
         if number >= 0 and number in self._selector.get_map():
             self._selector.unregister(number)
 
@@ -154,26 +152,19 @@ class EventThread:
     def _let_go(self) -> None:
         """Close what the subclass has. The thread has stopped, or is the caller."""
 
-    def _look(self) -> None:
-        """Do what is due by the clock. Called in each round."""
-
-    def _waits(self) -> list[float]:
-        """Return the seconds until something is due."""
-        return [timer.deadline.remaining() for timer in self._timers]
-
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:
             self._rounds += 1
-            for key, _ in self._selector.select(min(self._waits(), default=None)):
+            due = min((timer.deadline.remaining() for timer in self._timers), default=None)
+            for key, _ in self._selector.select(due):
                 if self._closing:
                     return
                 # A handler may have ended another one's registration in the same round, and its
                 # number may have been taken by a newcomer.
                 if self._selector.get_map().get(key.fd) is key:
                     self._handle(key.data)
-            self._look()
             for timer in self._timers:
                 if timer.deadline.expired:
                     timer.deadline = Deadline(timer.seconds, self.clock)
@@ -184,13 +175,13 @@ class EventThread:
             if not self._closing:
                 action()
         except Exception:  # a mistake with one must not end it for all others
-            _log.exception("%s could not handle an event", self._name)
+            _log.exception("%s could not handle an event", self._thread.name)
 
 
+@dataclass(slots=True)
 class _Timer:
     """Something to do every ``seconds``."""
 
-    def __init__(self, seconds: float, action: Callable[[], None], clock: Clock) -> None:
-        self.seconds = seconds
-        self.action = action
-        self.deadline = Deadline(seconds, clock)
+    seconds: float
+    action: Callable[[], None]
+    deadline: Deadline  # for the next time

@@ -118,8 +118,7 @@ def _asked(launcher: socket.socket) -> bytes:
     answer, theirs = socket.socketpair()
     with answer:
         with theirs:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(theirs.fileno()))
-            launcher.sendmsg([_QUESTION], [rights])
+            socket.send_fds(launcher, [_QUESTION], [theirs.fileno()])
         answer.settimeout(_PATIENCE)
         return answer.recv(_MAX_SECRET_NBYTES)
 

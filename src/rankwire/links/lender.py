@@ -181,9 +181,7 @@ class Lent:
         """
         try:
             self.wait(deadline, look_for_end, meanwhile)
-        except LoanRefusedError:
-            raise
-        except RankwireError:
+        except RankwireError:  # a refusal too
             if not self.revoke():  # else it was read, and then its peer went
                 raise
         finally:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 from rankwire.clock import Clock
 from rankwire.links.memory_stream import MemoryStream
-from rankwire.links.sleepers import Sleep, Sleepers, wake
+from rankwire.links.pipe import Pipe
+from rankwire.links.sleepers import Sleepers, sleeper, wake
 from rankwire.links.stream import Stream
 
 
@@ -15,16 +17,11 @@ from rankwire.links.stream import Stream
 class _Watch:
     """One stream of a poller."""
 
-    poller: MemoryPoller
-    stream: MemoryStream
+    pipe: Pipe  # what comes on it
     key: object
     is_once: bool
     is_armed: bool = True
     is_queued: bool = False
-
-    def notify(self) -> None:
-        """Have the poller look at the stream: something may have come."""
-        self.poller.look_at(self)
 
 
 class MemoryPoller:
@@ -53,23 +50,23 @@ class MemoryPoller:
             self._watch(stream, key, is_once=True)
         else:
             watch.is_armed = True
-            watch.notify()
+            self._look_at(watch)
 
     def _watch(self, stream: Stream, key: object, *, is_once: bool) -> None:
         assert isinstance(stream, MemoryStream)
-        watch = self._watches[stream] = _Watch(self, stream, key, is_once)
-        stream.call_on_news(watch.notify)
-        watch.notify()
+        watch = self._watches[stream] = _Watch(stream.incoming, key, is_once)
+        watch.pipe.on_news = partial(self._look_at, watch)
+        self._look_at(watch)
 
     def unregister(self, stream: Stream) -> None:
         """Watch a stream no more; nothing happens if it was not watched."""
         watch = self._watches.pop(stream, None)
         if watch is not None:
             watch.is_armed = False
-            watch.stream.call_on_news(None)
+            watch.pipe.on_news = None
 
-    def look_at(self, watch: _Watch) -> None:
-        """Have ``poll`` look at a stream."""
+    def _look_at(self, watch: _Watch) -> None:
+        """Have ``poll`` look at a stream: something may have come."""
         if not watch.is_queued:
             watch.is_queued = True
             self._queue.append(watch)
@@ -92,7 +89,7 @@ class MemoryPoller:
             left = limit - self._clock.now()
             if left <= 0.0:
                 return None
-            with Sleep(self._clock, self._sleepers) as sleep:
+            with sleeper(self._clock, self._sleepers) as sleep:
                 if news == self._news:
                     sleep(left if gap is None else min(left, gap))
 
@@ -102,7 +99,7 @@ class MemoryPoller:
         for _ in range(len(self._queue)):
             watch = self._queue.popleft()
             watch.is_queued = False  # before the look: what comes after it is news
-            gap = watch.stream.readable_in() if watch.is_armed else None
+            gap = watch.pipe.readable_in() if watch.is_armed else None
             if gap is None:
                 continue
             if gap == 0.0 and watch.is_once:

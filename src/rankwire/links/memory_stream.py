@@ -11,16 +11,21 @@ from collections.abc import Callable, Sequence
 from rankwire.clock import Clock
 from rankwire.links.pipe import Pipe
 from rankwire.links.route import Route
-from rankwire.links.sleepers import Sleep
+from rankwire.links.sleepers import sleeper
 from rankwire.links.stream import Watched
 from rankwire.wire.frames import Buffer
 from rankwire.wire.ring import RingReader
 
 
 class MemoryStream:
-    """One end of two pipes, which a connection uses as it uses a socket (``Stream``)."""
+    """One end of two pipes, which a connection uses as it uses a socket (``Stream``).
 
-    __slots__ = ("_clock", "_incoming", "_outgoing")
+    Attributes:
+        incoming: What the other end writes.
+        outgoing: What it reads.
+    """
+
+    __slots__ = ("_clock", "incoming", "outgoing")
 
     transport = "memory"
     # A parser that never reads more at once makes a small buffer: there may be 65,000 of them.
@@ -30,18 +35,18 @@ class MemoryStream:
 
     def __init__(self, incoming: Pipe, outgoing: Pipe, clock: Clock) -> None:
         self._clock = clock
-        self._incoming = incoming
-        self._outgoing = outgoing
+        self.incoming = incoming
+        self.outgoing = outgoing
 
     @property
     def write(self) -> Callable[[Sequence[Buffer], list[int]], None]:
         """Takes the beginning of several pieces and notes how much, as one step."""
-        return self._outgoing.write
+        return self.outgoing.write
 
     @property
     def read(self) -> Callable[[memoryview, list[int]], None]:
         """Fills the beginning of a buffer and notes how much, as one step."""
-        return self._incoming.read
+        return self.incoming.read
 
     def send(self, data: Buffer) -> int:
         """Write what there is room for, as a socket does; return how much that was."""
@@ -50,13 +55,13 @@ class MemoryStream:
     def sendmsg(self, pieces: Sequence[Buffer]) -> int:
         """Send what can be taken now of several pieces."""
         counts: list[int] = []
-        self._outgoing.write(pieces, counts)
+        self.outgoing.write(pieces, counts)
         return counts[0]
 
     def recv_into(self, buffer: memoryview) -> int:
         """Read into a buffer, as a socket does; return how much."""
         counts: list[int] = []
-        self._incoming.read(buffer, counts)
+        self.incoming.read(buffer, counts)
         return counts[0]
 
     def look_away(self) -> bool:
@@ -65,17 +70,17 @@ class MemoryStream:
 
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end."""
-        return self._incoming.peek(nbytes)
+        return self.incoming.peek(nbytes)
 
     def wait_readable(self, seconds: float) -> bool:
         """Sleep until there is something to read, the end included; False if the time passes."""
         limit = self._clock.now() + seconds
-        while (gap := self._incoming.readable_in()) != 0.0:
+        while (gap := self.incoming.readable_in()) != 0.0:
             left = limit - self._clock.now()
             if left <= 0.0:
                 return False
-            with Sleep(self._clock, self._incoming.readers) as sleep:
-                gap = self._incoming.readable_in()
+            with sleeper(self._clock, self.incoming.readers) as sleep:
+                gap = self.incoming.readable_in()
                 if gap != 0.0:
                     sleep(left if gap is None else min(left, gap))
         return True
@@ -86,43 +91,22 @@ class MemoryStream:
         Returns False if the time passes, or as soon as one of the others has something to read.
         """
         limit = self._clock.now() + seconds
-        others = [other._incoming for other in beside if isinstance(other, MemoryStream)]
-        while not self._outgoing.is_writable:
+        others = [other.incoming for other in beside if isinstance(other, MemoryStream)]
+        while not self.outgoing.is_writable:
             left = limit - self._clock.now()
             if left <= 0.0 or _is_any_readable(others):
                 return False
-            places = self._outgoing.writers, *(other.readers for other in others)
-            with Sleep(self._clock, *places) as sleep:
-                if self._outgoing.is_writable or _is_any_readable(others):
+            places = self.outgoing.writers, *(other.readers for other in others)
+            with sleeper(self._clock, *places) as sleep:
+                if self.outgoing.is_writable or _is_any_readable(others):
                     continue
                 gaps = [gap for other in others if (gap := other.readable_in()) is not None]
                 sleep(min(left, *gaps) if gaps else left)
         return True
 
-    def readable_in(self) -> float | None:
-        """Return in how many seconds there is something to read; None if that is not known."""
-        return self._incoming.readable_in()
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether nothing is on its way to this end, and no end has come."""
-        return self._incoming.is_silent
-
-    def call_on_news(self, on_news: Callable[[], None] | None) -> None:
-        """Have a poller called when there may be something to read; None ends that."""
-        self._incoming.on_news = on_news
-
-    def flush_when_possible(self, flush: Callable[[], None]) -> None:
-        """Have something called by the other end's reader when it has made room."""
-        self._outgoing.flush_when_possible(flush)
-
-    def lift_limit(self) -> None:
-        """Take whatever is written from now on, however much lies here."""
-        self._outgoing.lift_limit()
-
     def unsent_nbytes(self) -> int:
         """Return how many bytes have been written that the other end has not read."""
-        return self._outgoing.load_nbytes
+        return self.outgoing.load_nbytes
 
     def tcp_info(self) -> None:
         """Return None: it is no TCP connection."""
@@ -138,18 +122,18 @@ class MemoryStream:
 
     def shut_down(self) -> None:
         """End both directions: what was written arrives, what is visible here can be read."""
-        self._outgoing.end()
-        self._incoming.cut()
+        self.outgoing.end()
+        self.incoming.cut()
 
     def abort(self) -> None:
         """End both directions as if a cable were cut: what is not visible by now is lost."""
-        self._outgoing.cut()
-        self._incoming.cut()
+        self.outgoing.cut()
+        self.incoming.cut()
 
     def close(self) -> None:
         """End both directions and forget what nobody will read."""
         self.shut_down()
-        self._incoming.discard()
+        self.incoming.discard()
 
 
 def memory_pair(

@@ -1,19 +1,14 @@
 """Threads that sleep until their receive is done, or until one of them has to read.
 
-Everything needs the owner's mutex held, but for the sleep itself. Taking a thread from the list and
-waking it are one call of a C function: an interrupt cannot fall between the two.
+Everything needs the owner's mutex held, but for the sleep itself.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from itertools import starmap
-from operator import methodcaller
 
-from rankwire.wire.mailbox import ONCE, Receive
-
-_release = methodcaller("release")
+from rankwire.links.sleepers import Sleepers, wake
+from rankwire.wire.mailbox import Receive
 
 
 class ParkedThreads:
@@ -24,7 +19,7 @@ class ParkedThreads:
     """
 
     def __init__(self) -> None:
-        self.asleep: dict[Receive, list[threading.Lock]] = {}
+        self.asleep: dict[Receive, Sleepers] = {}
 
     def park(self, receive: Receive) -> threading.Lock:
         """Return what to sleep on; it is free already if there is nothing to wait for."""
@@ -49,8 +44,7 @@ class ParkedThreads:
         """
         locks = self.asleep.get(receive, [])
         woken = bool(locks)
-        while locks:
-            deque(map(_release, starmap(locks.pop, ONCE)), 0)
+        wake(locks)
         self.asleep.pop(receive, None)
         return woken
 

@@ -135,8 +135,8 @@ class Pipe:
         """Return what is written next: all of the data, or what belongs to one message."""
         if self._route is None:
             return _Chunk(data, self._written_to + len(data), counts, len(counts), is_cut)
-        nbytes, when, begins, position = self._route.follow(self._position, data)
-        end, is_cut = self._written_to + nbytes, not position.is_at_header
+        nbytes, begins, position = self._route.follow(self._position, data)
+        end, is_cut, when = self._written_to + nbytes, not position.is_at_header, position.when
         return _Chunk(data[:nbytes], end, counts, len(counts), is_cut, when, begins, position)
 
     def _settle_writing(self) -> None:
@@ -211,7 +211,9 @@ class Pipe:
         try:
             counts.append(nbytes)  # from here on it is read
             self._settle_reading()
-            self._room_made()
+            wake(self.writers)
+            if self._flushers:
+                self._flush()
         except BaseException:
             self._settle_reading()
             wake(self.writers)  # interrupted: nobody else would
@@ -242,9 +244,11 @@ class Pipe:
             return 0.0 if is_over or (self._flushers and self._room() > 0) else None
         if self._cut_at is not None or self._route is None:
             return 0.0
-        now = self._route.now()
-        opens_at = max(chunk.when, self._opens_at(chunk))
-        return opens_at - now if opens_at > now else 0.0
+        opens_at, gate = chunk.when, self._route.gate
+        is_begun = self._read_to > chunk.end - len(chunk.data)
+        if gate is not None and chunk.begins and not is_begun:
+            opens_at = max(opens_at, gate.free_at)
+        return max(opens_at - self._route.now(), 0.0)
 
     def _fill(self, buffer: memoryview, *, is_read: bool) -> int:
         """Copy what is visible into a buffer; return how much."""
@@ -269,18 +273,12 @@ class Pipe:
                 if gate is not None and self._cut_at is None:
                     if filled or gate.free_at > latest:
                         break
-                    gate.take(latest)
+                    gate.free_at = latest + gate.seconds
             count = min(len(data) - start, len(buffer) - filled)
             buffer[filled : filled + count] = memoryview(data)[start : start + count]
             filled += count
             read_to = chunk.end - len(data) + start + count
         return filled
-
-    def _opens_at(self, chunk: _Chunk) -> float:
-        """Return when the gate is open for a message that has not been begun."""
-        gate = None if self._route is None else self._route.gate
-        is_begun = self._read_to > chunk.end - len(chunk.data)
-        return 0.0 if gate is None or is_begun or not chunk.begins else gate.free_at
 
     def _head(self) -> _Chunk | None:
         """Return the first chunk that is written and not read."""
@@ -307,11 +305,6 @@ class Pipe:
             self._reading = None
         while self._chunks and self._chunks[0].end <= self._read_to:
             self._chunks.popleft()
-
-    def _room_made(self) -> None:
-        wake(self.writers)
-        if self._flushers:
-            self._flush()
 
     def _flush(self) -> bool:
         """Call who waits for room, if there is any; return whether somebody was called."""

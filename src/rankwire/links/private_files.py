@@ -58,8 +58,7 @@ def open_private(path: str | os.PathLike[str], *, named: str) -> Iterator[int]:
 
 def name_of_open(descriptor: int) -> str:
     """Return a name of what is open there, for those who want one."""
-    folder = "/proc/self/fd" if os.path.exists("/proc/self/fd") else "/dev/fd"
-    return f"{folder}/{descriptor}"
+    return f"/proc/self/fd/{descriptor}"
 
 
 def read_private(path: str | os.PathLike[str], *, named: str) -> bytes:
@@ -72,9 +71,7 @@ def read_private(path: str | os.PathLike[str], *, named: str) -> bytes:
 
 
 def _open(path: str, links: int) -> int:
-    """Open a file, through links that this user or root has made; on Linux, elsewhere none."""
-    if not hasattr(os, "O_PATH"):
-        return os.open(path, _FLAGS)
+    """Open a file, through links that this user or root has made."""
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(link)

@@ -1,4 +1,4 @@
-"""Memory of other processes: what the kernel allows of it, and the copying (Linux).
+"""Memory of other processes: what the kernel allows of it, and the copying.
 
 It allows that between processes of one user, unless told otherwise (Yama's ``ptrace_scope``, a
 container's seccomp filter, separate pid namespaces); ``probe`` asks. What the bytes mean, and whose
@@ -11,7 +11,6 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,23 +30,15 @@ class Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _system_calls() -> tuple[Callable[..., int], Callable[..., int]] | None:
-    if sys.platform != "linux":
-        return None
-    library = ctypes.CDLL(None, use_errno=True)
-    calls = []
-    for name in ("process_vm_readv", "process_vm_writev"):
-        function = getattr(library, name, None)
-        if function is None:
-            return None
-        function.restype = ctypes.c_ssize_t
-        function.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
-        calls.append(function)
-    return calls[0], calls[1]
+def _system_call(name: str) -> Callable[..., int]:
+    function = ctypes.CDLL(None, use_errno=True)[name]
+    function.restype = ctypes.c_ssize_t
+    function.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
+    return function
 
 
-# To read, and to write; None where there are none.
-CALLS = _system_calls()
+READ = _system_call("process_vm_readv")
+WRITE = _system_call("process_vm_writev")
 
 
 def probe(stream: Stream) -> tuple[int, str]:
@@ -58,15 +49,13 @@ def probe(stream: Stream) -> tuple[int, str]:
     Returns:
         The peer's process id, or 0 and why not.
     """
-    if CALLS is None:
-        return 0, f"{sys.platform} has no process_vm_readv"
     if stream.transport != "unix":
         return 0, "it is not connected by a Unix socket"
     pid = stream.peer_pid()
     if not pid:
         return 0, "its process is not visible here: it is in another pid namespace"
     # Permission is checked before the address: a bad address is the good answer.
-    for call in CALLS:
+    for call in (READ, WRITE):
         number = transfer(call, pid, [(ctypes.addressof(_probe_word), 8)], [(8, 8)])[1]
         if number != errno.EFAULT:
             return 0, f"the kernel refuses to copy memory of process {pid}: {os.strerror(number)}"

@@ -14,22 +14,17 @@ from rankwire.wire.frames import HEADER_NBYTES, Channel, unpack_size
 _COURTESIES = (Channel.FAREWELL, Channel.GREETING)
 
 
+@dataclass(slots=True, eq=False)
 class Gate:
     """Lets one message through at a time, from all streams to one reader.
 
-    Args:
+    Attributes:
         seconds: Between two of them.
+        free_at: When the next one may pass, in monotonic time.
     """
 
-    __slots__ = ("_seconds", "free_at")
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self.free_at = 0.0  # monotonic
-
-    def take(self, now: float) -> None:
-        """A message is read now."""
-        self.free_at = now + self._seconds
+    seconds: float
+    free_at: float = 0.0
 
 
 class Position(NamedTuple):
@@ -51,15 +46,6 @@ class Position(NamedTuple):
         return self.is_message and self.is_at_header
 
 
-class Stretch(NamedTuple):
-    """Bytes that belong to one message, or to a part of a header."""
-
-    nbytes: int
-    when: float  # when they become visible
-    begins: bool  # whether a message begins with them
-    position: Position  # behind them
-
-
 @dataclass(slots=True, eq=False)
 class Route:
     """What the messages of one direction meet on their way.
@@ -76,21 +62,25 @@ class Route:
     gate: Gate | None = None
     on_message: Callable[[], None] = lambda: None
 
-    def follow(self, position: Position, data: bytes) -> Stretch:
-        """Return how much of what is written next belongs together, and when it is visible.
+    def follow(self, position: Position, data: bytes) -> tuple[int, bool, Position]:
+        """Follow what is written next, as far as it belongs to one message or part of a header.
 
         Messages stay in order; greetings and farewells take no time of their own.
+
+        Returns:
+            How many bytes that is; whether a message begins with them; and where the writer is
+            behind them, which also says when they are visible.
         """
         left, head, when, is_message = position
         begins = False
         if not left:
             missing = HEADER_NBYTES - len(head)
             if len(data) < missing:
-                return Stretch(len(data), when, False, Position(0, head + data, when, is_message))
+                return len(data), False, Position(0, head + data, when, is_message)
             channel, nbytes = unpack_size(head + data[:missing])
             left = missing + nbytes
             begins = is_message = channel not in _COURTESIES
             if is_message and self.delays is not None:
                 when = max(when, self.now() + next(self.delays))
         taken = min(left, len(data))
-        return Stretch(taken, when, begins, Position(left - taken, b"", when, is_message))
+        return taken, begins, Position(left - taken, b"", when, is_message)

@@ -11,7 +11,6 @@ import os
 import select
 import socket
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,15 +48,11 @@ AnySocket: TypeAlias = "Socket | TlsStream"  # what handshakes are done on
 _SocketAddress = tuple[Any, ...]
 
 
-def _nothing() -> None:
-    """There is nothing to check."""
-
-
 class Pollable(Protocol):
     """What one can wait for: a socket, or a stream around one."""
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the descriptor; -1 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +81,8 @@ class TcpAddress:
     @property
     def is_loopback(self) -> bool:
         """Whether only processes of this host can reach it."""
-        if self.host == "localhost":
-            return True
         try:
-            return ipaddress.ip_address(self.host).is_loopback
+            return self.host == "localhost" or _is_loopback(self.host)
         except ValueError:
             return False
 
@@ -108,16 +101,11 @@ def tune(sock: socket.socket) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", _KEEPALIVE_IDLE),
-        ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL),
-        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
-    ):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    if sys.platform == "linux":
-        with suppress(OSError):  # an older kernel
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    with suppress(OSError):  # an older kernel
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS)
 
 
 def is_loopback_connection(sock: AnySocket) -> bool:
@@ -126,7 +114,7 @@ def is_loopback_connection(sock: AnySocket) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    found = ipaddress.ip_address(host.partition("%")[0])
+    found = ipaddress.ip_address(host)
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
         return found.ipv4_mapped.is_loopback  # on a socket for both families
     return found.is_loopback
@@ -138,7 +126,7 @@ def expect_prompt_reading(sock: AnySocket) -> None:
     For control connections, which are always read. Elsewhere a peer may be busy for long, and the
     kernel does not tell that from a cut cable.
     """
-    if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+    if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
@@ -160,7 +148,6 @@ def listen_tcp(address: TcpAddress) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigurationError(f"cannot listen on {address}: {_why(error)}") from error
-    sock.setblocking(False)
     return sock
 
 
@@ -174,7 +161,6 @@ def listen_unix(path: str) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigurationError(f"cannot listen on {path}: {_why(error)}") from error
-    sock.setblocking(False)
     return sock
 
 
@@ -187,7 +173,7 @@ def start_listening(sock: socket.socket) -> None:
 
 
 def connect_tcp(
-    address: TcpAddress, deadline: Deadline, *, check: Callable[[], None] = _nothing
+    address: TcpAddress, deadline: Deadline, *, check: Callable[[], None] = lambda: None
 ) -> socket.socket:
     """Connect once, to the first of a name's addresses that answers.
 
@@ -219,11 +205,10 @@ def connect_tcp(
 
 
 def connect_unix(
-    path: str, deadline: Deadline, *, check: Callable[[], None] = _nothing
+    path: str, deadline: Deadline, *, check: Callable[[], None] = lambda: None
 ) -> socket.socket:
     """Connect once to a socket file; raises as ``connect_tcp`` does."""
-    sock = _open_socket(socket.AF_UNIX)
-    return _connect(sock, path, path, deadline, check)
+    return _connect(_open_socket(socket.AF_UNIX), path, path, deadline, check)
 
 
 def unix_peer(sock: socket.socket) -> tuple[int, int]:
@@ -284,7 +269,6 @@ def _connect(
     deadline: Deadline,
     check: Callable[[], None],
 ) -> socket.socket:
-    sock.setblocking(False)
     try:
         try:
             code = sock.connect_ex(where)
@@ -310,7 +294,7 @@ def _connect(
 
 def _open_socket(family: int) -> socket.socket:
     try:
-        return socket.socket(family, socket.SOCK_STREAM)
+        return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     except OSError as error:
         raise ResourceError(f"cannot open a socket: {_why(error)}") from error
 

@@ -15,16 +15,21 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from fcntl import ioctl
 from typing import Protocol
 
 from rankwire.fork import renew_in_child
-from rankwire.links.sockets import unix_peer, wait_for
-from rankwire.links.tcp_info import tcp_info, unsent_nbytes
+from rankwire.links.sockets import Pollable, unix_peer, wait_for
 from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer
 from rankwire.wire.ring import AWAKE, RingReader
+
+_SIOCOUTQ = 0x5411
+_TCP_INFO = struct.Struct("=24xI28xI")  # tcpi_unacked and tcpi_last_ack_recv in struct tcp_info
 
 _barrier = threading.Lock()
 renew_in_child(_barrier)
@@ -33,7 +38,18 @@ Write = Callable[[Sequence[Buffer], list[int]], None]
 Read = Callable[[memoryview, list[int]], None]
 
 
-class Stream(Protocol):
+class Watched(Pollable, Protocol):
+    """What may have something to read while another stream is waited for: one of its own kind."""
+
+    def look_away(self) -> bool:
+        """Have all that comes from now on come over the stream: whoever is about to sleep there.
+
+        Returns:
+            Whether something is in the ring, and nobody should sleep.
+        """
+
+
+class Stream(Watched, Protocol):
     """A connected stream of bytes, both ways. One reader and one writer at a time."""
 
     transport: str  # "unix", "tcp" or "memory"
@@ -62,13 +78,6 @@ class Stream(Protocol):
 
     ring: RingReader | None  # the lane in shared memory beside it, if there is one
 
-    def look_away(self) -> bool:
-        """Have all that comes from now on come over the stream: whoever is about to sleep there.
-
-        Returns:
-            Whether something is in the ring, and nobody should sleep.
-        """
-
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end.
 
@@ -89,30 +98,20 @@ class Stream(Protocol):
     def unsent_nbytes(self) -> int:
         """Return how many bytes have been written that the other end has not taken."""
 
-    def tcp_info(self) -> bytes | None:
-        """Return what the kernel knows of a TCP connection; None if it is none, or closed."""
+    def tcp_info(self) -> tuple[int, int] | None:
+        """Return how much of a TCP connection is under way, and how old the last answer is.
+
+        That is segments and milliseconds; None if it is no TCP connection, or closed.
+        """
 
     def peer_pid(self) -> int:
         """Return the process at the other end of a Unix socket, 0 if it cannot be seen."""
-
-    def fileno(self) -> int:
-        """Return the descriptor; -1 if there is none."""
 
     def shut_down(self) -> None:
         """End both directions: threads that wait wake up. Idempotent; safe from any thread."""
 
     def close(self) -> None:
         """Give back what the system has lent. Only when no thread uses it any more."""
-
-
-class Watched(Protocol):
-    """What may have something to read while another stream is waited for: one of its own kind."""
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-
-    def look_away(self) -> bool:
-        """As ``Stream.look_away``."""
 
 
 class DescriptorStream:
@@ -153,11 +152,26 @@ class DescriptorStream:
 
     def unsent_nbytes(self) -> int:
         """Return how many bytes have been written that the other end has not taken."""
-        return unsent_nbytes(self)
+        try:
+            count = ioctl(self.fileno(), _SIOCOUTQ, bytes(4))
+        except (OSError, ValueError):
+            return 0  # it is closed
+        return int.from_bytes(count, sys.byteorder)
 
-    def tcp_info(self) -> bytes | None:
-        """Return what the kernel knows of a TCP connection; None if it is none, or closed."""
-        return None if self.transport == "unix" else tcp_info(self._sock)
+    def tcp_info(self) -> tuple[int, int] | None:
+        """Return how much of a TCP connection is under way, and how old the last answer is."""
+        if self.transport == "unix":
+            return None
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return None  # it is closed
+        under_way, last_ms = _TCP_INFO.unpack(info)
+        return under_way, last_ms
+
+    def peer_pid(self) -> int:
+        """Return the process at the other end of a Unix socket by the kernel's word, or 0."""
+        return max(unix_peer(self._sock)[0], 0)
 
     def shut_down(self) -> None:
         """End both directions: a thread that waits wakes up."""
@@ -182,10 +196,6 @@ class SocketStream(DescriptorStream):
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end."""
         return self._sock.recv(nbytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-
-    def peer_pid(self) -> int:
-        """Return the process at the other end of a Unix socket by the kernel's word, or 0."""
-        return max(unix_peer(self._sock)[0], 0)
 
 
 def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:

@@ -101,12 +101,11 @@ class TlsStream(DescriptorStream):
             return True
 
     def _advance(self) -> bool:
-        is_done = False
+        is_done = True
         try:
             self.session.do_handshake()
-            is_done = True
         except ssl.SSLWantReadError:
-            pass
+            is_done = False
         except ssl.SSLError as error:
             with suppress(OSError):
                 if not self._encrypted.pending:
@@ -122,8 +121,15 @@ class TlsStream(DescriptorStream):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def recv(self, nbytes: int, flags: int = 0) -> bytes:
-        """Return up to ``nbytes``, as a socket does; with ``MSG_PEEK`` they stay.
+    def recv(self, nbytes: int) -> bytes:
+        """Return up to ``nbytes``, as a socket does; raises as ``peek`` does."""
+        seen = self.peek(nbytes)
+        with self._lock:
+            del self._peeked[: len(seen)]
+        return seen
+
+    def peek(self, nbytes: int) -> bytes:
+        """Return the beginning of what is there to read, decrypted, and leave it.
 
         Raises:
             BlockingIOError: There is nothing to read now.
@@ -137,10 +143,7 @@ class TlsStream(DescriptorStream):
                     count = self._read(memoryview(buffer))
                     self._peeked += buffer[:count]
                     self._is_decrypting = False
-                seen = bytes(self._peeked[:nbytes])
-                if not flags & socket.MSG_PEEK:
-                    del self._peeked[: len(seen)]
-                return seen
+                return bytes(self._peeked[:nbytes])
             except _TlsError as error:
                 raise AuthenticationError(f"TLS: {error}") from error
 
@@ -290,16 +293,6 @@ class TlsStream(DescriptorStream):
             while self._unsent:
                 self._unsent = self._unsent[self._sock.send(self._unsent) :]
         self._is_flushing = False
-
-    # -- as the socket -----------------------------------------------------------------------------
-
-    def peek(self, nbytes: int) -> bytes:
-        """Return the beginning of what is there to read, decrypted, and leave it."""
-        return self.recv(nbytes, socket.MSG_PEEK)
-
-    def peer_pid(self) -> int:
-        """Return 0: the other end is on another host, or could be."""
-        return 0
 
 
 class _Records:

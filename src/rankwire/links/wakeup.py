@@ -7,7 +7,6 @@ import selectors
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 Action = Callable[[], None]
 
@@ -15,7 +14,7 @@ Action = Callable[[], None]
 class Wakeup:
     """Actions posted by any thread, run by the thread that serves the selector.
 
-    Lock: ``_lock`` guards the pipe against being used once closed; its numbers may be another
+    Lock: ``_lock`` guards the descriptor against being used once closed; its number may be another
     file's by then.
 
     Args:
@@ -31,14 +30,12 @@ class Wakeup:
         self._actions: deque[Action] = deque()
         self._lock = threading.Lock()
         self._is_open = True
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         selector.register(self, selectors.EVENT_READ, self._run)
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
-        return self._reader
+        return self._number
 
     def post(self, action: Action) -> None:
         """Have ``action`` run soon. Safe from any thread; ignored once closed."""
@@ -49,11 +46,10 @@ class Wakeup:
         """Have the selector return. Safe from any thread."""
         with self._lock:
             if self._is_open:
-                with suppress(BlockingIOError):  # full of wake-ups: it will wake up
-                    os.write(self._writer, b"\0")
+                os.eventfd_write(self._number, 1)
 
     def _run(self) -> None:
-        os.read(self._reader, 4096)
+        os.eventfd_read(self._number)
         while self._actions and self._is_open:
             self._handle(self._actions.popleft())
 
@@ -72,5 +68,4 @@ class Wakeup:
 
     def _end(self) -> None:
         self._is_open = False
-        os.close(self._reader)
-        os.close(self._writer)
+        os.close(self._number)

@@ -133,22 +133,19 @@ class Hello:
             ProtocolError: It is none. (A stranger; nothing else should be said to it.)
             VersionMismatchError: It is one of another version.
         """
-        magic, version, purpose, job, epoch, world_size, rank, peer, service, _, protection = (
-            _HELLO.unpack(data)
-        )
+        magic, version, purpose, *others, _, protection = _HELLO.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError("the connection did not begin with a rankwire greeting")
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(PROTOCOL_VERSION, version)
         if any(data[-_RESERVED_NBYTES:]):
             raise ProtocolError("a greeting has reserved bytes set")
-        try:
-            known = Purpose(purpose)
-        except ValueError as error:
-            raise ProtocolError(f"a greeting names the unknown purpose {purpose}") from error
+        if purpose not in list(Purpose):
+            raise ProtocolError(f"a greeting names the unknown purpose {purpose}")
         if protection not in _KNOWN_PROTECTION:
             raise ProtocolError(f"a greeting names the unknown protection {protection}")
-        return cls(known, job, epoch, world_size, rank, peer, service, Protection(protection))
+        fields = [Purpose(purpose), *others, Protection(protection)]
+        return cls(*fields)
 
 
 def job_id(name: str) -> bytes:

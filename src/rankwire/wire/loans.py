@@ -32,9 +32,8 @@ This module is the bytes and the rules; who reads memory of whom is in ``links.p
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rankwire.errors import MessageTooLargeError, ProtocolError, RankwireError
 
@@ -71,18 +70,16 @@ class Loan(NamedTuple):
     pieces: list[tuple[int, int]]  # address and length
 
 
-class Parcel(ABC):
+class Parcel(Protocol):
     """A payload that has been announced and lies in the sender's memory still.
 
     Its length is known. The receiver reads it, as a whole or in parts, and then gives it back.
     Every method is safe from any thread.
     """
 
-    @abstractmethod
     def __len__(self) -> int:
         """Return the length in bytes."""
 
-    @abstractmethod
     def read_into(self, start: int, view: memoryview) -> None:
         """Copy the bytes from ``start`` on into ``view``, all of it.
 
@@ -91,11 +88,9 @@ class Parcel(ABC):
             RankwireError: The sender is gone.
         """
 
-    @abstractmethod
     def whole(self) -> bytearray:
         """Return all of it, in memory of the caller's own, and give it back; raises likewise."""
 
-    @abstractmethod
     def give_back(self) -> None:
         """Tell the sender that its memory is not needed any more. Idempotent.
 
