@@ -199,7 +199,7 @@ class Office:
 
     def block(self):
         future = self.caller.rpc_async(1, "block")
-        eventually(lambda: self.callee._server.pool.busy == 1)
+        eventually(lambda: len(self.callee._server.active) == 1)
         return future
 
     def waiting_nbytes(self):
