@@ -3,7 +3,7 @@
 from rankwire.clock import REAL_TIME
 from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
-from rankwire.rpc.accounts import give_account
+from rankwire.rpc.accounts import Accounts
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import Key
 from rankwire.wire.mailbox import Mailbox
@@ -28,7 +28,7 @@ def made_call(request_id):
 
 def account(jobs, *asked, queued=(), workers=2):
     named = {Key(RANK, 0, number): job for number, job in jobs.items()}
-    told = give_account(RANK, workers, named, queued, [Key(RANK, 0, number) for number in asked])
+    told = Accounts(RANK, workers, named, queued).of([Key(RANK, 0, number) for number in asked])
     return {key.request_id: call for key, call in told.items()}
 
 

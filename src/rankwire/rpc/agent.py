@@ -96,7 +96,7 @@ class RpcAgent:
             on_end=self._ended_by_itself,
         )
         self._caller.serve_with(self._server)
-        self._server.start()
+        self._server.pool.start()
         guard(self)
         close_at_exit(self)
 

@@ -154,7 +154,7 @@ class Caller:
         future = RpcFuture(self, self._port, dst, next(self._ids), name, deadline, call)
         try:
             reply = self._send(dst, future.request_id, name, deadline, call, args, kwargs, future)
-            future.sent(reply)
+            future.reply = reply
             if reply.done:
                 self.replied(future, reply)
             elif call is not None:
@@ -287,7 +287,7 @@ class Caller:
         if call.cancelled:
             raise call.cancellation()
         if call.worker is not None:
-            self._server.about_to_block(call.worker)
+            self._server.pool.about_to_block(call.worker)
 
     def drive(self, future: RpcFuture, reply: Reply, deadline: Deadline) -> bool:
         """Wait for the reply of a future; False if the deadline passes first."""
@@ -318,7 +318,7 @@ class Caller:
 
     def _track(self, future: RpcFuture) -> None:
         self._futures[future.request_id] = future
-        self._server.expect_work()
+        self._server.pool.expect_work()
 
     def replied(self, future: RpcFuture, receive: Receive) -> None:
         """End a future with the reply that has come."""
@@ -339,12 +339,8 @@ class Caller:
             future.resolve(value)
 
     def _fail(self, future: RpcFuture, error: RankwireError) -> None:
-        future.fail(self._explained_future(error, future))
-
-    def _explained_future(self, error: RankwireError, future: RpcFuture) -> RankwireError:
-        return self._explained(
-            error, "rpc_async", future.name, future.dst, future.deadline, future.call
-        )
+        deadline, call = future.deadline, future.call
+        future.fail(self._explained(error, "rpc_async", future.name, future.dst, deadline, call))
 
     def settled(self, future: RpcFuture) -> None:
         """Forget a future that is done."""
@@ -354,17 +350,14 @@ class Caller:
         if future.call is not None:
             future.call.ended(future.request_id)
 
-    def too_late(self, future: RpcFuture, *, explain: bool) -> RankwireError:
-        """Return the error of a future whose deadline has passed; ``explain`` takes a moment."""
+    def expire(self, future: RpcFuture, *, explain: bool) -> None:
+        """End a future whose deadline has passed; ``explain`` takes a moment."""
         error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
         error.may_have_run = True
         if explain:
             self._questions.explain_delay(error, future.dst, future.request_id, future.name)
-        return self._explained_future(error, future)
-
-    def look_after_replies(self) -> None:
-        """Have replies read although no thread waits for them."""
-        self._port.attend()
+        self._port.cancel(future.dst, future.request_id)
+        self._fail(future, error)
 
     def look(self) -> bool:
         """End late futures, and look after replies that nobody waits for.

@@ -105,25 +105,23 @@ def _may_be_stuck(picture: Picture, start: Key) -> bool:
     for key, call in picture.items():
         for need in call.needs if call is not None else ():
             needed_by.setdefault(need, []).append(key)
-    going_on = [key for key, call in picture.items() if call is None or not call.needs]
-    found = set(going_on)
-    while going_on:
-        for key in needed_by.pop(going_on.pop(), ()):
-            if key not in found:
-                found.add(key)
-                going_on.append(key)
-    return start not in found
+    going_on = {key for key, call in picture.items() if call is None or not call.needs}
+    return start not in _closure(going_on, needed_by)
 
 
 def _reachable(picture: Picture, start: Key) -> set[Key]:
-    reached = {start}
-    frontier = [start]
+    needs = {key: call.needs for key, call in picture.items() if call is not None}
+    return _closure({start}, needs)
+
+
+def _closure(first: set[Key], following: Mapping[Key, Iterable[Key]]) -> set[Key]:
+    """Return these calls, and all to which one comes from them."""
+    reached = set(first)
+    frontier = list(first)
     while frontier:
-        call = picture.get(frontier.pop())
-        for key in call.needs if call is not None else ():
-            if key not in reached:
-                reached.add(key)
-                frontier.append(key)
+        new = set(following.get(frontier.pop(), ())) - reached
+        reached |= new
+        frontier += new
     return reached
 
 

@@ -78,11 +78,6 @@ class Room:
         self._unasked: dict[_Key, int] = {}
         self._unasked_nbytes: Counter[int] = Counter()  # by rank
 
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes of large calls that wait here, or are granted room and on their way."""
-        return self._granted_nbytes + self._unasked_nbytes.total()
-
     def ask(
         self, src: int, request_id: int, nbytes: int, link: Any, answer: Callable[[bool], None]
     ) -> bool:
