@@ -14,7 +14,9 @@ RANK = 1
 
 class Job(Call):
     def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):
-        super().__init__(0, name, Deadline(5.0), [0, "x"] * depth)
+        self.src, self.name, self.deadline = 0, name, Deadline(5.0)
+        self.depth = depth
+        self.outgoing = {}
         self.worker = worker
         self.waiting = waiting
         self.needs_event_loop = is_async

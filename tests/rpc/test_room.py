@@ -46,7 +46,7 @@ def asks():
 
 def kept_nbytes(room):
     """Return the bytes of large calls that wait there, or are granted room and on their way."""
-    return room._granted_nbytes + room._unasked_nbytes.total()
+    return room._granted_nbytes + room._unasked._nbytes.total()
 
 
 # -- the callee's tables ---------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_an_ask_of_another_form_is_invalid(args):
 
 
 def test_the_allowance_is_by_rank_and_given_back_once():
-    allowance = Allowance()
+    allowance = Allowance(UNASKED_NBYTES)
     assert allowance.take(1, 10, UNASKED_NBYTES)
     assert not allowance.take(1, 11, 1)
     assert allowance.take(2, 12, UNASKED_NBYTES)

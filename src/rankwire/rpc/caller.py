@@ -38,7 +38,7 @@ from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.questions import Questions
-from rankwire.rpc.room import ROOM, SMALL_NBYTES, Allowance
+from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Receive
 
@@ -72,7 +72,7 @@ class Caller:
         self._max_nbytes = backend.max_message_nbytes
         self._max_in_flight = max_in_flight
         self.closed = False
-        self._allowance = Allowance()
+        self._allowance = Allowance(UNASKED_NBYTES)
         # The upper half tells this agent's calls from those of any other, also of one that had its
         # place before.
         self._ids = itertools.count(secrets.randbits(31) << 32)
