@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from rankwire.backends.base import Backend
 from rankwire.clock import REAL_TIME
+from rankwire.collectives import operations
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -17,7 +19,7 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
-from rankwire.testing.conformance.tools import expect
+from rankwire.testing.conformance.tools import SIZES, Each, expect, run_in_worlds
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
 
@@ -68,17 +70,16 @@ def a_message_arrives_whole(make_world: MakeWorld) -> None:
 
 def messages_have_any_length(make_world: MakeWorld) -> None:
     lengths = [0, 1, 7, 65503, 65504, 65505, 65536, 1_000_003]
-    with make_world(2) as (first, second):
 
-        def send() -> None:
-            for length in lengths:
-                first.send(bytes([length % 251]) * length, 1)
+    def each(backend: Backend) -> None:
+        for length in lengths:
+            message = bytes([length % 251]) * length
+            if backend.rank == 0:
+                backend.send(message, 1)
+            else:
+                assert backend.recv(0) == message
 
-        def receive() -> None:
-            for length in lengths:
-                assert second.recv(0) == bytes([length % 251]) * length
-
-        in_parallel([send, receive])
+    run_in_worlds(make_world, each, (2,))
 
 
 def pieces_arrive_as_one(make_world: MakeWorld) -> None:
@@ -114,30 +115,27 @@ def a_receiver_owns_its_message(make_world: MakeWorld) -> None:
 
 
 def every_pair_talks_directly(make_world: MakeWorld) -> None:
-    with make_world(4) as world:
+    def talk(backend: Backend) -> None:
+        others = [peer for peer in range(4) if peer != backend.rank]
+        for peer in others:
+            backend.send(f"{backend.rank} to {peer}".encode(), peer)
+        for peer in others:
+            assert backend.recv(peer) == f"{peer} to {backend.rank}".encode()
 
-        def talk(rank: int) -> None:
-            others = [peer for peer in range(4) if peer != rank]
-            for peer in others:
-                world[rank].send(f"{rank} to {peer}".encode(), peer)
-            for peer in others:
-                assert world[rank].recv(peer) == f"{peer} to {rank}".encode()
-
-        in_parallel([partial(talk, rank) for rank in range(4)])
+    run_in_worlds(make_world, talk, (4,))
 
 
 def a_waiting_receive_does_not_delay_a_send(make_world: MakeWorld) -> None:
-    with make_world(2) as world:
+    def each(backend: Backend) -> None:
+        other = 1 - backend.rank
+        waiting = threading.Thread(target=lambda: backend.recv(other, tag=1))
+        waiting.start()
+        REAL_TIME.sleep(0.05)  # both receives wait by now
+        backend.send(b"go on", other, tag=1)
+        REAL_TIME.join(waiting, 10)
+        assert not waiting.is_alive()
 
-        def serve(rank: int) -> None:
-            waiting = threading.Thread(target=lambda: world[rank].recv(1 - rank, tag=1))
-            waiting.start()
-            REAL_TIME.sleep(0.05)  # both receives wait by now
-            world[rank].send(b"go on", 1 - rank, tag=1)
-            REAL_TIME.join(waiting, 10)
-            assert not waiting.is_alive()
-
-        in_parallel([partial(serve, rank) for rank in range(2)])
+    run_in_worlds(make_world, each, (2,))
 
 
 def too_large_a_message_is_refused_at_once(make_world: MakeWorld) -> None:
@@ -218,18 +216,26 @@ def a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
 # -- barriers --------------------------------------------------------------------------------------
 
 
+def _meet(make_world: MakeWorld, size: int, barrier: Each) -> None:
+    entered: list[int] = []
+
+    def each(backend: Backend) -> None:
+        for episode in range(1, 20):
+            entered.append(backend.rank)
+            barrier(backend)
+            assert len(entered) >= size * episode
+            barrier(backend)
+
+    run_in_worlds(make_world, each, (size,))
+
+
 def nobody_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> None:
-    with make_world(4) as world:
-        entered: list[int] = []
+    _meet(make_world, 4, lambda backend: backend.barrier())
 
-        def meet(rank: int) -> None:
-            for episode in range(1, 20):
-                entered.append(rank)
-                world[rank].barrier()
-                assert len(entered) >= 4 * episode
-                world[rank].barrier()
 
-        in_parallel([partial(meet, rank) for rank in range(4)])
+def nobody_leaves_a_collective_barrier_early(make_world: MakeWorld) -> None:
+    for size in SIZES:
+        _meet(make_world, size, operations.barrier)
 
 
 def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
@@ -245,17 +251,15 @@ def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
 
 
 def barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
-    with make_world(3) as world:
+    def each(backend: Backend) -> None:
+        right, left = (backend.rank + 1) % 3, (backend.rank - 1) % 3
+        for number in range(50):
+            backend.send(bytes([number]), right)
+            backend.barrier()
+        for number in range(50):
+            assert backend.recv(left) == bytes([number])
 
-        def run(rank: int) -> None:
-            right, left = (rank + 1) % 3, (rank - 1) % 3
-            for number in range(50):
-                world[rank].send(bytes([number]), right)
-                world[rank].barrier()
-            for number in range(50):
-                assert world[rank].recv(left) == bytes([number])
-
-        in_parallel([partial(run, rank) for rank in range(3)])
+    run_in_worlds(make_world, each, (3,))
 
 
 # -- threads and ends ------------------------------------------------------------------------------

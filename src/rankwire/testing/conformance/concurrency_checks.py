@@ -21,7 +21,7 @@ from rankwire.errors import (
     MessageTooLargeError,
     RankwireError,
 )
-from rankwire.testing.conformance.tools import SIZES, expect, has_values, run_all, run_in_worlds
+from rankwire.testing.conformance.tools import expect, has_values, run_all, run_in_worlds
 from rankwire.testing.worlds import MakeWorld
 
 _SOON = 5.0  # seconds within which all ranks know that they disagree, on a machine that is busy
@@ -193,21 +193,6 @@ def who_does_not_come_is_named(make_world: MakeWorld) -> None:
         assert late
         assert all(error.waiting_for == [2] for error in late)
         assert all("waiting for rank 2" in error.message for error in errors)
-
-
-def nobody_leaves_a_collective_barrier_early(make_world: MakeWorld) -> None:
-    for size in SIZES:
-        with make_world(size) as world:
-            entered: list[int] = []
-
-            def each(backend: Backend, entered: list[int] = entered, size: int = size) -> None:
-                for episode in range(1, 10):
-                    entered.append(backend.rank)
-                    operations.barrier(backend)
-                    assert len(entered) >= size * episode
-                    operations.barrier(backend)
-
-            run_all(world, each)
 
 
 def groups_of_a_hybrid_layout_work_at_once(make_world: MakeWorld) -> None:
