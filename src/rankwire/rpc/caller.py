@@ -200,8 +200,9 @@ class Caller:
             if nbytes > self._max_nbytes:
                 raise MessageTooLargeError(nbytes, self._max_nbytes)
             if future is not None:
-                self._track(future)
-                on_reply = future.on_reply
+                self._futures[request_id] = future
+                self._server.pool.expect_work()
+                on_reply = partial(self.replied, future)
             if nbytes > SMALL_NBYTES and not has_room:
                 has_room = True
                 if self._make_room(dst, request_id, nbytes, deadline, call):
@@ -315,10 +316,6 @@ class Caller:
         return self._backend.explained(error, f"{op} {name!r}", deadline, dst)
 
     # -- futures -----------------------------------------------------------------------------------
-
-    def _track(self, future: RpcFuture) -> None:
-        self._futures[future.request_id] = future
-        self._server.pool.expect_work()
 
     def replied(self, future: RpcFuture, receive: Receive) -> None:
         """End a future with the reply that has come."""

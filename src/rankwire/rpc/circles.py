@@ -62,11 +62,13 @@ class Circle(NamedTuple):
 
     Attributes:
         members: Each waits for the next one, and the last one for the first.
+        calls: What is told of each of them.
         gives_up: The one whose wait is to end.
         evidence: All waits that keep it closed; two circles with the same are the same.
     """
 
     members: tuple[Key, ...]
+    calls: tuple[ActiveCall, ...]
     gives_up: Key
     evidence: frozenset[tuple[Key, int, tuple[Key, ...]]]
 
@@ -95,8 +97,10 @@ def find_circle(picture: Picture, start: Key) -> Circle | None:
         return None
     gives_up = max(waiting, key=lambda key: (known[key].depth, key))
     first = members.index(min(members))  # so that all who look see the same
+    members = [*members[first:], *members[:first]]
+    calls = tuple(known[key] for key in members)
     evidence = frozenset((key, call.wait, call.needs) for key, call in known.items())
-    return Circle((*members[first:], *members[:first]), gives_up, evidence)
+    return Circle(tuple(members), calls, gives_up, evidence)
 
 
 def _may_be_stuck(picture: Picture, start: Key) -> bool:

@@ -135,11 +135,9 @@ class Pool:
 
     def has_more(self, worker: Worker) -> bool:
         """Whether this worker, as the poller, has more short jobs at hand and polls after them."""
-        if not self.arrived or self._poller is not worker:
-            return False
         try:
-            return not self.arrived[0].function.is_slow
-        except IndexError:  # a new poller has just taken it
+            return self._poller is worker and not self.arrived[0].function.is_slow
+        except IndexError:  # there is none, or a new poller has just taken it
             return False
 
     def is_poller(self, worker: Worker) -> bool:
@@ -246,7 +244,9 @@ class Pool:
                     if self._poller is worker:
                         self._hand_over()
             if not self._run(worker, job):
-                self._run_queued(worker)
+                # Without the role: take over what waits for a free worker.
+                while not self._closing and (queued := self._take_queued()) is not None:
+                    self._run(worker, queued)
                 return
         with self._mutex:
             if self._poller is worker:
@@ -292,11 +292,6 @@ class Pool:
                 self._running += 1
                 return self._queued.popleft()
         return None
-
-    def _run_queued(self, worker: Worker) -> None:
-        """Without the role: take over what waits for a free worker."""
-        while not self._closing and (job := self._take_queued()) is not None:
-            self._run(worker, job)
 
     def _run(self, worker: Worker, job: Job) -> bool:
         """Do a job; return whether the worker still has the polling role."""
