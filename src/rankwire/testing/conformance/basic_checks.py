@@ -15,7 +15,6 @@ from rankwire.errors import (
     InvalidRankError,
     InvalidWorldSizeError,
     MessageTooLargeError,
-    RankwireError,
     SelfSendError,
     SizeMismatchError,
 )
@@ -192,15 +191,15 @@ def a_time_limit_is_exact_and_harmless(make_world: MakeWorld) -> None:
 
 def a_second_receiver_has_its_own_limit(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
-        other = threading.Thread(target=lambda: second.recv(0, tag=1))
-        other.start()
-        REAL_TIME.sleep(0.05)
-        begin = REAL_TIME.now()
-        expect(DeadlineExceededError, lambda: second.recv(0, tag=2, timeout=0.1))
-        assert REAL_TIME.now() - begin < 5.0
-        first.send(b"x", 1, tag=1)
-        REAL_TIME.join(other, 10)
-        assert not other.is_alive()
+
+        def be_late() -> None:
+            REAL_TIME.sleep(0.05)  # the other one waits by now
+            begin = REAL_TIME.now()
+            expect(DeadlineExceededError, lambda: second.recv(0, tag=2, timeout=0.1))
+            assert REAL_TIME.now() - begin < 5.0
+            first.send(b"x", 1, tag=1)
+
+        in_parallel([be_late, lambda: second.recv(0, tag=1)], timeout=20)
 
 
 def a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
@@ -281,23 +280,16 @@ def many_threads_each_get_their_own(make_world: MakeWorld) -> None:
 
 def close_wakes_whoever_waits(make_world: MakeWorld) -> None:
     with make_world(2) as (first, _):
-        woken: list[RankwireError] = []
 
-        def wait(action: Callable[[], object]) -> None:
-            woken.append(expect(ChannelClosedError, action))
+        def close() -> None:
+            REAL_TIME.sleep(0.1)  # the others wait by now
+            first.close()
+            first.close()
 
-        waiting = [
-            threading.Thread(target=wait, args=(action,))
-            for action in (lambda: first.recv(1), lambda: first.recv(1, tag=1), first.barrier)
-        ]
-        for thread in waiting:
-            thread.start()
-        REAL_TIME.sleep(0.1)
-        first.close()
-        first.close()
-        for thread in waiting:
-            REAL_TIME.join(thread, 10)
-        assert len(woken) == 3
+        waits = (lambda: first.recv(1), lambda: first.recv(1, tag=1), first.barrier)
+        actions: list[Callable[[], object]] = [close]
+        actions += [partial(expect, ChannelClosedError, wait) for wait in waits]
+        in_parallel(actions, timeout=10)
         expect(ChannelClosedError, lambda: first.send(b"x", 1))
         expect(ChannelClosedError, lambda: first.recv(1))
 

@@ -140,13 +140,8 @@ def whoever_disagrees_all_are_told(make_world: MakeWorld) -> None:
 def one_rank_that_fails_ends_it_for_all(make_world: MakeWorld) -> None:
     def each(backend: Backend) -> RankwireError:
         wrong = np.empty(3) if backend.rank == 1 else None
-        call = partial(
-            operations.all_to_all,
-            backend,
-            np.ones(2 * backend.world_size),
-            send_counts=[2] * backend.world_size,
-            out=wrong,
-        )
+        rows, counts = np.ones(2 * backend.world_size), [2] * backend.world_size
+        call = partial(operations.all_to_all, backend, rows, send_counts=counts, out=wrong)
         return expect(RankwireError, call)
 
     for size in (2, 4):
@@ -161,12 +156,6 @@ def one_rank_that_fails_ends_it_for_all(make_world: MakeWorld) -> None:
 
 
 def an_array_above_the_limit_harms_nobody(make_world: MakeWorld) -> None:
-    calls: tuple[Callable[..., Any], ...] = (
-        operations.all_gather,
-        operations.broadcast,
-        operations.scatter,
-    )
-
     def each(backend: Backend, call: Callable[..., Any]) -> None:
         error = expect(RankwireError, partial(call, backend, np.ones(300_000)))
         assert isinstance(error, MessageTooLargeError | CollectiveAbortedError)
@@ -174,7 +163,7 @@ def an_array_above_the_limit_harms_nobody(make_world: MakeWorld) -> None:
         backend.barrier()
         assert has_values(operations.all_reduce(backend, np.ones(2)), [3.0, 3.0])
 
-    for call in calls:
+    for call in (operations.all_gather, operations.broadcast, operations.scatter):
         with make_world(3, max_message_nbytes=100_000) as world:
             run_all(world, partial(each, call=call))
 
