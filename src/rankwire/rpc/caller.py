@@ -56,6 +56,7 @@ class Caller:
         backend: Whose ranks are called.
         port: Carries the requests.
         codec: How values travel.
+        server: Knows the calls being served here.
         max_in_flight: Calls to one rank that may wait for a reply.
 
     Attributes:
@@ -64,7 +65,7 @@ class Caller:
     """
 
     def __init__(
-        self, backend: Backend, port: CallPort, codec: Codec, *, max_in_flight: int
+        self, backend: Backend, port: CallPort, codec: Codec, server: Server, *, max_in_flight: int
     ) -> None:
         self._backend = backend
         self._port = port
@@ -79,14 +80,8 @@ class Caller:
         self._futures: dict[int, RpcFuture] = {}
         self.lock = threading.RLock()
         self._next_expiry_check = Deadline(0.0, backend.clock)
-        self._server: Server
-        self._questions: Questions
-        self._nested: Nested
-
-    def serve_with(self, server: Server) -> None:
-        """Get to know the server, which knows the calls being served here. Once, at first."""
         self._server = server
-        self._questions = Questions(self._backend, self._port, self._codec, self._ids, server)
+        self._questions = Questions(backend, port, codec, self._ids, server)
         self._nested = Nested(server, self._questions.ask)
 
     @property
@@ -161,16 +156,16 @@ class Caller:
                 call.began(MadeCall(self._port, dst, name, reply))
                 if future.done():  # at this moment
                     call.ended(future.request_id)
-        except BaseException as error:
-            if not isinstance(error, RankwireError):  # an interrupt: nobody will have the future
-                self.settled(future)
-                self._port.cancel(dst, future.request_id)
-                raise
+        except RankwireError as error:
             cause = error.__cause__
-            error = self._explained(error, "rpc_async", name, dst, deadline, call)
+            explained = self._explained(error, "rpc_async", name, dst, deadline, call)
             if future.request_id not in self._futures:  # it did not come to a call
-                raise error from cause
-            future.fail(error)
+                raise explained from cause
+            future.fail(explained)
+        except BaseException:  # an interrupt: nobody will have the future
+            self.settled(future)
+            self._port.cancel(dst, future.request_id)
+            raise
         return future
 
     def _send(
