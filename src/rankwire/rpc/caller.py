@@ -197,7 +197,7 @@ class Caller:
             if future is not None:
                 self._futures[request_id] = future
                 self._server.pool.expect_work()
-                on_reply = partial(self.replied, future)
+                on_reply = future.on_reply
             if nbytes > SMALL_NBYTES and not has_room:
                 has_room = True
                 if self._make_room(dst, request_id, nbytes, deadline, call):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
+from rankwire.wire.mailbox import Receive
 
 if TYPE_CHECKING:
     from rankwire.rpc.call import Call
@@ -133,6 +134,10 @@ class RpcFuture(Future[Any]):
         import asyncio  # here, because it takes as long to load as all of this package
 
         return asyncio.wrap_future(self).__await__()
+
+    def on_reply(self, receive: Receive) -> None:
+        """End it: the reply, or the peer's failure, is known."""
+        self.caller.replied(self, receive)
 
     def resolve(self, value: Any) -> None:
         """End with the call's value, unless it was cancelled."""
