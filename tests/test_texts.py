@@ -1,10 +1,12 @@
 """Texts of others: short, harmless to a terminal, and otherwise as they were."""
 
+from collections import OrderedDict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.texts import one_line, printable, shortened
+from rankwire.texts import one_line, printable, shortened, type_name
 
 
 @pytest.mark.parametrize("text", ["", "plain", "two\n\tlines", "äöü 漢字 \U0001f600", "x" * 1000])
@@ -47,3 +49,11 @@ def test_what_was_treated_once_is_not_changed_again(text, longest):
     assert one_line(one_line(text, longest), longest) == one_line(text, longest)
     assert len(printable(text, longest)) <= longest
     assert len(one_line(text, longest)) <= longest
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(1, "int"), (ValueError(), "ValueError"), (OrderedDict(), "collections.OrderedDict")],
+)
+def test_a_type_is_named_with_its_module_unless_it_is_built_in(value, name):
+    assert type_name(value) == name

@@ -45,6 +45,13 @@ def one_line(text: str, longest: int = MAX_REASON) -> str:
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
+def type_name(value: object) -> str:
+    """Return the name of a value's type, with its module unless that is ``builtins``."""
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
+
+
 def text_of(error: BaseException) -> str:
     """Return the text of an error, of whatever kind: a user's ``__str__`` may raise anything."""
     try:

@@ -75,7 +75,9 @@ def record_class(cls: type) -> RecordClass:
 def enum_class(cls: type) -> EnumClass:
     table = ClassTable()
     table.add(cls, None)
-    return table.enums[cls.__qualname__]
+    carried = table.by_name[cls.__qualname__]
+    assert isinstance(carried, EnumClass)
+    return carried
 
 
 @pytest.mark.parametrize(

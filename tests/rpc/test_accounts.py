@@ -3,7 +3,7 @@
 from rankwire.clock import REAL_TIME
 from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
-from rankwire.rpc.accounts import give_account
+from rankwire.rpc.accounts import Accounts
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import Key
 from rankwire.wire.mailbox import Mailbox
@@ -14,7 +14,9 @@ RANK = 1
 
 class Job(Call):
     def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):
-        super().__init__(0, name, Deadline(5.0), [0, "x"] * depth)
+        self.src, self.name, self.deadline = 0, name, Deadline(5.0)
+        self.depth = depth
+        self.outgoing = {}
         self.worker = worker
         self.waiting = waiting
         self.needs_event_loop = is_async
@@ -28,7 +30,7 @@ def made_call(request_id):
 
 def account(jobs, *asked, queued=(), workers=2):
     named = {Key(RANK, 0, number): job for number, job in jobs.items()}
-    told = give_account(RANK, workers, named, queued, [Key(RANK, 0, number) for number in asked])
+    told = Accounts(RANK, workers, named, queued).of([Key(RANK, 0, number) for number in asked])
     return {key.request_id: call for key, call in told.items()}
 
 

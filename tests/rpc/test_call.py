@@ -9,7 +9,9 @@ def test_outside_of_a_call_there_is_none():
 
 
 def test_inside_of_a_call_it_is_known():
-    call = Call(3, "add", Deadline(5.0), [0, "f", 3, "g"])
+    call = Call()
+    call.src, call.name, call.deadline = 3, "add", Deadline(5.0)
+    call.links = [0, "f", 3, "g"]
     token = serving.set(call)
     try:
         assert current_call() is call
@@ -18,7 +20,6 @@ def test_inside_of_a_call_it_is_known():
     assert "add" in repr(call)
     assert "rank 3" in repr(call)
     assert not call.cancelled
-    assert call.depth == 2
     assert call.chain == ((0, "f"), (3, "g"))
 
 

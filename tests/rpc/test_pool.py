@@ -116,7 +116,7 @@ def test_short_jobs_stay_on_the_thread_that_read_them(source, monkeypatch):
     jobs = submit(source, *[FakeJob() for _ in range(100)])
     wait_for(*jobs)
     assert len({job.thread for job in jobs}) == 1
-    assert pool.threads == 2
+    assert len(pool._threads) == 2
     assert pool.close(Deadline(5))
 
 
@@ -198,7 +198,7 @@ def test_more_calls_than_workers_wait_in_line(source):
     wait_for(*jobs)
     assert max(most) <= 2
     assert all(job.refused is None for job in jobs)
-    assert pool.busy == 0
+    assert pool.queued() == []
     assert pool.close(Deadline(5))
 
 
@@ -232,13 +232,13 @@ def test_idle_threads_go_away(source, monkeypatch):
     go_on = threading.Event()
     jobs = submit(source, *[FakeJob(lambda _: go_on.wait(10)) for _ in range(10)])
     deadline = Deadline(10)
-    while pool.threads < 11 and not deadline.expired:
+    while len(pool._threads) < 11 and not deadline.expired:
         time.sleep(0.001)
     go_on.set()
     wait_for(*jobs)
-    while pool.threads > 2 and not deadline.expired:
+    while len(pool._threads) > 2 and not deadline.expired:
         time.sleep(0.01)
-    assert pool.threads == 2
+    assert len(pool._threads) == 2
     assert pool.close(Deadline(5))
 
 
@@ -261,9 +261,9 @@ def test_the_end_of_the_port_ends_all_threads(source):
     pool = make_pool(source)
     source.jobs.put("closed")
     deadline = Deadline(10)
-    while pool.threads and not deadline.expired:
+    while pool._threads and not deadline.expired:
         time.sleep(0.005)
-    assert pool.threads == 0
+    assert len(pool._threads) == 0
     assert pool.close(Deadline(1))
 
 

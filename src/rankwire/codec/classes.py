@@ -98,8 +98,7 @@ class ClassTable:
 
     def __init__(self) -> None:
         self.by_class: dict[type, EnumClass | RecordClass] = {}
-        self.enums: dict[str, EnumClass] = {}
-        self.records: dict[str, RecordClass] = {}
+        self.by_name: dict[str, EnumClass | RecordClass] = {}
 
     def parts_of(self, value: Any) -> list[Any] | None:
         """Return the values of the fields of a registered class's instance, of no other value."""
@@ -120,13 +119,10 @@ class ClassTable:
             return
         if known is not None:
             raise ConfigurationError(f"{cls.__qualname__} is registered already, as {known.name!r}")
-        if name in self.enums or name in self.records:
+        if name in self.by_name:
             raise ConfigurationError(f"another class is registered as {name!r}; pass name=")
         carried = _carried(name, cls)
-        if isinstance(carried, EnumClass):
-            self.enums[name] = carried
-        else:
-            self.records[name] = carried
+        self.by_name[name] = carried
         self.by_class[cls] = carried
 
 

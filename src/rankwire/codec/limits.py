@@ -51,9 +51,6 @@ _SINGLE: frozenset[type] = frozenset(
     {type(None), bool, int, float, complex, date, time, datetime, timedelta}
 )
 
-_NO_KEY: list[None] = []
-_unpack = msgspec.msgpack.decode
-
 _MAP16, _MAP32 = 0xDE, 0xDF
 # Tokens of a fixed length, frequent ones first; fixmap is among them. First without
 # longer maps.
@@ -242,16 +239,12 @@ def refuse_wide_maps(body: memoryview) -> None:
 def refuse_extensions_as_keys(body: memoryview) -> None:
     """Refuse msgpack in which an extension is the key of a native map.
 
-    It is decoded once more, with extensions as something that cannot be a key.
+    It is decoded once more, with extensions as something that cannot be a key: a list.
     """
     try:
-        _unpack(body, ext_hook=_unhashable)
+        msgspec.msgpack.decode(body, ext_hook=lambda code, body: [])
     except msgspec.DecodeError as error:
         raise InvalidMessageError(f"an extension as a key of a native map, or {error}") from error
-
-
-def _unhashable(code: int, body: memoryview) -> list[None]:
-    return _NO_KEY
 
 
 def _skip_long_token(body: memoryview, position: int) -> int:

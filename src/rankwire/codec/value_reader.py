@@ -15,12 +15,15 @@ import numpy as np
 
 from rankwire.codec import arrays, limits, scalars
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
-from rankwire.codec.limits import DEFAULT_MAX_ITEMS, ItemCount
+from rankwire.codec.limits import ItemCount
 from rankwire.codec.probing import MANY_KEYS
 from rankwire.codec.values import ALIGNMENT, MAX_DEPTH, NBYTES, Code
 from rankwire.errors import InvalidMessageError
 
 _unpack = msgspec.msgpack.decode
+
+Carried = TypeVar("Carried", EnumClass, RecordClass)
+Keyed = TypeVar("Keyed", set[Any], dict[Any, Any])
 
 
 class Reader:
@@ -43,7 +46,7 @@ class Reader:
         pickling: ModuleType | None,
         payload: bytearray,
         position: int,
-        max_items: int = DEFAULT_MAX_ITEMS,
+        max_items: int,
     ) -> None:
         self._classes = classes
         self._pickling = pickling
@@ -178,15 +181,21 @@ class Reader:
 
     def _enum(self, body: memoryview) -> Any:
         name, key = self._list(body)
-        return _registered(self._classes.enums, name).member_of(key)
+        return self._registered(EnumClass, name).member_of(key)
 
     def _record(self, body: memoryview) -> Any:
         self._refuse_odd_keys()
         name, signature, values = self._level(body)
-        carried = _registered(self._classes.records, name)
+        carried = self._registered(RecordClass, name)
         if signature != carried.signature:
             raise InvalidMessageError(f"the two ends have different fields for class {name!r}")
         return carried.build(values)
+
+    def _registered(self, kind: type[Carried], name: Any) -> Carried:
+        carried = self._classes.by_name.get(name)
+        if not isinstance(carried, kind):
+            raise InvalidMessageError(f"no class is registered here as {str(name)[:80]!r}")
+        return carried
 
 
 _LIFT: dict[int, Callable[[Reader, memoryview], Any]] = {
@@ -203,16 +212,6 @@ _LIFT: dict[int, Callable[[Reader, memoryview], Any]] = {
     Code.ENUM: Reader._enum,
     Code.RECORD: Reader._record,
 }
-
-Carried = TypeVar("Carried", EnumClass, RecordClass)
-Keyed = TypeVar("Keyed", set[Any], dict[Any, Any])
-
-
-def _registered(classes: dict[str, Carried], name: Any) -> Carried:
-    carried = classes.get(name)
-    if carried is None:
-        raise InvalidMessageError(f"no class is registered here as {str(name)[:80]!r}")
-    return carried
 
 
 def _without_repeats(keyed: Keyed, count: int) -> Keyed:

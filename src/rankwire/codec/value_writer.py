@@ -14,6 +14,7 @@ from rankwire.codec import arrays, limits, scalars
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.references import holds_references
 from rankwire.codec.values import MAX_DEPTH, MIN_BUFFER_NBYTES, MIN_LONG_LIST, NBYTES, PLAIN, Code
+from rankwire.texts import type_name
 
 _NATIVE_INTS = range(-(2**63), 2**64)
 _pack = msgspec.msgpack.Encoder().encode
@@ -29,9 +30,7 @@ class Refusal(Exception):
 
     def __init__(self, value: Any, advice: str) -> None:
         super().__init__(advice)
-        kind = type(value)
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        self.type_name = f"{module}{kind.__qualname__}"
+        self.type_name = type_name(value)
         self.advice = advice
         self.trail: list[str] = []
 

@@ -7,6 +7,7 @@ A job about which nothing is known for certain counts as going on.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwire.rpc.circles import ActiveCall, Key
@@ -19,72 +20,69 @@ if TYPE_CHECKING:
 QUESTION = "\0calls"
 
 
-def give_account(
-    rank: int,
-    workers: int,
-    jobs: Mapping[Key, ServedCall],
-    queued: Collection[object],
-    asked: Iterable[Key],
-) -> dict[Key, ActiveCall]:
-    """Tell of the calls asked for, and of those at this rank that they need.
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """The calls in service at one moment, and what is told of them.
 
-    Args:
+    Attributes:
         rank: This rank.
         workers: How many calls of depth 0 run at once.
         jobs: All calls in service.
         queued: The jobs that wait for a worker.
-        asked: What to tell of.
     """
-    account: dict[Key, ActiveCall] = {}
-    to_tell = [key for key in asked if key in jobs]
-    while to_tell:
-        key = to_tell.pop()
-        if key not in account:
-            account[key] = _describe(rank, workers, jobs, queued, key)
-            to_tell += [need for need in account[key].needs if need in jobs]
-    return account
 
+    rank: int
+    workers: int
+    jobs: Mapping[Key, ServedCall]
+    queued: Collection[object]
 
-def _describe(
-    rank: int,
-    workers: int,
-    jobs: Mapping[Key, ServedCall],
-    queued: Collection[object],
-    key: Key,
-) -> ActiveCall:
-    job = jobs[key]
-    needs: Iterable[Key] = ()
-    wait = 0
-    if job in queued:
-        needs = _running(jobs, workers)
-        doing = f"waits for one of {workers} workers"
-    elif job.waiting is not None:
-        waiting = job.waiting
-        needs = [Key(waiting.dst, rank, request_id) for request_id in waiting.request_ids]
-        wait = waiting.number
-        turn = " its turn to call" if waiting.is_for_room else ""
-        doing = f"waits for{turn} rank {waiting.dst} {waiting.name!r}"
-    elif job.needs_event_loop and (holder := _event_loop_holder(jobs)) is not None:
-        needs = [holder]
-        doing = f"waits for the event loop, which {jobs[holder].name!r} blocks"
-    else:
-        doing = "is running"
-        if job.outgoing:
-            calls = [f"rank {made.dst} {made.name!r}" for made in list(job.outgoing.values())]
-            doing += f" and has calls in flight: {', '.join(calls[:3])}"
-        elif job.unanswered is not None:
-            late = job.unanswered
-            doing += f" after it waited for rank {late.dst} {late.name!r} until its deadline"
-    return ActiveCall(job.name, job.depth, job.deadline.waited, doing, tuple(needs), wait)
+    def of(self, asked: Iterable[Key]) -> dict[Key, ActiveCall]:
+        """Tell of the calls asked for, and of those at this rank that they need."""
+        account: dict[Key, ActiveCall] = {}
+        to_tell = [key for key in asked if key in self.jobs]
+        while to_tell:
+            key = to_tell.pop()
+            if key not in account:
+                account[key] = self._describe(self.jobs[key])
+                to_tell += [need for need in account[key].needs if need in self.jobs]
+        return account
 
+    def _describe(self, job: ServedCall) -> ActiveCall:
+        needs: Iterable[Key] = ()
+        wait = 0
+        if job in self.queued:
+            needs = self._running()
+            doing = f"waits for one of {self.workers} workers"
+        elif (waiting := job.waiting) is not None:  # its thread may end the wait meanwhile
+            needs = [Key(waiting.dst, self.rank, request_id) for request_id in waiting.request_ids]
+            wait = waiting.number
+            turn = " its turn to call" if waiting.is_for_room else ""
+            doing = f"waits for{turn} rank {waiting.dst} {waiting.name!r}"
+        elif job.needs_event_loop and (holder := self._event_loop_holder()) is not None:
+            needs = [holder]
+            doing = f"waits for the event loop, which {self.jobs[holder].name!r} blocks"
+        else:
+            doing = "is running"
+            if job.outgoing:
+                calls = [f"rank {made.dst} {made.name!r}" for made in list(job.outgoing.values())]
+                doing += f" and has calls in flight: {', '.join(calls[:3])}"
+            elif job.unanswered is not None:
+                late = job.unanswered
+                doing += f" after it waited for rank {late.dst} {late.name!r} until its deadline"
+        return ActiveCall(job.name, job.depth, job.deadline.waited, doing, tuple(needs), wait)
 
-def _running(jobs: Mapping[Key, ServedCall], workers: int) -> list[Key]:
-    """Return the calls that have all the places of workers; none if that is not sure."""
-    running = [key for key, job in jobs.items() if job.depth == 0 and job.worker is not None]
-    return sorted(running) if len(running) >= workers else []
+    def _running(self) -> list[Key]:
+        """Return the calls that have all the places of workers; none if that is not sure."""
+        running = [
+            key for key, job in self.jobs.items() if job.depth == 0 and job.worker is not None
+        ]
+        return sorted(running) if len(running) >= self.workers else []
 
-
-def _event_loop_holder(jobs: Mapping[Key, ServedCall]) -> Key | None:
-    """Return the coroutine that blocks the event loop with a call, if there is one."""
-    holders = [key for key, job in jobs.items() if job.needs_event_loop and job.waiting is not None]
-    return holders[0] if len(holders) == 1 else None
+    def _event_loop_holder(self) -> Key | None:
+        """Return the coroutine that blocks the event loop with a call, if there is one."""
+        holders = [
+            key
+            for key, job in self.jobs.items()
+            if job.needs_event_loop and job.waiting is not None
+        ]
+        return holders[0] if len(holders) == 1 else None

@@ -85,18 +85,19 @@ class RpcAgent:
         self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._port = backend.open_calls(service)
-        self._caller = Caller(backend, self._port, self.codec, max_in_flight=max_in_flight)
         self._server = Server(
             backend,
             self._port,
             self._registry,
             self.codec,
             Limits(workers, max_queued, max_queued_nbytes, max_nested, MAX_DEPTH),
-            on_look=self._caller.look,
+            on_look=lambda: self._caller.look(),
             on_end=self._ended_by_itself,
         )
-        self._caller.serve_with(self._server)
-        self._server.start()
+        self._caller = Caller(
+            backend, self._port, self.codec, self._server, max_in_flight=max_in_flight
+        )
+        self._server.pool.start()
         guard(self)
         close_at_exit(self)
 

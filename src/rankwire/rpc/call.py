@@ -74,6 +74,10 @@ class Call:
             whoever asks why this one is late learns of it.
     """
 
+    src: int
+    name: str
+    deadline: Deadline
+    outgoing: dict[int, MadeCall]
     # Most calls end with these as they are: what is not set costs nothing.
     depth: int = 0
     links: Sequence[Any] = ()  # the chain as it travels: rank, name, rank, name ...
@@ -81,14 +85,6 @@ class Call:
     worker: Worker | None = None
     waiting: Wait | None = None
     unanswered: MadeCall | None = None
-
-    def __init__(self, src: int, name: str, deadline: Deadline, links: Sequence[Any]) -> None:
-        self.src = src
-        self.name = name
-        self.deadline = deadline
-        self.links = links
-        self.depth = len(links) // 2
-        self.outgoing: dict[int, MadeCall] = {}
 
     @property
     def chain(self) -> tuple[tuple[int, str], ...]:

@@ -38,7 +38,7 @@ from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.questions import Questions
-from rankwire.rpc.room import ROOM, SMALL_NBYTES, Allowance
+from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Receive
 
@@ -56,6 +56,7 @@ class Caller:
         backend: Whose ranks are called.
         port: Carries the requests.
         codec: How values travel.
+        server: Knows the calls being served here.
         max_in_flight: Calls to one rank that may wait for a reply.
 
     Attributes:
@@ -64,7 +65,7 @@ class Caller:
     """
 
     def __init__(
-        self, backend: Backend, port: CallPort, codec: Codec, *, max_in_flight: int
+        self, backend: Backend, port: CallPort, codec: Codec, server: Server, *, max_in_flight: int
     ) -> None:
         self._backend = backend
         self._port = port
@@ -72,21 +73,15 @@ class Caller:
         self._max_nbytes = backend.max_message_nbytes
         self._max_in_flight = max_in_flight
         self.closed = False
-        self._allowance = Allowance()
+        self._allowance = Allowance(UNASKED_NBYTES)
         # The upper half tells this agent's calls from those of any other, also of one that had its
         # place before.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture] = {}
         self.lock = threading.RLock()
         self._next_expiry_check = Deadline(0.0, backend.clock)
-        self._server: Server
-        self._questions: Questions
-        self._nested: Nested
-
-    def serve_with(self, server: Server) -> None:
-        """Get to know the server, which knows the calls being served here. Once, at first."""
         self._server = server
-        self._questions = Questions(self._backend, self._port, self._codec, self._ids, server)
+        self._questions = Questions(backend, port, codec, self._ids, server)
         self._nested = Nested(server, self._questions.ask)
 
     @property
@@ -154,23 +149,23 @@ class Caller:
         future = RpcFuture(self, self._port, dst, next(self._ids), name, deadline, call)
         try:
             reply = self._send(dst, future.request_id, name, deadline, call, args, kwargs, future)
-            future.sent(reply)
+            future.reply = reply
             if reply.done:
                 self.replied(future, reply)
             elif call is not None:
                 call.began(MadeCall(self._port, dst, name, reply))
                 if future.done():  # at this moment
                     call.ended(future.request_id)
-        except BaseException as error:
-            if not isinstance(error, RankwireError):  # an interrupt: nobody will have the future
-                self.settled(future)
-                self._port.cancel(dst, future.request_id)
-                raise
+        except RankwireError as error:
             cause = error.__cause__
-            error = self._explained(error, "rpc_async", name, dst, deadline, call)
+            explained = self._explained(error, "rpc_async", name, dst, deadline, call)
             if future.request_id not in self._futures:  # it did not come to a call
-                raise error from cause
-            future.fail(error)
+                raise explained from cause
+            future.fail(explained)
+        except BaseException:  # an interrupt: nobody will have the future
+            self.settled(future)
+            self._port.cancel(dst, future.request_id)
+            raise
         return future
 
     def _send(
@@ -200,7 +195,8 @@ class Caller:
             if nbytes > self._max_nbytes:
                 raise MessageTooLargeError(nbytes, self._max_nbytes)
             if future is not None:
-                self._track(future)
+                self._futures[request_id] = future
+                self._server.pool.expect_work()
                 on_reply = future.on_reply
             if nbytes > SMALL_NBYTES and not has_room:
                 has_room = True
@@ -287,7 +283,7 @@ class Caller:
         if call.cancelled:
             raise call.cancellation()
         if call.worker is not None:
-            self._server.about_to_block(call.worker)
+            self._server.pool.about_to_block(call.worker)
 
     def drive(self, future: RpcFuture, reply: Reply, deadline: Deadline) -> bool:
         """Wait for the reply of a future; False if the deadline passes first."""
@@ -316,10 +312,6 @@ class Caller:
 
     # -- futures -----------------------------------------------------------------------------------
 
-    def _track(self, future: RpcFuture) -> None:
-        self._futures[future.request_id] = future
-        self._server.expect_work()
-
     def replied(self, future: RpcFuture, receive: Receive) -> None:
         """End a future with the reply that has come."""
         try:
@@ -339,12 +331,8 @@ class Caller:
             future.resolve(value)
 
     def _fail(self, future: RpcFuture, error: RankwireError) -> None:
-        future.fail(self._explained_future(error, future))
-
-    def _explained_future(self, error: RankwireError, future: RpcFuture) -> RankwireError:
-        return self._explained(
-            error, "rpc_async", future.name, future.dst, future.deadline, future.call
-        )
+        deadline, call = future.deadline, future.call
+        future.fail(self._explained(error, "rpc_async", future.name, future.dst, deadline, call))
 
     def settled(self, future: RpcFuture) -> None:
         """Forget a future that is done."""
@@ -354,17 +342,14 @@ class Caller:
         if future.call is not None:
             future.call.ended(future.request_id)
 
-    def too_late(self, future: RpcFuture, *, explain: bool) -> RankwireError:
-        """Return the error of a future whose deadline has passed; ``explain`` takes a moment."""
+    def expire(self, future: RpcFuture, *, explain: bool) -> None:
+        """End a future whose deadline has passed; ``explain`` takes a moment."""
         error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
         error.may_have_run = True
         if explain:
             self._questions.explain_delay(error, future.dst, future.request_id, future.name)
-        return self._explained_future(error, future)
-
-    def look_after_replies(self) -> None:
-        """Have replies read although no thread waits for them."""
-        self._port.attend()
+        self._port.cancel(future.dst, future.request_id)
+        self._fail(future, error)
 
     def look(self) -> bool:
         """End late futures, and look after replies that nobody waits for.

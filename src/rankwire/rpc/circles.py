@@ -62,11 +62,13 @@ class Circle(NamedTuple):
 
     Attributes:
         members: Each waits for the next one, and the last one for the first.
+        calls: What is told of each of them.
         gives_up: The one whose wait is to end.
         evidence: All waits that keep it closed; two circles with the same are the same.
     """
 
     members: tuple[Key, ...]
+    calls: tuple[ActiveCall, ...]
     gives_up: Key
     evidence: frozenset[tuple[Key, int, tuple[Key, ...]]]
 
@@ -95,8 +97,10 @@ def find_circle(picture: Picture, start: Key) -> Circle | None:
         return None
     gives_up = max(waiting, key=lambda key: (known[key].depth, key))
     first = members.index(min(members))  # so that all who look see the same
+    members = [*members[first:], *members[:first]]
+    calls = tuple(known[key] for key in members)
     evidence = frozenset((key, call.wait, call.needs) for key, call in known.items())
-    return Circle((*members[first:], *members[:first]), gives_up, evidence)
+    return Circle(tuple(members), calls, gives_up, evidence)
 
 
 def _may_be_stuck(picture: Picture, start: Key) -> bool:
@@ -105,25 +109,23 @@ def _may_be_stuck(picture: Picture, start: Key) -> bool:
     for key, call in picture.items():
         for need in call.needs if call is not None else ():
             needed_by.setdefault(need, []).append(key)
-    going_on = [key for key, call in picture.items() if call is None or not call.needs]
-    found = set(going_on)
-    while going_on:
-        for key in needed_by.pop(going_on.pop(), ()):
-            if key not in found:
-                found.add(key)
-                going_on.append(key)
-    return start not in found
+    going_on = {key for key, call in picture.items() if call is None or not call.needs}
+    return start not in _closure(going_on, needed_by)
 
 
 def _reachable(picture: Picture, start: Key) -> set[Key]:
-    reached = {start}
-    frontier = [start]
+    needs = {key: call.needs for key, call in picture.items() if call is not None}
+    return _closure({start}, needs)
+
+
+def _closure(first: set[Key], following: Mapping[Key, Iterable[Key]]) -> set[Key]:
+    """Return these calls, and all to which one comes from them."""
+    reached = set(first)
+    frontier = list(first)
     while frontier:
-        call = picture.get(frontier.pop())
-        for key in call.needs if call is not None else ():
-            if key not in reached:
-                reached.add(key)
-                frontier.append(key)
+        new = set(following.get(frontier.pop(), ())) - reached
+        reached |= new
+        frontier += new
     return reached
 
 

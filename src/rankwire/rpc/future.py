@@ -63,7 +63,7 @@ class RpcFuture(Future[Any]):
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         self.caller = caller
-        self._reply: Reply | None = None
+        self.reply: Reply | None = None  # what will end it, once the request is sent
         self.call = call  # what was served when it was made
         self._port = port
         self.dst = dst
@@ -120,24 +120,20 @@ class RpcFuture(Future[Any]):
     def _take_back(self) -> None:
         """Let go of the call and of its reply. Safe to repeat."""
         self.caller.settled(self)
-        if self._reply is not None:
-            self._reply.withdraw()
+        if self.reply is not None:
+            self.reply.withdraw()
             self._port.cancel(self.dst, self.request_id)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Call ``fn(self)`` when it is done, in whatever thread that happens."""
         super().add_done_callback(fn)
         if not self.done():
-            self.caller.look_after_replies()
+            self._port.attend()  # for replies that no thread waits for
 
     def __await__(self) -> Generator[Any, None, Any]:
         import asyncio  # here, because it takes as long to load as all of this package
 
         return asyncio.wrap_future(self).__await__()
-
-    def sent(self, reply: Reply) -> None:
-        """Take note of what will end it."""
-        self._reply = reply
 
     def on_reply(self, receive: Receive) -> None:
         """End it: the reply, or the peer's failure, is known."""
@@ -174,10 +170,8 @@ class RpcFuture(Future[Any]):
         """The call's own deadline has passed; ``explain`` takes a moment to ask the callee why."""
         if self.done():
             self.caller.settled(self)  # by a thread that was interrupted before it came to that
-        elif self._reply is None or self._reply.withdraw():
-            error = self.caller.too_late(self, explain=explain)
-            self._port.cancel(self.dst, self.request_id)
-            self.fail(error)
+        elif self.reply is None or self.reply.withdraw():
+            self.caller.expire(self, explain=explain)
 
     def _drive(self, timeout: float | None) -> float | None:
         """Read the connection until the reply is there; return what is left of ``timeout``.
@@ -189,9 +183,9 @@ class RpcFuture(Future[Any]):
             return timeout
         clock = self.deadline.clock
         limit = Deadline(math.inf if timeout is None else timeout, clock)
-        if self._reply is not None:
-            self.caller.drive(self, self._reply, self.deadline.sooner(limit.remaining()))
-            if self.deadline.expired and not self._reply.done:
+        if self.reply is not None:
+            self.caller.drive(self, self.reply, self.deadline.sooner(limit.remaining()))
+            if self.deadline.expired and not self.reply.done:
                 self.expire()
         if not self.done():
             with self._condition:

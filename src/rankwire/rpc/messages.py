@@ -25,7 +25,7 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
 )
-from rankwire.texts import one_line, printable, text_of, traceback_of
+from rankwire.texts import one_line, printable, text_of, traceback_of, type_name
 from rankwire.wire.frames import Message
 
 Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us longer to encode
@@ -173,7 +173,7 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
     if isinstance(error, RemoteError):
         kind, text = error.remote_type, error.remote_message
     else:
-        kind, text = _type_name(error), text_of(error)
+        kind, text = type_name(error), text_of(error)
     if longest is None:
         details = [kind, _printable(text), _printable(traceback_of(error, without_first=True))]
     else:
@@ -183,7 +183,7 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
 
 def describe_error(error: BaseException) -> str:
     """Return an error's type and text, as long as they travel."""
-    return _printable(f"{_type_name(error)}: {text_of(error)}")
+    return _printable(f"{type_name(error)}: {text_of(error)}")
 
 
 def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> Any:
@@ -235,15 +235,6 @@ def _error(outcome: int, details: Any, dst: int, limit: float) -> RankwireError:
             return RemoteError("CancelledError", "the callee cancelled the call", "")
         case _:
             return InvalidMessageError(f"a reply has the unknown outcome {outcome % _MAX_NUMBER}")
-
-
-def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
 
 
 def _printable(text: str) -> str:

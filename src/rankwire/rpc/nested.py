@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from rankwire.backends.calls import CallPort
-from rankwire.deadline import AT_ONCE, Deadline
+from rankwire.deadline import Deadline
 from rankwire.errors import CircularCallError
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import ActiveCall, Circle, Key, find_circle, still_to_ask
@@ -92,8 +92,6 @@ class Nested:
         Raises:
             CircularCallError: Those that are in flight wait for this one.
         """
-        if port.wait_for_room(dst, limit, AT_ONCE):
-            return True
         if not self._server.is_run_here(call):
             return port.wait_for_room(dst, limit, deadline)
         if port.wait_for_room(dst, limit, deadline.sooner(_FIRST_LOOK)):
@@ -118,11 +116,11 @@ class Nested:
                 key = self._server.key_of(call)
                 if key is None:
                     continue
-                seen, picture = self._look(key, deadline)
+                seen = self._look(key, deadline)
                 if seen is not None and suspected is not None:
                     if seen.evidence == suspected.evidence:
                         if seen.gives_up == key:
-                            raise _circular(seen, picture)
+                            raise _circular(seen)
                         seen = None  # another one gives up
                 suspected = seen
                 interval = min(interval * _LOOKS_GROW_BY, _LONGEST_INTERVAL)
@@ -130,9 +128,7 @@ class Nested:
         finally:
             call.waiting = before
 
-    def _look(
-        self, start: Key, deadline: Deadline
-    ) -> tuple[Circle | None, dict[Key, ActiveCall | None]]:
+    def _look(self, start: Key, deadline: Deadline) -> Circle | None:
         """Ask until it is known whether a call can go on; return the circle if it cannot."""
         limit = deadline.sooner(_LOOK_LIMIT)
         picture: dict[Key, ActiveCall | None] = {}
@@ -141,15 +137,15 @@ class Nested:
             asked = [key for key in missing if key.rank == rank]
             answer = self._ask(rank, asked, limit)
             if answer is None:
-                return None, picture
+                return None
             picture.update(dict.fromkeys(asked))
             picture.update(answer)
-        return find_circle(picture, start), picture
+        return find_circle(picture, start)
 
 
-def _circular(circle: Circle, picture: dict[Key, ActiveCall | None]) -> CircularCallError:
-    calls = [(key, picture[key]) for key in circle.members]
+def _circular(circle: Circle) -> CircularCallError:
+    names = [call.name for call in circle.calls]
+    ranks = [key.rank for key in circle.members]
     return CircularCallError(
-        [(key.rank, call.name) for key, call in calls if call is not None],
-        [call.doing for _, call in calls if call is not None],
+        list(zip(ranks, names, strict=True)), [call.doing for call in circle.calls]
     )

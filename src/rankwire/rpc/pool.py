@@ -121,7 +121,9 @@ class Pool:
         """Have the standby look, because something is outstanding now."""
         if self._standby_sleeps:
             with self._mutex:
-                self._rouse_standby()
+                if self._standby is not None and self._standby_sleeps:
+                    self._standby_sleeps = False
+                    self._standby.wake()
 
     def about_to_block(self, worker: Worker) -> None:
         """Called by a running function that will wait: somebody else should poll meanwhile."""
@@ -133,11 +135,9 @@ class Pool:
 
     def has_more(self, worker: Worker) -> bool:
         """Whether this worker, as the poller, has more short jobs at hand and polls after them."""
-        if not self.arrived or self._poller is not worker:
-            return False
         try:
-            return not self.arrived[0].function.is_slow
-        except IndexError:  # a new poller has just taken it
+            return self._poller is worker and not self.arrived[0].function.is_slow
+        except IndexError:  # there is none, or a new poller has just taken it
             return False
 
     def is_poller(self, worker: Worker) -> bool:
@@ -149,26 +149,14 @@ class Pool:
         with self._mutex:
             return list(self._queued)
 
-    @property
-    def busy(self) -> int:
-        """How many jobs run or wait."""
-        return self._running + self._running_nested + len(self._queued) + len(self.arrived)
-
-    @property
-    def threads(self) -> int:
-        """How many threads there are."""
-        return len(self._threads)
-
     def close(self, deadline: Deadline) -> bool:
         """Stop the threads.
 
         Returns False if a function still runs at the deadline (its thread ends when it does).
         """
+        self._dismiss()
         with self._mutex:
-            self._closing = True
             threads = self._threads - {threading.current_thread()}
-            for worker in (*self._idle, *([self._standby] if self._standby else ())):
-                worker.wake()
         self._wake()
         for thread in threads:
             self._clock.join(thread, deadline.sleep_limit())
@@ -194,8 +182,9 @@ class Pool:
                     self._serve(worker)
                 elif self._standby is worker:
                     self._stand_by(worker)
-        except RankwireError:
-            self._retire_all()  # the port has ended: nothing will come any more
+        except RankwireError:  # the port has ended: nothing will come any more
+            if self._dismiss():
+                self._on_end()
         except BaseException:
             # A mistake of ours, or of somebody's callback: others must not wait for this thread.
             _log.exception("a serving thread has ended; another one takes its place")
@@ -233,14 +222,14 @@ class Pool:
                 return False
             return not self._closing
 
-    def _retire_all(self) -> None:
+    def _dismiss(self) -> bool:
+        """Let all threads end that run nothing; return whether that is new to them."""
         with self._mutex:
-            first = not self._closing
+            is_first = not self._closing
             self._closing = True
             for worker in (*self._idle, *([self._standby] if self._standby else ())):
                 worker.wake()
-        if first:
-            self._on_end()
+        return is_first
 
     # -- polling -----------------------------------------------------------------------------------
 
@@ -255,7 +244,9 @@ class Pool:
                     if self._poller is worker:
                         self._hand_over()
             if not self._run(worker, job):
-                self._run_queued(worker)
+                # Without the role: take over what waits for a free worker.
+                while not self._closing and (queued := self._take_queued()) is not None:
+                    self._run(worker, queued)
                 return
         with self._mutex:
             if self._poller is worker:
@@ -302,11 +293,6 @@ class Pool:
                 return self._queued.popleft()
         return None
 
-    def _run_queued(self, worker: Worker) -> None:
-        """Without the role: take over what waits for a free worker."""
-        while not self._closing and (job := self._take_queued()) is not None:
-            self._run(worker, job)
-
     def _run(self, worker: Worker, job: Job) -> bool:
         """Do a job; return whether the worker still has the polling role."""
         now = self._now
@@ -351,7 +337,7 @@ class Pool:
                 if self._poller is None or (running is not None and running is seen):
                     self._poller = worker
                     self._standby = None
-                    self._replace_standby()
+                    self._call_another()
                     return
                 seen = running
             outstanding = self._on_look()
@@ -375,23 +361,17 @@ class Pool:
         self._standby_sleeps = False
         return woken
 
-    def _rouse_standby(self) -> None:
-        if self._standby is not None and self._standby_sleeps:
-            self._standby_sleeps = False
-            self._standby.wake()
-
     def _hand_over(self) -> None:
         """The poller gives its role away."""
         self._poller = None
         self._standby_sleeps = False
         if self._standby is not None:
             self._standby.wake()
-        elif self._idle:
-            self._idle.pop().wake()
         else:
-            self._start_thread()
+            self._call_another()
 
-    def _replace_standby(self) -> None:
+    def _call_another(self) -> None:
+        """Have another worker find that a role is free."""
         if self._idle:
             self._idle.pop().wake()
         else:

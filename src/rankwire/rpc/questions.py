@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.base import Backend
@@ -26,10 +27,11 @@ _log = logging.getLogger("rankwire")
 _ASK_LIMIT = 0.2  # seconds for asking what became of a call whose deadline has passed
 
 
+@dataclass(frozen=True, slots=True)
 class Questions:
     """Asks. Every method is safe from any thread.
 
-    Args:
+    Attributes:
         backend: Whose ranks are asked.
         port: Carries the questions.
         codec: How they travel.
@@ -37,24 +39,21 @@ class Questions:
         server: Answers what this rank asks itself.
     """
 
-    def __init__(
-        self, backend: Backend, port: CallPort, codec: Codec, ids: Iterator[int], server: Server
-    ) -> None:
-        self._backend = backend
-        self._port = port
-        self._codec = codec
-        self._ids = ids
-        self._server = server
+    backend: Backend
+    port: CallPort
+    codec: Codec
+    ids: Iterator[int]
+    server: Server
 
     def ask(
         self, rank: int, keys: Iterable[Key], deadline: Deadline
     ) -> dict[Key, ActiveCall] | None:
         """Ask a rank about calls that it serves; None if it does not say."""
-        if rank == self._backend.rank:
-            return self._server.account(keys)
+        if rank == self.backend.rank:
+            return self.server.account(keys)
         try:
             told = self.put(rank, QUESTION, tuple(list(key) for key in keys), deadline)
-            return unpack(told, rank, self._backend.world_size)
+            return unpack(told, rank, self.backend.world_size)
         except RankwireError as error:
             _log.debug("rank %d did not say what it is doing: %s", rank, error)
             return None
@@ -66,11 +65,11 @@ class Questions:
             RankwireError: It does not say.
         """
         left = deadline.remaining()
-        question = encode_request(self._codec, name, left, [], arguments, {})
-        reply = self._port.call(rank, next(self._ids), question, deadline)
+        question = encode_request(self.codec, name, left, [], arguments, {})
+        reply = self.port.call(rank, next(self.ids), question, deadline)
         assert reply is not None  # there is no limit on questions
         try:
-            return decode_reply(self._codec, reply.wait(deadline), rank, deadline.limit)
+            return decode_reply(self.codec, reply.wait(deadline), rank, deadline.limit)
         except RankwireError:
             raise
         except BaseException:  # an interrupt, perhaps before anyone waited
@@ -84,8 +83,8 @@ class Questions:
         patience = min(_ASK_LIMIT, error.limit / 4)
         if patience <= 0.0:
             return
-        key = Key(dst, self._backend.rank, request_id)
-        answer = self.ask(dst, [key], Deadline(patience, self._backend.clock))
+        key = Key(dst, self.backend.rank, request_id)
+        answer = self.ask(dst, [key], Deadline(patience, self.backend.clock))
         if answer is None:
             error.explain(f"rank {dst} does not say what it is doing")
         elif key in answer:  # else its reply is on the way, or the request has not arrived

@@ -21,14 +21,15 @@ part of no circle, since nothing waits for a program. Requests, replies and canc
 nothing is left unread.
 
 This module knows neither connections nor functions. Locks: ``Room._lock`` and ``Allowance._lock``
-guard the tables; nothing is called and nothing waits under them.
+guard the tables; nobody is told and nothing waits under them. A room's is taken before that of its
+allowance.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -57,6 +58,42 @@ class _Ask(NamedTuple):
     answer: Callable[[bool], None]
 
 
+class Allowance:
+    """What is in flight without having been asked for, of one caller or at one callee.
+
+    Safe from any thread. If an interrupt falls between taking and noting it, so much less is left:
+    then the caller asks more.
+
+    Args:
+        limit: Bytes of calls to, or from, one rank.
+
+    Attributes:
+        taken: The rank and the size of each such call, by what names it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self.taken: dict[Hashable, tuple[int, int]] = {}
+        self._nbytes: Counter[int] = Counter()  # by rank
+
+    def take(self, rank: int, call: Hashable, nbytes: int) -> bool:
+        """Count a call, unless that is too much; then it has to ask, or to have asked."""
+        with self._lock:
+            if self._nbytes[rank] + nbytes > self._limit:
+                return False
+            self.taken[call] = rank, nbytes
+            self._nbytes[rank] += nbytes
+            return True
+
+    def give_back(self, call: Hashable) -> None:
+        """Note that a call has ended, if it was counted. Idempotent."""
+        if self.taken:
+            with self._lock:
+                rank, nbytes = self.taken.pop(call, (0, 0))
+                self._nbytes[rank] -= nbytes
+
+
 class Room:
     """What a callee keeps of large calls that wait for a worker. Safe from any thread.
 
@@ -75,13 +112,7 @@ class Room:
         self._granted_nbytes = 0
         self._untold: deque[tuple[_Ask, bool]] = deque()  # answered; its caller does not know yet
         self._closed = False
-        self._unasked: dict[_Key, int] = {}
-        self._unasked_nbytes: Counter[int] = Counter()  # by rank
-
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes of large calls that wait here, or are granted room and on their way."""
-        return self._granted_nbytes + self._unasked_nbytes.total()
+        self._unasked = Allowance(_MOST_UNASKED_NBYTES)
 
     def ask(
         self, src: int, request_id: int, nbytes: int, link: Any, answer: Callable[[bool], None]
@@ -111,20 +142,16 @@ class Room:
         """Count a large call that has arrived; False if its caller should have asked."""
         key = (src, request_id)
         with self._lock:
-            if key in self._arrived or key in self._unasked:
+            if key in self._arrived or key in self._unasked.taken:
                 return False  # no caller uses a number twice
             if key in self._granted and nbytes <= self._granted[key].nbytes:
                 self._arrived.add(key)
                 return True
-            if self._unasked_nbytes[src] + nbytes > _MOST_UNASKED_NBYTES:
-                return False
-            self._unasked[key] = nbytes
-            self._unasked_nbytes[src] += nbytes
-            return True
+            return self._unasked.take(src, key, nbytes)
 
     def release(self, src: int, request_id: int) -> None:
         """Forget a call: a worker has taken it, or it will not be made. Idempotent."""
-        if not (self._asked or self._granted or self._unasked):
+        if not (self._asked or self._granted or self._unasked.taken):
             return
         with self._lock:
             self._forget((src, request_id))
@@ -146,10 +173,7 @@ class Room:
         ask = self._granted.pop(key, None)
         if ask is not None:
             self._granted_nbytes -= ask.nbytes
-        src = key[0]
-        self._unasked_nbytes[src] -= self._unasked.pop(key, 0)
-        if not self._unasked_nbytes[src]:
-            del self._unasked_nbytes[src]
+        self._unasked.give_back(key)
 
     def _grant_next(self) -> None:
         while self._asked:
@@ -190,34 +214,3 @@ def unpack_ask(args: list[Any], max_nbytes: float) -> tuple[int, int]:
         ):
             return request_id, nbytes
     raise InvalidMessageError("room is asked for by [request id, bytes], for a call that may come")
-
-
-class Allowance:
-    """What a caller has in flight without having asked. Safe from any thread.
-
-    If an interrupt falls between taking and noting it, so much less is left: then it asks more.
-
-    Attributes:
-        taken: The rank and the size of each such call, by request id.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.taken: dict[int, tuple[int, int]] = {}
-        self._nbytes: Counter[int] = Counter()  # by rank
-
-    def take(self, dst: int, request_id: int, nbytes: int) -> bool:
-        """Count a call that is about to be made; False if it has to ask."""
-        with self._lock:
-            if self._nbytes[dst] + nbytes > UNASKED_NBYTES:
-                return False
-            self.taken[request_id] = dst, nbytes
-            self._nbytes[dst] += nbytes
-            return True
-
-    def give_back(self, request_id: int) -> None:
-        """Note that a call has ended, if it was counted. Idempotent."""
-        if self.taken:
-            with self._lock:
-                dst, nbytes = self.taken.pop(request_id, (0, 0))
-                self._nbytes[dst] -= nbytes

@@ -53,7 +53,6 @@ class ServedCall(Call):
     def __init__(
         self, server: Server, incoming: IncomingCall, request: Request, function: Function
     ) -> None:
-        # As ``Call`` does, without the hop.
         self.src = src = incoming.src
         self.name = request.name
         self.deadline = Deadline(request.timeout, server.clock)

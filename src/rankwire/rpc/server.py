@@ -24,7 +24,7 @@ from rankwire.backends.calls import (
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import InvalidMessageError
-from rankwire.rpc.accounts import QUESTION, give_account
+from rankwire.rpc.accounts import QUESTION, Accounts
 from rankwire.rpc.answers import Answers
 from rankwire.rpc.call import Call, describe_chain, serving
 from rankwire.rpc.circles import ActiveCall, Key, pack, unpack_keys
@@ -109,10 +109,6 @@ class Server:
             max_queued=limits.max_queued,
             max_nested=limits.max_nested,
         )
-
-    def start(self) -> None:
-        """Begin to serve."""
-        self.pool.start()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -240,15 +236,11 @@ class Server:
     def account(self, keys: Iterable[Key]) -> dict[Key, ActiveCall]:
         """Tell of calls that are served here, and of those here that they need."""
         keys = list(keys)
-        account = give_account(
-            self._backend.rank,
-            self._limits.workers,
-            {Key(self._backend.rank, *key): job for key, job in list(self.active.items())},
-            set(self.pool.queued()),
-            keys,
-        )
+        rank = self._backend.rank
+        jobs = {Key(rank, *key): job for key, job in list(self.active.items())}
+        accounts = Accounts(rank, self._limits.workers, jobs, set(self.pool.queued()))
         late = {key: call for key in keys if (call := self._late.get(key)) is not None}
-        return late | account
+        return late | accounts.of(keys)
 
     def remember_late(self, job: ServedCall, error: BaseException) -> None:
         """Keep why a call failed whose caller's time is up; it may be asking just now."""
@@ -286,14 +278,6 @@ class Server:
                 if self.is_stopping:
                     self._event_loop.close()
             return self._event_loop
-
-    def about_to_block(self, worker: Worker) -> None:
-        """Have another thread poll while a function waits."""
-        self.pool.about_to_block(worker)
-
-    def expect_work(self) -> None:
-        """Have the standby look, because something is outstanding now."""
-        self.pool.expect_work()
 
     def drain(self, deadline: Deadline, is_quiet: Callable[[], bool]) -> None:
         """Refuse new calls, and wait until the running ones are done and ``is_quiet()``."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from rankwire.backends.base import Backend
 from rankwire.backends.tcp import TcpBackend
 from rankwire.backends.tcp_dialing import Transport
 from rankwire.clock import REAL_TIME
@@ -59,7 +60,9 @@ def run_ranks(
     if processes:
         if backend not in _BACKENDS[1:]:
             raise ConfigurationError(f"processes need one of {_BACKENDS[1:]}, not {backend!r}")
-        return _run_processes(world_size, function, args, str(backend), timeout, options)
+        transport = cast(Transport, backend)
+        join = partial(TcpBackend, world_size=world_size, transport=transport, **options)
+        return _run_processes(world_size, join, function, args, timeout)
     with _world_maker(backend)(world_size, **options) as world:
         return in_parallel([partial(function, mine, *args) for mine in world], timeout=timeout)
 
@@ -112,11 +115,10 @@ def _world_maker(backend: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_processes(
     world_size: int,
+    join: Callable[..., Backend],
     function: Callable[..., T],
     args: tuple[Any, ...],
-    transport: str,
     timeout: float,
-    options: dict[str, Any],
 ) -> list[T]:
     context = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -124,10 +126,9 @@ def _run_processes(
     processes, pipes = [], {}
     for rank in range(world_size):
         reading, writing = context.Pipe(duplex=False)
+        join_as_rank = partial(join, rank, address=address)
         process = context.Process(
-            target=_be_rank,
-            args=(rank, world_size, address, transport, options, function, args, writing),
-            daemon=True,
+            target=_be_rank, args=(join_as_rank, function, args, writing), daemon=True
         )
         process.start()
         writing.close()
@@ -176,17 +177,10 @@ def _outcome(rank: int, pipe: Any) -> Any:
 
 
 def _be_rank(
-    rank: int,
-    world_size: int,
-    address: str,
-    transport: Any,
-    options: dict[str, Any],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    outcome: Any,
+    join: Callable[[], Backend], function: Callable[..., Any], args: tuple[Any, ...], outcome: Any
 ) -> None:
     try:
-        with TcpBackend(rank, world_size, address, transport=transport, **options) as backend:
+        with join() as backend:
             outcome.send((function(backend, *args), None))
     except BaseException:
         outcome.send((None, traceback.format_exc()))

@@ -7,7 +7,7 @@ options of the backend, it returns a context manager that gives the list of back
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -26,11 +26,8 @@ MakeWorld = Callable[..., AbstractContextManager[list[Backend]]]
 @contextmanager
 def simulated_world(world_size: int, **options: Any) -> Iterator[list[Backend]]:
     """Ranks of the simulated backend."""
-    world: list[Backend] = list(SimulatedBackend.create_group(world_size, **options))
-    try:
+    with _closed_at_the_end(SimulatedBackend.create_group(world_size, **options)) as world:
         yield world
-    finally:
-        _close(world)
 
 
 @contextmanager
@@ -47,11 +44,9 @@ def tcp_world(
         mine = listener if rank == 0 else None
         return TcpBackend(rank, world_size, address, transport=transport, listener=mine, **options)
 
-    world = in_parallel([partial(join, rank) for rank in range(world_size)])
-    try:
+    ranks = in_parallel([partial(join, rank) for rank in range(world_size)])
+    with _closed_at_the_end(ranks) as world:
         yield world
-    finally:
-        _close(world)
 
 
 def sub_world(make_parent: MakeWorld) -> MakeWorld:
@@ -66,17 +61,20 @@ def sub_world(make_parent: MakeWorld) -> MakeWorld:
             if world_size < 1:
                 SubBackend(parents[0], [])
             members = range(1, world_size + 1)
-            world: list[Backend] = in_parallel(
+            ranks = in_parallel(
                 [partial(SubBackend, parents[rank], list(members)) for rank in members]
             )
-            try:
+            with _closed_at_the_end(ranks) as world:
                 yield world
-            finally:
-                _close(world)
 
     return make
 
 
-def _close(world: list[Backend]) -> None:
-    for backend in world:
-        backend.close()
+@contextmanager
+def _closed_at_the_end(ranks: Iterable[Backend]) -> Iterator[list[Backend]]:
+    world = list(ranks)
+    try:
+        yield world
+    finally:
+        for backend in world:
+            backend.close()

@@ -8,7 +8,6 @@ them; a test runner can run ``CHECKS`` one by one.
 from __future__ import annotations
 
 import inspect
-from types import ModuleType
 
 from rankwire.testing.conformance import (
     basic_checks,
@@ -25,23 +24,19 @@ from rankwire.testing.worlds import MakeWorld
 __all__ = ["CHECKS", "check_backend"]
 
 
-def _checks_of(module: ModuleType) -> dict[str, Check]:
-    return {
-        name: function
-        for name, function in vars(module).items()
-        if inspect.isfunction(function)
-        and [*inspect.signature(function).parameters] == ["make_world"]
-    }
-
-
 CHECKS: dict[str, Check] = {
-    **_checks_of(basic_checks),
-    **_checks_of(peer_checks),
-    **_checks_of(group_checks),
-    **_checks_of(collective_checks),
-    **_checks_of(concurrency_checks),
-    **_checks_of(call_checks),
-    **_checks_of(nested_call_checks),
+    name: function
+    for module in (
+        basic_checks,
+        peer_checks,
+        group_checks,
+        collective_checks,
+        concurrency_checks,
+        call_checks,
+        nested_call_checks,
+    )
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and [*inspect.signature(function).parameters] == ["make_world"]
 }
 
 

@@ -6,18 +6,19 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from rankwire.backends.base import Backend
 from rankwire.clock import REAL_TIME
+from rankwire.collectives import operations
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
     InvalidRankError,
     InvalidWorldSizeError,
     MessageTooLargeError,
-    RankwireError,
     SelfSendError,
     SizeMismatchError,
 )
-from rankwire.testing.conformance.tools import expect
+from rankwire.testing.conformance.tools import SIZES, Each, expect, run_in_worlds
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
 
@@ -68,17 +69,16 @@ def a_message_arrives_whole(make_world: MakeWorld) -> None:
 
 def messages_have_any_length(make_world: MakeWorld) -> None:
     lengths = [0, 1, 7, 65503, 65504, 65505, 65536, 1_000_003]
-    with make_world(2) as (first, second):
 
-        def send() -> None:
-            for length in lengths:
-                first.send(bytes([length % 251]) * length, 1)
+    def each(backend: Backend) -> None:
+        for length in lengths:
+            message = bytes([length % 251]) * length
+            if backend.rank == 0:
+                backend.send(message, 1)
+            else:
+                assert backend.recv(0) == message
 
-        def receive() -> None:
-            for length in lengths:
-                assert second.recv(0) == bytes([length % 251]) * length
-
-        in_parallel([send, receive])
+    run_in_worlds(make_world, each, (2,))
 
 
 def pieces_arrive_as_one(make_world: MakeWorld) -> None:
@@ -114,30 +114,27 @@ def a_receiver_owns_its_message(make_world: MakeWorld) -> None:
 
 
 def every_pair_talks_directly(make_world: MakeWorld) -> None:
-    with make_world(4) as world:
+    def talk(backend: Backend) -> None:
+        others = [peer for peer in range(4) if peer != backend.rank]
+        for peer in others:
+            backend.send(f"{backend.rank} to {peer}".encode(), peer)
+        for peer in others:
+            assert backend.recv(peer) == f"{peer} to {backend.rank}".encode()
 
-        def talk(rank: int) -> None:
-            others = [peer for peer in range(4) if peer != rank]
-            for peer in others:
-                world[rank].send(f"{rank} to {peer}".encode(), peer)
-            for peer in others:
-                assert world[rank].recv(peer) == f"{peer} to {rank}".encode()
-
-        in_parallel([partial(talk, rank) for rank in range(4)])
+    run_in_worlds(make_world, talk, (4,))
 
 
 def a_waiting_receive_does_not_delay_a_send(make_world: MakeWorld) -> None:
-    with make_world(2) as world:
+    def each(backend: Backend) -> None:
+        other = 1 - backend.rank
 
-        def serve(rank: int) -> None:
-            waiting = threading.Thread(target=lambda: world[rank].recv(1 - rank, tag=1))
-            waiting.start()
+        def send() -> None:
             REAL_TIME.sleep(0.05)  # both receives wait by now
-            world[rank].send(b"go on", 1 - rank, tag=1)
-            REAL_TIME.join(waiting, 10)
-            assert not waiting.is_alive()
+            backend.send(b"go on", other, tag=1)
 
-        in_parallel([partial(serve, rank) for rank in range(2)])
+        in_parallel([send, lambda: backend.recv(other, tag=1)], timeout=10)
+
+    run_in_worlds(make_world, each, (2,))
 
 
 def too_large_a_message_is_refused_at_once(make_world: MakeWorld) -> None:
@@ -194,15 +191,15 @@ def a_time_limit_is_exact_and_harmless(make_world: MakeWorld) -> None:
 
 def a_second_receiver_has_its_own_limit(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
-        other = threading.Thread(target=lambda: second.recv(0, tag=1))
-        other.start()
-        REAL_TIME.sleep(0.05)
-        begin = REAL_TIME.now()
-        expect(DeadlineExceededError, lambda: second.recv(0, tag=2, timeout=0.1))
-        assert REAL_TIME.now() - begin < 5.0
-        first.send(b"x", 1, tag=1)
-        REAL_TIME.join(other, 10)
-        assert not other.is_alive()
+
+        def be_late() -> None:
+            REAL_TIME.sleep(0.05)  # the other one waits by now
+            begin = REAL_TIME.now()
+            expect(DeadlineExceededError, lambda: second.recv(0, tag=2, timeout=0.1))
+            assert REAL_TIME.now() - begin < 5.0
+            first.send(b"x", 1, tag=1)
+
+        in_parallel([be_late, lambda: second.recv(0, tag=1)], timeout=20)
 
 
 def a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
@@ -218,18 +215,26 @@ def a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
 # -- barriers --------------------------------------------------------------------------------------
 
 
+def _meet(make_world: MakeWorld, size: int, barrier: Each) -> None:
+    entered: list[int] = []
+
+    def each(backend: Backend) -> None:
+        for episode in range(1, 20):
+            entered.append(backend.rank)
+            barrier(backend)
+            assert len(entered) >= size * episode
+            barrier(backend)
+
+    run_in_worlds(make_world, each, (size,))
+
+
 def nobody_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> None:
-    with make_world(4) as world:
-        entered: list[int] = []
+    _meet(make_world, 4, lambda backend: backend.barrier())
 
-        def meet(rank: int) -> None:
-            for episode in range(1, 20):
-                entered.append(rank)
-                world[rank].barrier()
-                assert len(entered) >= 4 * episode
-                world[rank].barrier()
 
-        in_parallel([partial(meet, rank) for rank in range(4)])
+def nobody_leaves_a_collective_barrier_early(make_world: MakeWorld) -> None:
+    for size in SIZES:
+        _meet(make_world, size, operations.barrier)
 
 
 def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
@@ -245,17 +250,15 @@ def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
 
 
 def barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
-    with make_world(3) as world:
+    def each(backend: Backend) -> None:
+        right, left = (backend.rank + 1) % 3, (backend.rank - 1) % 3
+        for number in range(50):
+            backend.send(bytes([number]), right)
+            backend.barrier()
+        for number in range(50):
+            assert backend.recv(left) == bytes([number])
 
-        def run(rank: int) -> None:
-            right, left = (rank + 1) % 3, (rank - 1) % 3
-            for number in range(50):
-                world[rank].send(bytes([number]), right)
-                world[rank].barrier()
-            for number in range(50):
-                assert world[rank].recv(left) == bytes([number])
-
-        in_parallel([partial(run, rank) for rank in range(3)])
+    run_in_worlds(make_world, each, (3,))
 
 
 # -- threads and ends ------------------------------------------------------------------------------
@@ -277,23 +280,16 @@ def many_threads_each_get_their_own(make_world: MakeWorld) -> None:
 
 def close_wakes_whoever_waits(make_world: MakeWorld) -> None:
     with make_world(2) as (first, _):
-        woken: list[RankwireError] = []
 
-        def wait(action: Callable[[], object]) -> None:
-            woken.append(expect(ChannelClosedError, action))
+        def close() -> None:
+            REAL_TIME.sleep(0.1)  # the others wait by now
+            first.close()
+            first.close()
 
-        waiting = [
-            threading.Thread(target=wait, args=(action,))
-            for action in (lambda: first.recv(1), lambda: first.recv(1, tag=1), first.barrier)
-        ]
-        for thread in waiting:
-            thread.start()
-        REAL_TIME.sleep(0.1)
-        first.close()
-        first.close()
-        for thread in waiting:
-            REAL_TIME.join(thread, 10)
-        assert len(woken) == 3
+        waits = (lambda: first.recv(1), lambda: first.recv(1, tag=1), first.barrier)
+        actions: list[Callable[[], object]] = [close]
+        actions += [partial(expect, ChannelClosedError, wait) for wait in waits]
+        in_parallel(actions, timeout=10)
         expect(ChannelClosedError, lambda: first.send(b"x", 1))
         expect(ChannelClosedError, lambda: first.recv(1))
 

@@ -56,17 +56,15 @@ def values_and_arrays_travel(make_world: MakeWorld) -> None:
 
 
 def errors_keep_type_text_and_traceback(make_world: MakeWorld) -> None:
-    def fail(kind: str) -> None:
-        raise {"value": ValueError, "exit": SystemExit, "interrupt": KeyboardInterrupt}[kind]("why")
+    kinds = {kind.__name__: kind for kind in (ValueError, SystemExit, KeyboardInterrupt)}
+
+    def fail(name: str) -> None:
+        raise kinds[name]("why")
 
     with agents_of(make_world, 2) as (caller, callee):
         callee.register("fail", fail)
-        for kind, name in (
-            ("value", "ValueError"),
-            ("exit", "SystemExit"),
-            ("interrupt", "KeyboardInterrupt"),
-        ):
-            error = expect(RemoteError, partial(caller.rpc_sync, 1, "fail", kind))
+        for name in kinds:
+            error = expect(RemoteError, partial(caller.rpc_sync, 1, "fail", name))
             assert (error.remote_type, error.remote_message) == (name, "why")
             assert "in fail" in error.remote_traceback
             assert error.peer == 1

@@ -21,7 +21,7 @@ from rankwire.errors import (
     MessageTooLargeError,
     RankwireError,
 )
-from rankwire.testing.conformance.tools import SIZES, expect, has_values, run_all, run_in_worlds
+from rankwire.testing.conformance.tools import expect, has_values, run_all, run_in_worlds
 from rankwire.testing.worlds import MakeWorld
 
 _SOON = 5.0  # seconds within which all ranks know that they disagree, on a machine that is busy
@@ -140,13 +140,8 @@ def whoever_disagrees_all_are_told(make_world: MakeWorld) -> None:
 def one_rank_that_fails_ends_it_for_all(make_world: MakeWorld) -> None:
     def each(backend: Backend) -> RankwireError:
         wrong = np.empty(3) if backend.rank == 1 else None
-        call = partial(
-            operations.all_to_all,
-            backend,
-            np.ones(2 * backend.world_size),
-            send_counts=[2] * backend.world_size,
-            out=wrong,
-        )
+        rows, counts = np.ones(2 * backend.world_size), [2] * backend.world_size
+        call = partial(operations.all_to_all, backend, rows, send_counts=counts, out=wrong)
         return expect(RankwireError, call)
 
     for size in (2, 4):
@@ -161,12 +156,6 @@ def one_rank_that_fails_ends_it_for_all(make_world: MakeWorld) -> None:
 
 
 def an_array_above_the_limit_harms_nobody(make_world: MakeWorld) -> None:
-    calls: tuple[Callable[..., Any], ...] = (
-        operations.all_gather,
-        operations.broadcast,
-        operations.scatter,
-    )
-
     def each(backend: Backend, call: Callable[..., Any]) -> None:
         error = expect(RankwireError, partial(call, backend, np.ones(300_000)))
         assert isinstance(error, MessageTooLargeError | CollectiveAbortedError)
@@ -174,7 +163,7 @@ def an_array_above_the_limit_harms_nobody(make_world: MakeWorld) -> None:
         backend.barrier()
         assert has_values(operations.all_reduce(backend, np.ones(2)), [3.0, 3.0])
 
-    for call in calls:
+    for call in (operations.all_gather, operations.broadcast, operations.scatter):
         with make_world(3, max_message_nbytes=100_000) as world:
             run_all(world, partial(each, call=call))
 
@@ -193,21 +182,6 @@ def who_does_not_come_is_named(make_world: MakeWorld) -> None:
         assert late
         assert all(error.waiting_for == [2] for error in late)
         assert all("waiting for rank 2" in error.message for error in errors)
-
-
-def nobody_leaves_a_collective_barrier_early(make_world: MakeWorld) -> None:
-    for size in SIZES:
-        with make_world(size) as world:
-            entered: list[int] = []
-
-            def each(backend: Backend, entered: list[int] = entered, size: int = size) -> None:
-                for episode in range(1, 10):
-                    entered.append(backend.rank)
-                    operations.barrier(backend)
-                    assert len(entered) >= size * episode
-                    operations.barrier(backend)
-
-            run_all(world, each)
 
 
 def groups_of_a_hybrid_layout_work_at_once(make_world: MakeWorld) -> None:

@@ -75,8 +75,12 @@ def a_groups_barrier_is_its_own(make_world: MakeWorld) -> None:
 
 def overlapping_groups_and_their_parent_never_mix(make_world: MakeWorld) -> None:
     with make_world(3) as world:
-        low, high = _groups(world, [0, 1]), _groups(world, [1, 2])
-        everyone = _groups(world, [0, 1, 2])
+        groups: dict[str, Sequence[Backend]] = {
+            "world": world,
+            "low": _groups(world, [0, 1]),
+            "high": _groups(world, [1, 2]),
+            "everyone": _groups(world, [0, 1, 2]),
+        }
 
         def talk(backend: Backend, name: str) -> None:
             right = (backend.rank + 1) % backend.world_size
@@ -87,16 +91,7 @@ def overlapping_groups_and_their_parent_never_mix(make_world: MakeWorld) -> None
                 assert backend.recv(left) == f"{name} {number}".encode()
 
         in_parallel(
-            [
-                partial(talk, backend, name)
-                for name, members in (
-                    ("world", world),
-                    ("low", low),
-                    ("high", high),
-                    ("everyone", everyone),
-                )
-                for backend in members
-            ]
+            [partial(talk, member, name) for name, group in groups.items() for member in group]
         )
 
 

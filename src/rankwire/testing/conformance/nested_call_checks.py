@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from typing import Any
 
 from rankwire.clock import REAL_TIME
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
@@ -156,7 +155,7 @@ def slow_calls_are_no_circles(make_world: MakeWorld) -> None:
     async def blocks_its_loop(agent: RpcAgent) -> object:
         return agent.rpc_sync(1 - agent.rank, "sleep")
 
-    def down(agent: RpcAgent, depth: int) -> object:
+    def down(agent: RpcAgent, depth: int = 30) -> object:
         name, args = ("down", (depth - 1,)) if depth else ("sleep", ())
         return agent.rpc_sync(1 - agent.rank, name, *args)
 
@@ -182,11 +181,8 @@ def slow_calls_are_no_circles(make_world: MakeWorld) -> None:
             agent.register("sleep", nap)
             for function in (awaits, through, blocks_its_loop, down, looks_in, fans_out):
                 agent.register(function.__name__, partial(function, agent))
-        calls: list[tuple[Any, ...]] = [
-            (name,) for name in ("awaits", "blocks_its_loop", "looks_in", "fans_out")
-        ]
-        calls.append(("down", 30))
-        futures = [agents[0].rpc_async(dst, *call) for call in calls for dst in (0, 1)]
+        names = ("awaits", "blocks_its_loop", "looks_in", "fans_out", "down")
+        futures = [agents[0].rpc_async(dst, name) for name in names for dst in (0, 1)]
         for future in futures:
             assert future.result(50) is not None
 

@@ -68,7 +68,7 @@ def has_values(array: Any, expected: Any) -> bool:
     """Whether an array has these values, this shape and, if it is said, this dtype."""
     wanted = np.asarray(expected)
     same_kind = not isinstance(expected, np.ndarray) or array.dtype == wanted.dtype
-    return same_kind and array.shape == wanted.shape and bool(np.all(array == wanted))
+    return same_kind and np.array_equal(array, wanted)
 
 
 @contextmanager
