@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Self
 
+from rankwire.backends.agreement import Agreement
 from rankwire.backends.arguments import (
     Sendable,
     as_buffers,
@@ -61,6 +62,7 @@ class Backend(Transport):
 
     Attributes:
         clock: The same.
+        agreement: How groups of its ranks come to be.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
     """
@@ -83,6 +85,7 @@ class Backend(Transport):
         self.timeout = Deadline(timeout, clock).limit
         self.max_message_nbytes = max_message_nbytes
         self.operations: Any = None  # what the collectives keep about this group; theirs alone
+        self.agreement = Agreement()
         self._events = PeerEvents()
         self._barriers = itertools.count()
         self._barrier_lock = threading.Lock()

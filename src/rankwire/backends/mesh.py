@@ -79,7 +79,6 @@ class Mesh(Backend):
             rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes, clock=clock
         )
         self._single_copy = single_copy
-        self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._ports = Ports()
         self._peers = peers
@@ -121,11 +120,6 @@ class Mesh(Backend):
     @abstractmethod
     def depart(self) -> None:
         """Leave, when all connections are closed. If a fall was told, that stands."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
 
     # -- messages --------------------------------------------------------------------------------
 

@@ -3,9 +3,8 @@
 Each member tells every other who it thinks the members are and how many such groups it has made. A
 disagreement is found at once, by name; otherwise all compute the same id from what was said.
 
-Locks: one for each parent, held while a group of it is made (by one thread at a time, in the order
-the program makes them); another, held for moments, guards the table of those. Under the first, the
-parent's own locks are taken.
+Lock: one for each parent, held while a group of it is made (by one thread at a time, in the order
+the program makes them). Under it, the parent's own locks are taken.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from typing import ClassVar
-from weakref import WeakKeyDictionary
 
 import msgspec
 
-from rankwire.backends.base import Backend
+from rankwire.backends.transport import Transport
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
-from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 
@@ -45,22 +41,12 @@ class Agreement:
     the same group: the late member finds one, not two, and both are in step afterwards.
     """
 
-    _of_parent: ClassVar[WeakKeyDictionary[Backend, Agreement]] = WeakKeyDictionary()
-    _of_parent_lock = threading.Lock()
-    renew_in_child(_of_parent_lock)
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made: Counter[tuple[int, ...]] = Counter()
         self._unanswered: dict[int, bytes] = {}
 
-    @classmethod
-    def at(cls, parent: Backend) -> Agreement:
-        """Return that of a parent, new if it has none. Safe from any thread."""
-        with cls._of_parent_lock:
-            return cls._of_parent.setdefault(parent, cls())
-
-    def reach(self, parent: Backend, members: list[int], deadline: Deadline) -> int:
+    def reach(self, parent: Transport, members: list[int], deadline: Deadline) -> int:
         """Return the ordinal of a new group, the same on all members. Safe from any thread."""
         grip: list[bool] = []
         try:
@@ -79,7 +65,7 @@ class Agreement:
                 self._lock.release()
 
     def _announce(
-        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
+        self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
     ) -> None:
         payload = msgspec.msgpack.encode(ours)
         for dst in others:
@@ -89,7 +75,7 @@ class Agreement:
                 self._unanswered[dst] = payload
 
     def _collect(
-        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
+        self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
     ) -> list[_Announcement]:
         """Return what the others announced; all are asked first, so that an error names all."""
         theirs: dict[int, _Announcement] = {}
