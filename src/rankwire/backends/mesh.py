@@ -23,7 +23,7 @@ from rankwire.backends.base import Backend
 from rankwire.backends.blame import Losses
 from rankwire.backends.bulk import LentOffer, Link, ReadingAll
 from rankwire.backends.call_port import MeshCallPort
-from rankwire.backends.exit_report import Fall, fall_by
+from rankwire.backends.exit_report import fall_by
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
@@ -34,6 +34,7 @@ from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireE
 from rankwire.links.connection import Connection
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
+from rankwire.rendezvous.control_messages import Fallen
 from rankwire.wire.frames import Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
@@ -114,7 +115,7 @@ class Mesh(Backend):
         """Note that this rank leaves in good order; its farewells follow. Here: they will do."""
 
     @abstractmethod
-    def tell_fall(self, fall: Fall) -> None:
+    def tell_fall(self, fallen: Fallen) -> None:
         """Tell the others by which error this rank leaves, before they see a connection end."""
 
     @abstractmethod
@@ -360,7 +361,7 @@ class Mesh(Backend):
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer."""
         rank = self._check_peer(rank)
-        calls = sum(port.in_flight_to(rank) for port in self._ports.all())
+        calls = sum(len(port.calls_to(rank)) for port in self._ports.all())
         return replace(self._peers[rank].status(), in_flight=calls)
 
     # -- leaving ---------------------------------------------------------------------------------
@@ -376,15 +377,15 @@ class Mesh(Backend):
             for port in ports:
                 port.shut_down(cause)
             patience = Deadline(_FAREWELL_PATIENCE, self.clock)
-            fall = fall_by(error, first_lost=self._losses.first)
-            if fall is None:
+            fallen = fall_by(error, rank=self.rank, first_lost=self._losses.first)
+            if fallen is None:
                 self.tell_leaving()
             else:  # first of all, before anyone sees a connection end
                 for peer in list(self._peers.values()):
                     peer.turn_away(cause)
-                self.tell_fall(fall)
+                self.tell_fall(fallen)
             for peer in list(self._peers.values()):
-                peer.close(cause, patience, orderly=fall is None)
+                peer.close(cause, patience, orderly=fallen is None)
             for connection in waiting:
                 connection.close()
             for port in ports:  # whether or not its agent is still there to do it

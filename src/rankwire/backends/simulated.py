@@ -24,7 +24,6 @@ from typing import Self
 from rankwire.backends.arguments import check_world
 from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.call_port import MeshCallPort
-from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
@@ -42,7 +41,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.memory_poller import MemoryPoller
 from rankwire.links.memory_stream import MemoryStream
-from rankwire.rendezvous.control_messages import Member
+from rankwire.rendezvous.control_messages import Fallen, Member
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 
@@ -335,9 +334,9 @@ class SimulatedBackend(Mesh):
             with suppress(RankwireError):  # it has failed, or another thread is about to do it
                 connection.flush(AT_ONCE)
 
-    def tell_fall(self, fall: Fall) -> None:
+    def tell_fall(self, fallen: Fallen) -> None:
         """Tell the others by which error this rank leaves."""
-        self.network.fall(self.rank, fall)
+        self.network.fall(self.rank, fallen)
         self._gone = ChannelClosedError("this backend is closed")
 
     def depart(self) -> None:

@@ -23,19 +23,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwire.backends.arguments import check_rank
-from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
 from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.memory_stream import MemoryStream, memory_pair
 from rankwire.links.route import Gate, Route
+from rankwire.rendezvous.control_messages import Fallen
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.protocol import left
 
 if TYPE_CHECKING:
     from rankwire.backends.simulated import SimulatedBackend
 
-_KILLED = Fall("it was killed", "")
+_KILLED = Fallen("it was killed", "")
 # A user's callback may still run in a thread; closing the world does not wait for it for ever.
 _JOIN_LIMIT = 5.0
 
@@ -65,7 +65,7 @@ class Network:
         self._members: Sequence[SimulatedBackend] = ()
         self._lock = threading.Lock()
         self._left: set[int] = set()
-        self._killed: dict[int, Fall] = {}
+        self._killed: dict[int, Fallen] = {}
         self._broken: set[Link] = set()
         self._sent: Counter[int] = Counter()
         self._carried: Counter[Link] = Counter()
@@ -82,10 +82,13 @@ class Network:
             if count == 0:
                 self.break_link(*link)
         now = self.clock.now()
-        for rank, seconds in self._faults.kill_after_seconds.items():
-            self._timetable.plan(now + seconds, partial(self._kill_in_passing, rank))
-        for link, seconds in self._faults.break_after_seconds.items():
-            self._timetable.plan(now + seconds, partial(self._break_in_passing, link))
+        kills, breaks = self._faults.kill_after_seconds, self._faults.break_after_seconds
+        self._timetable.begin(
+            [
+                *((now + kills[rank], partial(self._kill_in_passing, rank)) for rank in kills),
+                *((now + breaks[link], partial(self._break_in_passing, link)) for link in breaks),
+            ]
+        )
         self._end_if_empty()
 
     # -- faults on demand --------------------------------------------------------------------------
@@ -123,9 +126,9 @@ class Network:
             if rank in self._killed:
                 return PeerLostError(rank, "this rank itself was killed"), None
             if peer in self._killed:
-                fall = self._killed[peer]
-                loss = PeerLostError(peer, fall.reason, remote_traceback=fall.traceback)
-                return loss, fall.cause
+                fallen = self._killed[peer]
+                loss = PeerLostError(peer, fallen.reason, remote_traceback=fallen.traceback)
+                return loss, fallen.cause
             if rank != peer and link_between(rank, peer) in self._broken:
                 return PeerLostError(peer, "the link to it is broken"), None
             if peer in self._left:
@@ -154,9 +157,9 @@ class Network:
         with self._lock:
             self._left.add(rank)
 
-    def fall(self, rank: int, fall: Fall) -> None:
+    def fall(self, rank: int, fallen: Fallen) -> None:
         """Let a rank leave because of an error: its peers lose it and learn why."""
-        is_new = self._kill(rank, fall)
+        is_new = self._kill(rank, fallen)
         self.leave(rank)
         if is_new:
             self._tell_others(rank)
@@ -198,11 +201,11 @@ class Network:
 
     # -- what befalls ranks and links --------------------------------------------------------------
 
-    def _kill(self, rank: int, fall: Fall) -> bool:
+    def _kill(self, rank: int, fallen: Fallen) -> bool:
         with self._lock:
             if rank in self._killed or rank in self._left:
                 return False
-            self._killed[rank] = fall
+            self._killed[rank] = fallen
         self._members[rank].die()
         return True
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rankwire.backends.base import DEFAULT_TIMEOUT
-from rankwire.backends.exit_report import Fall
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.status import PeerStatus
@@ -322,10 +321,9 @@ class TcpBackend(Mesh):
         self._introductions.cancel()
         super().close(error=error)
 
-    def tell_fall(self, fall: Fall) -> None:
+    def tell_fall(self, fallen: Fallen) -> None:
         """Tell the others by which error this rank leaves, in last words to the coordinator."""
-        root = None if fall.cause == self.rank else fall.cause
-        self._formation.close(Fallen(fall.reason, fall.traceback, root, fall.exit_code))
+        self._formation.close(fallen)
 
     def depart(self) -> None:
         """Say the last words on the control connections, if none were said."""
