@@ -225,7 +225,9 @@ class TcpBackend(Mesh):
 
     def flush_when_possible(self, connection: Connection) -> None:
         """Have the acceptor's thread send what a connection holds back."""
-        self._formation.flush_when_possible(connection)
+        acceptor = self._formation.acceptor
+        assert acceptor is not None  # there is a peer
+        acceptor.flush_when_possible(connection)
 
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
@@ -300,9 +302,12 @@ class TcpBackend(Mesh):
         return self._losses.explain(error, is_told=self._is_watched)
 
     def _await_verdict(self, peer: Peer, patience: float) -> None:
-        if self._is_watched and not self._closed and not self._formation.is_on_acceptor_thread:
+        acceptor = self._formation.acceptor
+        assert acceptor is not None  # there is a peer
+        # The acceptor brings the verdict: its own thread must not wait for it.
+        if self._is_watched and not self._closed and not acceptor.is_current_thread:
             if not peer.is_judged_within(patience):
-                self._formation.catch_up(_LATE_NEWS_PATIENCE)
+                acceptor.catch_up(Deadline(_LATE_NEWS_PATIENCE, self.clock))
 
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer; its silence by this rank's own count if it has one."""

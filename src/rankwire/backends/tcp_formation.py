@@ -53,6 +53,12 @@ _LOOK_EVERY = 0.5  # seconds between two looks at connections that may be cut
 class Formation:
     """Forms the world, and owns what a rank has besides its peers: ``form``, then ``close``.
 
+    Attributes:
+        address: Where the world forms, with the port that was chosen.
+        key: This rank's, by which it joins.
+        policy: How connections are protected.
+        acceptor: Lets others in, and hears of them; a world of one rank has none.
+
     Size: listeners, keys, files and both ends of the control plane live and end together.
     """
 
@@ -78,7 +84,7 @@ class Formation:
         self._patience = patience
         self._has_coordinator = has_coordinator
         self.address = address
-        self.key = b""  # this rank's, by which it joins
+        self.key = b""
         self._keys: Mapping[int, HiddenKey] = {}  # with every other rank
         self._owner = owner
         self._job = job_id(job)
@@ -90,12 +96,11 @@ class Formation:
         self._agreed_secret = b""
         # Removed by close(), and by the interpreter's end if nobody closes.
         self._files: list[weakref.finalize[..., Formation]] = []
-        self._tcp_listener = listener
-        self._unix_listener: Socket | None = None
-        self._unix_path = ""
+        # Until the acceptor has them; that for TCP comes first.
+        self._listeners = [] if listener is None else [listener]
         self._member: Member | None = None
         self._epoch = 0
-        self._acceptor: Acceptor | None = None
+        self.acceptor: Acceptor | None = None
         self._coordinator: Coordinator | None = None
         self._membership: Membership | None = None
         guard(self)
@@ -143,8 +148,9 @@ class Formation:
         self._owner.on_formed(world)
 
     def _coordinate(self, deadline: Deadline) -> None:
-        listener = self._tcp_listener or listen_tcp(self._place_of_rank_0())
-        self._tcp_listener = listener
+        if not self._listeners:
+            self._listeners.append(listen_tcp(self._place_of_rank_0()))
+        (listener,) = self._listeners
         self.address = TcpAddress(self.address.host, listener.getsockname()[1])
         if self._given_secret is None:
             agreed = AgreedSecret(self.address.port)
@@ -202,40 +208,33 @@ class Formation:
         """Listen where this rank was seen, once, and say where that is."""
         if self._member is not None:
             return self._member
-        if self._tcp_listener is None:
-            self._tcp_listener = listen_somewhere(self._place, host)
+        if not self._listeners:
+            self._listeners.append(listen_somewhere(self._place, host))
+        unix_path = ""
         if self._share_files:
             sweep_socket_files()
-            self._unix_path = new_socket_path()
-            self._unix_listener = listen_unix(self._unix_path)
-            self._files.append(weakref.finalize(self, _remove_file, self._unix_path))
+            unix_path = new_socket_path()
+            self._listeners.append(listen_unix(unix_path))
+            self._files.append(weakref.finalize(self, _remove_file, unix_path))
         self._member = Member(
             self._owner.rank,
             os.getpid(),
             self._advertised or self._place.specific_host or host,
-            self._tcp_listener.getsockname()[1],
-            self._unix_path,
+            self._listeners[0].getsockname()[1],
+            unix_path,
             host_id(),
         )
         return self._member
 
     def _make_acceptor(self) -> Acceptor:
-        self._acceptor = Acceptor(
-            self, self._owner.clock, key=self._find_key_of, policy=self.policy
-        )
-        self._acceptor.call_every(_LOOK_EVERY, self._owner.look_for_silence)
-        for listener in (self._tcp_listener, self._unix_listener):
-            if listener is not None:
-                self._acceptor.listen(listener)
-        self._tcp_listener = self._unix_listener = None
-        return self._acceptor
+        self.acceptor = Acceptor(self, self._owner.clock, key=self._find_key_of, policy=self.policy)
+        self.acceptor.call_every(_LOOK_EVERY, self._owner.look_for_silence)
+        for listener in self._listeners:
+            self.acceptor.listen(listener)
+        self._listeners = []
+        return self.acceptor
 
     # -- afterwards --------------------------------------------------------------------------------
-
-    def flush_when_possible(self, connection: Connection) -> None:
-        """Have the acceptor send what a connection holds back."""
-        if self._acceptor is not None:
-            self._acceptor.flush_when_possible(connection)
 
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
         """Return the greeting for a connection of our own."""
@@ -275,16 +274,6 @@ class Formation:
             ),
         )
 
-    @property
-    def is_on_acceptor_thread(self) -> bool:
-        """Whether the caller runs on the acceptor's thread, which must not wait."""
-        return self._acceptor is not None and self._acceptor.is_current_thread
-
-    def catch_up(self, seconds: float) -> None:
-        """Wait until the control plane's news that have come are known, but not for longer."""
-        if self._acceptor is not None:
-            self._acceptor.catch_up(Deadline(seconds, self._owner.clock))
-
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""
         return {} if self._coordinator is None else self._coordinator.silences()
@@ -293,9 +282,8 @@ class Formation:
         """Leave the files to the parent, in a forked child."""
         for remove in self._files:
             remove.detach()
-        for listener in (self._tcp_listener, self._unix_listener):
-            if listener is not None:
-                listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -305,8 +293,8 @@ class Formation:
         Args:
             fallen: The error because of which this rank leaves, if there is one.
         """
-        if self._acceptor is not None:
-            self._acceptor.close()
+        if self.acceptor is not None:
+            self.acceptor.close()
         if self._coordinator is not None:
             self._coordinator.close(fallen)
         if self._membership is not None:
@@ -316,9 +304,8 @@ class Formation:
                 for remove in self._files:
                     remove.detach()
             self._membership.leave(fallen)
-        for listener in (self._tcp_listener, self._unix_listener):
-            if listener is not None:
-                listener.close()
+        for listener in self._listeners:
+            listener.close()
         for remove in self._files:
             remove()
 
