@@ -33,6 +33,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
+from rankwire.links.listening import ListeningPlace
 from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.sockets import AnySocket, Socket, TcpAddress
@@ -47,6 +48,7 @@ from rankwire.rendezvous.control_messages import (
     World,
 )
 from rankwire.rendezvous.runtime_dir import remove_socket_file
+from rankwire.rendezvous.secret import given_secret
 from rankwire.shutdown import close_at_exit
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
@@ -172,14 +174,16 @@ class TcpBackend(Mesh):
         self._formation = Formation(
             self,
             where,
-            secret=secret,
+            secret=given_secret(
+                secret, loopback=where.is_loopback, insecure=policy.mode == "insecure"
+            ),
             job=job,
             policy=policy,
             share_files=transport != "tcp",
             listener=listener,
             patience=Patience(suspect_after, fail_after),
             has_coordinator=has_coordinator,
-            listen=listen,
+            place=ListeningPlace() if listen is None else ListeningPlace.parse(listen),
             advertise=advertise,
         )
         try:
