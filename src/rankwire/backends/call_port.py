@@ -210,7 +210,6 @@ class MeshCallPort(CallPort):
             if connection in self._incoming:
                 self._incoming.remove(connection)
                 self._poller.unregister(connection.stream)
-        connection.close()
         self._mesh.release(connection)
 
     # -- replies -----------------------------------------------------------------------------------

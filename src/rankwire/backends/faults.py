@@ -139,11 +139,6 @@ class FaultPlan:
     # -- what the simulated network asks -----------------------------------------------------------
 
     @property
-    def touches_messages(self) -> bool:
-        """Whether anything happens to messages, or because of them."""
-        return bool(self._delays or self.reader_seconds or self.counts_messages)
-
-    @property
     def counts_messages(self) -> bool:
         """Whether anything happens after a number of messages."""
         return bool(self.kill_after_messages or self.break_after_messages)

@@ -267,7 +267,7 @@ class Mesh(Backend):
             if (connection.frames_sent or is_kept) and connection.failure is None:
                 keep(connection)
             else:
-                self._discard(peer, connection)
+                self.release(connection)
             raise
 
     def link_to(self, rank: int, timeout: float | None = None) -> Link:
@@ -279,10 +279,6 @@ class Mesh(Backend):
         except RankwireError as error:
             raise self.explained(error, "link_to", deadline, rank) from error.__cause__
         return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
-
-    def _discard(self, peer: Peer, connection: Connection) -> None:
-        connection.close()
-        peer.remove(connection)
 
     def _wrap(
         self,
@@ -307,7 +303,8 @@ class Mesh(Backend):
         )
 
     def release(self, connection: Connection) -> None:
-        """Forget a connection that a port has closed."""
+        """Close a connection, if that has not happened yet, and forget it."""
+        connection.close()
         self._peers[connection.peer].remove(connection)
 
     # -- connections that peers open ---------------------------------------------------------------
@@ -338,11 +335,11 @@ class Mesh(Backend):
         with suppress(RankwireError):  # the connection has failed, then
             connection.introduce()
         if connection.failure is not None:
-            self._discard(peer, connection)
+            self.release(connection)
             return
         if hello.purpose is Purpose.MESSAGES:
             if not peer.inbox.attach(connection):
-                self._discard(peer, connection)
+                self.release(connection)
             return
         port, surplus = self._ports.find(hello.service, connection)
         if port is not None:
@@ -350,7 +347,7 @@ class Mesh(Backend):
         elif surplus is not None:
             if surplus is connection:  # the service has closed since it was let in
                 connection.farewell(AT_ONCE)
-            self._discard(peer, surplus)
+            self.release(surplus)
 
     # -- the other ranks ---------------------------------------------------------------------------
 
@@ -382,7 +379,7 @@ class Mesh(Backend):
                 self.tell_leaving()
             else:  # first of all, before anyone sees a connection end
                 for peer in list(self._peers.values()):
-                    peer.turn_away(cause)
+                    peer.mark(cause)
                 self.tell_fall(fallen)
             for peer in list(self._peers.values()):
                 peer.close(cause, patience, orderly=fallen is None)

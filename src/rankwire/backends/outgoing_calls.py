@@ -254,7 +254,6 @@ class OutgoingCalls:
     def dismiss(self, connection: Connection, patience: Deadline) -> None:
         """Let the agent at the other end know that this one has closed."""
         connection.farewell(patience)
-        connection.close()
         self._mesh.release(connection)
 
     # -- ending ------------------------------------------------------------------------------------

@@ -71,6 +71,13 @@ class Assignment:
     secret: bytes | None = field(default=None, repr=False)
     others: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"{self.launcher} says that this is rank {self.rank} of {self.world_size} ranks:"
+                " ranks count from 0"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
@@ -99,7 +106,7 @@ def find_assignment(environ: Environment) -> Assignment:
         if all(environ.get(name) for name in launcher.needs):
             place = launcher.read(environ)
             if place is not None:
-                return _checked(place)
+                return place
         elif environ.get(RANK) and launcher.needs[0] == RANK:
             break  # it is ours, and incomplete: another's variables must not be taken for it
     raise ConfigurationError(_nothing_fits(environ))
@@ -114,15 +121,6 @@ def _wanted(environ: Environment) -> tuple[Launcher, ...]:
         known = ", ".join(launcher.key for launcher in LAUNCHERS)
         raise ConfigurationError(f"{LAUNCHER} is {key!r}, not one of {known}")
     return wanted
-
-
-def _checked(place: Assignment) -> Assignment:
-    if not 0 <= place.rank < place.world_size:
-        raise ConfigurationError(
-            f"{place.launcher} says that this is rank {place.rank} of {place.world_size} ranks:"
-            " ranks count from 0"
-        )
-    return place
 
 
 def _nothing_fits(environ: Environment) -> str:

@@ -176,16 +176,12 @@ class Network:
     # -- what befalls messages ---------------------------------------------------------------------
 
     def _route(self, src: int, dst: int, kind: str) -> Route | None:
-        if not self._faults.touches_messages:
+        delays, gate = self._faults.delays(src, dst, kind), self._gates.get(dst)
+        if delays is None and gate is None and not self._faults.counts_messages:
             return None
         with self._lock:  # a stream that is opened again goes on where the last one stopped
-            if (src, dst, kind) not in self._delays:
-                self._delays[src, dst, kind] = self._faults.delays(src, dst, kind)
-            delays = self._delays[src, dst, kind]
-        gate = self._gates.get(dst)
-        if self._faults.counts_messages:
-            return Route(self.clock.now, delays, gate, partial(self._count, src, dst))
-        return None if delays is None and gate is None else Route(self.clock.now, delays, gate)
+            delays = self._delays.setdefault((src, dst, kind), delays)
+        return Route(self.clock.now, delays, gate, partial(self._count, src, dst))
 
     def _count(self, src: int, dst: int) -> None:
         link = link_between(src, dst)
