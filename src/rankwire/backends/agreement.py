@@ -56,8 +56,7 @@ class Agreement:
             ours = _Announcement(members, self._made[tuple(members)])
             others = [rank for rank in members if rank != parent.rank]
             self._announce(parent, ours, others, deadline)
-            theirs = self._collect(parent, ours, others, deadline)
-            ordinal = max([ours.ordinal, *(announcement.ordinal for announcement in theirs)])
+            ordinal = max([ours.ordinal, *self._collect(parent, ours, others, deadline)])
             self._made[tuple(members)] = ordinal + 1
             return ordinal
         finally:
@@ -76,11 +75,11 @@ class Agreement:
 
     def _collect(
         self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
-    ) -> list[_Announcement]:
-        """Return what the others announced; all are asked first, so that an error names all."""
-        theirs: dict[int, _Announcement] = {}
-        differing: dict[int, list[int]] = {}
-        missing = []
+    ) -> list[int]:
+        """Return the others' ordinals; all are asked first, so that an error names all."""
+        ordinals: list[int] = []
+        differing: list[str] = []
+        missing: list[int] = []
         for src in others:
             try:
                 # Once a disagreement is certain, nobody is waited for any more.
@@ -91,19 +90,18 @@ class Agreement:
                 missing.append(src)
                 continue
             self._unanswered.pop(src, None)
-            theirs[src] = _decoded(whole_of(payload), src)
-            if theirs[src].members != ours.members:
-                differing[src] = theirs[src].members
+            theirs = _decoded(whole_of(payload), src)
+            ordinals.append(theirs.ordinal)
+            if theirs.members != ours.members:
+                differing.append(f"rank {src} says {theirs.members}")
         if differing:
-            views = [f"rank {rank} says {members}" for rank, members in differing.items()]
-            raise MembershipError(
-                f"the members disagree: rank {parent.rank} says {ours.members}, {', '.join(views)}"
-            )
+            views = [f"rank {parent.rank} says {ours.members}", *differing]
+            raise MembershipError(f"the members disagree: {', '.join(views)}")
         if missing:
             raise DeadlineExceededError(
                 deadline.limit, waiting_for=missing, detail=f"to confirm the group {ours.members}"
             )
-        return list(theirs.values())
+        return ordinals
 
 
 def group_id(parent_group: int, members: list[int], ordinal: int) -> int:

@@ -8,7 +8,6 @@ alike.
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections.abc import Callable
 from typing import Any, Self
@@ -78,9 +77,7 @@ class Backend(Transport):
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         clock: Clock = REAL_TIME,
     ) -> None:
-        check_world(rank, world_size)
-        self.rank = operator.index(rank)  # numpy's integers would not travel
-        self.world_size = operator.index(world_size)
+        self.rank, self.world_size = check_world(rank, world_size)
         self.clock = clock
         self.timeout = Deadline(timeout, clock).limit
         self.max_message_nbytes = max_message_nbytes

@@ -91,8 +91,7 @@ def connect(**options: Any) -> TcpBackend:
         # A coordinator at the launcher's address is none at another one.
         "has_coordinator": place.has_coordinator and "address" not in options,
         "clock": REAL_TIME,
-    }
-    arguments.update(options)
+    } | options
     arguments = _read_settings(os.environ, arguments) | arguments
     _log.info(
         "rank %s of %s, started by %s; the world forms at %s",

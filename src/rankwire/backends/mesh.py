@@ -143,9 +143,7 @@ class Mesh(Backend):
     ) -> Offer | None:
         """Send one message, but do not wait for a peer that reads it out of this rank's memory."""
         peer = self._peers[dst]
-        connection = peer.messages
-        if connection is None:
-            connection = self._dial_messages(peer, deadline)
+        connection = peer.messages or self._dial_messages(peer, deadline)
         meanwhile = self._meanwhile
         if check is not None:
             meanwhile = ReadingAll(self._peers, self.clock, check)

@@ -51,6 +51,7 @@ class Network:
 
     Attributes:
         clock: The same.
+        members: The ranks, once it has started.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Network:
         self._faults = copy.deepcopy(faults)
         self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
         self._delays: dict[tuple[int, int, str], Iterator[float] | None] = {}
-        self._members: Sequence[SimulatedBackend] = ()
+        self.members: Sequence[SimulatedBackend] = ()
         self._lock = threading.Lock()
         self._left: set[int] = set()
         self._killed: dict[int, Fallen] = {}
@@ -74,7 +75,7 @@ class Network:
 
     def start(self, members: Sequence[SimulatedBackend]) -> None:
         """Take the ranks; time begins for the fault plan."""
-        self._members = members
+        self.members = members
         for rank, count in self._faults.kill_after_messages.items():
             if count == 0:
                 self.kill(rank)
@@ -202,14 +203,14 @@ class Network:
             if rank in self._killed or rank in self._left:
                 return False
             self._killed[rank] = fallen
-        self._members[rank].die()
+        self.members[rank].die()
         return True
 
     def _break(self, link: Link) -> None:
         with self._lock:
             self._broken.add(link)
         a, b = link
-        self._members[a].cut(b)
+        self.members[a].cut(b)
 
     def _kill_in_passing(self, rank: int) -> None:
         if self._kill(rank, _KILLED):
@@ -226,12 +227,12 @@ class Network:
             self._telling = [*(each for each in self._telling if each.is_alive()), thread]
 
     def _tell_death(self, rank: int) -> None:
-        self._members[rank].end()
+        self.members[rank].end()
         self._tell_others(rank)
         self._end_if_empty()
 
     def _tell_others(self, rank: int) -> None:
-        for other, member in enumerate(self._members):
+        for other, member in enumerate(self.members):
             if other != rank and not self._is_gone(other):
                 member.hear_of(rank)
 
@@ -239,7 +240,7 @@ class Network:
         a, b = link
         for rank, peer in ((a, b), (b, a)):
             if not self._is_gone(rank):
-                self._members[rank].hear_of(peer)
+                self.members[rank].hear_of(peer)
 
     def _is_gone(self, rank: int) -> bool:
         with self._lock:

@@ -16,7 +16,6 @@ in ``agreement``.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -92,7 +91,7 @@ class SubBackend(Backend):
         self._members = chosen
         self._lock = threading.Lock()
         self._ports: set[SubCallPort] = set()
-        self._waiting: Counter[int] = Counter()  # receives under way, by group
+        self._waiting: list[int] = []  # the group of each receive under way
         deadline = Deadline(self.timeout, self.clock)
         try:
             ordinal = parent.agreement.reach(parent, chosen, deadline)
@@ -258,14 +257,12 @@ class SubBackend(Backend):
     @contextmanager
     def _receiving(self, group: int) -> Iterator[None]:
         with self._lock:
-            self._waiting[group] += 1
+            self._waiting.append(group)
         try:
             yield
         finally:
             with self._lock:
-                self._waiting[group] -= 1
-                if not self._waiting[group]:
-                    del self._waiting[group]
+                self._waiting.remove(group)
 
     # -- translation -------------------------------------------------------------------------------
 
