@@ -62,7 +62,7 @@ SHOWN_IN = {
     "launch/reporter": "launch/test_run.py",
     "launch/loop": "launch/test_run.py",
     "launch/signals": "launch/test_run.py",
-    "backends/sub_agreement": "backends/test_sub.py",
+    "backends/agreement": "backends/test_sub.py",
     "backends/sub_calls": "backends/test_sub.py",
     "backends/simulated_network": "backends/test_simulated.py",
     "rpc/messages": "rpc/test_rpc_messages.py",

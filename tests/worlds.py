@@ -198,7 +198,7 @@ def deaf(backend: TcpBackend) -> Iterator[None]:
     """Keep a rank from answering the door."""
     awake = threading.Event()
     asleep = threading.Event()
-    backend._formation._acceptor.call_soon(lambda: (asleep.set(), awake.wait(PATIENCE)))
+    backend._formation.acceptor.call_soon(lambda: (asleep.set(), awake.wait(PATIENCE)))
     assert asleep.wait(PATIENCE)
     try:
         yield

@@ -31,7 +31,6 @@ class Paper(Backend):
         self.sent: list[tuple[Any, ...]] = []
         self.arrived: dict[tuple[int, Channel, int], Any] = {}
         self.limits: list[float] = []
-        self._closed = False
 
     def transmit(self, dst, envelope, message, deadline):
         self.limits.append(deadline.limit)
@@ -60,10 +59,6 @@ class Paper(Backend):
 
     def close(self, *, error=None):
         self._closed = True
-
-    @property
-    def closed(self):
-        return self._closed
 
     def give(self, src: int, message: Any, *, tag: int = 0, channel: Channel = Channel.MESSAGE):
         self.arrived[src, channel, tag] = message

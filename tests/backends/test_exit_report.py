@@ -3,6 +3,7 @@
 import pytest
 
 from rankwire.backends.exit_report import fall_by
+from rankwire.errors import PeerLostError
 
 
 class Mute(Exception):
@@ -40,3 +41,8 @@ def test_texts_are_bounded_and_can_be_sent():
     assert len(fall.reason) < 1000
     assert len(fall.traceback) < 40_000
     (fall.reason + fall.traceback).encode()
+
+
+def test_a_rank_does_not_fall_because_of_itself():
+    lost = raised(PeerLostError(2, "it was given up", root=1))
+    assert [fall_by(lost, rank=rank).cause for rank in (0, 1)] == [1, None]

@@ -3,6 +3,7 @@ import math
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import monotonic, sleep
 
 import numpy as np
@@ -154,10 +155,9 @@ def test_things_happen_in_the_order_of_their_times():
     done = []
     ended = threading.Event()
     now = monotonic()
-    for name, when in (("c", now + 0.03), ("a", now), ("b", now + 0.01), ("b2", now + 0.01)):
-        table.plan(when, lambda name=name: done.append(name))
-    table.plan(now + 0.04, ended.set)
-    table.plan(now + LATER, lambda: done.append("never"))
+    times = {"c": now + 0.03, "a": now, "b": now + 0.01, "b2": now + 0.01, "never": now + LATER}
+    agenda = [(when, partial(done.append, name)) for name, when in times.items()]
+    table.begin([(now + 0.04, ended.set), *agenda])
     assert ended.wait(SOON)
     table.end()
     assert done == ["a", "b", "b2", "c"]
@@ -166,10 +166,13 @@ def test_things_happen_in_the_order_of_their_times():
 
 def test_a_timetable_ends_from_within_and_before_its_beginning():
     table = Timetable(REAL_TIME)
-    table.plan(monotonic(), table.end)
+    table.begin([(monotonic(), table.end), (monotonic(), pytest.fail)])
     table._thread.join(SOON)
     assert not table._thread.is_alive()
-    Timetable(REAL_TIME).end()
+    ended = Timetable(REAL_TIME)
+    ended.end()
+    ended.begin([(monotonic(), pytest.fail)])
+    assert threads() == []
 
 
 # -- delays ----------------------------------------------------------------------------------------

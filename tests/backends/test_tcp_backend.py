@@ -829,7 +829,7 @@ def test_a_close_has_ended_when_any_close_returns(pair):
     for thread in closing:
         thread.result()
         assert pair[0]._peers[1].failure is not None
-        assert not pair[0]._formation._acceptor._thread.is_alive()
+        assert not pair[0]._formation.acceptor._thread.is_alive()
 
 
 @pytest.mark.parametrize("used", [False, True])

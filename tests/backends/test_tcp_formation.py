@@ -438,7 +438,7 @@ def test_strangers_that_talk_while_newer_ones_take_their_slots_do_not_stop_the_j
     """They are dropped, and their descriptors taken again, before what they said is looked at."""
     monkeypatch.setattr("rankwire.links.acceptor._MAX_STRANGERS", 4)
     with tcp_world(2, transport="tcp") as world, contextlib.ExitStack() as stack:
-        acceptor = world[0]._formation._acceptor
+        acceptor = world[0]._formation.acceptor
         old = [stack.enter_context(dial(world[0].address)) for _ in range(4)]
         eventually(lambda: len(acceptor._strangers) == 4)
         with deaf(world[0]):
@@ -839,7 +839,7 @@ def test_no_secret_is_ever_logged_or_printed(secret, caplog):
         known |= {rank_key(SECRET, 1), *formation._keys.values()}
         known.add(AgreedSecret(forming.port).read() or SECRET)
         backends[2].close()
-        shown += [*backends, formation, formation._acceptor, *vars(formation).values()]
+        shown += [*backends, formation, formation.acceptor, *vars(formation).values()]
         shown = [value for value in shown if not isinstance(value, bytes)]
         text = caplog.text + "".join(f"{value!r} {value!s}" for value in shown)
         assert "dropped a connection" in caplog.text, "nothing was logged: this shows nothing"

@@ -29,12 +29,12 @@ def as_index(value: Any) -> int | None:
         return None
 
 
-def check_world(rank: int, world_size: int) -> None:
-    """Raise unless ``rank`` is one of ``world_size`` ranks."""
+def check_world(rank: int, world_size: int) -> tuple[int, int]:
+    """Return both as plain integers; raise unless ``rank`` is one of ``world_size`` ranks."""
     size = as_index(world_size)
     if size is None or size < 1:
         raise InvalidWorldSizeError(world_size)
-    check_rank(rank, world_size)
+    return check_rank(rank, size), size
 
 
 def check_rank(rank: int, world_size: int) -> int:

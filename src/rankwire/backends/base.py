@@ -8,11 +8,11 @@ alike.
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections.abc import Callable
 from typing import Any, Self
 
+from rankwire.backends.agreement import Agreement
 from rankwire.backends.arguments import (
     Sendable,
     as_buffers,
@@ -61,6 +61,7 @@ class Backend(Transport):
 
     Attributes:
         clock: The same.
+        agreement: How groups of its ranks come to be.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
     """
@@ -76,13 +77,12 @@ class Backend(Transport):
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         clock: Clock = REAL_TIME,
     ) -> None:
-        check_world(rank, world_size)
-        self.rank = operator.index(rank)  # numpy's integers would not travel
-        self.world_size = operator.index(world_size)
+        self.rank, self.world_size = check_world(rank, world_size)
         self.clock = clock
         self.timeout = Deadline(timeout, clock).limit
         self.max_message_nbytes = max_message_nbytes
         self.operations: Any = None  # what the collectives keep about this group; theirs alone
+        self.agreement = Agreement()
         self._events = PeerEvents()
         self._barriers = itertools.count()
         self._barrier_lock = threading.Lock()

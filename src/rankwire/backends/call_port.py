@@ -130,10 +130,6 @@ class MeshCallPort(CallPort):
         """Return how many calls wait for a reply of another rank."""
         return sum(inbox.in_flight for inbox in self._calls.inboxes())
 
-    def in_flight_to(self, dst: int) -> int:
-        """Return how many calls wait for a reply of one rank."""
-        return len(self.calls_to(dst))
-
     def _serve_own(self, request_id: int, payload: bytearray) -> None:
         self._own_events.append(IncomingCall(self._mesh.rank, request_id, payload, OWN))
         self.wake()
@@ -214,7 +210,6 @@ class MeshCallPort(CallPort):
             if connection in self._incoming:
                 self._incoming.remove(connection)
                 self._poller.unregister(connection.stream)
-        connection.close()
         self._mesh.release(connection)
 
     # -- replies -----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import msgspec
@@ -23,14 +22,7 @@ from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
 from rankwire.wire.mailbox import Receive
 
-
-class _Own(Enum):
-    """What ``OWN`` is of."""
-
-    OWN = "this rank itself"
-
-
-OWN = _Own.OWN
+OWN = object()  # the origin of a call of a rank to itself
 
 
 class IncomingCall(msgspec.Struct, eq=False):

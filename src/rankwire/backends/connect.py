@@ -44,6 +44,7 @@ TLS_FILES = TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY",
 TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
+_SETTINGS = {"security": SECURITY, "listen": LISTEN, "advertise": ADVERTISE}
 
 # Between two tries to join while the last world still stands.
 _PAUSE = 0.05
@@ -90,10 +91,8 @@ def connect(**options: Any) -> TcpBackend:
         # A coordinator at the launcher's address is none at another one.
         "has_coordinator": place.has_coordinator and "address" not in options,
         "clock": REAL_TIME,
-    }
-    arguments.update(options)
-    arguments = _read_security(os.environ, arguments) | arguments
-    arguments = _read_listening(os.environ, arguments) | arguments
+    } | options
+    arguments = _read_settings(os.environ, arguments) | arguments
     _log.info(
         "rank %s of %s, started by %s; the world forms at %s",
         arguments["rank"],
@@ -187,40 +186,33 @@ class _Memory:
 _memory = _Memory()
 
 
-def _read_security(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the environment says about protection, as arguments of ``TcpBackend``."""
-    found: dict[str, Any] = {}
-    if environ.get(SECURITY):
-        found["security"] = environ[SECURITY]
-    if "tls" in known:
-        return found
+def _read_settings(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the environment says about protection and where to listen, as arguments."""
+    found: dict[str, Any] = {
+        name: environ[variable] for name, variable in _SETTINGS.items() if environ.get(variable)
+    }
+    if "listen" in found and known["rank"] == 0 and not known["has_coordinator"]:
+        # The variable is the same for all ranks of a host, and this one's port is known already:
+        # it is where the others look for it.
+        found["listen"] = ListeningPlace.parse(found["listen"]).host or None
+    if "tls" not in known and (tls := _read_tls(environ, known["rank"])):
+        found["tls"] = tls
+    return found
+
+
+def _read_tls(environ: Environment, rank: int) -> Tls | None:
     files = {name: environ[name] for name in TLS_FILES if environ.get(name)}
     folder = environ.get(TLS_DIR)
     if folder and files:
         raise ConfigurationError(f"{TLS_DIR} and {next(iter(files))} are both set: choose one")
     if folder:
-        found["tls"] = files_of(folder, known["rank"])
-    if files:
-        missing = [name for name in TLS_FILES if name not in files]
-        if missing:
-            raise ConfigurationError(
-                f"{' and '.join(missing)} is not set, and TLS needs all of cert, key and ca"
-            )
-        names = {"names": environ[TLS_NAMES]} if environ.get(TLS_NAMES) else {}
-        found["tls"] = Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA], **names)
-    return found
-
-
-def _read_listening(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the environment says about where to listen, as arguments of ``TcpBackend``."""
-    found: dict[str, Any] = {}
-    if environ.get(ADVERTISE):
-        found["advertise"] = environ[ADVERTISE]
-    listen = environ.get(LISTEN)
-    if listen and known["rank"] == 0 and not known["has_coordinator"]:
-        # The variable is the same for all ranks of a host, and this one's port is known already:
-        # it is where the others look for it.
-        listen = ListeningPlace.parse(listen).host
-    if listen:
-        found["listen"] = listen
-    return found
+        return files_of(folder, rank)
+    if not files:
+        return None
+    missing = [name for name in TLS_FILES if name not in files]
+    if missing:
+        raise ConfigurationError(
+            f"{' and '.join(missing)} is not set, and TLS needs all of cert, key and ca"
+        )
+    names = {"names": environ[TLS_NAMES]} if environ.get(TLS_NAMES) else {}
+    return Tls(cert=files[TLS_CERT], key=files[TLS_KEY], ca=files[TLS_CA], **names)

@@ -7,35 +7,21 @@ it lost another, they are told which one (see ``blame``).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from rankwire.backends.blame import is_consequence, root_of
+from rankwire.rendezvous.control_messages import Fallen
 from rankwire.texts import one_line, printable, text_of, traceback_of
 
 _INTERRUPTED = 130  # the interpreter ends itself by SIGINT
 
 
-class Fall(NamedTuple):
-    """Why a rank fell.
-
-    Attributes:
-        reason: In one line.
-        traceback: Of the error.
-        cause: The rank because of whose failure it fell; None for a reason of its own.
-        exit_code: What the interpreter exits with if the program does not catch the error.
-    """
-
-    reason: str
-    traceback: str
-    cause: int | None = None
-    exit_code: int = 1
-
-
-def fall_by(error: BaseException | None, *, first_lost: int | None = None) -> Fall | None:
+def fall_by(
+    error: BaseException | None, *, rank: int | None = None, first_lost: int | None = None
+) -> Fallen | None:
     """Return what to tell the others; None if a rank that leaves by this leaves in good order.
 
     Args:
         error: What it leaves by.
+        rank: Which it is: it does not fall because of itself.
         first_lost: The first rank that it has lost, for a consequence that does not say of whom.
     """
     if error is None or isinstance(error, GeneratorExit):
@@ -43,12 +29,14 @@ def fall_by(error: BaseException | None, *, first_lost: int | None = None) -> Fa
     cause = root_of(error)
     if cause is None and is_consequence(error):
         cause = first_lost
+    if cause == rank:
+        cause = None
     if isinstance(error, SystemExit):
         if error.code is None or error.code == 0:
             return None
         code = error.code & 0xFF if isinstance(error.code, int) else 1
-        return Fall(one_line(f"it exited with {error.code!r}"), "", cause, code)
-    return Fall(
+        return Fallen(one_line(f"it exited with {error.code!r}"), "", cause, code)
+    return Fallen(
         one_line(f"it raised {describe(error)}"),
         printable(traceback_of(error)),
         cause,

@@ -13,9 +13,9 @@ knows ranks' state, streams or messages.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
+import operator
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,11 +139,6 @@ class FaultPlan:
     # -- what the simulated network asks -----------------------------------------------------------
 
     @property
-    def touches_messages(self) -> bool:
-        """Whether anything happens to messages, or because of them."""
-        return bool(self._delays or self.reader_seconds or self.counts_messages)
-
-    @property
     def counts_messages(self) -> bool:
         """Whether anything happens after a number of messages."""
         return bool(self.kill_after_messages or self.break_after_messages)
@@ -177,50 +172,39 @@ class FaultPlan:
 
 
 class Timetable:
-    """One thread that does things at their time. It begins with the first thing that is planned."""
+    """One thread that does things at their time; none if there is nothing to do."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._has_ended = False
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._changed = threading.Condition()
+        self._agenda: list[tuple[float, Callable[[], None]]] = []
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankwire-timetable", daemon=True)
 
-    def plan(self, when: float, action: Callable[[], None]) -> None:
-        """Do something at a point in time; at the same time, what was planned first.
+    def begin(self, agenda: Iterable[tuple[float, Callable[[], None]]]) -> None:
+        """Do things at their times, from now on. Once.
 
         Args:
-            when: The time.
-            action: What to do; it must not wait, for others would come too late.
+            agenda: When to do what; at the same time, what comes first here. Nothing of it may
+                wait, for others would come too late.
         """
-        with self._changed:
-            heapq.heappush(self._agenda, (when, next(self._order), action))
-            self._changed.notify()
-            if self._thread.ident is None and not self._has_ended:
-                self._thread.start()
+        self._agenda = sorted(agenda, key=operator.itemgetter(0))
+        if self._agenda and not self._has_ended.is_set():
+            self._thread.start()
 
     def end(self) -> None:
         """Do nothing more, and end the thread."""
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify()
+        self._has_ended.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._clock.join(self._thread)
 
     def _run(self) -> None:
-        while (action := self._next()) is not None:
+        for when, action in self._agenda:
+            while (left := when - self._clock.now()) > 0.0:
+                if self._clock.wait(self._has_ended, min(left, _LONGEST_SLEEP)):
+                    return
+            if self._has_ended.is_set():
+                return
             action()
-
-    def _next(self) -> Callable[[], None] | None:
-        """Sleep until something is to be done; None at the end."""
-        with self._changed:
-            while not self._has_ended:
-                left = self._agenda[0][0] - self._clock.now() if self._agenda else _LONGEST_SLEEP
-                if left <= 0.0:
-                    return heapq.heappop(self._agenda)[2]
-                self._clock.wait(self._changed, min(left, _LONGEST_SLEEP))
-        return None
 
 
 def link_between(a: int, b: int) -> Link:

@@ -23,7 +23,7 @@ from rankwire.backends.base import Backend
 from rankwire.backends.blame import Losses
 from rankwire.backends.bulk import LentOffer, Link, ReadingAll
 from rankwire.backends.call_port import MeshCallPort
-from rankwire.backends.exit_report import Fall, fall_by
+from rankwire.backends.exit_report import fall_by
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
@@ -34,6 +34,7 @@ from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireE
 from rankwire.links.connection import Connection
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
+from rankwire.rendezvous.control_messages import Fallen
 from rankwire.wire.frames import Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
 from rankwire.wire.mailbox import Receive
@@ -79,7 +80,6 @@ class Mesh(Backend):
             rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes, clock=clock
         )
         self._single_copy = single_copy
-        self._closed = False
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._ports = Ports()
         self._peers = peers
@@ -115,17 +115,12 @@ class Mesh(Backend):
         """Note that this rank leaves in good order; its farewells follow. Here: they will do."""
 
     @abstractmethod
-    def tell_fall(self, fall: Fall) -> None:
+    def tell_fall(self, fallen: Fallen) -> None:
         """Tell the others by which error this rank leaves, before they see a connection end."""
 
     @abstractmethod
     def depart(self) -> None:
         """Leave, when all connections are closed. If a fall was told, that stands."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -148,9 +143,7 @@ class Mesh(Backend):
     ) -> Offer | None:
         """Send one message, but do not wait for a peer that reads it out of this rank's memory."""
         peer = self._peers[dst]
-        connection = peer.messages
-        if connection is None:
-            connection = self._dial_messages(peer, deadline)
+        connection = peer.messages or self._dial_messages(peer, deadline)
         meanwhile = self._meanwhile
         if check is not None:
             meanwhile = ReadingAll(self._peers, self.clock, check)
@@ -272,7 +265,7 @@ class Mesh(Backend):
             if (connection.frames_sent or is_kept) and connection.failure is None:
                 keep(connection)
             else:
-                self._discard(peer, connection)
+                self.release(connection)
             raise
 
     def link_to(self, rank: int, timeout: float | None = None) -> Link:
@@ -284,10 +277,6 @@ class Mesh(Backend):
         except RankwireError as error:
             raise self.explained(error, "link_to", deadline, rank) from error.__cause__
         return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
-
-    def _discard(self, peer: Peer, connection: Connection) -> None:
-        connection.close()
-        peer.remove(connection)
 
     def _wrap(
         self,
@@ -312,7 +301,8 @@ class Mesh(Backend):
         )
 
     def release(self, connection: Connection) -> None:
-        """Forget a connection that a port has closed."""
+        """Close a connection, if that has not happened yet, and forget it."""
+        connection.close()
         self._peers[connection.peer].remove(connection)
 
     # -- connections that peers open ---------------------------------------------------------------
@@ -343,11 +333,11 @@ class Mesh(Backend):
         with suppress(RankwireError):  # the connection has failed, then
             connection.introduce()
         if connection.failure is not None:
-            self._discard(peer, connection)
+            self.release(connection)
             return
         if hello.purpose is Purpose.MESSAGES:
             if not peer.inbox.attach(connection):
-                self._discard(peer, connection)
+                self.release(connection)
             return
         port, surplus = self._ports.find(hello.service, connection)
         if port is not None:
@@ -355,7 +345,7 @@ class Mesh(Backend):
         elif surplus is not None:
             if surplus is connection:  # the service has closed since it was let in
                 connection.farewell(AT_ONCE)
-            self._discard(peer, surplus)
+            self.release(surplus)
 
     # -- the other ranks ---------------------------------------------------------------------------
 
@@ -366,7 +356,7 @@ class Mesh(Backend):
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer."""
         rank = self._check_peer(rank)
-        calls = sum(port.in_flight_to(rank) for port in self._ports.all())
+        calls = sum(len(port.calls_to(rank)) for port in self._ports.all())
         return replace(self._peers[rank].status(), in_flight=calls)
 
     # -- leaving ---------------------------------------------------------------------------------
@@ -382,15 +372,15 @@ class Mesh(Backend):
             for port in ports:
                 port.shut_down(cause)
             patience = Deadline(_FAREWELL_PATIENCE, self.clock)
-            fall = fall_by(error, first_lost=self._losses.first)
-            if fall is None:
+            fallen = fall_by(error, rank=self.rank, first_lost=self._losses.first)
+            if fallen is None:
                 self.tell_leaving()
             else:  # first of all, before anyone sees a connection end
                 for peer in list(self._peers.values()):
-                    peer.turn_away(cause)
-                self.tell_fall(fall)
+                    peer.mark(cause)
+                self.tell_fall(fallen)
             for peer in list(self._peers.values()):
-                peer.close(cause, patience, orderly=fall is None)
+                peer.close(cause, patience, orderly=fallen is None)
             for connection in waiting:
                 connection.close()
             for port in ports:  # whether or not its agent is still there to do it

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from rankwire.errors import ConfigurationError
 
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_NAME = re.compile(rf"(?:[^\[\],]|{_BRACKETS.pattern})+")
 _DIGITS = re.compile(r"\[(\d+):([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -24,8 +25,11 @@ def expand_nodes(text: str) -> Iterator[str]:
     Raises:
         ConfigurationError: It is not such a list.
     """
-    for item in _split(text):
-        yield from _expand(item, text)
+    names = [found[0] for found in _NAME.finditer(text)]
+    if not names or ",".join(names) != text:
+        raise _not_a_list(text)
+    for name in names:
+        yield from _expand(name, text)
 
 
 def expand_nodes_of_open_mpi(text: str) -> list[str]:
@@ -43,29 +47,12 @@ def _widen(ranges: str, digits: int) -> str:
     return re.sub(r"\d+", lambda number: number[0].zfill(digits), ranges)
 
 
-def _split(text: str) -> list[str]:
-    """Cut at the commas outside brackets."""
-    items = [""]
-    depth = 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += letter
-    if depth != 0 or not all(items):
-        raise _not_a_list(text)
-    return items
-
-
-def _expand(item: str, text: str) -> Iterator[str]:
-    found = _BRACKETS.search(item)
+def _expand(name: str, text: str) -> Iterator[str]:
+    found = _BRACKETS.search(name)
     if found is None:
-        if "[" in item or "]" in item:
-            raise _not_a_list(text)
-        yield item
+        yield name
         return
-    before, after = item[: found.start()], item[found.end() :]
+    before, after = name[: found.start()], name[found.end() :]
     for number in _numbers(found[1], text):
         for rest in _expand(after, text) if after else ("",):
             yield before + number + rest

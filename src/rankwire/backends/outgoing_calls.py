@@ -175,15 +175,14 @@ class OutgoingCalls:
             return True
         return self._cancel(inbox.connection, request_id)
 
-    def cancel_again(self) -> bool:
-        """Try again what could not be told; return whether all is."""
+    def cancel_again(self) -> None:
+        """Try again what could not be told."""
         for _ in range(len(self.unsent_cancels)):
             try:
                 connection, request_id = self.unsent_cancels.popleft()
             except IndexError:
                 break  # another thread was faster
             self._cancel(connection, request_id)
-        return not self.unsent_cancels
 
     def _cancel(self, connection: Connection, request_id: int) -> bool:
         try:
@@ -255,7 +254,6 @@ class OutgoingCalls:
     def dismiss(self, connection: Connection, patience: Deadline) -> None:
         """Let the agent at the other end know that this one has closed."""
         connection.farewell(patience)
-        connection.close()
         self._mesh.release(connection)
 
     # -- ending ------------------------------------------------------------------------------------

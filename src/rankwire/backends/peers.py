@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from rankwire.backends.status import PeerStatus, describe_wanted, state_of
 from rankwire.clock import Clock
@@ -36,11 +37,17 @@ _log = logging.getLogger("rankwire")
 MAX_CONNECTIONS_OF_A_RANK = 128
 
 
+@dataclass(eq=False, repr=False)
 class Peer:
     """One other rank, seen from here. Every method is safe from any thread.
 
     Attributes:
         member: Where it is.
+        clock: By which a verdict is waited for.
+        await_verdict: Waits until the control plane has said what has become of it, or has nothing
+            to say for so many seconds; called before it is given up because of a connection.
+        on_lost: Called once if the peer is lost.
+        explain: Returns the error to raise for its end, with what else is known; see ``blame``.
         inbox: The messages it sends; its connection comes when it first does.
         failure: Why it has gone, if it has.
         dial_lock: Held while the outgoing message connection is opened. Nothing else is taken under
@@ -48,35 +55,21 @@ class Peer:
         messages: The outgoing message connection, once opened.
         silent_for: Seconds of silence that the last beat told of.
         is_suspected: Whether the control plane suspects it.
-
-    Args:
-        member: Where it is.
-        clock: By which a verdict is waited for.
-        await_verdict: Waits until the control plane has said what has become of it, or has nothing
-            to say for so many seconds; called before it is given up because of a connection.
-        on_lost: Called once if the peer is lost.
-        explain: Returns the error to raise for its end, with what else is known; see ``blame``.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        clock: Clock,
-        *,
-        await_verdict: Callable[[Peer, float], None] = lambda peer, patience: None,
-        on_lost: Callable[[PeerLostError], None] = lambda error: None,
-        explain: Callable[[RankwireError], RankwireError] = lambda error: error,
-    ) -> None:
-        self.member = member
-        self._clock = clock
-        self._await = await_verdict
-        self._on_lost = on_lost
-        self._explain = explain
+    member: Member
+    clock: Clock
+    _: KW_ONLY
+    await_verdict: Callable[[Peer, float], None] = lambda peer, patience: None
+    on_lost: Callable[[PeerLostError], None] = lambda error: None
+    explain: Callable[[RankwireError], RankwireError] = lambda error: error
+
+    def __post_init__(self) -> None:
         self._has_verdict: threading.Event | None = None  # made by the first who waits
         self.silent_for = 0.0
         self.is_suspected = False
         self._was_refused = False  # a connection, because it has too many
-        self.inbox = Inbox(member.rank, Mailbox(), clock)
+        self.inbox = Inbox(self.member.rank, Mailbox(), self.clock)
         self.failure: RankwireError | None = None
         self.dial_lock = threading.Lock()
         self.messages: Connection | None = None
@@ -133,11 +126,11 @@ class Peer:
     def explain_farewell(self, cause: RankwireError) -> RankwireError:
         """Return why it says farewell: its agent closes first if an error passes its blocks."""
         self._await_verdict(_FAREWELL_PATIENCE)
-        return self.failure if isinstance(self.failure, PeerLostError) else self._explain(cause)
+        return self.failure if isinstance(self.failure, PeerLostError) else self.explain(cause)
 
     def _await_verdict(self, patience: float) -> None:
         if self.failure is None:
-            self._await(self, patience)
+            self.await_verdict(self, patience)
 
     def is_judged_within(self, seconds: float) -> bool:
         """Wait for a verdict; return whether it has come."""
@@ -145,20 +138,20 @@ class Peer:
             has_verdict = self._has_verdict = self._has_verdict or threading.Event()
             if self.failure is not None:
                 return True
-        return self._clock.wait(has_verdict, seconds)
+        return self.clock.wait(has_verdict, seconds)
 
     def judge(self, cause: RankwireError) -> RankwireError:
         """Give the peer up at once, because the control plane has said so."""
-        if (marked := self._mark(cause)) is not None:
+        if (marked := self.mark(cause)) is not None:
             for connection in self.connections():
                 connection.fail(marked)
             if self.inbox.connection is None:
                 self.inbox.fail(marked)
             if isinstance(marked, PeerLostError):
-                self._on_lost(marked)
+                self.on_lost(marked)
             elif not isinstance(marked, ChannelClosedError):  # it broke the protocol, say
                 rank = self.member.rank
-                self._on_lost(PeerLostError(rank, marked.message, root=rank))
+                self.on_lost(PeerLostError(rank, marked.message, root=rank))
         assert self.failure is not None
         return self.failure
 
@@ -168,22 +161,18 @@ class Peer:
         What it sent before may still be on the way, and is followed by its farewell: connections
         that are read end by themselves.
         """
-        if (marked := self._mark(cause)) is not None:
+        if (marked := self.mark(cause)) is not None:
             if self.messages is not None:
                 self.messages.fail(marked)
             if self.inbox.connection is None:
                 self.inbox.fail(marked)
 
-    def turn_away(self, cause: RankwireError) -> None:
-        """From now on, what ends here ends because this end has closed, not the peer."""
-        self._mark(cause)
-
-    def _mark(self, cause: RankwireError) -> RankwireError | None:
-        """Return the cause that stays, if this is the first."""
+    def mark(self, cause: RankwireError) -> RankwireError | None:
+        """Have what ends here from now on end for this cause; return it if it is the first."""
         with self._lock:
             if self.failure is not None:
                 return None
-            self.failure = self._explain(cause)
+            self.failure = self.explain(cause)
             if self._has_verdict is not None:
                 self._has_verdict.set()
             return self.failure
@@ -228,7 +217,7 @@ class Peer:
 
     def close(self, cause: RankwireError, patience: Deadline, *, orderly: bool = True) -> None:
         """End every wait and close; say farewell on every connection if this is a good end."""
-        self._mark(cause)
+        self.mark(cause)
         for connection in self.connections():
             if connection.failure is None and orderly:
                 connection.farewell(patience)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -71,6 +71,13 @@ class Assignment:
     secret: bytes | None = field(default=None, repr=False)
     others: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"{self.launcher} says that this is rank {self.rank} of {self.world_size} ranks:"
+                " ranks count from 0"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
@@ -99,7 +106,7 @@ def find_assignment(environ: Environment) -> Assignment:
         if all(environ.get(name) for name in launcher.needs):
             place = launcher.read(environ)
             if place is not None:
-                return _checked(place)
+                return place
         elif environ.get(RANK) and launcher.needs[0] == RANK:
             break  # it is ours, and incomplete: another's variables must not be taken for it
     raise ConfigurationError(_nothing_fits(environ))
@@ -114,15 +121,6 @@ def _wanted(environ: Environment) -> tuple[Launcher, ...]:
         known = ", ".join(launcher.key for launcher in LAUNCHERS)
         raise ConfigurationError(f"{LAUNCHER} is {key!r}, not one of {known}")
     return wanted
-
-
-def _checked(place: Assignment) -> Assignment:
-    if not 0 <= place.rank < place.world_size:
-        raise ConfigurationError(
-            f"{place.launcher} says that this is rank {place.rank} of {place.world_size} ranks:"
-            " ranks count from 0"
-        )
-    return place
 
 
 def _nothing_fits(environ: Environment) -> str:
@@ -162,37 +160,22 @@ def read_torchrun(environ: Environment) -> Assignment:
     """
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     run = environ["TORCHELASTIC_RUN_ID"]
-    address, advice = _address(environ, host, f"torchrun {host} {port} {run}", "torchrun")
-    return Assignment(
-        rank=read_integer(environ, "RANK"),
-        world_size=read_integer(environ, "WORLD_SIZE"),
-        address=address,
-        # With the count: a straggler of the last attempt is not let into the next.
-        job=f"torchrun-{run}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-        launcher="torchrun",
-        advice=advice,
-    )
+    seed = f"torchrun {host} {port} {run}"
+    # With the count: a straggler of the last attempt is not let into the next.
+    job = f"torchrun-{run}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return _derived(environ, "torchrun", ("RANK", "WORLD_SIZE"), job, [host], seed)
 
 
 def read_open_mpi(environ: Environment) -> Assignment:
     """Read what Open MPI's ``mpiexec`` sets."""
-    size = read_integer(environ, "OMPI_COMM_WORLD_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
     hosts = [_LOOPBACK]
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ["OMPI_COMM_WORLD_SIZE"]:
         named = environ.get("MASTER_ADDR")
         hosts = [named] if named else _hosts_of_open_mpi(environ) or _hosts_of_allocation(environ)
     seed = f"openmpi {job}" if job else ""
-    address, advice = _address(environ, hosts[0] if hosts else "", seed, "Open MPI")
-    return Assignment(
-        rank=read_integer(environ, "OMPI_COMM_WORLD_RANK"),
-        world_size=size,
-        address=address,
-        job=f"openmpi-{job}",
-        launcher="Open MPI mpiexec",
-        advice=advice,
-        others=_elsewhere(environ, hosts, address),
-    )
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    return _derived(environ, "Open MPI mpiexec", names, f"openmpi-{job}", hosts, seed)
 
 
 def _hosts_of_open_mpi(environ: Environment) -> list[str]:
@@ -225,47 +208,28 @@ def read_mpich(environ: Environment) -> Assignment | None:
     """Read what the ``mpiexec`` of MPICH, Hydra and Intel MPI sets."""
     if "MPI_LOCALNRANKS" not in environ and "SLURM_PROCID" in environ:
         return None  # srun --mpi=pmi2 sets PMI_RANK too, and Slurm's variables tell more
-    job = environ.get(HYDRA_JOB, "")
-    is_one_host = environ.get("MPI_LOCALNRANKS") == environ["PMI_SIZE"]
-    hosts, seed = [_LOOPBACK], job
-    if not is_one_host:
+    proxy = environ.get(HYDRA_JOB, "")
+    job, hosts, seed = f"mpich-{proxy}", [_LOOPBACK], f"mpich {proxy}" if proxy else ""
+    if environ.get("MPI_LOCALNRANKS") != environ["PMI_SIZE"]:
         named = environ.get("MASTER_ADDR")
         hosts = [named] if named else _hosts_of_allocation(environ)
         # Each host has a proxy of its own: its number is no other's.
-        seed = f"several {environ.get('SLURM_JOB_ID') or environ.get('LSB_JOBID') or ''}"
-    address, advice = _address(
-        environ, hosts[0] if hosts else "", seed and f"mpich {seed}", "MPICH"
-    )
-    return Assignment(
-        rank=read_integer(environ, "PMI_RANK"),
-        world_size=read_integer(environ, "PMI_SIZE"),
-        address=address,
-        job=f"mpich-{job}" if is_one_host else "mpich",
-        launcher="MPICH mpiexec",
-        advice=advice,
-        others=_elsewhere(environ, hosts, address),
-    )
+        batch_job = environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID") or ""
+        job, seed = "mpich", f"mpich several {batch_job}"
+    return _derived(environ, "MPICH mpiexec", ("PMI_RANK", "PMI_SIZE"), job, hosts, seed)
 
 
 def read_slurm(environ: Environment) -> Assignment:
     """Read what Slurm's ``srun`` sets."""
     job = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    host = next(expand_nodes(nodes)) if nodes else ""
+    hosts = [next(expand_nodes(nodes))] if nodes else []
     if environ.get("SLURM_STEP_NUM_NODES") == "1":
-        host = _LOOPBACK
-    address, advice = _address(environ, host, f"slurm {job}", "Slurm")
-    return Assignment(
-        rank=read_integer(environ, "SLURM_PROCID"),
-        # Of this step; SLURM_NTASKS may be that of the whole allocation.
-        world_size=read_integer(
-            environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-        ),
-        address=address,
-        job=f"slurm-{job}",
-        launcher="Slurm srun",
-        advice=advice,
-    )
+        hosts = [_LOOPBACK]
+    # Of this step; SLURM_NTASKS may be that of the whole allocation.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    names = ("SLURM_PROCID", size)
+    return _derived(environ, "Slurm srun", names, f"slurm-{job}", hosts, f"slurm {job}")
 
 
 def read_plain(environ: Environment) -> Assignment:
@@ -316,36 +280,42 @@ LAUNCHERS: tuple[Launcher, ...] = (
 # -- addresses -------------------------------------------------------------------------------------
 
 
-def _address(environ: Environment, host: str, seed: str, launcher: str) -> tuple[str, str]:
-    """Return where rank 0 shall listen, and what to try if it cannot.
+def _derived(
+    environ: Environment,
+    launcher: str,
+    variables: tuple[str, str],
+    job: str,
+    hosts: Sequence[str],
+    seed: str,
+) -> Assignment:
+    """Return a place in a world that forms where its launcher did not say, unless the user does.
 
     Args:
         environ: Where the user may have said so.
-        host: Rank 0's host as far as the launcher tells, or an empty string.
+        launcher: As in ``Assignment``; without the name of its program in the texts.
+        variables: Those that hold the rank and the number of ranks.
+        job: As in ``Assignment``.
+        hosts: Where rank 0 may run as far as the launcher tells, the likeliest first.
         seed: What is the same for all ranks of the job and for no other job, or an empty string.
-        launcher: For the texts.
     """
+    rank, world_size = (read_integer(environ, name) for name in variables)
     if environ.get(ADDRESS):
-        return environ[ADDRESS], f"the address is that of {ADDRESS}"
-    if not host or not (seed or environ.get(PORT)):
+        advice = f"the address is that of {ADDRESS}"
+        return Assignment(rank, world_size, environ[ADDRESS], job, launcher, advice=advice)
+    product = launcher.removesuffix(" mpiexec").removesuffix(" srun")
+    if not hosts or not (seed or environ.get(PORT)):
         raise ConfigurationError(
-            f"{launcher} does not tell on which host rank 0 runs, or under which port it can be"
+            f"{product} does not tell on which host rank 0 runs, or under which port it can be"
             f" found: set {ADDRESS}=host:port, the same for all ranks, with the host of rank 0 as"
             " the others reach it and any free port above 1023"
         )
     port = environ.get(PORT) or str(_FIRST_PORT + zlib.crc32(seed.encode()) % _PORTS)
     advice = (
-        f"the address was derived from the variables of {launcher}; if rank 0 runs elsewhere or"
+        f"the address was derived from the variables of {product}; if rank 0 runs elsewhere or"
         f" the port is taken, set {ADDRESS}=host:port or {PORT}, the same for all ranks"
     )
-    return _join(host, port), advice
-
-
-def _elsewhere(environ: Environment, hosts: list[str], address: str) -> tuple[str, ...]:
-    """Return the addresses on the hosts after the first, unless the user named one."""
-    if environ.get(ADDRESS):
-        return ()
-    return tuple(_join(host, address.rpartition(":")[2]) for host in hosts[1:])
+    address, *others = (_join(host, port) for host in hosts)
+    return Assignment(rank, world_size, address, job, launcher, advice=advice, others=tuple(others))
 
 
 def _hosts_of_allocation(environ: Environment) -> list[str]:

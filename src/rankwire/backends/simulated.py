@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Self
@@ -24,7 +24,6 @@ from typing import Self
 from rankwire.backends.arguments import check_world
 from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.call_port import MeshCallPort
-from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
@@ -42,7 +41,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.memory_poller import MemoryPoller
 from rankwire.links.memory_stream import MemoryStream
-from rankwire.rendezvous.control_messages import Member
+from rankwire.rendezvous.control_messages import Fallen, Member
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 
@@ -80,7 +79,6 @@ class SimulatedBackend(Mesh):
         self,
         rank: int,
         network: Network,
-        world: Sequence[SimulatedBackend],
         *,
         timeout: float,
         max_message_nbytes: int,
@@ -95,7 +93,6 @@ class SimulatedBackend(Mesh):
             single_copy=False,
         )
         self.network = network
-        self._world = world
         self._meeting = threading.Lock()  # guards the making of peers
         self._gone: RankwireError | None = None  # why this rank can do nothing more
 
@@ -134,13 +131,12 @@ class SimulatedBackend(Mesh):
         faults = FaultPlan() if faults is None else faults
         faults.check(world_size)
         network = Network(world_size, queue_nbytes=queue_nbytes, faults=faults, clock=clock)
-        world: list[Self] = []
-        for rank in range(world_size):
-            world.append(
-                cls(rank, network, world, timeout=timeout, max_message_nbytes=max_message_nbytes)
-            )
-        network.start(world)
-        return list(world)
+        world = [
+            cls(rank, network, timeout=timeout, max_message_nbytes=max_message_nbytes)
+            for rank in range(world_size)
+        ]
+        network.start(tuple(world))
+        return world
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -204,7 +200,7 @@ class SimulatedBackend(Mesh):
         self.hear_of(rank)
         peer.check()
         hello = Hello(purpose, b"", 0, self.world_size, self.rank, rank, service)
-        other = self._world[rank]
+        other = self.network.members[rank]
         other._meet(self.rank)
         status, detail = other.admit(hello)
         if status is not Status.WELCOME:
@@ -335,14 +331,14 @@ class SimulatedBackend(Mesh):
             with suppress(RankwireError):  # it has failed, or another thread is about to do it
                 connection.flush(AT_ONCE)
 
-    def tell_fall(self, fall: Fall) -> None:
+    def tell_fall(self, fallen: Fallen) -> None:
         """Tell the others by which error this rank leaves."""
-        self.network.fall(self.rank, fall)
+        self.network.fall(self.rank, fallen)
         self._gone = ChannelClosedError("this backend is closed")
 
     def depart(self) -> None:
         """Tell those that know this rank that it has left."""
-        for other in self._world:
+        for other in self.network.members:
             if self.rank in other._peers:
                 other.hear_of(self.rank)
 

@@ -23,19 +23,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwire.backends.arguments import check_rank
-from rankwire.backends.exit_report import Fall
 from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
 from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.memory_stream import MemoryStream, memory_pair
 from rankwire.links.route import Gate, Route
+from rankwire.rendezvous.control_messages import Fallen
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.protocol import left
 
 if TYPE_CHECKING:
     from rankwire.backends.simulated import SimulatedBackend
 
-_KILLED = Fall("it was killed", "")
+_KILLED = Fallen("it was killed", "")
 # A user's callback may still run in a thread; closing the world does not wait for it for ever.
 _JOIN_LIMIT = 5.0
 
@@ -51,6 +51,7 @@ class Network:
 
     Attributes:
         clock: The same.
+        members: The ranks, once it has started.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class Network:
         self._faults = copy.deepcopy(faults)
         self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
         self._delays: dict[tuple[int, int, str], Iterator[float] | None] = {}
-        self._members: Sequence[SimulatedBackend] = ()
+        self.members: Sequence[SimulatedBackend] = ()
         self._lock = threading.Lock()
         self._left: set[int] = set()
-        self._killed: dict[int, Fall] = {}
+        self._killed: dict[int, Fallen] = {}
         self._broken: set[Link] = set()
         self._sent: Counter[int] = Counter()
         self._carried: Counter[Link] = Counter()
@@ -74,7 +75,7 @@ class Network:
 
     def start(self, members: Sequence[SimulatedBackend]) -> None:
         """Take the ranks; time begins for the fault plan."""
-        self._members = members
+        self.members = members
         for rank, count in self._faults.kill_after_messages.items():
             if count == 0:
                 self.kill(rank)
@@ -82,10 +83,13 @@ class Network:
             if count == 0:
                 self.break_link(*link)
         now = self.clock.now()
-        for rank, seconds in self._faults.kill_after_seconds.items():
-            self._timetable.plan(now + seconds, partial(self._kill_in_passing, rank))
-        for link, seconds in self._faults.break_after_seconds.items():
-            self._timetable.plan(now + seconds, partial(self._break_in_passing, link))
+        kills, breaks = self._faults.kill_after_seconds, self._faults.break_after_seconds
+        self._timetable.begin(
+            [
+                *((now + kills[rank], partial(self._kill_in_passing, rank)) for rank in kills),
+                *((now + breaks[link], partial(self._break_in_passing, link)) for link in breaks),
+            ]
+        )
         self._end_if_empty()
 
     # -- faults on demand --------------------------------------------------------------------------
@@ -123,9 +127,9 @@ class Network:
             if rank in self._killed:
                 return PeerLostError(rank, "this rank itself was killed"), None
             if peer in self._killed:
-                fall = self._killed[peer]
-                loss = PeerLostError(peer, fall.reason, remote_traceback=fall.traceback)
-                return loss, fall.cause
+                fallen = self._killed[peer]
+                loss = PeerLostError(peer, fallen.reason, remote_traceback=fallen.traceback)
+                return loss, fallen.cause
             if rank != peer and link_between(rank, peer) in self._broken:
                 return PeerLostError(peer, "the link to it is broken"), None
             if peer in self._left:
@@ -154,9 +158,9 @@ class Network:
         with self._lock:
             self._left.add(rank)
 
-    def fall(self, rank: int, fall: Fall) -> None:
+    def fall(self, rank: int, fallen: Fallen) -> None:
         """Let a rank leave because of an error: its peers lose it and learn why."""
-        is_new = self._kill(rank, fall)
+        is_new = self._kill(rank, fallen)
         self.leave(rank)
         if is_new:
             self._tell_others(rank)
@@ -173,16 +177,12 @@ class Network:
     # -- what befalls messages ---------------------------------------------------------------------
 
     def _route(self, src: int, dst: int, kind: str) -> Route | None:
-        if not self._faults.touches_messages:
+        delays, gate = self._faults.delays(src, dst, kind), self._gates.get(dst)
+        if delays is None and gate is None and not self._faults.counts_messages:
             return None
         with self._lock:  # a stream that is opened again goes on where the last one stopped
-            if (src, dst, kind) not in self._delays:
-                self._delays[src, dst, kind] = self._faults.delays(src, dst, kind)
-            delays = self._delays[src, dst, kind]
-        gate = self._gates.get(dst)
-        if self._faults.counts_messages:
-            return Route(self.clock.now, delays, gate, partial(self._count, src, dst))
-        return None if delays is None and gate is None else Route(self.clock.now, delays, gate)
+            delays = self._delays.setdefault((src, dst, kind), delays)
+        return Route(self.clock.now, delays, gate, partial(self._count, src, dst))
 
     def _count(self, src: int, dst: int) -> None:
         link = link_between(src, dst)
@@ -198,19 +198,19 @@ class Network:
 
     # -- what befalls ranks and links --------------------------------------------------------------
 
-    def _kill(self, rank: int, fall: Fall) -> bool:
+    def _kill(self, rank: int, fallen: Fallen) -> bool:
         with self._lock:
             if rank in self._killed or rank in self._left:
                 return False
-            self._killed[rank] = fall
-        self._members[rank].die()
+            self._killed[rank] = fallen
+        self.members[rank].die()
         return True
 
     def _break(self, link: Link) -> None:
         with self._lock:
             self._broken.add(link)
         a, b = link
-        self._members[a].cut(b)
+        self.members[a].cut(b)
 
     def _kill_in_passing(self, rank: int) -> None:
         if self._kill(rank, _KILLED):
@@ -227,12 +227,12 @@ class Network:
             self._telling = [*(each for each in self._telling if each.is_alive()), thread]
 
     def _tell_death(self, rank: int) -> None:
-        self._members[rank].end()
+        self.members[rank].end()
         self._tell_others(rank)
         self._end_if_empty()
 
     def _tell_others(self, rank: int) -> None:
-        for other, member in enumerate(self._members):
+        for other, member in enumerate(self.members):
             if other != rank and not self._is_gone(other):
                 member.hear_of(rank)
 
@@ -240,7 +240,7 @@ class Network:
         a, b = link
         for rank, peer in ((a, b), (b, a)):
             if not self._is_gone(rank):
-                self._members[rank].hear_of(peer)
+                self.members[rank].hear_of(peer)
 
     def _is_gone(self, rank: int) -> bool:
         with self._lock:

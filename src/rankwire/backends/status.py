@@ -10,6 +10,12 @@ from rankwire.errors import ChannelClosedError, RankwireError
 from rankwire.wire.frames import Channel, Envelope
 
 PeerState = Literal["up", "suspected", "left", "lost"]
+# What a receive waits for, by its channel, with the tag.
+_WANTED: dict[int, str] = {
+    Channel.MESSAGE: "a message with tag {}",
+    Channel.BARRIER: "barrier {}",
+    Channel.COLLECTIVE: "a collective",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +44,16 @@ class PeerStatus:
     waiting_for: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parts = [f"rank {self.rank}: {self.state}"]
-        if self.link:
-            parts.append(f"by {self.link}")
-        if self.silent_for:
-            parts.append(f"silent for {self.silent_for:.1f} s")
-        if self.queued_nbytes:
-            parts.append(f"{self.queued_nbytes} bytes queued")
-        if self.in_flight:
-            parts.append(f"{self.in_flight} calls in flight")
-        if self.waiting_for:
-            parts.append(f"waited for: {', '.join(self.waiting_for)}")
-        if self.reason:
-            parts.append(self.reason)
-        return ", ".join(parts)
+        parts = (
+            (True, f"rank {self.rank}: {self.state}"),
+            (self.link, f"by {self.link}"),
+            (self.silent_for, f"silent for {self.silent_for:.1f} s"),
+            (self.queued_nbytes, f"{self.queued_nbytes} bytes queued"),
+            (self.in_flight, f"{self.in_flight} calls in flight"),
+            (self.waiting_for, f"waited for: {', '.join(self.waiting_for)}"),
+            (self.reason, self.reason),
+        )
+        return ", ".join(text for is_known, text in parts if is_known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +89,4 @@ def state_of(failure: RankwireError | None, *, is_suspected: bool) -> PeerState:
 
 def describe_wanted(keys: Iterable[Envelope]) -> tuple[str, ...]:
     """Return, in words, what receives are waited for."""
-    return tuple(sorted({_describe(channel, tag) for _, channel, tag in keys}))
-
-
-def _describe(channel: int, tag: int) -> str:
-    match channel:
-        case Channel.MESSAGE:
-            return f"a message with tag {tag}"
-        case Channel.BARRIER:
-            return f"barrier {tag}"
-        case Channel.COLLECTIVE:
-            return "a collective"
-        case _:
-            return "a reply"
+    return tuple(sorted({_WANTED.get(channel, "a reply").format(tag) for _, channel, tag in keys}))

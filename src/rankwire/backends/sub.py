@@ -10,24 +10,23 @@ So a disagreement is found at once, by name, and all members know the same group
 knows the ``Backend`` and ``CallPort`` interfaces and nothing of what is behind them.
 
 Locks: one, held for moments, guards a group's call ports and counters. Those of forming a group are
-in ``sub_agreement``.
+in ``agreement``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rankwire.backends.agreement import group_id, service_of_group
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import CallPort
 from rankwire.backends.events import OnLost, OnSuspected
 from rankwire.backends.status import PeerStatus
-from rankwire.backends.sub_agreement import Agreement, group_id, service_of_group
 from rankwire.backends.sub_calls import SubCallPort
 from rankwire.backends.transport import Offer
 from rankwire.deadline import Deadline
@@ -91,13 +90,12 @@ class SubBackend(Backend):
         self.parent = parent
         self.security = parent.security
         self._members = chosen
-        self._closed = False
         self._lock = threading.Lock()
         self._ports: set[SubCallPort] = set()
-        self._waiting: Counter[int] = Counter()  # receives under way, by group
+        self._waiting: list[int] = []  # the group of each receive under way
         deadline = Deadline(self.timeout, self.clock)
         try:
-            ordinal = Agreement.at(parent).reach(parent, chosen, deadline)
+            ordinal = parent.agreement.reach(parent, chosen, deadline)
         except RankwireError as error:
             raise parent.explained(error, "SubBackend", deadline) from error.__cause__
         self.group = group_id(parent.group, chosen, ordinal)
@@ -106,11 +104,6 @@ class SubBackend(Backend):
     def members(self) -> list[int]:
         """The parent ranks of this group, ascending; the index is the rank here."""
         return list(self._members)
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
 
     def to_global(self, local: int) -> int:
         """Return the parent rank of a rank of this group; ``InvalidRankError`` if it is not one."""
@@ -278,14 +271,12 @@ class SubBackend(Backend):
     @contextmanager
     def _receiving(self, group: int) -> Iterator[None]:
         with self._lock:
-            self._waiting[group] += 1
+            self._waiting.append(group)
         try:
             yield
         finally:
             with self._lock:
-                self._waiting[group] -= 1
-                if not self._waiting[group]:
-                    del self._waiting[group]
+                self._waiting.remove(group)
 
     # -- translation -------------------------------------------------------------------------------
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rankwire.backends.calls import (
-    CallCancelled,
-    CallerGone,
-    CallPort,
-    IncomingCall,
-    PortEvent,
-    RepliesDue,
-)
+from rankwire.backends.calls import CallPort, IncomingCall, PortEvent, RepliesDue
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
@@ -107,11 +101,7 @@ class SubCallPort(CallPort):
             return event
         src = self._group.to_local(event.src)
         assert src is not None  # the service number is known to members alone
-        match event:
-            case IncomingCall():
-                event.src = src  # where the reply goes does not depend on it
-                return event
-            case CallCancelled():
-                return CallCancelled(src, event.request_id)
-            case CallerGone():
-                return CallerGone(src, event.origin)
+        if isinstance(event, IncomingCall):
+            event.src = src  # where the reply goes does not depend on it
+            return event
+        return replace(event, src=src)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rankwire.backends.base import DEFAULT_TIMEOUT
-from rankwire.backends.exit_report import Fall
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.segments import DEFAULT_SEGMENT_NBYTES, Segments
@@ -35,6 +34,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
+from rankwire.links.listening import ListeningPlace
 from rankwire.links.poller import EpollPoller
 from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.shared_memory import CAN_SHARE
@@ -51,6 +51,7 @@ from rankwire.rendezvous.control_messages import (
     World,
 )
 from rankwire.rendezvous.runtime_dir import remove_socket_file
+from rankwire.rendezvous.secret import given_secret
 from rankwire.shutdown import close_at_exit
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
@@ -182,14 +183,16 @@ class TcpBackend(Mesh):
         self._formation = Formation(
             self,
             where,
-            secret=secret,
+            secret=given_secret(
+                secret, loopback=where.is_loopback, insecure=policy.mode == "insecure"
+            ),
             job=job,
             policy=policy,
             share_files=transport != "tcp",
             listener=listener,
             patience=Patience(suspect_after, fail_after),
             has_coordinator=has_coordinator,
-            listen=listen,
+            place=ListeningPlace() if listen is None else ListeningPlace.parse(listen),
             advertise=advertise,
         )
         try:
@@ -249,7 +252,9 @@ class TcpBackend(Mesh):
 
     def flush_when_possible(self, connection: Connection) -> None:
         """Have the acceptor's thread send what a connection holds back."""
-        self._formation.flush_when_possible(connection)
+        acceptor = self._formation.acceptor
+        assert acceptor is not None  # there is a peer
+        acceptor.flush_when_possible(connection)
 
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
@@ -330,9 +335,12 @@ class TcpBackend(Mesh):
         return self._losses.explain(error, is_told=self._is_watched)
 
     def _await_verdict(self, peer: Peer, patience: float) -> None:
-        if self._is_watched and not self._closed and not self._formation.is_on_acceptor_thread:
+        acceptor = self._formation.acceptor
+        assert acceptor is not None  # there is a peer
+        # The acceptor brings the verdict: its own thread must not wait for it.
+        if self._is_watched and not self._closed and not acceptor.is_current_thread:
             if not peer.is_judged_within(patience):
-                self._formation.catch_up(_LATE_NEWS_PATIENCE)
+                acceptor.catch_up(Deadline(_LATE_NEWS_PATIENCE, self.clock))
 
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer; its silence by this rank's own count if it has one."""
@@ -351,10 +359,9 @@ class TcpBackend(Mesh):
         self._introductions.cancel()
         super().close(error=error)
 
-    def tell_fall(self, fall: Fall) -> None:
+    def tell_fall(self, fallen: Fallen) -> None:
         """Tell the others by which error this rank leaves, in last words to the coordinator."""
-        root = None if fall.cause == self.rank else fall.cause
-        self._formation.close(Fallen(fall.reason, fall.traceback, root, fall.exit_code))
+        self._formation.close(fallen)
 
     def depart(self) -> None:
         """Say the last words on the control connections, if none were said."""

@@ -13,6 +13,7 @@ import secrets
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.join import join
 from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
-from rankwire.rendezvous.secret import AgreedSecret, given_secret
+from rankwire.rendezvous.secret import AgreedSecret
 from rankwire.wire.handshake import LAUNCHER, Hello, Purpose, Status, job_id
 from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap
 from rankwire.wire.seals import Seals
@@ -50,52 +51,54 @@ if TYPE_CHECKING:
 _LOOK_EVERY = 0.5  # seconds between two looks at connections that may be cut
 
 
+@dataclass(eq=False, repr=False)
 class Formation:
     """Forms the world, and owns what a rank has besides its peers: ``form``, then ``close``.
+
+    Attributes:
+        owner: The backend.
+        address: Where the world forms, with the port that was chosen.
+        secret: What was given to prove that this rank belongs here; None to agree on one.
+        job: Ranks of another one are refused.
+        policy: How connections are protected.
+        share_files: Whether this rank listens at a Unix socket too.
+        patience: For silent ranks.
+        has_coordinator: Whether a launcher coordinates, and not rank 0.
+        place: Where this rank listens.
+        advertise: By which host others reach it, if not by that.
+        key: This rank's, by which it joins.
+        acceptor: Lets others in, and hears of them; a world of one rank has none.
 
     Size: listeners, keys, files and both ends of the control plane live and end together.
     """
 
-    def __init__(
-        self,
-        owner: TcpBackend,
-        address: TcpAddress,
-        *,
-        secret: bytes | str | None,
-        job: str,
-        policy: Policy,
-        share_files: bool,
-        listener: Socket | None,
-        patience: Patience,
-        has_coordinator: bool,
-        listen: str | None,
-        advertise: str | None,
-    ) -> None:
-        if listener is not None and (owner.rank != 0 or has_coordinator):
+    owner: TcpBackend
+    address: TcpAddress
+    _: KW_ONLY
+    secret: bytes | None
+    job: str
+    policy: Policy
+    share_files: bool
+    listener: InitVar[Socket | None]
+    patience: Patience
+    has_coordinator: bool
+    place: ListeningPlace
+    advertise: str | None
+
+    def __post_init__(self, listener: Socket | None) -> None:
+        if listener is not None and (self.owner.rank != 0 or self.has_coordinator):
             raise ConfigurationError("only a rank 0 that coordinates takes a listener")
-        self._place = ListeningPlace() if listen is None else ListeningPlace.parse(listen)
-        self._advertised = advertise
-        self._patience = patience
-        self._has_coordinator = has_coordinator
-        self.address = address
-        self.key = b""  # this rank's, by which it joins
+        self.key = b""
+        self.acceptor: Acceptor | None = None
         self._keys: Mapping[int, HiddenKey] = {}  # with every other rank
-        self._owner = owner
-        self._job = job_id(job)
-        self._share_files = share_files
-        self.policy = policy
-        self._given_secret = given_secret(
-            secret, loopback=address.is_loopback, insecure=policy.mode == "insecure"
-        )
+        self._job = job_id(self.job)
         self._agreed_secret = b""
         # Removed by close(), and by the interpreter's end if nobody closes.
         self._files: list[weakref.finalize[..., Formation]] = []
-        self._tcp_listener = listener
-        self._unix_listener: Socket | None = None
-        self._unix_path = ""
+        # Until the acceptor has them; that for TCP comes first.
+        self._listeners = [] if listener is None else [listener]
         self._member: Member | None = None
         self._epoch = 0
-        self._acceptor: Acceptor | None = None
         self._coordinator: Coordinator | None = None
         self._membership: Membership | None = None
         guard(self)
@@ -104,10 +107,10 @@ class Formation:
 
     def form(self, deadline: Deadline) -> None:
         """Return once all ranks are up and can dial each other; raises as ``TcpBackend`` does."""
-        if self._owner.world_size == 1:
+        if self.owner.world_size == 1:
             alone = Member(0, os.getpid(), self.address.host, 0, "", host_id())
             self._formed(World(1, [alone]))
-        elif self._owner.rank == 0 and not self._has_coordinator:
+        elif self.owner.rank == 0 and not self.has_coordinator:
             self._coordinate(deadline)
         else:
             self._join(deadline)
@@ -115,13 +118,13 @@ class Formation:
     def _join(self, deadline: Deadline) -> None:
         world, control, rest = join(
             self.address,
-            self.hello(Purpose.JOIN, LAUNCHER if self._has_coordinator else 0),
+            self.hello(Purpose.JOIN, LAUNCHER if self.has_coordinator else 0),
             find_key=self._find_key,
             describe=self._describe,
             deadline=deadline,
-            patience=self._patience,
+            patience=self.patience,
             policy=self.policy,
-            has_coordinator=self._has_coordinator,
+            has_coordinator=self.has_coordinator,
         )
         if world.coordinator == 0:
             # Rank 0 may listen on all interfaces: it is reached where it was reached.
@@ -130,7 +133,7 @@ class Formation:
         # Only now are peers let in: those that dialled already have waited in the listeners'
         # backlog.
         acceptor = self._make_acceptor()
-        self._membership = Membership(control, world, acceptor, self._owner)
+        self._membership = Membership(control, world, acceptor, self.owner)
         self._membership.begin(rest)
         acceptor.start()
 
@@ -138,31 +141,32 @@ class Formation:
         """Let the owner know its peers before any of them can dial."""
         self._epoch = world.epoch
         if self.key:
-            owner = self._owner
+            owner = self.owner
             self._keys = unwrap(self.key, world.keys, owner.rank, owner.world_size)
-        self._owner.on_formed(world)
+        self.owner.on_formed(world)
 
     def _coordinate(self, deadline: Deadline) -> None:
-        listener = self._tcp_listener or listen_tcp(self._place_of_rank_0())
-        self._tcp_listener = listener
+        if not self._listeners:
+            self._listeners.append(listen_tcp(self._place_of_rank_0()))
+        (listener,) = self._listeners
         self.address = TcpAddress(self.address.host, listener.getsockname()[1])
-        if self._given_secret is None:
+        if self.secret is None:
             agreed = AgreedSecret(self.address.port)
             self._agreed_secret = agreed.publish()
             self._files.append(weakref.finalize(self, agreed.remove, self._agreed_secret))
-        secret = self._given_secret or self._agreed_secret
+        secret = self.secret or self._agreed_secret
         if isinstance(secret, RankKey):
             raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
-        self.key = rank_key(secret, self._owner.rank)
+        self.key = rank_key(secret, self.owner.rank)
         me = self._describe(self.address.host)
         acceptor = self._make_acceptor()
         self._coordinator = Coordinator(
             me,
-            self._owner.world_size,
+            self.owner.world_size,
             acceptor,
             key_of=partial(rank_key, secret),
-            patience=self._patience,
-            told=Told(self._formed, self._owner.on_gone, self._owner.on_suspected),
+            patience=self.patience,
+            told=Told(self._formed, self.owner.on_gone, self.owner.on_suspected),
         )
         start_listening(listener)
         acceptor.start()
@@ -170,17 +174,17 @@ class Formation:
 
     def _place_of_rank_0(self) -> TcpAddress:
         """Return where to listen: at the address, unless its host is not one of this host's own."""
-        place = self._place
+        place = self.place
         if place.low != place.high:
             raise ConfigurationError("rank 0 listens at the one port of its address")
         return TcpAddress(place.host or self.address.host, place.low or self.address.port)
 
     def _find_key(self) -> bytes | None:
-        secret = self._given_secret or AgreedSecret(self.address.port).read()
+        secret = self.secret or AgreedSecret(self.address.port).read()
         if secret is None:
             return None
         is_own = isinstance(secret, RankKey)
-        self.key = secret if is_own else rank_key(secret, self._owner.rank)
+        self.key = secret if is_own else rank_key(secret, self.owner.rank)
         return self.key
 
     def key_with(self, rank: int) -> bytes:
@@ -193,7 +197,7 @@ class Formation:
         On the acceptor's thread.
         """
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
-            return rank_key(self._given_secret or self._agreed_secret, hello.rank)
+            return rank_key(self.secret or self._agreed_secret, hello.rank)
         is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
         key = self._keys.get(hello.rank) if is_of_a_rank else None
         return key or secrets.token_bytes(KEY_NBYTES)
@@ -202,44 +206,37 @@ class Formation:
         """Listen where this rank was seen, once, and say where that is."""
         if self._member is not None:
             return self._member
-        if self._tcp_listener is None:
-            self._tcp_listener = listen_somewhere(self._place, host)
-        if self._share_files:
+        if not self._listeners:
+            self._listeners.append(listen_somewhere(self.place, host))
+        unix_path = ""
+        if self.share_files:
             sweep_socket_files()
-            self._unix_path = new_socket_path()
-            self._unix_listener = listen_unix(self._unix_path)
-            self._files.append(weakref.finalize(self, _remove_file, self._unix_path))
+            unix_path = new_socket_path()
+            self._listeners.append(listen_unix(unix_path))
+            self._files.append(weakref.finalize(self, _remove_file, unix_path))
         self._member = Member(
-            self._owner.rank,
+            self.owner.rank,
             os.getpid(),
-            self._advertised or self._place.specific_host or host,
-            self._tcp_listener.getsockname()[1],
-            self._unix_path,
+            self.advertise or self.place.specific_host or host,
+            self._listeners[0].getsockname()[1],
+            unix_path,
             host_id(),
         )
         return self._member
 
     def _make_acceptor(self) -> Acceptor:
-        self._acceptor = Acceptor(
-            self, self._owner.clock, key=self._find_key_of, policy=self.policy
-        )
-        self._acceptor.call_every(_LOOK_EVERY, self._owner.look_for_silence)
-        for listener in (self._tcp_listener, self._unix_listener):
-            if listener is not None:
-                self._acceptor.listen(listener)
-        self._tcp_listener = self._unix_listener = None
-        return self._acceptor
+        self.acceptor = Acceptor(self, self.owner.clock, key=self._find_key_of, policy=self.policy)
+        self.acceptor.call_every(_LOOK_EVERY, self.owner.look_for_silence)
+        for listener in self._listeners:
+            self.acceptor.listen(listener)
+        self._listeners = []
+        return self.acceptor
 
     # -- afterwards --------------------------------------------------------------------------------
 
-    def flush_when_possible(self, connection: Connection) -> None:
-        """Have the acceptor send what a connection holds back."""
-        if self._acceptor is not None:
-            self._acceptor.flush_when_possible(connection)
-
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
         """Return the greeting for a connection of our own."""
-        owner = self._owner
+        owner = self.owner
         return Hello(purpose, self._job, self._epoch, owner.world_size, owner.rank, peer, service)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
@@ -251,16 +248,16 @@ class Formation:
             return Status.OTHER_JOB, 0
         if hello.purpose is Purpose.JOIN:
             if self._coordinator is None:
-                return Status.INVALID_RANK, self._owner.world_size
+                return Status.INVALID_RANK, self.owner.world_size
             return self._coordinator.admit(hello)
         if hello.epoch != self._epoch or not self._epoch:
             return Status.OTHER_EPOCH, 0
-        return self._owner.admit(hello)
+        return self.owner.admit(hello)
 
     def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
         """Give an authenticated connection to whom it is for."""
         if hello.purpose is not Purpose.JOIN:
-            self._owner.enter(hello, sock, seals)
+            self.owner.enter(hello, sock, seals)
             return
         assert self._coordinator is not None
         expect_prompt_reading(sock)
@@ -270,20 +267,10 @@ class Formation:
                 sock,
                 peer=hello.rank,
                 max_nbytes=MAX_MEMBER_NBYTES,
-                clock=self._owner.clock,
+                clock=self.owner.clock,
                 seals=seals,
             ),
         )
-
-    @property
-    def is_on_acceptor_thread(self) -> bool:
-        """Whether the caller runs on the acceptor's thread, which must not wait."""
-        return self._acceptor is not None and self._acceptor.is_current_thread
-
-    def catch_up(self, seconds: float) -> None:
-        """Wait until the control plane's news that have come are known, but not for longer."""
-        if self._acceptor is not None:
-            self._acceptor.catch_up(Deadline(seconds, self._owner.clock))
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""
@@ -293,9 +280,8 @@ class Formation:
         """Leave the files to the parent, in a forked child."""
         for remove in self._files:
             remove.detach()
-        for listener in (self._tcp_listener, self._unix_listener):
-            if listener is not None:
-                listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -305,8 +291,8 @@ class Formation:
         Args:
             fallen: The error because of which this rank leaves, if there is one.
         """
-        if self._acceptor is not None:
-            self._acceptor.close()
+        if self.acceptor is not None:
+            self.acceptor.close()
         if self._coordinator is not None:
             self._coordinator.close(fallen)
         if self._membership is not None:
@@ -316,9 +302,8 @@ class Formation:
                 for remove in self._files:
                     remove.detach()
             self._membership.leave(fallen)
-        for listener in (self._tcp_listener, self._unix_listener):
-            if listener is not None:
-                listener.close()
+        for listener in self._listeners:
+            listener.close()
         for remove in self._files:
             remove()
 

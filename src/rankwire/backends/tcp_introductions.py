@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from rankwire.backends.peers import Peer
 from rankwire.clock import Clock
@@ -24,24 +25,21 @@ _DELAY = 0.2  # seconds
 _PATIENCE = 2.0
 
 
+@dataclass(eq=False)
 class Introductions:
     """``begin`` once the coordinator is gone, and ``end`` when this rank leaves.
 
-    Args:
+    Attributes:
         peers: All other ranks; looked at when it begins.
         greet: Connects to one, and says so.
         clock: By which it waits.
     """
 
-    def __init__(
-        self,
-        peers: Callable[[], Iterable[Peer]],
-        greet: Callable[[Peer], None],
-        clock: Clock,
-    ) -> None:
-        self._peers = peers
-        self._greet = greet
-        self._clock = clock
+    peers: Callable[[], Iterable[Peer]]
+    greet: Callable[[Peer], None]
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._is_ending = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="rankwire-introductions", daemon=True
@@ -58,27 +56,27 @@ class Introductions:
     def join(self) -> None:
         """Wait for those that are under way, but not for ever."""
         if self._thread.ident is not None:
-            self._clock.join(self._thread, _PATIENCE)
+            self.clock.join(self._thread, _PATIENCE)
 
     def _run(self) -> None:
-        if self._clock.wait(self._is_ending, _DELAY):
+        if self.clock.wait(self._is_ending, _DELAY):
             return
         # All at once: one that is out of reach must not keep the others from being noticed.
         threads = [
             threading.Thread(
                 target=self._introduce, args=(peer,), name="rankwire-introduction", daemon=True
             )
-            for peer in self._peers()
+            for peer in self.peers()
             if peer.failure is None
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            self._clock.join(thread)
+            self.clock.join(thread)
 
     def _introduce(self, peer: Peer) -> None:
         try:
-            self._greet(peer)
+            self.greet(peer)
         except PeerLostError as error:
             peer.fail(error)
         except ChannelClosedError as error:

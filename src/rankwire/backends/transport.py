@@ -41,6 +41,7 @@ class Transport(ABC):
     rank: int
     world_size: int
     group: int = WORLD_GROUP
+    _closed = False
 
     @abstractmethod
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
@@ -157,6 +158,6 @@ class Transport(ABC):
         """
 
     @property
-    @abstractmethod
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """Whether ``close`` was called, which notes it in ``_closed``."""
+        return self._closed

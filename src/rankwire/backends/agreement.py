@@ -3,9 +3,8 @@
 Each member tells every other who it thinks the members are and how many such groups it has made. A
 disagreement is found at once, by name; otherwise all compute the same id from what was said.
 
-Locks: one for each parent, held while a group of it is made (by one thread at a time, in the order
-the program makes them); another, held for moments, guards the table of those. Under the first, the
-parent's own locks are taken.
+Lock: one for each parent, held while a group of it is made (by one thread at a time, in the order
+the program makes them). Under it, the parent's own locks are taken.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from typing import ClassVar
-from weakref import WeakKeyDictionary
 
 import msgspec
 
-from rankwire.backends.base import Backend
+from rankwire.backends.transport import Transport
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
-from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 
@@ -45,22 +41,12 @@ class Agreement:
     the same group: the late member finds one, not two, and both are in step afterwards.
     """
 
-    _of_parent: ClassVar[WeakKeyDictionary[Backend, Agreement]] = WeakKeyDictionary()
-    _of_parent_lock = threading.Lock()
-    renew_in_child(_of_parent_lock)
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made: Counter[tuple[int, ...]] = Counter()
         self._unanswered: dict[int, bytes] = {}
 
-    @classmethod
-    def at(cls, parent: Backend) -> Agreement:
-        """Return that of a parent, new if it has none. Safe from any thread."""
-        with cls._of_parent_lock:
-            return cls._of_parent.setdefault(parent, cls())
-
-    def reach(self, parent: Backend, members: list[int], deadline: Deadline) -> int:
+    def reach(self, parent: Transport, members: list[int], deadline: Deadline) -> int:
         """Return the ordinal of a new group, the same on all members. Safe from any thread."""
         grip: list[bool] = []
         try:
@@ -70,8 +56,7 @@ class Agreement:
             ours = _Announcement(members, self._made[tuple(members)])
             others = [rank for rank in members if rank != parent.rank]
             self._announce(parent, ours, others, deadline)
-            theirs = self._collect(parent, ours, others, deadline)
-            ordinal = max([ours.ordinal, *(announcement.ordinal for announcement in theirs)])
+            ordinal = max([ours.ordinal, *self._collect(parent, ours, others, deadline)])
             self._made[tuple(members)] = ordinal + 1
             return ordinal
         finally:
@@ -79,7 +64,7 @@ class Agreement:
                 self._lock.release()
 
     def _announce(
-        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
+        self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
     ) -> None:
         payload = msgspec.msgpack.encode(ours)
         for dst in others:
@@ -89,12 +74,12 @@ class Agreement:
                 self._unanswered[dst] = payload
 
     def _collect(
-        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
-    ) -> list[_Announcement]:
-        """Return what the others announced; all are asked first, so that an error names all."""
-        theirs: dict[int, _Announcement] = {}
-        differing: dict[int, list[int]] = {}
-        missing = []
+        self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
+    ) -> list[int]:
+        """Return the others' ordinals; all are asked first, so that an error names all."""
+        ordinals: list[int] = []
+        differing: list[str] = []
+        missing: list[int] = []
         for src in others:
             try:
                 # Once a disagreement is certain, nobody is waited for any more.
@@ -105,19 +90,18 @@ class Agreement:
                 missing.append(src)
                 continue
             self._unanswered.pop(src, None)
-            theirs[src] = _decoded(whole_of(payload), src)
-            if theirs[src].members != ours.members:
-                differing[src] = theirs[src].members
+            theirs = _decoded(whole_of(payload), src)
+            ordinals.append(theirs.ordinal)
+            if theirs.members != ours.members:
+                differing.append(f"rank {src} says {theirs.members}")
         if differing:
-            views = [f"rank {rank} says {members}" for rank, members in differing.items()]
-            raise MembershipError(
-                f"the members disagree: rank {parent.rank} says {ours.members}, {', '.join(views)}"
-            )
+            views = [f"rank {parent.rank} says {ours.members}", *differing]
+            raise MembershipError(f"the members disagree: {', '.join(views)}")
         if missing:
             raise DeadlineExceededError(
                 deadline.limit, waiting_for=missing, detail=f"to confirm the group {ours.members}"
             )
-        return list(theirs.values())
+        return ordinals
 
 
 def group_id(parent_group: int, members: list[int], ordinal: int) -> int:
