@@ -97,8 +97,8 @@ def run(
         output = Output(selector, has_prefix=has_prefix, log_dir=log_dir)
         stack.callback(output.close)
         stack.enter_context(_runtime_folder(output))
-        inbox = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
-        loop = Loop(selector, inbox, output)
+        signals = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
+        loop = Loop(selector, signals, output)
         reaper = stack.enter_context(_reaper(grace))
         strays = stack.enter_context(contextlib.closing(Strays()))
         if not strays.is_adopting:
