@@ -36,7 +36,7 @@ from rankwire.links.sockets import (
 )
 from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
 from rankwire.rendezvous.coordinator import Coordinator, Told
-from rankwire.rendezvous.join import join
+from rankwire.rendezvous.join import Joining
 from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret, given_secret
@@ -113,7 +113,7 @@ class Formation:
             self._join(deadline)
 
     def _join(self, deadline: Deadline) -> None:
-        world, control, rest = join(
+        world, control, rest = Joining(
             self.address,
             self.hello(Purpose.JOIN, LAUNCHER if self._has_coordinator else 0),
             find_key=self._find_key,
@@ -122,7 +122,7 @@ class Formation:
             patience=self._patience,
             policy=self.policy,
             has_coordinator=self._has_coordinator,
-        )
+        ).join()
         if world.coordinator == 0:
             # Rank 0 may listen on all interfaces: it is reached where it was reached.
             world.members[0] = msgspec.structs.replace(world.members[0], host=self.address.host)
