@@ -29,12 +29,11 @@ from rankwire.links.sockets import (
     AnySocket,
     Socket,
     TcpAddress,
-    expect_prompt_reading,
     listen_tcp,
     listen_unix,
     start_listening,
 )
-from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
+from rankwire.rendezvous.control_messages import Fallen, Member, Patience, World
 from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.join import Joining
 from rankwire.rendezvous.membership import Membership
@@ -263,17 +262,7 @@ class Formation:
             self._owner.enter(hello, sock, seals)
             return
         assert self._coordinator is not None
-        expect_prompt_reading(sock)
-        self._coordinator.enter(
-            hello.rank,
-            Connection(
-                sock,
-                peer=hello.rank,
-                max_nbytes=MAX_MEMBER_NBYTES,
-                clock=self._owner.clock,
-                seals=seals,
-            ),
-        )
+        self._coordinator.enter(hello.rank, sock, seals)
 
     @property
     def is_on_acceptor_thread(self) -> bool:

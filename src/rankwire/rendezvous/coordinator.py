@@ -34,10 +34,11 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, ProtocolError, RankwireError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.links.sockets import TcpAddress
+from rankwire.links.sockets import AnySocket, TcpAddress, expect_prompt_reading
 from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
+    MAX_MEMBER_NBYTES,
     Beat,
     Failed,
     Fallen,
@@ -60,6 +61,7 @@ from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
+from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")
 
@@ -152,8 +154,13 @@ class Coordinator:
             return Status.NOT_EXPECTED, 0
         return Status.WELCOME, 0
 
-    def enter(self, rank: int, connection: Connection) -> None:
+    def enter(self, rank: int, sock: AnySocket, seals: Seals | None) -> None:
         """Take the control connection of a rank that was welcomed."""
+        expect_prompt_reading(sock)
+        clock = self._acceptor.clock
+        connection = Connection(
+            sock, peer=rank, max_nbytes=MAX_MEMBER_NBYTES, clock=clock, seals=seals
+        )
         self._controls[rank] = connection
         self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
