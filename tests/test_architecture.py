@@ -196,7 +196,6 @@ WAITS_OF_THE_SYSTEM = {
     **dict.fromkeys(
         (
             "launch/child.py",
-            "launch/local_ranks.py",
             "launch/loop.py",
             "launch/nodes.py",
             "launch/output.py",
