@@ -7,7 +7,11 @@ one of its own die by SIGKILL.
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
+
+_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 class OomCounter:
@@ -24,14 +28,9 @@ class OomCounter:
 
     def _count(self) -> int:
         for path in self._files:
-            try:
-                lines = path.read_text().splitlines()
-            except OSError:
-                continue
-            for line in lines:
-                name, _, value = line.partition(" ")
-                if name == "oom_kill" and value.strip().isdecimal():
-                    return int(value)
+            with suppress(OSError):
+                if found := _COUNT.search(path.read_text()):
+                    return int(found[1])
         return 0
 
 
