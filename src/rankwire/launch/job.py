@@ -156,7 +156,6 @@ class LaunchedJob:
 
     def close(self) -> None:
         """Hang up on everyone. Idempotent."""
-        self._loop.on_turn = lambda: None
         for part in self._parts.remote.values():
             part.close()
         self._closing.close()

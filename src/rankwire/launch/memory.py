@@ -37,17 +37,14 @@ class OomCounter:
 def _counter_files(root: Path) -> list[Path]:
     """Return the files to ask, the nearest first."""
     files = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
     mounted = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        # Inside a container the path may be the host's, and the mount begins at our own group.
-        for folder in (path.lstrip("/"), ""):
-            if "memory" in controllers.split(","):
-                files.append(mounted / "memory" / folder / "memory.oom_control")
-            elif not controllers:
-                files.append(mounted / folder / "memory.events")
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            # Inside a container the path may be the host's, and the mount begins at our own group.
+            for folder in (path.lstrip("/"), ""):
+                if "memory" in controllers.split(","):
+                    files.append(mounted / "memory" / folder / "memory.oom_control")
+                elif not controllers:
+                    files.append(mounted / folder / "memory.events")
     return [*files, root / "proc/vmstat"]

@@ -20,9 +20,7 @@ def collected_signals(
     background rely on it.
     """
     with contextlib.ExitStack() as stack:
-        reader, writer = socket.socketpair()
-        stack.callback(reader.close)
-        stack.callback(writer.close)
+        reader, writer = (stack.enter_context(end) for end in socket.socketpair())
         reader.setblocking(False)
         writer.setblocking(False)
         for number in numbers:
