@@ -179,7 +179,7 @@ def test_importing_rankwire_loads_nothing_optional_and_no_launcher():
 OWN_LOOKS = {
     "clock.py": "it is the clock",
     "launch/reaper.py": "runs as a script with nothing but the standard library",
-    "launch/certificates.py": "certificates have dates of the calendar",
+    "launch/authority.py": "certificates have dates of the calendar",
 }
 # Who has the operating system wait for descriptors. Simulated worlds have none of these.
 WAITS_OF_THE_SYSTEM = {
@@ -196,7 +196,6 @@ WAITS_OF_THE_SYSTEM = {
     **dict.fromkeys(
         (
             "launch/child.py",
-            "launch/local_ranks.py",
             "launch/loop.py",
             "launch/nodes.py",
             "launch/output.py",

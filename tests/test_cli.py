@@ -1,17 +1,33 @@
 """The command line: what it says about itself, and what it refuses."""
 
+import io
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from rankwire.cli import app
+from rankwire.cli import main
 from rankwire.version import __version__
 
 
-def rankwire(*args: str) -> Result:
-    return CliRunner().invoke(app, args)
+class Done(NamedTuple):
+    exit_code: int
+    output: str
+
+
+def rankwire(*args: str) -> Done:
+    output = io.StringIO()
+    with (
+        patch.object(sys, "argv", ["rankwire", *args]),
+        redirect_stdout(output),
+        redirect_stderr(output),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    return Done(ended.value.code, output.getvalue())
 
 
 def test_python_m_rankwire_version():
@@ -59,6 +75,7 @@ def test_certificates_are_refused_where_there_are_some_and_without_the_extra(tmp
     assert done.exit_code == 2
     assert "exists" in done.output
     monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "rankwire.launch.authority", raising=False)
     done = rankwire("certificates", str(tmp_path / "tls"), "-n", "2")
     assert done.exit_code == 2
     assert "pip install 'rankwire[tls]'" in done.output

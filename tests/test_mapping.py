@@ -24,6 +24,7 @@ SHOWN_IN = {
     "links/pipe": "links/test_memory_stream.py",
     "links/sleepers": "links/test_memory_stream.py",
     "links/event_thread": "links/test_acceptor.py",
+    "launch/authority": "launch/test_certificates.py",
     "backends/receiving": "backends/test_payloads.py",
     "backends/arguments": "backends/test_base.py",
     "rendezvous/control_channel": "rendezvous/test_coordinator.py",

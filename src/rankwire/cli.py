@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -28,7 +28,11 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; the entry point of ``rankwire`` and ``python -m rankwire``."""
-    app(prog_name="rankwire")
+    try:
+        app(prog_name="rankwire")
+    except ConfigurationError as error:
+        print(f"rankwire: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -129,29 +133,26 @@ def run(
     the rank that failed first. Ctrl-C interrupts all ranks, a second one kills them.
     """
     if not is_module and not Path(program).is_file():
-        _refuse(f"no script {program!r}" + _module_hint(program))
+        raise ConfigurationError(f"no script {program!r}{_module_hint(program)}")
     # "--" before a script: its name may begin with a dash.
     command = ["-m", program] if is_module else ["--", program]
     if nodes > 1 and secret_file is None and (named := os.environ.get("RANKWIRE_SECRET_FILE")):
         secret_file = Path(named)
     if nodes > 1 and tls_dir is None and (named := os.environ.get("RANKWIRE_TLS_DIR")):
         tls_dir = Path(named)
-    try:
-        code = run_ranks(
-            [*command, *(arguments or [])],
-            ranks=ranks,
-            nodes=nodes,
-            node=node,
-            master=master,
-            secret_file=secret_file,
-            tls_dir=tls_dir,
-            restarts=restarts,
-            grace=grace,
-            has_prefix=has_prefix,
-            log_dir=log_dir,
-        )
-    except ConfigurationError as error:
-        _refuse(str(error))
+    code = run_ranks(
+        [*command, *(arguments or [])],
+        ranks=ranks,
+        nodes=nodes,
+        node=node,
+        master=master,
+        secret_file=secret_file,
+        tls_dir=tls_dir,
+        restarts=restarts,
+        grace=grace,
+        has_prefix=has_prefix,
+        log_dir=log_dir,
+    )
     raise typer.Exit(code)
 
 
@@ -181,11 +182,7 @@ def doctor(
     if sys.stdout.isatty():  # the ranks write to a pipe, and cannot know
         os.environ.setdefault("FORCE_COLOR", "1")
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
-    try:
-        code = run_ranks(command + ["--json"] * is_json, ranks=ranks, has_prefix=False)
-    except ConfigurationError as error:
-        _refuse(str(error))
-    raise typer.Exit(code)
+    raise typer.Exit(run_ranks(command + ["--json"] * is_json, ranks=ranks, has_prefix=False))
 
 
 @app.command()
@@ -206,10 +203,7 @@ def certificates(
     One for launchers and one for each rank, signed by an authority of this job alone, whose key is
     thrown away. Make new ones for each job. Needs rankwire with its extra `tls`.
     """
-    try:
-        make_certificates(folder, ranks, days=days)
-    except ConfigurationError as error:
-        _refuse(str(error))
+    make_certificates(folder, ranks, days=days)
     typer.echo(
         f"{folder}: certificates of a launcher and {ranks} rank{'s'[: ranks > 1]},"
         f" good for {days:g} days\n"
@@ -227,8 +221,3 @@ def _module_hint(name: str) -> str:
     except (ImportError, ValueError):
         is_module = False
     return f"; to run the module, write -m {name}" if is_module else ""
-
-
-def _refuse(reason: str) -> NoReturn:
-    print(f"rankwire: {reason}", file=sys.stderr)  # noqa: T201
-    raise typer.Exit(2)

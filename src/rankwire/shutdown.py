@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -50,7 +49,10 @@ def _close_at_exit() -> None:
     threading.excepthook = _without_farewells(threading.excepthook)
     error = _uncaught()
     for thing in reversed(list(_leaving)):
-        _attempt(partial(thing.leave_at_exit, error))
+        try:
+            thing.leave_at_exit(error)
+        except Exception as trouble:  # the others leave all the same
+            _log.warning("something went wrong while leaving: %s", trouble)
 
 
 def _uncaught() -> BaseException | None:
@@ -59,13 +61,6 @@ def _uncaught() -> BaseException | None:
         return None
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None
-
-
-def _attempt(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except Exception as error:  # the others leave all the same
-        _log.warning("something went wrong while leaving: %s", error)
 
 
 def _without_farewells(

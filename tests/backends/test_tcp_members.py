@@ -28,7 +28,7 @@ from rankwire.errors import (
 )
 from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialer import authenticate
-from rankwire.links.security import choose_policy, files_of
+from rankwire.links.security import UNPROTECTED, choose_policy, files_of
 from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous.control_messages import (
     Beat,
@@ -288,7 +288,9 @@ def launched():
     """A coordinator of three ranks, as a launcher has it."""
     listener = bound_socket()
     address = address_of(listener)
-    host = CoordinatorHost(listener, 3, secret=SECRET, job="default", clock=REAL_TIME)
+    host = CoordinatorHost(
+        listener, 3, secret=SECRET, job="default", clock=REAL_TIME, policy=UNPROTECTED
+    )
     with contextlib.closing(host):
         yield lambda rank, **options: Running(
             TcpBackend,
@@ -318,7 +320,9 @@ def test_a_rank_that_a_launcher_started_cannot_pass_for_the_coordinator(launched
     """Nor can it, so, read the keys that others are handed."""
     own = rank_key(SECRET, HOSTILE)
     listener = bound_socket()
-    impostor = CoordinatorHost(listener, 3, secret=own, job="default", clock=REAL_TIME)
+    impostor = CoordinatorHost(
+        listener, 3, secret=own, job="default", clock=REAL_TIME, policy=UNPROTECTED
+    )
     with contextlib.closing(impostor):
         address = address_of(listener)
         with pytest.raises(AuthenticationError):
@@ -336,6 +340,7 @@ def test_a_rank_that_a_launcher_started_cannot_pass_for_a_launcher():
         secret=SECRET,
         job="default",
         clock=REAL_TIME,
+        policy=UNPROTECTED,
         nodes=2,
         on_launcher=lambda node, link: came.append(link),
     )

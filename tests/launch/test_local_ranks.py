@@ -8,6 +8,7 @@ import pytest
 
 from rankwire.launch.child import Child, JobSettings
 from rankwire.launch.local_ranks import LocalRanks
+from rankwire.launch.loop import Loop
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
@@ -18,14 +19,17 @@ WORLD = JobSettings(2, "127.0.0.1:1", "job", b"x" * 32)
 @pytest.fixture
 def ranks(tmp_path: Path):
     (tmp_path / "script.py").write_text("import signal; signal.pause()")
-    with selectors.PollSelector() as selector, Reaper(0.1) as reaper, closing(Strays()) as strays:
+    with (
+        selectors.PollSelector() as selector,
+        Reaper(0.1) as reaper,
+        closing(Strays(reaper)) as strays,
+    ):
         output = Output(selector)
         local = LocalRanks(
             [str(tmp_path / "script.py")],
             2,
             grace=0.1,
-            selector=selector,
-            output=output,
+            loop=Loop(selector, list, output),
             reaper=reaper,
             strays=strays,
         )

@@ -106,8 +106,7 @@ class Meeting:
             sock.setblocking(False)
         far = Connection(theirs, peer=0, max_nbytes=1 << 20, clock=REAL_TIME)
         self._members.append((rank, far))
-        near = Connection(ours, peer=rank, max_nbytes=1 << 20, clock=REAL_TIME)
-        self.on_thread(self.coordinator.enter, rank, near)
+        self.on_thread(self.coordinator.enter, rank, ours, None)
         return far
 
     def join(self, rank: int) -> Connection:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.rendezvous.control_messages import Patience
-from rankwire.rendezvous.heartbeat import Change, Judgement, Silence
+from rankwire.rendezvous.control_messages import Gone, Patience, Suspected
+from rankwire.rendezvous.heartbeat import Silence
 
 PATIENCE = Patience(5.0, 30.0)
 BEAT = PATIENCE.beat
@@ -18,7 +18,7 @@ def judged(silence, until, *, start=0.0, heard=None):
         now = start + step * BEAT
         for rank in heard(now) if heard else ():
             silence.heard(rank, now)
-        found += [(now, *judgement) for judgement in silence.judge(now)]
+        found += [(now, change) for change in silence.judge(now)]
     return found
 
 
@@ -29,16 +29,16 @@ def test_a_rank_that_is_heard_is_never_suspected():
 
 def test_a_silent_rank_is_suspected_once_and_then_given_up_once():
     silence = Silence(PATIENCE, [1, 2], 0.0)
-    assert judged(silence, 100, heard=lambda now: [1]) == [
-        (5.0, 2, Change.SUSPECTED, 5.0),
-        (30.0, 2, Change.FAILED, 30.0),
-    ]
+    (first, suspected), (second, gone) = judged(silence, 100, heard=lambda now: [1])
+    assert (first, suspected) == (5.0, Suspected(2, 5.0))
+    assert (second, gone.rank, gone.silent, gone.orderly) == (30.0, 2, True, False)
+    assert gone.reason.startswith("its process has been silent for 30 s although its connection")
 
 
 def test_a_suspected_rank_that_is_heard_again_is_trusted_again():
     silence = Silence(PATIENCE, [1], 0.0)
     changes = judged(silence, 100, heard=lambda now: [1] if now >= 10 else [])
-    assert changes == [(5.0, 1, Change.SUSPECTED, 5.0), (10.0, 1, Change.HEARD_AGAIN, 0.0)]
+    assert changes == [(5.0, Suspected(1, 5.0)), (10.0, Suspected(1, 0.0))]
 
 
 def test_a_rank_that_is_gone_is_not_judged():
@@ -63,7 +63,7 @@ def test_time_in_which_the_judge_did_not_run_counts_against_nobody(gap):
     assert silence.judge(3.0 + gap) == []
     # It still owes a sign of life from then on.
     found = judged(silence, 3.0 + gap + 40, start=3.0 + gap)
-    assert [change for _, _, change, _ in found] == [Change.SUSPECTED, Change.FAILED]
+    assert [type(change) for _, change in found] == [Suspected, Gone]
 
 
 @pytest.mark.parametrize(
@@ -88,19 +88,20 @@ def test_several_beats_fit_into_the_shorter_limit(patience, beat):
 def test_judgements_follow_the_table_whatever_is_heard_when(events, suspect_after, more):
     patience = Patience(suspect_after, suspect_after + more)
     silence = Silence(patience, [1, 2, 3], 0.0)
-    state = dict.fromkeys([1, 2, 3], Change.HEARD_AGAIN)
+    state = dict.fromkeys([1, 2, 3], "heard")
     now = 0.0
     for rank, pause in events:
         now += pause
         silence.heard(rank, now)
-        for judgement in silence.judge(now):
-            assert isinstance(judgement, Judgement)
-            before, after = state[judgement.rank], judgement.change
-            assert before is not Change.FAILED
-            assert before is not after
-            assert (after is Change.HEARD_AGAIN) == (judgement.seconds == 0.0)
-            state[judgement.rank] = after
-        assert state[rank] is not Change.SUSPECTED  # it was heard just now
+        for change in silence.judge(now):
+            match change:
+                case Gone():
+                    after = "given up"
+                case Suspected(seconds=seconds):
+                    after = "suspected" if seconds else "heard"
+            assert state[change.rank] not in ("given up", after)
+            state[change.rank] = after
+        assert state[rank] != "suspected"  # it was heard just now
 
 
 def test_a_judge_knows_whether_others_may_have_given_it_up():

@@ -36,6 +36,7 @@ class Hosted:
                 on_gone=lambda gone: self.gone.append((gone.rank, gone.orderly)),
             ),
             clock=REAL_TIME,
+            policy=UNPROTECTED,
             on_launcher=lambda node, link: self.launchers.append((node, link)),
             **options,
         )

@@ -33,7 +33,7 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.rendezvous.join import join
+from rankwire.rendezvous.join import Joining
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import (
@@ -198,14 +198,14 @@ def join_as(
     def describe(host: str) -> Member:
         return Member(rank, 77, host, 4001, "", "host")
 
-    found, control, *_ = join(
+    found, control, *_ = Joining(
         door.address,
         hello,
         find_key=find_key,
         describe=describe,
         deadline=Deadline(limit),
         has_coordinator=has_coordinator,
-    )
+    ).join()
     control.close()
     return found
 

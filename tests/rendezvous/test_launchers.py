@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostError, RankwireError
-from rankwire.links.connection import Connection
 from rankwire.rendezvous.launchers import (
     Asked,
     Ended,
@@ -37,11 +36,10 @@ MESSAGES = [
 
 class Pair:
     def __init__(self) -> None:
-        self.connections = []
-        for sock in socket.socketpair():
+        sockets = socket.socketpair()
+        for sock in sockets:
             sock.setblocking(False)
-            self.connections.append(Connection(sock, peer=0, max_nbytes=1 << 20, clock=REAL_TIME))
-        self.here, self.there = (LauncherLink(each, REAL_TIME) for each in self.connections)
+        self.here, self.there = (LauncherLink(sock, 0, REAL_TIME, None) for sock in sockets)
 
     def __enter__(self) -> "Pair":
         return self
@@ -65,7 +63,7 @@ def test_every_message_arrives_as_it_was():
 @given(st.binary(max_size=64))
 def test_what_is_no_message_is_an_error_of_ours(data):
     with Pair() as pair:
-        pair.connections[0].send((0, Channel.CONTROL, 0), ([data], len(data)), Deadline(1.0))
+        pair.here._connection.send((0, Channel.CONTROL, 0), ([data], len(data)), Deadline(1.0))
         try:
             heard = pair.there.receive()
         except InvalidMessageError:
@@ -90,7 +88,7 @@ def test_the_other_launcher_is_not_called_a_rank():
                 pair.there.receive()
             assert str(caught.value) == "its connection ended"
     with Pair() as pair:
-        pair.connections[0].farewell(Deadline(1.0))
+        pair.here._connection.farewell(Deadline(1.0))
         pair.there.receive()
         with pytest.raises(ChannelClosedError) as caught:
             pair.there.receive()

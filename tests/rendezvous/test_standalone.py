@@ -7,6 +7,7 @@ import pytest
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
+from rankwire.links.security import UNPROTECTED
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.standalone import CoordinatorHost
 from worlds import (
@@ -44,6 +45,7 @@ class Launcher:
                 on_hopeless=self.told.append,
             ),
             clock=REAL_TIME,
+            policy=UNPROTECTED,
         )
 
     def join(self, rank, world_size, **options):

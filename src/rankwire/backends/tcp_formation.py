@@ -23,21 +23,19 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.fork import guard
 from rankwire.links.acceptor import Acceptor
-from rankwire.links.connection import Connection
 from rankwire.links.listening import ListeningPlace, listen_somewhere
 from rankwire.links.security import Policy
 from rankwire.links.sockets import (
     AnySocket,
     Socket,
     TcpAddress,
-    expect_prompt_reading,
     listen_tcp,
     listen_unix,
     start_listening,
 )
-from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Fallen, Member, Patience, World
+from rankwire.rendezvous.control_messages import Fallen, Member, Patience, World
 from rankwire.rendezvous.coordinator import Coordinator, Told
-from rankwire.rendezvous.join import join
+from rankwire.rendezvous.join import Joining
 from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret
@@ -116,7 +114,7 @@ class Formation:
             self._join(deadline)
 
     def _join(self, deadline: Deadline) -> None:
-        world, control, rest = join(
+        world, control, rest = Joining(
             self.address,
             self.hello(Purpose.JOIN, LAUNCHER if self.has_coordinator else 0),
             find_key=self._find_key,
@@ -125,7 +123,7 @@ class Formation:
             patience=self.patience,
             policy=self.policy,
             has_coordinator=self.has_coordinator,
-        )
+        ).join()
         if world.coordinator == 0:
             # Rank 0 may listen on all interfaces: it is reached where it was reached.
             world.members[0] = msgspec.structs.replace(world.members[0], host=self.address.host)
@@ -260,17 +258,7 @@ class Formation:
             self.owner.enter(hello, sock, seals)
             return
         assert self._coordinator is not None
-        expect_prompt_reading(sock)
-        self._coordinator.enter(
-            hello.rank,
-            Connection(
-                sock,
-                peer=hello.rank,
-                max_nbytes=MAX_MEMBER_NBYTES,
-                clock=self.owner.clock,
-                seals=seals,
-            ),
-        )
+        self._coordinator.enter(hello.rank, sock, seals)
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""

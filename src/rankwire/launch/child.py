@@ -170,8 +170,7 @@ class Child:
 
     def send(self, number: int) -> None:
         """Send a signal to the rank itself: it knows best what to tell its own children."""
-        if self.ending is None:
-            os.kill(self.pid, number)
+        os.kill(self.pid, number)
 
     def send_group(self, number: int) -> bool:
         """Send a signal to the rank and all it started; return whether anyone was there."""

@@ -6,8 +6,9 @@ Pure: values in, advice out. ``doctor`` collects the values. Only what was reall
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +19,8 @@ _ENOUGH_TO_COMPARE = 4
 # To each peer: messages there and back, calls there and back. And what a process has anyway.
 _DESCRIPTORS_A_PEER = 4
 _OTHER_DESCRIPTORS = 64
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -136,11 +139,8 @@ def diagnose(facts: Sequence[Facts], cells: Sequence[Cell]) -> Report:
 
 def _marked(cells: Sequence[Cell]) -> set[tuple[int, int]]:
     marked = {(cell.src, cell.dst) for cell in cells if not cell.transport}
-    kinds: dict[str, list[Cell]] = defaultdict(list)
-    for cell in cells:
-        if cell.transport:
-            kinds[cell.kind].append(cell)
-    for alike in kinds.values():
+    reached = [cell for cell in cells if cell.transport]
+    for alike in _grouped(reached, lambda cell: cell.kind).values():
         if len(alike) < _ENOUGH_TO_COMPARE:
             continue
         latency = median(cell.latency for cell in alike)
@@ -154,11 +154,8 @@ def _marked(cells: Sequence[Cell]) -> set[tuple[int, int]]:
 
 
 def _unreached(cells: Sequence[Cell]) -> Iterator[Advice]:
-    reasons: dict[str, list[Cell]] = defaultdict(list)
-    for cell in cells:
-        if not cell.transport:
-            reasons[cell.why_not].append(cell)
-    for reason, found in reasons.items():
+    unreached = [cell for cell in cells if not cell.transport]
+    for reason, found in _grouped(unreached, lambda cell: cell.why_not).items():
         yield Advice(
             True,
             f"{_arrows(found)} cannot be reached: {reason}",
@@ -179,14 +176,13 @@ def _versions(facts: Sequence[Facts]) -> Iterator[Advice]:
 
 
 def _without_single_copy(cells: Sequence[Cell], facts: dict[int, Facts]) -> Iterator[Advice]:
-    reasons: dict[tuple[str, str], list[Cell]] = defaultdict(list)
-    for cell in cells:
-        if cell.transport == "unix" and not cell.single_copy:
-            remedy = _remedy(facts.get(cell.src), facts.get(cell.dst))
-            # The number of the process is another one each time.
-            reason = cell.why_not.split(" of process ")[0]
-            reasons[reason, remedy].append(cell)
-    for (reason, remedy), found in reasons.items():
+    def reason_and_remedy(cell: Cell) -> tuple[str, str]:
+        # The number of the process is another one each time.
+        reason = cell.why_not.split(" of process ")[0]
+        return reason, _remedy(facts.get(cell.src), facts.get(cell.dst))
+
+    copied = [cell for cell in cells if cell.transport == "unix" and not cell.single_copy]
+    for (reason, remedy), found in _grouped(copied, reason_and_remedy).items():
         yield Advice(False, f"no single copy {_arrows(found)}: {reason}", remedy)
 
 
@@ -210,11 +206,8 @@ def _tcp_on_one_host(cells: Sequence[Cell], facts: dict[int, Facts]) -> Iterator
     apart: list[Cell] = []
     for cell in cells:
         one, other = facts.get(cell.src), facts.get(cell.dst)
-        if cell.transport != "tcp" or one is None or other is None or one.boot != other.boot:
-            continue
-        if not one.boot:
-            continue
-        (found if one.net_namespace == other.net_namespace else apart).append(cell)
+        if cell.transport == "tcp" and one and other and one.boot == other.boot != "":
+            (found if one.net_namespace == other.net_namespace else apart).append(cell)
     if found:
         yield Advice(
             False,
@@ -240,9 +233,7 @@ def _slow(cells: Sequence[Cell], marked: set[tuple[int, int]]) -> Iterator[Advic
 
 
 def _hosts(facts: Sequence[Facts]) -> Iterator[Advice]:
-    hosts: dict[tuple[str, int], list[Facts]] = defaultdict(list)
-    for fact in facts:
-        hosts[fact.boot or fact.host, fact.net_namespace].append(fact)
+    hosts = _grouped(facts, lambda fact: (fact.boot or fact.host, fact.net_namespace))
     needed = _OTHER_DESCRIPTORS + _DESCRIPTORS_A_PEER * (len(facts) - 1)
     for here in hosts.values():
         name, first = here[0].host, here[0]
@@ -284,9 +275,15 @@ def _arrows(cells: Sequence[Cell]) -> str:
 
 def _groups(values: dict[int, str]) -> str:
     """Return ``1.0 (ranks 0, 1), 1.1 (ranks 2)``."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for rank, value in values.items():
-        groups[value].append(rank)
+    groups = _grouped(values, values.__getitem__)
     return ", ".join(
         f"{value} (ranks {', '.join(map(str, ranks))})" for value, ranks in groups.items()
     )
+
+
+def _grouped(values: Iterable[_Value], key: Callable[[_Value], _Key]) -> dict[_Key, list[_Value]]:
+    """Return the values by their key, in the order in which they come."""
+    groups: dict[_Key, list[_Value]] = defaultdict(list)
+    for value in values:
+        groups[key(value)].append(value)
+    return groups

@@ -85,9 +85,9 @@ def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]
     for rank in range(1, backend.world_size):
         try:
             _give_order(backend, rank, _Order(0, is_first=False))
-            cells += _measure(backend, rank, nbytes, is_first=True)
+            cells.append(_measure(backend, rank, nbytes, is_first=True))
             facts.append(_result(backend, rank, Facts, nbytes))
-            cells += _result(backend, rank, list[Cell], nbytes)
+            cells.append(_result(backend, rank, Cell, nbytes))
             reached.append(rank)
         except RankwireError as error:
             cells.append(Cell(0, rank, why_not=error.message))
@@ -96,8 +96,8 @@ def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]
         _give_order(backend, one, _Order(other, is_first=True))
         _give_order(backend, other, _Order(one, is_first=False))
         try:
-            cells += _result(backend, one, list[Cell], nbytes)
-            cells += _result(backend, other, list[Cell], nbytes)
+            cells.append(_result(backend, one, Cell, nbytes))
+            cells.append(_result(backend, other, Cell, nbytes))
         except RankwireError as error:
             cells.append(Cell(one, other, why_not=error.message))
         say(f"measured ranks {one} and {other}")
@@ -115,11 +115,11 @@ def _obey(backend: TcpBackend, nbytes: int) -> None:
         order = msgspec.json.decode(data, type=_Order)
         if order.peer is None:
             return
-        cells = _measure(backend, order.peer, nbytes, is_first=order.is_first)
+        cell = _measure(backend, order.peer, nbytes, is_first=order.is_first)
         if not has_told_facts:
             has_told_facts = True
             backend.send(msgspec.json.encode(_facts(backend)), 0, _RESULT)
-        backend.send(msgspec.json.encode(cells), 0, _RESULT)
+        backend.send(msgspec.json.encode(cell), 0, _RESULT)
 
 
 def _give_order(backend: TcpBackend, rank: int, order: _Order) -> None:
@@ -135,7 +135,7 @@ def _bulk_limit(nbytes: int) -> float:
     return _PAIR_LIMIT + nbytes / _SLOWEST
 
 
-def _measure(backend: TcpBackend, peer: int, nbytes: int, *, is_first: bool) -> list[Cell]:
+def _measure(backend: TcpBackend, peer: int, nbytes: int, *, is_first: bool) -> Cell:
     """Measure with a peer that does the same; return the cell of this direction."""
     try:
         link = backend.link_to(peer, timeout=_PAIR_LIMIT)
@@ -145,18 +145,9 @@ def _measure(backend: TcpBackend, peer: int, nbytes: int, *, is_first: bool) -> 
             for is_sender in (is_first, not is_first)
         }
     except RankwireError as error:
-        return [Cell(backend.rank, peer, why_not=error.message)]
-    return [
-        Cell(
-            backend.rank,
-            peer,
-            link.transport,
-            link.single_copy,
-            "" if link.single_copy else link.reason,
-            latency,
-            rates[True],
-        )
-    ]
+        return Cell(backend.rank, peer, why_not=error.message)
+    why_not = "" if link.single_copy else link.reason
+    return Cell(backend.rank, peer, link.transport, link.single_copy, why_not, latency, rates[True])
 
 
 def _latency(backend: TcpBackend, peer: int, *, is_first: bool) -> float:

@@ -26,7 +26,7 @@ from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.launch.attempt import Attempt
 from rankwire.launch.child import Ending, JobSettings, signal_name
 from rankwire.launch.local_ranks import LocalRanks
-from rankwire.launch.loop import Loop, describe_stdout, stdout_exit_code
+from rankwire.launch.loop import Loop
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
 from rankwire.launch.parts import Parts
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
@@ -156,7 +156,6 @@ class LaunchedJob:
 
     def close(self) -> None:
         """Hang up on everyone. Idempotent."""
-        self._loop.on_turn = lambda: None
         for part in self._parts.remote.values():
             part.close()
         self._closing.close()
@@ -231,9 +230,9 @@ class LaunchedJob:
             self._reporter.name_who_is_left(self._attempt)
             if self._attempt.is_stopping:
                 continue
-            if (trouble := self._loop.new_stdout_trouble()) is not None:
-                where = " of node 0" if self._parts.nodes > 1 else ""
-                self._give_up(describe_stdout(trouble, where), stdout_exit_code(trouble))
+            where = " of node 0" if self._parts.nodes > 1 else ""
+            if (trouble := self._loop.new_stdout_trouble(where)) is not None:
+                self._give_up(*trouble)
 
     def _stop_due(self) -> float:
         return self._attempt.stop_due(self._parts.alive, self._grace)

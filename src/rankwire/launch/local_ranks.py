@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import math
-import selectors
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,8 +25,8 @@ from pathlib import Path
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
 from rankwire.launch.child import Child, Ending, JobSettings
+from rankwire.launch.loop import Loop
 from rankwire.launch.memory import OomCounter
-from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
 from rankwire.launch.summary import list_ranks
@@ -56,8 +55,7 @@ class LocalRanks:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         count: How many ranks this host has.
         grace: Seconds between the request to stop and SIGKILL.
-        selector: Where to register; its owner calls ``key.data()`` for each event.
-        output: Where their output goes.
+        loop: Waits for them; where their output goes.
         reaper: Ends them if this process dies.
         strays: Finds what they started and what left their process groups.
         tls_dir: Where their certificates are, if they have any.
@@ -69,8 +67,7 @@ class LocalRanks:
         count: int,
         *,
         grace: float,
-        selector: selectors.BaseSelector,
-        output: Output,
+        loop: Loop,
         reaper: Reaper,
         strays: Strays,
         tls_dir: Path | None = None,
@@ -82,11 +79,10 @@ class LocalRanks:
         self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
         self._command = command
         self._grace = grace
-        self._selector = selector
-        self._output = output
+        self._selector = loop.selector
+        self._output = loop.output
         self._reaper = reaper
         self._strays = strays
-        strays.exempt(reaper.pid)
         self._tls_dir = tls_dir
         self._memory = OomCounter()
         self._children: list[Child] = []
@@ -156,7 +152,7 @@ class LocalRanks:
         if self.is_over:
             return
         self._check_children()
-        self._strays.collect(self._groups, self._reaper)
+        self._strays.collect(self._groups)
         if REAL_TIME.now() >= self._kill_at:
             self.kill()
         if self._phase is not _Phase.CLEARING and not self.alive:

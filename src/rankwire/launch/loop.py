@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from rankwire.clock import REAL_TIME
 from rankwire.launch.output import Output
-from rankwire.launch.signals import SignalInbox
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Wrappers pass on the SIGINT that the terminal sent to the launcher as well: that is one Ctrl-C.
@@ -36,12 +35,15 @@ class Loop:
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, inbox: SignalInbox, output: Output
+        self,
+        selector: selectors.BaseSelector,
+        take_signals: Callable[[], list[int]],
+        output: Output,
     ) -> None:
         self.selector = selector
         self.output = output
         self.on_turn: Callable[[], None] = lambda: None
-        self._inbox = inbox
+        self._take_signals = take_signals
         self._received_at = -math.inf
         self._has_told_trouble = False
 
@@ -56,19 +58,22 @@ class Loop:
             if self.selector.get_map().get(key.fd) is key:
                 key.data()
         asked = []
-        for number in self._inbox.take():
+        for number in self._take_signals():
             if number in STOPPING and REAL_TIME.now() - self._received_at >= _ECHO:
                 self._received_at = REAL_TIME.now()
                 asked.append(number)
         self.on_turn()
         return asked
 
-    def new_stdout_trouble(self) -> OSError | None:
-        """Return why our stdout takes nothing any more, once."""
-        if self._has_told_trouble or self.output.stdout_trouble is None:
+    def new_stdout_trouble(self, where: str = "") -> tuple[str, int] | None:
+        """Say once that our stdout takes nothing any more, and with what code to exit for that."""
+        trouble = self.output.stdout_trouble
+        if self._has_told_trouble or trouble is None:
             return None
         self._has_told_trouble = True
-        return self.output.stdout_trouble
+        text = f"stdout{where} cannot be written to any more ({trouble.strerror})"
+        code = 128 + signal.SIGPIPE if trouble.errno == errno.EPIPE else 1
+        return text, code
 
     def write_rest(self, code: int, *, patience: float = math.inf) -> int:
         """Write all output that is left, and return the exit code.
@@ -83,19 +88,10 @@ class Loop:
         end = REAL_TIME.now() + max(patience, _LEAST_PATIENCE)
         while True:
             if (trouble := self.new_stdout_trouble()) is not None:
-                self.output.say(describe_stdout(trouble), "bold red")
-                code = code or stdout_exit_code(trouble)
+                text, code_for_it = trouble
+                self.output.say(text, "bold red")
+                code = code or code_for_it
             if self.output.is_written or REAL_TIME.now() >= end or self.turn(end - REAL_TIME.now()):
                 break
         self.output.drop_rest()
         return code
-
-
-def describe_stdout(trouble: OSError, where: str = "") -> str:
-    """Say that nothing can be written to stdout any more, and why."""
-    return f"stdout{where} cannot be written to any more ({trouble.strerror})"
-
-
-def stdout_exit_code(trouble: OSError) -> int:
-    """Return what a program exits with that cannot write to its stdout."""
-    return 128 + signal.SIGPIPE if trouble.errno == errno.EPIPE else 1

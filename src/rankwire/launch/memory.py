@@ -7,7 +7,11 @@ one of its own die by SIGKILL.
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
+
+_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 class OomCounter:
@@ -24,31 +28,23 @@ class OomCounter:
 
     def _count(self) -> int:
         for path in self._files:
-            try:
-                lines = path.read_text().splitlines()
-            except OSError:
-                continue
-            for line in lines:
-                name, _, value = line.partition(" ")
-                if name == "oom_kill" and value.strip().isdecimal():
-                    return int(value)
+            with suppress(OSError):
+                if found := _COUNT.search(path.read_text()):
+                    return int(found[1])
         return 0
 
 
 def _counter_files(root: Path) -> list[Path]:
     """Return the files to ask, the nearest first."""
     files = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
     mounted = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        # Inside a container the path may be the host's, and the mount begins at our own group.
-        for folder in (path.lstrip("/"), ""):
-            if "memory" in controllers.split(","):
-                files.append(mounted / "memory" / folder / "memory.oom_control")
-            elif not controllers:
-                files.append(mounted / folder / "memory.events")
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            # Inside a container the path may be the host's, and the mount begins at our own group.
+            for folder in (path.lstrip("/"), ""):
+                if "memory" in controllers.split(","):
+                    files.append(mounted / "memory" / folder / "memory.oom_control")
+                elif not controllers:
+                    files.append(mounted / folder / "memory.events")
     return [*files, root / "proc/vmstat"]

@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +27,7 @@ from rankwire.errors import (
 )
 from rankwire.launch.child import Ending, JobSettings, signal_name
 from rankwire.launch.local_ranks import LocalRanks
-from rankwire.launch.loop import Loop, describe_stdout, stdout_exit_code
+from rankwire.launch.loop import Loop
 from rankwire.links.security import Policy
 from rankwire.rendezvous.launchers import (
     Asked,
@@ -192,11 +192,8 @@ def follow(
         link = _find_node_0(loop, dial, address, node)
     except _InterruptedError as interrupted:
         return loop.write_rest(128 + interrupted.number, patience=LAST_WORDS)
-    follower = _Follower(loop, ranks, link, address, secret, node)
-    try:
+    with closing(_Follower(loop, ranks, link, address, secret, node)) as follower:
         code = follower.run()
-    finally:
-        follower.close()
     return loop.write_rest(code, patience=LAST_WORDS if follower.was_asked else math.inf)
 
 
@@ -260,7 +257,8 @@ class _Follower:
                 self.loop.output.remind("waiting for node 0 to start the ranks")
             if self.ranks.is_over and not self.has_reported:
                 self._report()
-            self._check_stdout()
+            if (trouble := self.loop.new_stdout_trouble(f" of node {self.node}")) is not None:
+                self.link.tell(Trouble(*trouble))
             if self.asked is not None and self.is_lost and self.ranks.is_over:
                 return 128 + self.asked
         return self.code
@@ -306,11 +304,6 @@ class _Follower:
         hint = "; Ctrl-C again kills it" if number == signal.SIGINT else ""
         self.loop.output.say(f"{signal_name(number)}: stopping the job on all nodes{hint}")
         self.ranks.stop(number)
-
-    def _check_stdout(self) -> None:
-        if (trouble := self.loop.new_stdout_trouble()) is not None:
-            text = describe_stdout(trouble, f" of node {self.node}")
-            self.link.tell(Trouble(text, stdout_exit_code(trouble)))
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         if ending.is_failure and by_itself:

@@ -19,7 +19,7 @@ import sys
 from collections import Counter, deque
 from functools import partial
 from pathlib import Path
-from typing import IO, TextIO, cast
+from typing import IO, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -51,24 +51,18 @@ _ERASE = b"\r\x1b[K"
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
 
 
-class _Likeness(io.TextIOBase):
-    """Tells rich what an output is like, and takes nothing.
+class _Likeness(io.StringIO):
+    """Tells rich whether an output is a terminal, and takes what rich would write there.
 
     rich writes even what it captures, as an empty text: a full disk refuses that too.
     """
 
     def __init__(self, file: TextIO | None) -> None:
+        super().__init__()
         self._file = file  # None if it was closed when the interpreter started
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._file.encoding if self._file is not None else "utf-8"
 
     def isatty(self) -> bool:
         return self._file is not None and self._file.isatty()
-
-    def write(self, text: str) -> int:
-        return len(text)
 
 
 class Sink:
@@ -82,7 +76,7 @@ class Sink:
     """
 
     def __init__(self, file: TextIO | None, fd: int) -> None:
-        self._console = Console(file=cast("IO[str]", _Likeness(file)))
+        self._console = Console(file=_Likeness(file))
         self.fd = fd
         self.trouble: OSError | None = None
         self.pending = bytearray()

@@ -123,16 +123,13 @@ def keep(grace: float) -> None:
     end = time.monotonic() + grace
     young = descendants(groups + adopted)  # while they are a family
     strays = adopted + [pid for pid, group, _ in young if group not in groups]
-    left = [group for group in groups if send_signal(os.killpg, group, signal.SIGTERM)]
-    strays = [pid for pid in strays if send_signal(os.kill, pid, signal.SIGTERM)]
-    while (left or strays) and time.monotonic() < end:
+    left = [(os.killpg, group) for group in groups] + [(os.kill, pid) for pid in strays]
+    left = [one for one in left if send_signal(*one, signal.SIGTERM)]
+    while left and time.monotonic() < end:
         time.sleep(0.05)
-        left = [group for group in left if send_signal(os.killpg, group, 0)]
-        strays = [pid for pid in strays if send_signal(os.kill, pid, 0)]
-    for group in left:
-        send_signal(os.killpg, group, signal.SIGKILL)
-    for pid in strays:
-        send_signal(os.kill, pid, signal.SIGKILL)
+        left = [one for one in left if send_signal(*one, 0)]
+    for one in left:
+        send_signal(*one, signal.SIGKILL)
 
 
 def send_signal(send: Callable[[int, int], None], target: int, number: int) -> bool:

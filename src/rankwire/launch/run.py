@@ -97,18 +97,17 @@ def run(
         output = Output(selector, has_prefix=has_prefix, log_dir=log_dir)
         stack.callback(output.close)
         stack.enter_context(_runtime_folder(output))
-        inbox = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
-        loop = Loop(selector, inbox, output)
+        signals = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
+        loop = Loop(selector, signals, output)
         reaper = stack.enter_context(_reaper(grace))
-        strays = stack.enter_context(contextlib.closing(Strays()))
+        strays = stack.enter_context(contextlib.closing(Strays(reaper)))
         if not strays.is_adopting:
             output.say("what ranks start in other sessions cannot be found here, and may stay")
         local = LocalRanks(
             command,
             ranks,
             grace=grace,
-            selector=selector,
-            output=output,
+            loop=loop,
             reaper=reaper,
             strays=strays,
             tls_dir=tls_dir,

@@ -6,34 +6,21 @@ import contextlib
 import selectors
 import signal
 import socket
-from collections.abc import Iterable, Iterator
-
-
-class SignalInbox:
-    """The signals that came and were not taken yet."""
-
-    def __init__(self, reader: socket.socket) -> None:
-        self._reader = reader
-
-    def take(self) -> list[int]:
-        """Return their numbers in order of arrival; several of one kind may count as one."""
-        with contextlib.suppress(BlockingIOError):
-            return list(self._reader.recv(4096))
-        return []
+from collections.abc import Callable, Iterable, Iterator
 
 
 @contextlib.contextmanager
 def collected_signals(
     selector: selectors.BaseSelector, numbers: Iterable[int]
-) -> Iterator[SignalInbox]:
-    """Collect ``numbers`` in an inbox and wake ``selector`` for each. Main thread only.
+) -> Iterator[Callable[[], list[int]]]:
+    """Collect ``numbers`` and wake ``selector`` for each. Main thread only.
 
-    A signal that was ignored stays ignored: ``nohup`` and shells in the background rely on it.
+    What it gives returns those that came since the last time, in order of arrival; several of one
+    kind may count as one. A signal that was ignored stays ignored: ``nohup`` and shells in the
+    background rely on it.
     """
     with contextlib.ExitStack() as stack:
-        reader, writer = socket.socketpair()
-        stack.callback(reader.close)
-        stack.callback(writer.close)
+        reader, writer = (stack.enter_context(end) for end in socket.socketpair())
         reader.setblocking(False)
         writer.setblocking(False)
         for number in numbers:
@@ -46,4 +33,10 @@ def collected_signals(
         stack.callback(signal.set_wakeup_fd, previous)
         selector.register(reader, selectors.EVENT_READ, lambda: None)
         stack.callback(selector.unregister, reader)
-        yield SignalInbox(reader)
+
+        def take() -> list[int]:
+            with contextlib.suppress(BlockingIOError):
+                return list(reader.recv(4096))
+            return []
+
+        yield take

@@ -24,13 +24,18 @@ _COLLECT_EVERY = 0.5
 
 
 class Strays:
-    """Finds and ends what ranks have started. Adopts from its construction until ``close``."""
+    """Finds and ends what ranks have started. Adopts from its construction until ``close``.
 
-    def __init__(self) -> None:
+    Args:
+        reaper: Is told of who was adopted.
+    """
+
+    def __init__(self, reaper: Reaper) -> None:
+        self._reaper = reaper
         # The caller, or what was this process before, may have children of its own: without
         # knowing them, none is taken for a stray.
         self.is_adopting = _can_list_children() and _set_subreaper(True)
-        self._others = set(_children())
+        self._others = {reaper.pid, *_children()}
         self._adopted: set[int] = set()  # and told to the reaper
         self._collect_at = 0.0
 
@@ -48,10 +53,6 @@ class Strays:
             if group not in groups and state not in DEAD
         ]
 
-    def exempt(self, pid: int) -> None:
-        """``pid`` is a child of the launcher that is no rank."""
-        self._others.add(pid)
-
     def send(self, number: int, groups: Collection[int]) -> bool:
         """Send a signal to all of them; return whether there was any."""
         found = self.find(groups)
@@ -59,7 +60,7 @@ class Strays:
             send_signal(os.kill, pid, number)
         return bool(found)
 
-    def collect(self, ranks: Collection[int], reaper: Reaper) -> None:
+    def collect(self, ranks: Collection[int]) -> None:
         """Collect adopted processes that have ended, and tell the reaper of the others.
 
         Done now and then; ranks, and what is in their groups, are left alone.
@@ -75,9 +76,9 @@ class Strays:
                 if os.waitpid(pid, os.WNOHANG) == (0, 0) and os.getpgid(pid) not in ranks:
                     alive.add(pid)
         for pid in self._adopted - alive:
-            reaper.disown(pid)
+            self._reaper.disown(pid)
         for pid in alive - self._adopted:
-            reaper.adopt(pid)
+            self._reaper.adopt(pid)
         self._adopted = alive
 
     def close(self) -> None:

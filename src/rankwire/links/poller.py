@@ -66,7 +66,7 @@ class EpollPoller:
         self._looks = 0  # over all polls: who always has more must not keep others from their turn
         self._waiting = bytearray(4)
         self._epoll = select.epoll()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wakeup, select.EPOLLIN)
 
     def register(self, stream: Stream, key: object) -> None:

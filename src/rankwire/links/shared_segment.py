@@ -19,7 +19,7 @@ from rankwire.deadline import Deadline
 from rankwire.links.futex import sleep_while, wake_all
 from rankwire.links.shared_memory import SharedMemory, open_shared
 from rankwire.links.spin import Spin
-from rankwire.wire.segment import ASLEEP, SEGMENT_SIZES, Segment, segment_nbytes
+from rankwire.wire.segment import ASLEEP, SEGMENT_SIZES, Segment, is_segment_of, segment_nbytes
 
 # Where ranks share cores: long enough for each of 16 ranks on 2 cores to run once, and to fall
 # asleep and be woken takes as long as 20 yields.
@@ -58,16 +58,18 @@ class SharedSegment(Segment):
         self._addresses = [start + 8 * line for line in self.lines]
 
     @classmethod
-    def make(cls, wanted: int, rank: int, size: int, *, spin: float, clock: Clock) -> SharedSegment:
-        """Make one.
+    def make(
+        cls, slots_nbytes: int, rank: int, size: int, *, spin: float, clock: Clock
+    ) -> SharedSegment:
+        """Make one, with so many bytes for the slots of all ranks together.
 
         Raises:
             OSError: There is no memory for it, or so little is wanted that it would not do.
         """
-        nbytes = segment_nbytes(wanted, size)
-        if not nbytes:
-            raise OSError(f"{wanted} bytes are too little for {size} ranks")
-        made = SharedMemory(nbytes)
+        whole_nbytes = segment_nbytes(nbytes, size)
+        if not whole_nbytes:
+            raise OSError(f"{nbytes} bytes are too little for {size} ranks")
+        made = SharedMemory(whole_nbytes)
         return cls(made.view, rank, size, spin=spin, clock=clock, made=made)
 
     @classmethod
@@ -81,7 +83,7 @@ class SharedSegment(Segment):
             ValueError: It is none, or not for so many ranks.
         """
         memory = open_shared(pid, offer, SEGMENT_SIZES)
-        if segment_nbytes(len(memory), size) != len(memory):
+        if not is_segment_of(size, len(memory)):
             raise ValueError(f"{len(memory)} bytes are no segment for {size} ranks")
         return cls(memory, rank, size, spin=spin, clock=clock)
 

@@ -16,8 +16,6 @@ def tell(connection: Connection, message: Message, deadline: Deadline = AT_ONCE)
     payload = pack(message)
     try:
         connection.send(CONTROL, ([payload], len(payload)), deadline)
-    except DeadlineExceededError as error:
-        if not isinstance(message, Beat):
-            connection.fail(error)
     except RankwireError as error:
-        connection.fail(error)
+        if not (isinstance(message, Beat) and isinstance(error, DeadlineExceededError)):
+            connection.fail(error)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from rankwire.errors import InvalidMessageError
 from rankwire.texts import MAX_REASON, NAME, one_line, printable
@@ -192,13 +192,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
 
 def gone_by(rank: int, fallen: Fallen) -> Gone:
     """Return what all are told of a rank that has fallen."""
-    return Gone(
-        rank,
-        fallen.reason,
-        traceback=fallen.traceback,
-        cause=fallen.cause,
-        exit_code=fallen.exit_code,
-    )
+    return Gone(rank, **asdict(fallen))
 
 
 Message = Join | Waiting | World | Failed | Beat | Suspected | Fallen | Gone

@@ -34,10 +34,11 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, ProtocolError, RankwireError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.links.sockets import TcpAddress
+from rankwire.links.sockets import AnySocket, TcpAddress, expect_prompt_reading
 from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
+    MAX_MEMBER_NBYTES,
     Beat,
     Failed,
     Fallen,
@@ -52,7 +53,7 @@ from rankwire.rendezvous.control_messages import (
     gone_by,
     unpack,
 )
-from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
+from rankwire.rendezvous.heartbeat import Silence
 from rankwire.rendezvous.reachability import Reachability
 from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.roster import Roster
@@ -60,6 +61,7 @@ from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
+from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")
 
@@ -94,21 +96,6 @@ class Told(NamedTuple):
     on_hopeless: Callable[[str], None] = lambda reason: None
 
 
-class _WorldKeys:
-    """The keys of a world, of which each rank gets those of its own pairs."""
-
-    def __init__(self, key_of: Callable[[int], bytes], world_size: int) -> None:
-        self._key_of = key_of
-        self._world_size = world_size
-        self._world_key = secrets.token_bytes(KEY_NBYTES)
-
-    def added_to(self, world: World, rank: int) -> World:
-        """Hand a rank its keys with every other, in a form that only it can read."""
-        keys = pair_keys(self._world_key, rank, self._world_size)
-        wrapped = wrap(self._key_of(rank), keys, secrets.token_bytes(SALT_NBYTES))
-        return msgspec.structs.replace(world, keys=wrapped)
-
-
 class Coordinator:
     """Gathers the ranks of a world.
 
@@ -133,7 +120,7 @@ class Coordinator:
     ) -> None:
         self._me = me
         self._acceptor = acceptor
-        self._keys = _WorldKeys(key_of, world_size)
+        self._key_of = key_of
         self._patience = patience
         self._told = told
         self._is_hopeless = False
@@ -167,8 +154,13 @@ class Coordinator:
             return Status.NOT_EXPECTED, 0
         return Status.WELCOME, 0
 
-    def enter(self, rank: int, connection: Connection) -> None:
+    def enter(self, rank: int, sock: AnySocket, seals: Seals | None) -> None:
         """Take the control connection of a rank that was welcomed."""
+        expect_prompt_reading(sock)
+        clock = self._acceptor.clock
+        connection = Connection(
+            sock, peer=rank, max_nbytes=MAX_MEMBER_NBYTES, clock=clock, seals=seals
+        )
         self._controls[rank] = connection
         self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
@@ -271,12 +263,19 @@ class Coordinator:
     def _form(self) -> None:
         members = [member for _, member in sorted(self._roster.members.items())]
         world = World(secrets.randbits(32) or 1, members, self._patience, self._roster.coordinator)
-        mine = world if self._me is None else self._keys.added_to(world, self._roster.coordinator)
-        self._told.on_formed(mine)
+        world_key = secrets.token_bytes(KEY_NBYTES)
+
+        def as_told_to(rank: int) -> World:
+            """Add the keys of a rank with every other, in a form that only it can read."""
+            keys = pair_keys(world_key, rank, len(members))
+            wrapped = wrap(self._key_of(rank), keys, secrets.token_bytes(SALT_NBYTES))
+            return msgspec.structs.replace(world, keys=wrapped)
+
+        self._told.on_formed(world if self._me is None else as_told_to(self._me.rank))
         # Told before this rank goes on, so that all are ready together.
         patience = Deadline(_WORLD_PATIENCE, self._acceptor.clock)
         for rank, connection in list(self._controls.items()):
-            tell(connection, self._keys.added_to(world, rank), patience)
+            tell(connection, as_told_to(rank), patience)
         self._silence = Silence(self._patience, self._controls, self._acceptor.clock.now())
         self._acceptor.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
@@ -287,15 +286,13 @@ class Coordinator:
     def _beat(self) -> None:
         """Say that this process lives, and judge who has not said so."""
         beat = Beat(list(self._silence.lengths(self._acceptor.clock.now()).items()))
-        for connection in self._controls.values():
-            tell(connection, beat)
-        for rank, change, seconds in self._silence.judge(self._acceptor.clock.now()):
-            if change is Change.FAILED:
-                self._lose(Gone(rank, silent_reason(seconds), silent=True))
+        self._tell_all(beat)
+        for change in self._silence.judge(self._acceptor.clock.now()):
+            if isinstance(change, Gone):
+                self._lose(change)
             else:
-                suspected = Suspected(rank, seconds)
-                self._told.on_suspected(suspected)
-                self._tell_all(suspected)
+                self._told.on_suspected(change)
+                self._tell_all(change)
 
     def _lose(self, gone: Gone) -> None:
         """Give up a rank whose connection stands; it is told too, in case it wakes up."""
@@ -318,11 +315,9 @@ class Coordinator:
         connection.close()
         self._joining.discard(rank)
         self._reachability.forget(rank)
-        with self._changed:
-            formed = self._state is _State.FORMED
-            if not formed:
+        if self._state is not _State.FORMED:  # which it becomes on this thread only
+            with self._changed:
                 self._roster.strike(rank)
-        if not formed:
             self._tell_all(Waiting(self._roster.missing()))
             self._tell_hopeless()
             return

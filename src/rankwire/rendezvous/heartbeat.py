@@ -17,29 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from enum import Enum, auto
-from typing import NamedTuple
 
-from rankwire.rendezvous.control_messages import Patience
+from rankwire.rendezvous.control_messages import Gone, Patience, Suspected
 
 # A judge that comes so many beats late was not running.
 _LATE_BEATS = 3.0
-
-
-class Change(Enum):
-    """What has become of a subject."""
-
-    SUSPECTED = auto()
-    HEARD_AGAIN = auto()
-    FAILED = auto()
-
-
-class Judgement(NamedTuple):
-    """A change to tell."""
-
-    rank: int
-    change: Change
-    seconds: float
 
 
 class Silence:
@@ -82,22 +64,22 @@ class Silence:
         limit = self._patience.fail_after
         return now - self._judged > limit / 2 or now - self._returned < limit
 
-    def judge(self, now: float) -> list[Judgement]:
-        """Return what has changed since the last time. To be called every beat."""
+    def judge(self, now: float) -> list[Suspected | Gone]:
+        """Return what has changed since the last time, to be told. To be called every beat."""
         self._pardon(now)
-        changes = []
+        changes: list[Suspected | Gone] = []
         for rank, at in list(self._heard.items()):
             seconds = now - at
             if seconds >= self._patience.fail_after:
                 self.forget(rank)
-                changes.append(Judgement(rank, Change.FAILED, seconds))
+                changes.append(Gone(rank, _silent_reason(seconds), silent=True))
             elif seconds >= self._patience.suspect_after:
                 if rank not in self._suspected:
                     self._suspected.add(rank)
-                    changes.append(Judgement(rank, Change.SUSPECTED, seconds))
+                    changes.append(Suspected(rank, seconds))
             elif rank in self._suspected:
                 self._suspected.discard(rank)
-                changes.append(Judgement(rank, Change.HEARD_AGAIN, 0.0))
+                changes.append(Suspected(rank, 0.0))
         return changes
 
     def _pardon(self, now: float) -> None:
@@ -110,7 +92,7 @@ class Silence:
                 self._heard[rank] = min(now, at + missed)
 
 
-def silent_reason(seconds: float) -> str:
+def _silent_reason(seconds: float) -> str:
     """Return the reason for giving up a rank whose connection stands."""
     return (
         f"its process has been silent for {seconds:.3g} s although its connection stands: stopped, "

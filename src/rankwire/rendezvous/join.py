@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -53,18 +53,9 @@ _AUTHENTICATION_TRIES = 3  # a full acceptor drops strangers too, so one refusal
 _REPORT_EVERY = 10.0
 
 
-def join(
-    address: TcpAddress,
-    hello: Hello,
-    *,
-    find_key: Callable[[], bytes | None],
-    describe: Callable[[str], Member],
-    deadline: Deadline,
-    patience: Patience = DEFAULT_PATIENCE,
-    policy: Policy = UNPROTECTED,
-    has_coordinator: bool = False,
-) -> tuple[World, Connection, list[Frame]]:
-    """Dial the coordinator and wait until the whole world has joined.
+@dataclass
+class Joining:
+    """The way of one rank into the world.
 
     Args:
         address: Where the coordinator listens.
@@ -76,81 +67,82 @@ def join(
         patience: How long this rank would let others be silent.
         policy: How the control connection is protected.
         has_coordinator: Whether a launcher coordinates, and not rank 0.
-
-    Returns:
-        The world, the control connection, and frames that came on it right behind the world.
-
-    Raises:
-        RendezvousError: The coordinator refused, was not reached, or ranks are missing.
-        AuthenticationError: The secrets differ.
     """
-    attempt = _Attempt(
-        address, hello, find_key, describe, deadline, patience, policy, has_coordinator
-    )
-    pause = _FIRST_PAUSE
-    while True:
-        try:
-            return attempt.run()
-        except (NoConnectionError, PeerLostError, ChannelClosedError) as error:
-            attempt.note(error)
-        except AuthenticationError as error:
-            attempt.refusals += 1
-            if attempt.refusals >= _AUTHENTICATION_TRIES:
-                peer = None if has_coordinator else 0
-                error.during(op="join", rank=hello.rank, peer=peer, waited=deadline.waited)
-                raise
-            attempt.note(error)
-        except DeadlineExceededError as error:
-            if attempt.trouble is None:
-                attempt.note(error)
-        if deadline.expired:
-            raise attempt.too_late() from attempt.trouble
-        deadline.clock.sleep(min(deadline.sleep_limit(), pause * random.uniform(0.5, 1.0)))
-        pause = min(pause * 2, _LONGEST_PAUSE)
-
-
-@dataclass
-class _Attempt:
-    """What is remembered from one try to the next."""
 
     address: TcpAddress
     hello: Hello
+    _: KW_ONLY
     find_key: Callable[[], bytes | None]
     describe: Callable[[str], Member]
     deadline: Deadline
-    patience: Patience
-    policy: Policy
-    has_coordinator: bool
-    refusals: int = 0
-    missing: list[int] = field(default_factory=list)
-    is_connected: bool = False
-    is_let_in: bool = False
-    without_secret: Deadline | None = None
-    troubles: dict[bool, RankwireError] = field(default_factory=dict)  # last, by is_connected
+    patience: Patience = DEFAULT_PATIENCE
+    policy: Policy = UNPROTECTED
+    has_coordinator: bool = False
+    # What is remembered from one try to the next.
+    _refusals: int = field(default=0, init=False)
+    _missing: list[int] = field(default_factory=list, init=False)
+    _is_connected: bool = field(default=False, init=False)
+    _is_let_in: bool = field(default=False, init=False)
+    _without_secret: Deadline | None = field(default=None, init=False)
+    # The last ones, by whether it was connected.
+    _troubles: dict[bool, RankwireError] = field(default_factory=dict, init=False)
+
+    def join(self) -> tuple[World, Connection, list[Frame]]:
+        """Dial the coordinator and wait until the whole world has joined.
+
+        Returns:
+            The world, the control connection, and frames that came on it right behind the world.
+
+        Raises:
+            RendezvousError: The coordinator refused, was not reached, or ranks are missing.
+            AuthenticationError: The secrets differ.
+        """
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                return self._try()
+            except (NoConnectionError, PeerLostError, ChannelClosedError) as error:
+                self._note(error)
+            except AuthenticationError as error:
+                self._refusals += 1
+                if self._refusals >= _AUTHENTICATION_TRIES:
+                    peer = None if self.has_coordinator else 0
+                    waited = self.deadline.waited
+                    error.during(op="join", rank=self.hello.rank, peer=peer, waited=waited)
+                    raise
+                self._note(error)
+            except DeadlineExceededError as error:
+                if self._trouble is None:
+                    self._note(error)
+            if self.deadline.expired:
+                raise self._too_late() from self._trouble
+            longest = self.deadline.sleep_limit()
+            self.deadline.clock.sleep(min(longest, pause * random.uniform(0.5, 1.0)))
+            pause = min(pause * 2, _LONGEST_PAUSE)
 
     @property
-    def coordinator(self) -> str:
+    def _coordinator(self) -> str:
         """Who it is, in words."""
         return "the coordinator" if self.has_coordinator else "rank 0"
 
     @property
-    def trouble(self) -> RankwireError | None:
+    def _trouble(self) -> RankwireError | None:
         """What to blame if there is no time left.
 
         A handshake that failed says more than a connection that was refused later: the coordinator
         has given up by then, perhaps for the same reason.
         """
-        return self.troubles.get(True) or self.troubles.get(False)
+        return self._troubles.get(True) or self._troubles.get(False)
 
-    def note(self, trouble: RankwireError) -> None:
+    def _note(self, trouble: RankwireError) -> None:
         """Remember why the last try failed."""
-        self.troubles[self.is_connected] = trouble
+        self._troubles[self._is_connected] = trouble
 
-    def run(self) -> tuple[World, Connection, list[Frame]]:
-        self.missing = [] if self.has_coordinator else [0]
-        self.is_connected = self.is_let_in = False
+    def _try(self) -> tuple[World, Connection, list[Frame]]:
+        self._missing = [] if self.has_coordinator else [0]
+        self._is_connected = self._is_let_in = False
         sock = connect_tcp(self.address, self.deadline)
-        self.is_connected = True
+        self._is_connected = True
         try:
             stream, seals = self._authenticate(sock)
             member = self.describe(sock.getsockname()[0])
@@ -171,7 +163,7 @@ class _Attempt:
         key = self.find_key()
         if key is None:
             raise self._no_secret()
-        self.without_secret = None
+        self._without_secret = None
         # Whatever listens there may be no coordinator at all, and never answer.
         limit = self.deadline.sooner(HANDSHAKE_LIMIT)
         return authenticate(sock, self.hello, key=key, deadline=limit, policy=self.policy)
@@ -181,16 +173,16 @@ class _Attempt:
 
     def _no_secret(self) -> RankwireError:
         """No secret is laid out: a launcher's socket may listen before rank 0 is there."""
-        self.without_secret = self.without_secret or self._within(HANDSHAKE_LIMIT)
+        self._without_secret = self._without_secret or self._within(HANDSHAKE_LIMIT)
         reason = f"something listens on {self.address}, but there is no secret of its rank 0"
-        if not self.without_secret.expired:
+        if not self._without_secret.expired:
             return NoConnectionError(f"{reason} yet")
-        self.refusals = _AUTHENTICATION_TRIES
+        self._refusals = _AUTHENTICATION_TRIES
         return AuthenticationError(f"{reason} that this user can read")
 
     def _await_world(self, control: Connection) -> tuple[World, list[Frame]]:
-        self.missing = []
-        self.is_let_in = True
+        self._missing = []
+        self._is_let_in = True
         report = self._within(_REPORT_EVERY)
         while True:
             frames = control.read(self.deadline.sooner(report.remaining()))
@@ -204,17 +196,17 @@ class _Attempt:
                     raise error
                 if not isinstance(message, Waiting):
                     raise ProtocolError(
-                        f"unexpected {type(message).__name__} from {self.coordinator}"
+                        f"unexpected {type(message).__name__} from {self._coordinator}"
                     )
                 self._note_missing(message.missing)
             if self.deadline.expired:
-                raise self.too_late()
+                raise self._too_late()
             if report.expired:
                 report = self._within(_REPORT_EVERY)
                 _log.warning(
                     "rank %d waits for ranks %s (%.0f s)",
                     self.hello.rank,
-                    self.missing,
+                    self._missing,
                     self.deadline.waited,
                 )
 
@@ -223,17 +215,17 @@ class _Attempt:
 
         By then others give up too, for the same reason as this one; they are not the cause.
         """
-        if is_last_moment(self.deadline) and self.missing:
-            missing = [rank for rank in missing if rank in self.missing]
-        self.missing = missing
+        if is_last_moment(self.deadline) and self._missing:
+            missing = [rank for rank in missing if rank in self._missing]
+        self._missing = missing
 
-    def too_late(self) -> RendezvousError:
+    def _too_late(self) -> RendezvousError:
         limit = f"within {self.deadline.limit:g} s"
         reason = f"the world did not form {limit}"
-        if not self.is_let_in:
-            reason = f"{self.coordinator} was not reached at {self.address} {limit}"
-        if self.trouble is not None:
-            reason += f" ({self.trouble.message})"
-        return RendezvousError(reason, missing=self.missing).during(
+        if not self._is_let_in:
+            reason = f"{self._coordinator} was not reached at {self.address} {limit}"
+        if self._trouble is not None:
+            reason += f" ({self._trouble.message})"
+        return RendezvousError(reason, missing=self._missing).during(
             op="join", rank=self.hello.rank, waited=self.deadline.waited
         )

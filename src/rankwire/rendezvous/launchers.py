@@ -20,15 +20,16 @@ from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostErr
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import Policy
-from rankwire.links.sockets import TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.links.sockets import AnySocket, TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.control_messages import CONTROL
 from rankwire.texts import one_line, printable
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.loans import whole_of
+from rankwire.wire.seals import Seals
 
 # The name of the job comes with Start; until then the secret alone tells jobs apart.
 LAUNCH_JOB = "rankwire run"
-MAX_LAUNCHER_NBYTES = 16 << 20
+_MAX_LAUNCHER_NBYTES = 16 << 20
 _TELLING_PATIENCE = 0.5
 _MAX_LINES = 100  # of what a rank wrote to stderr last
 
@@ -150,10 +151,20 @@ def _harmless(message: Message) -> Message:
 
 
 class LauncherLink:
-    """The connection between two launchers, for a selector."""
+    """The connection between two launchers, for a selector.
 
-    def __init__(self, connection: Connection, clock: Clock) -> None:
-        self._connection = connection
+    Args:
+        stream: It has been authenticated. Owned from now on.
+        node: Whose launcher is at the other end.
+        clock: By which it waits.
+        seals: By which frames are protected, if they are.
+    """
+
+    def __init__(self, stream: AnySocket, node: int, clock: Clock, seals: Seals | None) -> None:
+        expect_prompt_reading(stream)
+        self._connection = Connection(
+            stream, peer=node, max_nbytes=_MAX_LAUNCHER_NBYTES, clock=clock, seals=seals
+        )
         self._clock = clock
 
     def fileno(self) -> int:
@@ -237,12 +248,7 @@ def dial_launcher(
         stream, seals = authenticate(
             sock, hello, key=handshake_key(secret), deadline=limit, check=check, policy=policy
         )
-        expect_prompt_reading(stream)
-        clock = deadline.clock
-        connection = Connection(
-            stream, peer=0, max_nbytes=MAX_LAUNCHER_NBYTES, clock=clock, seals=seals
-        )
-        return LauncherLink(connection, clock)
+        return LauncherLink(stream, 0, deadline.clock, seals)
     except BaseException:
         sock.close()
         raise

@@ -15,7 +15,7 @@ from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import Beat, Fallen, Gone, Suspected, World, unpack
-from rankwire.rendezvous.heartbeat import Change, Silence, silent_reason
+from rankwire.rendezvous.heartbeat import Silence
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
 
@@ -80,15 +80,14 @@ class Membership:
         if self.has_ended:
             return
         tell(self._control, Beat())
-        for rank, change, seconds in self._silence.judge(self._now()):
-            if change is not Change.FAILED:
-                self._audience.on_suspected(Suspected(rank, seconds))
+        for change in self._silence.judge(self._now()):
+            if isinstance(change, Suspected):
+                self._audience.on_suspected(change)
                 continue
-            reason = silent_reason(seconds)
             # In case it wakes up: it must not take the end of this connection for a death.
-            tell(self._control, Gone(rank, reason, silent=True))
+            tell(self._control, change)
             self._acceptor.unwatch(self._control)
-            error = PeerUnresponsiveError(rank, reason)
+            error = PeerUnresponsiveError(change.rank, change.reason)
             self._control.fail(error)
             self._ended(error)
 

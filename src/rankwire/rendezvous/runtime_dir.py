@@ -67,7 +67,7 @@ def find_runtime_folder() -> tuple[Path, str]:
     troubles: list[str] = []
     for candidate in _candidates():
         try:
-            return _made(candidate), "; ".join(troubles)
+            return _checked(candidate, may_be_made=True), "; ".join(troubles)
         except ConfigurationError as error:
             troubles.append(error.message)
     raise ConfigurationError(f"{'; '.join(troubles)}. {WHAT_TO_SET}")
@@ -80,8 +80,7 @@ def runtime_folders() -> Iterator[Path]:
     """
     for candidate in _candidates():
         with suppress(ConfigurationError):
-            _check_folder(candidate)
-            yield candidate.path
+            yield _checked(candidate, may_be_made=False)
 
 
 class _Candidate(NamedTuple):
@@ -89,86 +88,65 @@ class _Candidate(NamedTuple):
 
     Attributes:
         base: What must be there and safe; the folder is made in it.
-        names: Below it, each for this user alone.
+        folders: Those below it, each for this user alone; the last is the one meant.
         named: How it was asked for, for the texts.
     """
 
     base: Path
-    names: tuple[str, ...]
+    folders: tuple[Path, ...]
     named: str = ""
-
-    @property
-    def path(self) -> Path:
-        return self.base.joinpath(*self.names)
 
 
 def _candidates() -> Iterator[_Candidate]:
     if asked := os.environ.get(RUNTIME_DIR):
         path = Path(os.path.abspath(asked))
-        yield _Candidate(path.parent, (path.name,), f"{RUNTIME_DIR}={asked}")
+        yield _Candidate(path.parent, (path,), f"{RUNTIME_DIR}={asked}")
     if asked := os.environ.get("XDG_RUNTIME_DIR"):
-        yield _Candidate(Path(os.path.abspath(asked)), ("rankwire",), f"XDG_RUNTIME_DIR={asked}")
+        base = Path(os.path.abspath(asked))
+        yield _Candidate(base, (base / "rankwire",), f"XDG_RUNTIME_DIR={asked}")
     user = os.geteuid()
-    yield _Candidate(_SHARED, (f"rankwire-{user}",))
+    yield _Candidate(_SHARED, (_SHARED / f"rankwire-{user}",))
     with suppress(KeyError):  # a user without an entry, as in containers
         # Not $HOME: after sudo it may be another's. A home may be seen by several hosts.
         host = hashlib.sha256(host_id().encode()).hexdigest()[:8]
-        yield _Candidate(Path(pwd.getpwuid(user).pw_dir), (".rankwire", host))
+        home = Path(pwd.getpwuid(user).pw_dir)
+        yield _Candidate(home, (home / ".rankwire", home / ".rankwire" / host))
 
 
-def _made(candidate: _Candidate) -> Path:
-    """Return a candidate's folder, made if need be.
+def _checked(candidate: _Candidate, *, may_be_made: bool) -> Path:
+    """Return a candidate's folder, which is this user's, no link, and closed to all other users.
 
     Raises:
         ConfigurationError: It is not safe, or cannot be had.
     """
-    _check_base(candidate)
-    folder = candidate.base
+    asked = candidate.named or candidate.base
     try:
-        for name in candidate.names:
-            folder /= name
+        _check_base(candidate.base, asked)
+        for folder in candidate.folders if may_be_made else ():
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
+        for folder in candidate.folders:
+            status = folder.lstat()
+            mode, user = status.st_mode, status.st_uid
+            if not stat.S_ISDIR(mode) or user != os.geteuid() or mode & 0o077 or ~mode & 0o700:
+                raise ConfigurationError(
+                    f"{folder} must be a folder of this user that no other user can enter"
+                    " (mode 0700)"
+                )
     except OSError as error:
-        raise ConfigurationError(_because(candidate, error)) from error
-    _check_folder(candidate)
+        raise ConfigurationError(f"{asked}: {error.strerror}") from error
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        raise ConfigurationError(f"{asked}: the path is too long for socket files")
     return folder
 
 
-def _check_base(candidate: _Candidate) -> None:
+def _check_base(base: Path, asked: Path | str) -> None:
     """Raise if another user can put another folder in the place of one in ``base``."""
-    try:
-        status = candidate.base.stat()
-    except OSError as error:
-        raise ConfigurationError(_because(candidate, error)) from error
+    status = base.stat()
     if status.st_uid not in (os.geteuid(), *_system_users()):
-        raise ConfigurationError(_because(candidate, "it belongs to another user"))
+        raise ConfigurationError(f"{asked}: it belongs to another user")
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise ConfigurationError(_because(candidate, "others can write there"))
-
-
-def _check_folder(candidate: _Candidate) -> None:
-    """Raise unless the folder is there, this user's, no link, and closed to all other users."""
-    _check_base(candidate)
-    folder = candidate.base
-    for name in candidate.names:
-        folder /= name
-        try:
-            status = folder.lstat()
-        except OSError as error:
-            raise ConfigurationError(_because(candidate, error)) from error
-        mode, user = status.st_mode, status.st_uid
-        if not stat.S_ISDIR(mode) or user != os.geteuid() or mode & 0o077 or ~mode & 0o700:
-            raise ConfigurationError(
-                f"{folder} must be a folder of this user that no other user can enter (mode 0700)"
-            )
-    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-        raise ConfigurationError(_because(candidate, "the path is too long for socket files"))
-
-
-def _because(candidate: _Candidate, reason: OSError | str) -> str:
-    text = reason if isinstance(reason, str) else reason.strerror
-    return f"{candidate.named or candidate.base}: {text}"
+        raise ConfigurationError(f"{asked}: others can write there")
 
 
 def _system_users() -> tuple[int, ...]:

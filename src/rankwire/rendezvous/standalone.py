@@ -13,19 +13,11 @@ from functools import partial
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor
-from rankwire.links.connection import Connection
-from rankwire.links.security import Policy, choose_policy
-from rankwire.links.sockets import (
-    AnySocket,
-    Socket,
-    TcpAddress,
-    expect_prompt_reading,
-    listen_tcp,
-    start_listening,
-)
-from rankwire.rendezvous.control_messages import MAX_MEMBER_NBYTES, Gone, World
+from rankwire.links.security import Policy
+from rankwire.links.sockets import AnySocket, Socket, TcpAddress, listen_tcp, start_listening
+from rankwire.rendezvous.control_messages import Gone, World
 from rankwire.rendezvous.coordinator import Coordinator, Told
-from rankwire.rendezvous.launchers import LAUNCH_JOB, MAX_LAUNCHER_NBYTES, LauncherLink
+from rankwire.rendezvous.launchers import LAUNCH_JOB, LauncherLink
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Seals
@@ -52,7 +44,7 @@ class CoordinatorHost:
         secret: What the key of every rank is made of.
         job: The name of the job.
         clock: By which it waits.
-        policy: How connections are protected; by default as the address demands.
+        policy: How connections are protected.
         told: Who is told of what happens, on the host's own thread.
         nodes: How many launchers the job has, this one included.
         on_launcher: Called there with another node's number and the connection to its launcher,
@@ -67,7 +59,7 @@ class CoordinatorHost:
         secret: bytes,
         job: str,
         clock: Clock,
-        policy: Policy | None = None,
+        policy: Policy,
         told: Told | None = None,
         nodes: int = 1,
         on_launcher: Callable[[int, LauncherLink], None] = lambda node, link: link.close(),
@@ -80,9 +72,7 @@ class CoordinatorHost:
         self._present: set[int] = set()
         self._secret = secret
         self._absent: dict[int, str] = {}
-        self._acceptor = Acceptor(
-            self, clock, key=self._find_key, policy=policy or _default_policy(listener)
-        )
+        self._acceptor = Acceptor(self, clock, key=self._find_key, policy=policy)
         self._acceptor.listen(listener)
         self._coordinator = self._new_coordinator()
         start_listening(listener)
@@ -139,15 +129,11 @@ class CoordinatorHost:
 
     def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
         """Give a connection that was welcomed to the coordinator, or to the owner of launchers."""
-        expect_prompt_reading(sock)
-        is_launcher = hello.purpose is Purpose.LAUNCH
-        longest = MAX_LAUNCHER_NBYTES if is_launcher else MAX_MEMBER_NBYTES
-        clock = self._acceptor.clock
-        connection = Connection(sock, peer=hello.rank, max_nbytes=longest, clock=clock, seals=seals)
-        if is_launcher:
-            self._on_launcher(hello.rank, LauncherLink(connection, clock))
-            return
-        self._coordinator.enter(hello.rank, connection)
+        if hello.purpose is Purpose.LAUNCH:
+            link = LauncherLink(sock, hello.rank, self._acceptor.clock, seals)
+            self._on_launcher(hello.rank, link)
+        else:
+            self._coordinator.enter(hello.rank, sock, seals)
 
     def expect(self, *, world_size: int | None = None, job: str | None = None) -> None:
         """Begin anew: the next world's ranks may join. Safe from any thread.
@@ -180,8 +166,3 @@ class CoordinatorHost:
         """Leave the world to itself. Idempotent."""
         self._acceptor.close()
         self._coordinator.close()
-
-
-def _default_policy(listener: Socket) -> Policy:
-    host, port = listener.getsockname()[:2]
-    return choose_policy("auto", TcpAddress(host, port))
