@@ -58,9 +58,7 @@ class SharedSegment(Segment):
         self._addresses = [start + 8 * line for line in self.lines]
 
     @classmethod
-    def make(
-        cls, slots_nbytes: int, rank: int, size: int, *, spin: float, clock: Clock
-    ) -> SharedSegment:
+    def make(cls, nbytes: int, rank: int, size: int, *, spin: float, clock: Clock) -> SharedSegment:
         """Make one, with so many bytes for the slots of all ranks together.
 
         Raises:
