@@ -1,0 +1,150 @@
+"""Random collectives, the same on all ranks of a world, each compared with what numpy gives.
+
+Runs in the processes of the ranks: every one draws the same operations from the same seed.
+"""
+
+import random
+
+import numpy as np
+
+import rankwire
+from rankwire import SubBackend
+
+DTYPES = ["float32", "float64", "int64", "uint8", "float16"]
+OPS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+SIZES = [0, 1, 3, 64, 1000, 5000, 70_000]
+
+
+def run(backend, seed, count, sizes=SIZES):
+    """Do ``count`` operations, in the world and in groups of it; return how many were compared."""
+    draw = random.Random(seed)
+    ranks = list(range(backend.world_size))
+    groups = [backend]
+    for size in {2, backend.world_size} if backend.world_size > 2 else ():
+        members = sorted(draw.sample(ranks, size))
+        if backend.rank in members:
+            groups.append(SubBackend(backend, members))
+        else:
+            groups.append(None)
+    members_of = [ranks] + [group and group.members for group in groups[1:]]
+    done = 0
+    for _ in range(count):
+        at = draw.randrange(len(groups))
+        length, dtype, op = draw.choice(sizes), draw.choice(DTYPES), draw.choice(list(OPS))
+        kind, where = draw.choice(list(KINDS)), draw.random()
+        number = draw.randrange(1 << 30)
+        group = groups[at]
+        if group is not None:
+            members = members_of[at]
+            root = int(where * len(members))
+            data = [_array(number + rank, length, dtype, len(members)) for rank in members]
+            KINDS[kind](group, data, op, root)
+            done += 1
+    for group in groups[1:]:
+        if group is not None:
+            group.close()
+    return done
+
+
+def _array(seed, length, dtype, parts):
+    """Return an array whose length can be divided; small whole numbers, so that sums are exact."""
+    values = np.random.default_rng(seed).integers(0, 7, length * parts)
+    return values.astype(dtype)
+
+
+def _reduced(data, op):
+    total = data[0].copy()
+    for array in data[1:]:
+        total = OPS[op](total, array)
+    return total
+
+
+def _all_reduce(group, data, op, root):
+    array = data[group.rank].copy()
+    assert rankwire.all_reduce(group, array, op) is array
+    np.testing.assert_array_equal(array, _reduced(data, op))
+
+
+def _reduce(group, data, op, root):
+    result = rankwire.reduce(group, data[group.rank], root, op)
+    if group.rank == root:
+        np.testing.assert_array_equal(result, _reduced(data, op))
+    else:
+        assert result is None
+
+
+def _broadcast(group, data, op, root):
+    array = data[group.rank].copy()
+    rankwire.broadcast(group, array, root)
+    np.testing.assert_array_equal(array, data[root])
+
+
+def _all_gather(group, data, op, root):
+    np.testing.assert_array_equal(
+        rankwire.all_gather(group, data[group.rank]), np.concatenate(data)
+    )
+
+
+def _gather(group, data, op, root):
+    result = rankwire.gather(group, data[group.rank], root)
+    if group.rank == root:
+        np.testing.assert_array_equal(result, np.concatenate(data))
+
+
+def _scatter(group, data, op, root):
+    part = rankwire.scatter(group, data[root] if group.rank == root else None, root)
+    np.testing.assert_array_equal(part, np.split(data[root], len(data))[group.rank])
+
+
+def _reduce_scatter(group, data, op, root):
+    part = rankwire.reduce_scatter(group, data[group.rank], op)
+    np.testing.assert_array_equal(part, np.split(_reduced(data, op), len(data))[group.rank])
+
+
+def _all_to_all(group, data, op, root):
+    result = rankwire.all_to_all(group, data[group.rank])
+    parts = [np.split(array, len(data))[group.rank] for array in data]
+    np.testing.assert_array_equal(result, np.concatenate(parts))
+
+
+def _barrier(group, data, op, root):
+    rankwire.barrier(group)
+
+
+def _in_background(group, data, op, root):
+    arrays = [array.copy() for array in (data[group.rank], data[group.rank])]
+    works = [rankwire.all_reduce(group, array, op, async_op=True) for array in arrays]
+    for work, array in zip(works, arrays, strict=True):
+        work.wait()
+        np.testing.assert_array_equal(array, _reduced(data, op))
+
+
+def _objects(group, data, op, root):
+    own = data[group.rank]
+    for got, sent in zip(rankwire.all_gather_object(group, own), data, strict=True):
+        np.testing.assert_array_equal(got, sent)
+    word = {"from": group.rank}
+    assert rankwire.broadcast_object(group, word, root) == {"from": root}
+    words = [f"{group.rank} to {dst}" for dst in range(len(data))]
+    assert rankwire.all_to_all_object(group, words) == [
+        f"{src} to {group.rank}" for src in range(len(data))
+    ]
+    assert rankwire.scatter_object(group, words, root) == f"{root} to {group.rank}"
+    gathered = rankwire.gather_object(group, word, root)
+    if group.rank == root:
+        assert gathered == [{"from": src} for src in range(len(data))]
+
+
+KINDS = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+    "in the background": _in_background,
+    "objects": _objects,
+}
