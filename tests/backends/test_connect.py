@@ -319,6 +319,17 @@ def test_the_environment_may_say_where_to_listen_and_options_win(launched, monke
     ]
 
 
+def test_the_environment_may_say_how_much_memory_is_shared(launched, monkeypatch):
+    told, _ = launched
+    monkeypatch.setenv("RANKWIRE_SEGMENT", "65536")
+    connect()
+    connect(segment_nbytes=0)
+    assert [arguments["segment_nbytes"] for arguments in told] == [65536, 0]
+    monkeypatch.setenv("RANKWIRE_SEGMENT", "8 MiB")
+    with pytest.raises(ConfigurationError, match="RANKWIRE_SEGMENT is '8 MiB', not an integer"):
+        connect()
+
+
 @pytest.mark.parametrize(
     ("listen", "host"), [("10.0.0.5:29600-29700", "10.0.0.5"), (":29600-29700", None), ("::", "::")]
 )

@@ -44,6 +44,7 @@ TLS_FILES = TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY",
 TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
+SEGMENT = "RANKWIRE_SEGMENT"
 _SETTINGS = {"security": SECURITY, "listen": LISTEN, "advertise": ADVERTISE}
 
 # Between two tries to join while the last world still stands.
@@ -67,7 +68,8 @@ def connect(**options: Any) -> TcpBackend:
 
     ``RANKWIRE_LISTEN`` and ``RANKWIRE_ADVERTISE``, ``RANKWIRE_SECURITY``, and for TLS
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
-    ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names.
+    ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names; ``RANKWIRE_SEGMENT``
+    for ``segment_nbytes``.
 
     Under ``rankwire run``, an error that ends the program is printed short from now on; see
     ``tracebacks``. ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.
@@ -187,10 +189,12 @@ _memory = _Memory()
 
 
 def _read_settings(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the environment says about protection and where to listen, as arguments."""
+    """Return what the environment says about protection, listening and memory, as arguments."""
     found: dict[str, Any] = {
         name: environ[variable] for name, variable in _SETTINGS.items() if environ.get(variable)
     }
+    if environ.get(SEGMENT):
+        found["segment_nbytes"] = read_integer(environ, SEGMENT)
     if "listen" in found and known["rank"] == 0 and not known["has_coordinator"]:
         # The variable is the same for all ranks of a host, and this one's port is known already:
         # it is where the others look for it.
