@@ -114,9 +114,13 @@ def overtake(backend: Any, numbers: int, *, in_background: bool) -> list[Any]:
     return [(float(one), float(other)) for one, other in got]
 
 
-def fail_and_go_on(backend: Any, *, after: float = 0.0, timeout: float = 10.0) -> list[Any]:
+def epoch(backend: Any) -> int:
+    """Return the number after the last one that has failed here, and of which all were told."""
+    return backend.operations.epoch
+
+
+def fail_and_go_on(backend: Any, *, timeout: float = 10.0) -> list[Any]:
     """Begin one in the background, and at once another one; return the error and the value."""
-    time.sleep(after)
     work = rankwire.all_reduce(backend, np.ones(1), async_op=True, timeout=timeout)
     value = rankwire.all_reduce(backend, np.full(1, 10.0), timeout=10).tolist()
     try:

@@ -25,7 +25,14 @@ from rankwire import (
     PeerLostError,
 )
 from rankwire.testing import simulated_world, tcp_world
-from worlds import PATIENCE, Running, nursery, process_world, runtime_folder_of_its_own
+from worlds import (
+    PATIENCE,
+    Running,
+    eventually,
+    nursery,
+    process_world,
+    runtime_folder_of_its_own,
+)
 
 SOON = 8.0  # seconds; measured: 0.05 to 0.15, on a busy machine more than 1
 PROCESSES = ("unix", "tcp")
@@ -198,8 +205,10 @@ def test_a_small_operation_does_not_overtake_one_in_the_background(ranks):
 def test_a_small_operation_waits_until_one_in_the_background_has_failed(ranks):
     """Else it would be sent as if that had gone well, and nobody else would take it."""
     first, *others = ranks
+    before = first.start("epoch").result()
     running = [first.start("fail_and_go_on", timeout=0.12)]
-    running += [rank.start("fail_and_go_on", after=1.0) for rank in others]
+    eventually(lambda: first.start("epoch").result() > before)
+    running += [rank.start("fail_and_go_on") for rank in others]
     outcomes = [each.result() for each in running]
     assert isinstance(outcomes[0][0], DeadlineExceededError), outcomes
     for error, _ in outcomes[1:]:
