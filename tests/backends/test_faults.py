@@ -450,7 +450,7 @@ def test_a_callback_that_a_close_causes_runs_in_the_closing_thread(make_world):
 
 
 def test_a_callback_that_a_timed_fault_causes_may_wait_for_the_network(make_world):
-    plan = FaultPlan().kill(1, after_seconds=0.02).kill(2, after_seconds=0.04)
+    plan = FaultPlan().kill(1, after_seconds=0.3).kill(2, after_seconds=0.4)
     world = make_world(4, plan)
     ports = [backend.open_calls(1) for backend in world]
     received = []
@@ -469,7 +469,7 @@ def test_a_callback_that_a_timed_fault_causes_may_wait_for_the_network(make_worl
 
 
 def test_closing_from_a_callback_does_not_wait_for_itself():
-    world = SimulatedBackend.create_group(2, faults=FaultPlan().kill(1, after_seconds=0.02))
+    world = SimulatedBackend.create_group(2, faults=FaultPlan().kill(1, after_seconds=0.3))
     ports = [backend.open_calls(1) for backend in world]
     closed = threading.Event()
 
