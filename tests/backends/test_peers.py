@@ -3,6 +3,7 @@
 import contextlib
 import select
 import socket
+from functools import partial
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_the_first_cause_stays(peer):
     assert peer.failure is LOST
     with pytest.raises(PeerLostError, match="first cause"):
         receive(peer)
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_one_that_was_let_in_while_this_rank_leaves_is_told_so(peer, connect, orderly):
+    """It came between the last look at the connections and the end of the acceptor."""
+    near, far = connect()
+    peer.close(CLOSED, Deadline(PATIENCE), orderly=orderly)
+    peer.add(near, incoming=True)
+    with pytest.raises(ChannelClosedError if orderly else PeerLostError):
+        list(iter(partial(far.read, Deadline(PATIENCE)), None))
 
 
 def test_a_failure_ends_all_connections(peer, connect):

@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from rankwire.backends.status import PeerStatus, describe_wanted, state_of
 from rankwire.clock import Clock
-from rankwire.deadline import Deadline
+from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
@@ -69,6 +69,7 @@ class Peer:
         self.silent_for = 0.0
         self.is_suspected = False
         self._was_refused = False  # a connection, because it has too many
+        self._is_left = False  # by this rank, in good order
         self.inbox = Inbox(self.member.rank, Mailbox(), self.clock)
         self.failure: RankwireError | None = None
         self.dial_lock = threading.Lock()
@@ -82,6 +83,8 @@ class Peer:
             self._connections[connection] = incoming
             failure = self.failure
         if failure is not None:
+            if self._is_left:  # it was let in meanwhile; without a word it would take us for dead
+                connection.farewell(AT_ONCE)
             connection.fail(failure)
 
     def remove(self, connection: Connection) -> None:
@@ -217,6 +220,7 @@ class Peer:
 
     def close(self, cause: RankwireError, patience: Deadline, *, orderly: bool = True) -> None:
         """End every wait and close; say farewell on every connection if this is a good end."""
+        self._is_left = orderly
         self.mark(cause)
         for connection in self.connections():
             if connection.failure is None and orderly:

@@ -43,6 +43,15 @@ if _QUIET is not None:
     _QUIET.run(partial(np.seterr, all="ignore"))
 
 
+def _quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call a function with overflow and invalid operations silent."""
+    if _QUIET is not None:
+        _QUIET.copy().run(function, *args, **kwargs)
+    else:
+        with np.errstate(all="ignore"):
+            function(*args, **kwargs)
+
+
 class Reduction:
     """One op on one dtype.
 
@@ -87,17 +96,16 @@ class Reduction:
         if self._quiet:
             self._fold(pieces, count, out, own, spare)
         else:
-            with np.errstate(all="ignore"):
-                self._fold(pieces, count, out, own, spare)
+            _quietly(self._fold, pieces, count, out, own, spare)
 
     def fold_two(self, first: Array, second: Array, out: Array) -> None:
         """Reduce the pieces of two ranks, in this order, into ``out``, which may be one of them."""
-        if self._widen is not None or self._mean or _QUIET is None:
+        if self._widen is not None or self._mean:
             self.fold((first, second), 2, out)
         elif self._quiet:
             self._ufunc(first, second, out=out)
         else:
-            _QUIET.copy().run(self._ufunc, first, second, out=out)
+            _quietly(self._ufunc, first, second, out=out)
 
     def _fold(
         self, pieces: Iterable[Array], count: int, out: Array, own: int, spare: Array | None
@@ -124,14 +132,12 @@ class Reduction:
     def merge(self, total: Array, piece: Array) -> None:
         """Add a contribution to a total, in place. Not for types that are added up wider."""
         assert self._widen is None
-        with np.errstate(all="ignore"):
-            self._ufunc(total, piece, out=total)
+        _quietly(self._ufunc, total, piece, out=total)
 
     def finish(self, total: Array, count: int) -> None:
         """Turn a total of ``count`` merged contributions into the result, in place."""
         if self._mean:
-            with np.errstate(all="ignore"):
-                np.divide(total, count, out=total)
+            _quietly(np.divide, total, count, out=total)
 
     @property
     def is_wide(self) -> bool:
