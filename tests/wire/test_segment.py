@@ -39,6 +39,10 @@ def test_slots_are_apart_and_as_large_as_was_asked_for(size):
     assert set(first.words) == {0}
 
 
+def test_a_slot_is_not_larger_than_what_goes_through_one():
+    assert make(2, 1 << 30)[0].slot_nbytes == 2 << 20
+
+
 def test_too_little_memory_is_none():
     assert segment_nbytes(0, 2) == 0
     assert segment_nbytes(4095 * 4, 2) == 0

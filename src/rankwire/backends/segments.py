@@ -18,8 +18,9 @@ from rankwire.links.shared_segment import SharedSegment
 
 _log = logging.getLogger("rankwire")
 
-# A slot of 1 MiB for each of 4 ranks, twice. Memory is taken from the system as it is written to.
-DEFAULT_SEGMENT_NBYTES = 8 << 20
+# Two slots of 1 MiB for each of 16 ranks; with fewer, up to 2 MiB each. Memory is taken from the
+# system as it is written to: a group that reduces 4 KiB takes a page or two a rank.
+DEFAULT_SEGMENT_NBYTES = 32 << 20
 
 
 class Segments:

@@ -21,9 +21,10 @@ from rankwire.links.shared_memory import SharedMemory, open_shared
 from rankwire.links.spin import Spin
 from rankwire.wire.segment import ASLEEP, SEGMENT_SIZES, Segment, is_segment_of, segment_nbytes
 
-# Where ranks share cores: long enough for each of 16 ranks on 2 cores to run once, and to fall
-# asleep and be woken takes as long as 20 yields.
-_YIELDING = 100e-6
+# Where ranks share cores: long enough for the others to run. An all_reduce of 8 B takes 97 us with
+# 100 us of this, 51 with 400, 65 with 1500 (4 ranks on 2 cores; 318, 318, 287 with 8; 981, 751, 632
+# with 16). Who has waited in vain does so for half as long the next time.
+_YIELDING = 400e-6
 
 
 class SharedSegment(Segment):

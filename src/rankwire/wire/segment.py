@@ -32,6 +32,7 @@ from __future__ import annotations
 _LINES = 256
 _LINE_NBYTES = 128
 _ALIGN = 4096
+_LARGEST_SLOT = 2 << 20  # from there on arrays are read straight out of a rank's memory
 # Which word of a line is what; of two, the first is that of even steps.
 ASLEEP, _TAGS, _SIZES = 1, 2, 4  # the first is the last step that it has published
 _RETRACTED = 0  # instead of a tag
@@ -45,7 +46,7 @@ def segment_nbytes(slots_nbytes: int, size: int) -> int:
         slots_nbytes: For the slots of all ranks together, at most.
         size: How many ranks.
     """
-    slot = slots_nbytes // (2 * size) // _ALIGN * _ALIGN
+    slot = min(slots_nbytes // (2 * size) // _ALIGN * _ALIGN, _LARGEST_SLOT)
     return _slots_at(size) + 2 * size * slot if slot else 0
 
 
