@@ -30,6 +30,7 @@ from rankwire.errors import (
 )
 from rankwire.links import borrower, connection
 from rankwire.links.borrower import Borrowed
+from rankwire.links.shared_memory import CAN_SHARE
 from real_time import Deadline
 from worlds import (
     PATIENCE,
@@ -759,12 +760,13 @@ def send_numbered(backend, count):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"transport": "auto"}, Link("unix", True, "")),
-        ({"transport": "unix"}, Link("unix", True, "")),
+        ({"transport": "auto"}, Link("unix", True, "", CAN_SHARE)),
+        ({"transport": "unix"}, Link("unix", True, "", CAN_SHARE)),
         ({"transport": "tcp"}, Link("tcp", False, "it is not connected by a Unix socket")),
-        ({"single_copy": False}, Link("unix", False, "it is turned off")),
+        ({"single_copy": False}, Link("unix", False, "it is turned off", CAN_SHARE)),
+        ({"segment_nbytes": 0}, Link("unix", True, "", False)),
     ],
-    ids=["auto", "unix", "tcp", "off"],
+    ids=["auto", "unix", "tcp", "off", "nothing shared"],
 )
 def test_a_link_tells_how_messages_travel(options, expected):
     with tcp_world(2, **options) as world:
@@ -794,7 +796,7 @@ REFUSAL = "the kernel refuses to copy memory of process 7: Operation not permitt
 def test_where_the_kernel_refuses_messages_go_as_a_stream_and_the_reason_is_told(monkeypatch):
     monkeypatch.setattr(connection, "probe", lambda sock: (0, REFUSAL))
     with tcp_world(2) as world:
-        assert world[0].link_to(1) == Link("unix", False, REFUSAL)
+        assert world[0].link_to(1) == Link("unix", False, REFUSAL, CAN_SHARE)
         sending = Running(world[0].send, pattern(LARGE), 1)
         assert world[1].recv(0) == pattern(LARGE)
         sending.result()
@@ -810,7 +812,7 @@ def test_where_one_of_two_cannot_read_only_its_messages_go_as_a_stream():
         ranks[1].call("eval", "exec('from rankwire.links import connection', globals())")
         ranks[1].call("eval", refuse)
         links = [rank.call("link_to", 1 - rank.rank) for rank in ranks]
-        assert links[0] == Link("unix", False, REFUSAL)
+        assert links[0] == Link("unix", False, REFUSAL, CAN_SHARE)
         if not links[1].single_copy:
             pytest.skip(links[1].reason)
         for rank in ranks:

@@ -32,6 +32,12 @@ def test_a_rank_that_wants_none_neither_makes_nor_opens_one():
     assert none.open(os.getpid(), made.offer, 1, 2, 0.0) is None
 
 
+def test_why_nothing_is_shared_is_told():
+    assert Segments(1 << 20, REAL_TIME).why_not() == ""
+    assert "turned off" in Segments(0, REAL_TIME).why_not()
+    assert "too little" in Segments(100, REAL_TIME).why_not()
+
+
 def test_what_cannot_be_opened_is_none_and_not_an_error():
     segments = Segments(1 << 16, REAL_TIME)
     assert segments.open(0, b"", 1, 2, 0.0) is None  # it came over TCP: no process is known

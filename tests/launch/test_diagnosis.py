@@ -65,6 +65,14 @@ def test_single_copy_refused_and_how_to_allow_it(changes, words):
     assert not advice.is_bad
 
 
+def test_a_rank_that_shares_no_memory_is_named_with_the_reason():
+    facts = [fact(0), fact(1, why_nothing_shared="Operation not permitted")]
+    advice = only_advice(facts, links(2))
+    assert "no shared memory at rank 1: Operation not permitted" in advice.what
+    assert "memfd_create" in advice.change
+    assert not advice.is_bad
+
+
 def test_tcp_where_a_socket_file_would_do():
     tcp = links(2, transport="tcp", single_copy=False)
     assert "XDG_RUNTIME_DIR" in only_advice(world(2), tcp).change

@@ -24,6 +24,7 @@ class Link(NamedTuple):
     transport: str  # "unix", "tcp" or "memory"
     single_copy: bool  # whether it reads large ones straight out of this process's memory
     reason: str  # why not, if it does not
+    shared_memory: bool = False  # whether collectives with it meet in memory that both share
 
 
 class ReadingAll:

@@ -276,7 +276,13 @@ class Mesh(Backend):
             connection = peer.messages or self._dial_messages(peer, deadline)
         except RankwireError as error:
             raise self.explained(error, "link_to", deadline, rank) from error.__cause__
-        return Link(connection.transport, bool(connection.can_lend), connection.why_not_lend)
+        can_lend, is_local = bool(connection.can_lend), connection.transport == "unix"
+        shares = is_local and not self.why_nothing_shared()
+        return Link(connection.transport, can_lend, connection.why_not_lend, shares)
+
+    def why_nothing_shared(self) -> str:
+        """Return why collectives do not meet in shared memory; empty if they can, from here."""
+        return "ranks of this kind share nothing"
 
     def _wrap(
         self,

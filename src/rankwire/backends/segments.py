@@ -39,6 +39,16 @@ class Segments:
         self._lock = threading.Lock()
         self._segments: WeakSet[SharedSegment] = WeakSet()
 
+    def why_not(self) -> str:
+        """Try to make one; return why that cannot be, or nothing."""
+        if not self._nbytes:
+            return "it is turned off by segment_nbytes=0"
+        try:
+            SharedSegment.make(self._nbytes, 0, 2, spin=0.0, clock=self._clock).keep_private()
+        except OSError as error:
+            return str(error)
+        return ""
+
     def make(self, rank: int, size: int, spin: float) -> SharedSegment | None:
         """Make one for a group; None if that cannot be, or is not wanted."""
         if not self._nbytes:

@@ -238,6 +238,14 @@ class TcpBackend(Mesh):
             return None
         return self._segments.make(rank, size, self.spin)
 
+    def why_nothing_shared(self) -> str:
+        """Return why collectives do not meet in shared memory; empty if they can, from here."""
+        if not CAN_SHARE:
+            return "memory is shared on Linux and x86-64 only"
+        if self._transport == "tcp":
+            return 'Unix sockets are turned off by transport="tcp"'
+        return self._segments.why_not()
+
     def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
         """Open what another rank has made, and has told this one of."""
         connection = self._peers[src].inbox.connection

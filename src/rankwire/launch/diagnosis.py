@@ -34,6 +34,7 @@ class Facts(msgspec.Struct, frozen=True):
         pid_namespace: The same for process ids.
         cores: How many it may use.
         spins: Whether a waiting thread polls before it sleeps.
+        why_nothing_shared: Why collectives do not meet in shared memory; empty if they can.
         max_descriptors: The limit of open files.
         somaxconn: How many connections may wait at a listening socket.
         ptrace_scope: Yama's setting; -1 if the kernel has none.
@@ -50,6 +51,7 @@ class Facts(msgspec.Struct, frozen=True):
     pid_namespace: int = 0
     cores: int = 0
     spins: bool = True
+    why_nothing_shared: str = ""
     max_descriptors: int = 0
     somaxconn: int = 0
     ptrace_scope: int = -1
@@ -129,6 +131,7 @@ def diagnose(facts: Sequence[Facts], cells: Sequence[Cell]) -> Report:
         *_unreached(cells),
         *_versions(facts),
         *_without_single_copy(cells, by_rank),
+        *_without_shared_memory(facts),
         *_tcp_on_one_host(cells, by_rank),
         *_slow(cells, marked),
         *_hosts(facts),
@@ -184,6 +187,18 @@ def _without_single_copy(cells: Sequence[Cell], facts: dict[int, Facts]) -> Iter
     copied = [cell for cell in cells if cell.transport == "unix" and not cell.single_copy]
     for (reason, remedy), found in _grouped(copied, reason_and_remedy).items():
         yield Advice(False, f"no single copy {_arrows(found)}: {reason}", remedy)
+
+
+def _without_shared_memory(facts: Sequence[Facts]) -> Iterator[Advice]:
+    unable = [fact for fact in facts if fact.why_nothing_shared]
+    for reason, found in _grouped(unable, lambda fact: fact.why_nothing_shared).items():
+        ranks = ", ".join(str(fact.rank) for fact in found)
+        yield Advice(
+            False,
+            f"no shared memory at rank{'s'[: len(found) > 1]} {ranks}: {reason}; collectives of"
+            " that host go by sockets",
+            "let the ranks call memfd_create, and leave RANKWIRE_SEGMENT alone",
+        )
 
 
 def _remedy(one: Facts | None, other: Facts | None) -> str:

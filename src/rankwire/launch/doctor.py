@@ -193,6 +193,7 @@ def _facts(backend: TcpBackend) -> Facts:
         pid_namespace=namespace("pid"),
         cores=len(os.sched_getaffinity(0)),
         spins=backend.spin > 0.0,
+        why_nothing_shared=backend.why_nothing_shared(),
         max_descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         somaxconn=int(_read("/proc/sys/net/core/somaxconn") or 0),
         ptrace_scope=int(_read("/proc/sys/kernel/yama/ptrace_scope") or -1),
