@@ -606,7 +606,7 @@ borrower.Borrowed._pull = slowly
 @pytest.mark.usefixtures("folder")
 def test_a_process_is_killed_while_others_read_its_memory():
     """They have read a block and stop; when they go on, its memory is gone."""
-    with process_world(3) as ranks:
+    with process_world(3, segment_nbytes=0) as ranks:
         connect(ranks)
         for rank in ranks:
             rank.call("eval", "exec(code, globals())", code=SLOW_READER)
@@ -619,7 +619,7 @@ def test_a_process_is_killed_while_others_read_its_memory():
 
 @pytest.mark.usefixtures("folder")
 def test_a_process_is_killed_that_reads_the_memory_of_others():
-    with process_world(3) as ranks:
+    with process_world(3, segment_nbytes=0) as ranks:
         connect(ranks)
         ranks[2].call("eval", "exec(code, globals())", code=SLOW_READER.replace("0.3", "30"))
         waiting = start_all(ranks, ALL_REDUCE.format(count=3 << 19))

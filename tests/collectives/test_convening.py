@@ -132,10 +132,9 @@ def test_the_death_of_the_one_that_convenes_ends_the_others():
         runs = start(world, rankwire.barrier, absent=[3])
         operations = OperationSequence.of(world[5])
         until = time.monotonic() + TIMEOUT
-        while operations.convener(0) is None:
+        while operations.convener(0) != 0:  # a higher one may be heard first
             assert time.monotonic() < until
             time.sleep(0.005)
-        assert operations.convener(0) == 0
         world[0].network.kill(0)
         died = time.monotonic()
         for run in runs.values():

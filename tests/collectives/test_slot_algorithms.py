@@ -116,3 +116,22 @@ def test_a_meeting_is_one_step():
     with tcp_world(3) as world:
         assert everywhere(run, world) == [1, 1, 1]
     assert algorithms.meet is not slot_algorithms.meet
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_array_that_does_not_fit_goes_through_in_pieces(monkeypatch, size):
+    monkeypatch.setattr(slot_algorithms, "PIECE_NBYTES", 8192)
+    count = 10_001
+
+    def run(backend):
+        array = np.arange(count, dtype=np.float64) * (backend.rank + 1)
+        rankwire.all_reduce(backend, array)
+        before = np.ones(count)
+        out = rankwire.all_reduce(backend, before, out=np.empty(count))
+        assert (before == 1).all()
+        assert (out == size).all()
+        return array
+
+    with tcp_world(size, segment_nbytes=2 * size * 16384) as world:
+        for array in everywhere(run, world):
+            np.testing.assert_array_equal(array, np.arange(count) * (size * (size + 1) / 2))

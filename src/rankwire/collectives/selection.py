@@ -32,7 +32,7 @@ TREE_UP_TO = 256 << 10
 def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered: bool) -> None:
     """Reduce ``source`` of all ranks into ``out`` of all ranks."""
     nbytes = source.nbytes
-    if x.shared is not None and nbytes <= x.shared.slot_nbytes:
+    if x.shared is not None:
         slot_algorithms.all_reduce(x, x.shared, source, out, r)
     elif x.size == 2 and nbytes <= EXCHANGE_UP_TO:
         algorithms.all_reduce_by_exchange(x, source, out, r)
