@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,11 @@ import pytest
 import rankwire
 from faults.sizes import trials
 from rankwire import SubBackend, TcpBackend
+from rankwire.collectives import operation
+from rankwire.collectives.exchange import Exchange
+from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import (
+    ChannelClosedError,
     CollectiveAbortedError,
     CollectiveMismatchError,
     ConfigurationError,
@@ -23,7 +28,8 @@ from rankwire.errors import (
 from rankwire.links import shared_segment
 from rankwire.links.shared_memory import CAN_SHARE
 from rankwire.testing import in_parallel, simulated_world, tcp_world
-from worlds import eventually, process_world, runtime_folder_of_its_own
+from rankwire.wire.segment import ASLEEP
+from worlds import Running, eventually, process_world, runtime_folder_of_its_own
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")
 
@@ -162,6 +168,17 @@ def test_nothing_is_left_of_a_hundred_groups():
         eventually(lambda: held() == before, SOON)
 
 
+def test_a_group_that_is_closed_gives_its_memory_back():
+    def run(backend):
+        with SubBackend(backend, [0, 1]) as group:
+            sum_up(group)
+            segment = weakref.ref(slots(group)._segment)
+        return segment() is None and slots(group) is None
+
+    with tcp_world(2) as world:
+        assert everywhere(run, world) == [True, True]
+
+
 # -- disagreements and failures --------------------------------------------------------------------
 
 
@@ -260,3 +277,55 @@ def test_a_rank_that_leaves_is_not_waited_for():
         error = waiting.error()
         assert isinstance(error, rankwire.RankwireError)
         assert error.peer == 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_group_that_is_closed_ends_the_wait_in_it(nested):
+    with tcp_world(2) as world:
+        groups = everywhere(lambda backend: SubBackend(backend, [0, 1]), world)
+        inner = everywhere(lambda group: SubBackend(group, [0, 1]), groups) if nested else groups
+        everywhere(sum_up, inner)
+        waiting = Running(sum_up, inner[0])
+        eventually(lambda: is_asleep(inner[0]), SOON)
+        groups[0].close()
+        assert isinstance(waiting.error(SOON), ChannelClosedError)
+
+
+def is_asleep(backend):
+    segment = slots(backend)._segment
+    return segment.words[segment.lines[segment.rank] + ASLEEP] == 1
+
+
+def test_a_rank_that_leaves_right_after_its_part_has_done_it(monkeypatch):
+    """It goes while another one has just looked up from waiting for it."""
+    with tcp_world(2) as (near, far):
+        everywhere(sum_up, [near, far])
+        look_up = Exchange.look_up
+
+        def slowly(self, src):
+            if self.rank == 0 and not done:
+                done.append(sum_up(far))
+                far.close()
+                eventually(lambda: near.failure_of(1) is not None, SOON)
+            look_up(self, src)
+
+        done = []
+        monkeypatch.setattr(Exchange, "look_up", slowly)
+        assert sum_up(near) == 2.0
+        assert done == [2.0]
+
+
+def test_a_rank_that_is_always_late_reads_what_it_is_told(monkeypatch):
+    monkeypatch.setattr(operation, "_HEAR_EVERY", 4)
+
+    def run(backend):
+        for _ in range(9):
+            if backend.rank == 1:
+                time.sleep(0.08)  # so the other one looks up, and tells this one that it waits
+            assert sum_up(backend) == 2.0
+        return OperationSequence.of(backend)._waiting.get(0)
+
+    with tcp_world(2) as world:
+        _, late = everywhere(run, world)
+        assert late is not None
+        assert late.sequence >= 4

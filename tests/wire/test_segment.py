@@ -92,9 +92,17 @@ def test_another_tag_is_not_taken_for_this_one():
 def test_what_is_retracted_is_not_there_any_more():
     near, far = make(2)
     step(far)
-    far.retract()
+    far.retract(TAG)
     step(near)
     assert not near.all_came(TAG)
+
+
+def test_what_was_published_before_by_an_operation_that_went_well_is_not_retracted():
+    near, far = make(2)
+    step(far)
+    far.retract(TAG + 1)  # of the next one, which has published nothing
+    step(near)
+    assert near.all_came(TAG)
 
 
 def test_a_rank_may_be_one_step_ahead_and_the_last_one_stays_readable():

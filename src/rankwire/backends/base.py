@@ -81,7 +81,8 @@ class Backend(Transport):
         self.clock = clock
         self.timeout = Deadline(timeout, clock).limit
         self.max_message_nbytes = max_message_nbytes
-        self.operations: Any = None  # what the collectives keep about this group; theirs alone
+        # What the collectives keep about this group; theirs alone, but for ``release`` at the end.
+        self.operations: Any = None
         self.agreement = Agreement()
         self._events = PeerEvents()
         self._barriers = itertools.count()

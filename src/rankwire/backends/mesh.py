@@ -391,4 +391,6 @@ class Mesh(Backend):
                 connection.close()
             for port in ports:  # whether or not its agent is still there to do it
                 port.close()
+            if self.operations is not None:
+                self.operations.release()
             self.depart()

@@ -213,7 +213,9 @@ class SubBackend(Backend):
     # -- ending ------------------------------------------------------------------------------------
 
     def failure_of(self, rank: int) -> RankwireError | None:
-        """Return why a peer is gone, or None."""
+        """Return why a peer is gone, or None; also if this view of it is."""
+        if self.closed:
+            return ChannelClosedError("this group is closed")
         failure = self.parent.failure_of(self.to_global(rank))
         if failure is not None:
             failure = failure.copy()
@@ -254,6 +256,8 @@ class SubBackend(Backend):
         with self._lock:
             self._closed = True
             ports = list(self._ports)
+        if self.operations is not None:
+            self.operations.release()
         for port in ports:
             port.close()
         patience = Deadline(_CLOSE_PATIENCE, self.clock)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from rankwire.backends.base import DEFAULT_TIMEOUT
@@ -249,7 +250,9 @@ class TcpBackend(Mesh):
     def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
         """Open what another rank has made, and has told this one of."""
         connection = self._peers[src].inbox.connection
-        pid = 0 if connection is None else connection.stream.peer_pid()
+        pid = 0
+        with suppress(OSError):  # closed meanwhile
+            pid = 0 if connection is None else connection.stream.peer_pid()
         return self._segments.open(pid, offer, rank, size, self.spin)
 
     # -- connections -------------------------------------------------------------------------------

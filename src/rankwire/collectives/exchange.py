@@ -267,7 +267,7 @@ class Exchange(ABC):
     def revoke(self) -> None:
         """Take back what was sent and not read: the operation has failed."""
         if self.shared is not None:
-            self.shared.retract()
+            self.shared.retract(self)
         for _, offer in self.offers:
             offer.revoke()
         self.offers.clear()

@@ -43,6 +43,7 @@ _EVERYWHERE_AT_ONCE = (CollectiveMismatchError, DeadlineExceededError, PeerLostE
 _CAUSE_PATIENCE = 1.0  # for the reason of a rank that took its messages back to arrive
 _FAREWELL_PATIENCE = 0.2  # for the failure upon which a rank has left to be told here too
 _HEARING_PAUSE = 0.002
+_HEAR_EVERY = 64  # operations in shared memory; a rank that is always late is told in each of them
 
 
 class Operation(Exchange):
@@ -100,7 +101,11 @@ class Operation(Exchange):
         result = run(self)
         if self.offers:
             self.settle()
-        if self._sources and self.has_news():
+        if self._sources:
+            has_news = self.has_news()
+        else:  # nothing was read, and what others tell must not fill the sockets
+            has_news = self.shared is not None and not self.sequence % _HEAR_EVERY
+        if has_news:
             self._hear_at_the_end()
         if self._convening is not None:
             self._convening.end()

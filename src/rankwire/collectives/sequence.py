@@ -98,12 +98,10 @@ class OperationSequence:
     @classmethod
     def of(cls, backend: Backend) -> OperationSequence:
         """Return the sequence of a backend, new if need be."""
-        operations: OperationSequence | None = backend.operations
-        if operations is None:
-            with _making:
-                operations = backend.operations
-                if operations is None:
-                    operations = backend.operations = cls(backend)
+        with _making:
+            if backend.operations is None:
+                backend.operations = cls(backend)
+            operations: OperationSequence = backend.operations
         return operations
 
     def call(self, name: str, prepare: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -196,6 +194,10 @@ class OperationSequence:
                 self._forget()
             if self.turn != self._next:  # or there is no other one that could wait for its turn
                 self._turn_changed.notify_all()
+
+    def release(self) -> None:
+        """Let go of the memory that is shared: the group is closed."""
+        self.sharing.drop()
 
     def is_turn_of(self, sequence: int, deadline: Deadline) -> bool:
         """Wait a while until all earlier operations have ended here; return whether they have."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rankwire.collectives.exchange import Array, Exchange
+from rankwire.errors import ChannelClosedError, PeerLostError
 from rankwire.wire.frames import Buffer
 from rankwire.wire.loans import whole_of
 
@@ -44,12 +45,16 @@ class Sharing:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of the memory: the group is closed, or agrees on another one."""
         self.slots: SharedSlots | None = None
         self.epoch = -1
 
     def agree(self, x: Exchange, epoch: int) -> SharedSlots | None:
         """Return what all ranks share from now on, in messages of an operation of an epoch."""
-        self.slots, self.epoch = None, -1
+        self.drop()
         backend = self._backend
         if x.size > 1 and backend.shares_memory and x.is_one_host:
             segment = _offered(x, backend) if x.rank == 0 else _opened(x, backend)
@@ -143,9 +148,9 @@ class SharedSlots:
                 if not segment.came(rank, x.tag):
                     self._find_out_why(x, rank)
 
-    def retract(self) -> None:
-        """Take back what this rank has published: its operation has failed."""
-        self._segment.retract()
+    def retract(self, x: Exchange) -> None:
+        """Take back what this rank has published last: its operation has failed."""
+        self._segment.retract(x.tag)
 
     def sizes(self, x: Exchange) -> list[int]:
         """Return how many bytes each rank has, or had, for its slot. After ``meet``."""
@@ -163,9 +168,15 @@ class SharedSlots:
         return views
 
     def _await(self, x: Exchange, step: int) -> None:
+        segment = self._segment
         for rank in x.others:
-            while not self._segment.await_step(step, rank, x.next_look()):
-                x.look_up(rank)
+            while not segment.await_step(step, rank, x.next_look()):
+                try:
+                    x.look_up(rank)
+                except (ChannelClosedError, PeerLostError) as error:
+                    # It may have published, and left or died, since it was last looked at.
+                    if error.peer != rank or error.is_reported or not segment.has_come(rank, step):
+                        raise
 
     def _find_out_why(self, x: Exchange, rank: int) -> None:
         """A rank has come under another tag: it is in another operation. It sees that as well."""

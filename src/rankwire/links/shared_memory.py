@@ -28,7 +28,12 @@ from typing import Any
 from rankwire.wire.mailbox import ONCE
 
 # Records and steps rely on stores being seen in the order in which they were made.
-CAN_SHARE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+CAN_SHARE = (
+    sys.platform == "linux"
+    and platform.machine() in ("x86_64", "AMD64")
+    and sys.maxsize > 2**32  # else a store of eight bytes is two
+    and hasattr(os, "memfd_create")  # not where Python was built with an old library
+)
 
 _MAP_SHARED = 1
 _FAILED = ctypes.c_void_p(-1).value

@@ -54,6 +54,7 @@ class SharedSegment(Segment):
         self._spin = Spin(spin or _YIELDING, clock)
         self._shares_cores = spin <= 0.0
         self._is_disturbed = False
+        self._sleeps_at: int | None = None
         self._barrier = threading.Lock()
         start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
         self._addresses = [start + 8 * line for line in self.lines]
@@ -131,8 +132,10 @@ class SharedSegment(Segment):
                     self._is_disturbed = False
                     return False
                 # The kernel looks at the word once more, after this rank is seen to be asleep.
-                sleep_while(self._addresses[rank], published & 0xFFFFFFFF, left)
+                self._sleeps_at = self._addresses[rank]
+                sleep_while(self._sleeps_at, published & 0xFFFFFFFF, left)
         finally:
+            self._sleeps_at = None
             words[asleep] = 0
         return True
 
@@ -149,5 +152,6 @@ class SharedSegment(Segment):
     def disturb(self) -> None:
         """Have a rank that waits here look whether there is still a reason to."""
         self._is_disturbed = True
-        for address in self._addresses:
+        address = self._sleeps_at
+        if address is not None:
             wake_all(address)

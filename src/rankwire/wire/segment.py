@@ -105,9 +105,11 @@ class Segment:
         words[mine] = self.step
         self._behind = True
 
-    def retract(self) -> None:
-        """Take back what this rank has published of this step: whoever comes now has to ask."""
-        self.words[self._mine + _TAGS + (self.step & 1)] = _RETRACTED
+    def retract(self, tag: int) -> None:
+        """Take back what this rank has published last, if it is this: who comes now has to ask."""
+        at = self._mine + _TAGS + (self.step & 1)
+        if self.words[at] == tag:  # else it is of an operation before, which went well
+            self.words[at] = _RETRACTED
 
     def all_came(self, tag: int) -> bool:
         """Whether all others have published this step, and under this tag."""
@@ -119,10 +121,13 @@ class Segment:
         self._behind = False
         return True
 
+    def has_come(self, rank: int, step: int) -> bool:
+        """Whether a rank has published a step, under whatever tag."""
+        return self.words[self.lines[rank]] >= step
+
     def came(self, rank: int, tag: int) -> bool:
         """Whether a rank has published this step, and under this tag."""
-        line = self.lines[rank]
-        return self.words[line] >= self.step and self.tag_of(rank) == tag
+        return self.has_come(rank, self.step) and self.tag_of(rank) == tag
 
     def tag_of(self, rank: int) -> int:
         """Return the tag of a rank that has published this step."""
