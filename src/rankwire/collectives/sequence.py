@@ -173,10 +173,7 @@ class OperationSequence:
         return operation.failed(error)
 
     def _end(self, operation: Operation) -> None:
-        """Let the next operation have its turn, once this one and all before it have ended.
-
-        Safe to repeat: whatever an interrupt has left undone is done then.
-        """
+        """Let the next operation have its turn, once all before it have ended. Safe to repeat."""
         with self._lock:
             sequence = operation.sequence
             if sequence is None:
