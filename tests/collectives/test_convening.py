@@ -55,7 +55,14 @@ def check_works(world) -> None:
 
 
 @pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("absent", [(5,), (0,), (0, 1, 2, 50)])
+@pytest.mark.parametrize(
+    "absent",
+    [
+        pytest.param((5,), marks=pytest.mark.slow),
+        pytest.param((0,), marks=pytest.mark.slow),
+        (0, 1, 2, 50),
+    ],
+)
 def test_all_name_exactly_the_missing_at_a_few_messages_for_each(size, absent):
     """Everyone to everyone would be 63 and 127 for each, or more. The first may be missing too."""
     with counting(size) as world:
