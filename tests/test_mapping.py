@@ -26,6 +26,8 @@ SHOWN_IN = {
     "links/event_thread": "links/test_acceptor.py",
     "launch/authority": "launch/test_certificates.py",
     "backends/receiving": "backends/test_payloads.py",
+    "backends/sub_messages": "backends/test_sub.py",
+    "wire/receive": "wire/test_mailbox.py",
     "backends/arguments": "backends/test_base.py",
     "rendezvous/control_channel": "rendezvous/test_coordinator.py",
     "rendezvous/roster": "rendezvous/test_coordinator.py",

@@ -12,12 +12,13 @@ import os
 import signal
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rankwire import RpcAgent
+from rankwire import RpcAgent, SubBackend, all_gather, broadcast
 from rankwire.backends.bulk import Link
 from rankwire.errors import (
     ChannelClosedError,
@@ -382,6 +383,56 @@ for _ in range(50):
         assert len(backend.recv(0)) == 8 << 20
 del data
 """
+
+
+# -- straight to where it is wanted
+
+HALF = np.ones(MIB, np.uint8)
+WAYS = {
+    "recv_into": (lambda rank, data: rank.send(data, 1), lambda rank, out: rank.recv_into(out, 0)),
+    "recv_array": (
+        lambda rank, data: rank.send_array(data, 1),
+        lambda rank, out: rank.recv_array(0, out=out),
+    ),
+    "broadcast": (broadcast, broadcast),
+    "all_gather": (
+        lambda rank, data: all_gather(rank, HALF, out=data),
+        lambda rank, out: all_gather(rank, HALF, out=out),
+    ),
+}
+
+
+@pytest.fixture(params=["world", "group"])
+def streaming(request):
+    """Two ranks between which large messages are a stream, and the inbox of the second."""
+    with tcp_world(2, transport="tcp") as world:
+        inbox = world[1]._peers[0].inbox
+        if request.param == "world":
+            yield *world, inbox
+        else:
+            first = Running(SubBackend, world[0], [0, 1])
+            second = SubBackend(world[1], [0, 1])
+            yield first.result(), second, inbox
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stream_is_received_without_memory_beside_the_receivers(streaming, way):
+    first, second, inbox = streaming
+    send, receive = WAYS[way]
+    data = np.ones(2 * MIB, np.uint8)
+    for _ in range(2):  # the first time takes memory for connections
+        out = np.zeros(2 * MIB, np.uint8)
+        tracemalloc.start()
+        try:
+            receiving = Running(receive, second, out)
+            eventually(lambda: inbox.in_flight)
+            send(first, data)
+            receiving.result()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert (out == data).all()
+    assert peak < data.nbytes, "what both ranks, threads of this process, have taken"
 
 
 def test_memory_does_not_grow_with_the_number_of_messages(kind):

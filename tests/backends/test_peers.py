@@ -19,7 +19,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.sockets import wait_for
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.frames import Channel
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 

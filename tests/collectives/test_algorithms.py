@@ -129,7 +129,7 @@ def test_gathering_directly(size, count):
     def each(x):
         out = np.full(size * count, -1.0)
         parts = split(out, size)
-        algorithms.all_gather_directly(x, own[x.rank], parts, algorithms.GATHER_STEP)
+        algorithms.all_gather_directly(x, own[x.rank], parts)
         parts[x.rank][...] = own[x.rank]  # which it leaves to its caller
         return out
 

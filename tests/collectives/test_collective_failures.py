@@ -92,11 +92,10 @@ def gathering_directly():
         out = np.zeros(COUNT * backend.world_size)
         parts = split(out, backend.world_size)
         parts[backend.rank][...] = own(backend)
-        step = algorithms.GATHER_STEP
         steps(
             backend,
             "all_gather_directly",
-            lambda x: algorithms.all_gather_directly(x, parts[x.rank], parts, step),
+            lambda x: algorithms.all_gather_directly(x, parts[x.rank], parts),
         )
         return out
 

@@ -85,4 +85,6 @@ class ReadsItself:
         return [self.connection.stream]
 
     def read(self):
-        self.frames += self.connection.read_ready() or []
+        frames = self.connection.read_ready()
+        self.frames += frames or []
+        return frames is not None

@@ -1052,7 +1052,7 @@ def read_frames(connection, count):
     return frames
 
 
-@pytest.mark.parametrize("size", [0, 100, 16_384, 16_385, 65_536, 65_537, 1 << 20])
+@pytest.mark.parametrize("size", [0, 100, 16_384, 16_385, 65_536, 65_537, 1 << 20, 5 << 20])
 def test_sealed_frames_arrive_in_both_directions(sealed, size):
     payload = random.Random(size).randbytes(size)
     for sender, receiver in (sealed, sealed[::-1]):
@@ -1079,6 +1079,33 @@ def test_a_sealed_frame_that_is_not_taken_in_time_still_arrives_whole(sealed):
     frames = read_frames(sealed[1], 2)
     sending.result()
     assert [(frame.envelope[2], len(frame.payload)) for frame in frames] == [(1, size), (2, 4)]
+
+
+def test_an_interrupt_anywhere_in_a_sealed_send_leaves_whole_frames(make_pair):
+    size = 3 << 20
+
+    def run(interrupting):
+        seals = [
+            make_seals(b"k" * 32, b"said", Protection.SEALED, dialled=dialled)
+            for dialled in (True, False)
+        ]
+        near, far = make_pair("tcp", options=[{"seals": each} for each in seals])
+        reading = Running(lambda: [read_until(far, 2)])
+        is_sent = False
+        with suppress(Interrupt), interrupting:
+            near.send((0, 1, 1), ((bytes(size),), size), Deadline(PATIENCE))
+            is_sent = True
+        near.send((0, 1, 2), ((b"next",), 4), Deadline(PATIENCE))
+        [tags] = reading.result()
+        assert tags == [1, 2] or (tags == [2] and not is_sent)
+
+    def read_until(connection, last):
+        tags = []
+        while last not in tags:
+            tags += [frame.envelope[2] for frame in connection.read(Deadline(PATIENCE))]
+        return tags
+
+    assert every_interrupt(run) >= 10
 
 
 def test_a_frame_that_never_left_does_not_use_up_a_number(sealed):

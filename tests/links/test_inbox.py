@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from faults.sizes import QUICK
+from headers import pack_header
 from interrupts import Interrupt, every_interrupt
 from rankwire.clock import REAL_TIME
 from rankwire.errors import (
@@ -22,9 +23,11 @@ from rankwire.errors import (
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
+from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
-from rankwire.wire.mailbox import Mailbox, Receive
+from rankwire.wire.mailbox import Mailbox
+from rankwire.wire.receive import Receive
 from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 
@@ -818,7 +821,7 @@ def test_a_message_that_goes_back_ends_one_that_wanted_another_size(post):
     misfit = post.start(1, nbytes=3)
     post.send(1, b"first")
     eventually(lambda: receive.done)
-    post.inbox._abandon(receive)  # as when its thread is interrupted
+    post.inbox.give_up(receive)  # as when its thread is interrupted
     assert isinstance(misfit.error(SOON), SizeMismatchError)
     assert post.recv(1) == b"first"
     post.send(9, b"x")
@@ -1078,7 +1081,7 @@ def test_a_lent_message_that_nobody_wants_is_fetched_by_the_reader_and_its_sende
 @pytest.mark.parametrize("read", ["read", "read_available", "read_quietly"])
 def test_whoever_reads_without_waiting_fetches_too(lent_post, read):
     sending = lent_post.lend(7)
-    eventually(lambda: getattr(lent_post.inbox, read)() or sending.done)
+    eventually(lambda: (getattr(lent_post.inbox, read)(), sending.done)[-1])
     sending.result()
     assert whole_of(lent_post.recv(7)) == large(7)
 
@@ -1086,7 +1089,7 @@ def test_whoever_reads_without_waiting_fetches_too(lent_post, read):
 def test_a_thread_that_wants_it_while_it_is_being_fetched_gets_it_once(lent_post):
     for number in range(30):
         sending = lent_post.lend(7, large(number))
-        helper = Running(eventually, lambda: lent_post.inbox.read() or sending.done)  # noqa: B023
+        helper = Running(eventually, lambda: (lent_post.inbox.read(), sending.done)[-1])  # noqa: B023
         assert whole_of(lent_post.recv(7)) == large(number)
         sending.result(SOON)
         helper.result(SOON)
@@ -1378,3 +1381,154 @@ def test_one_that_waits_for_ever_is_served_however_many_others_give_up(post):
 def give_up(post, tag):
     with suppress(DeadlineExceededError):
         post.recv(tag, 0.0005)
+
+
+# -- straight to where it is wanted
+
+
+def block(number, nbytes=300_000):
+    return bytes([number]) * nbytes
+
+
+def want_into(post, tag, nbytes=300_000):
+    memory = bytearray(nbytes)
+    into = Destination(memoryview(memory))
+    return Receive((0, Channel.MESSAGE, tag), nbytes=nbytes, into=into), memory
+
+
+def send_halves(post, tag, payload):
+    """Send a message whose second half leaves when the event is set; return event and thread."""
+    half, go_on = len(payload) // 2, threading.Event()
+    header = pack_header((0, Channel.MESSAGE, tag), len(payload), post.sender.frames_sent)
+
+    def send():
+        stream = post.sender.stream
+        for part in (header + payload[:half], payload[half:]):
+            view = memoryview(part)
+            while view:
+                try:
+                    view = view[stream.send(view) :]
+                except BlockingIOError:
+                    stream.wait_writable(0.1)
+            assert go_on.wait(PATIENCE)
+
+    post.sender._writer._outgoing = (post.sender.frames_sent + 1, ())
+    return go_on, Running(send)
+
+
+@on_both_transports
+def test_a_large_message_is_received_straight_into_its_receivers_memory(post):
+    receive, memory = want_into(post, 3)
+    sending = Running(post.send, 3, block(7))
+    payload = post.inbox.take(receive, Deadline(PATIENCE))
+    sending.result()
+    assert isinstance(payload, Placed)
+    assert memory == block(7)
+
+
+@on_both_transports
+def test_a_deadline_in_the_middle_of_a_message_gives_the_memory_back_and_loses_nothing(post):
+    receive, memory = want_into(post, 3)
+    go_on, sending = send_halves(post, 3, block(7))
+    with pytest.raises(DeadlineExceededError):
+        post.inbox.take(receive, Deadline(0.2))
+    assert memory[0] == 7, "it had begun to come there"
+    memory[:] = bytes(len(memory))
+    go_on.set()
+    assert post.recv(3) == block(7)
+    sending.result()
+    assert memory == bytes(len(memory)), "written to after its receiver had gone"
+
+
+def test_a_thread_that_reads_for_another_leaves_its_memory_when_that_gives_up(post):
+    receive, memory = want_into(post, 3)
+    reader = post.start(4)  # has the reading role, and keeps it
+    go_on, sending = send_halves(post, 3, block(7))
+    post.inbox.post(receive)
+    eventually(lambda: memory[0] == 7, SOON)
+    with pytest.raises(DeadlineExceededError):
+        post.inbox.wait(receive, Deadline(0.05))
+    memory[:] = bytes(len(memory))
+    go_on.set()
+    sending.result()
+    assert post.recv(3) == block(7)
+    assert memory == bytes(len(memory))
+    post.send(4, b"done")
+    assert reader.result(SOON) == b"done"
+
+
+def test_the_end_of_a_connection_in_the_middle_of_a_message_gives_the_memory_back(post):
+    receive, memory = want_into(post, 3)
+    go_on, sending = send_halves(post, 3, block(7))
+    waiting = Running(post.inbox.take, receive, Deadline(PATIENCE))
+    eventually(lambda: memory[0] == 7, SOON)
+    post.inbox.fail(PeerLostError(1, "it was declared dead"))
+    with pytest.raises(PeerLostError):
+        waiting.result(SOON)
+    assert post.inbox._mailbox.placing is None
+    assert not isinstance(post.connection._parser.state[3][5].payload, Placed)
+    go_on.set()
+    sending.result()
+
+
+@pytest.mark.parametrize("role", ["reader", "parked"])
+def test_an_interrupt_anywhere_while_a_message_comes_into_memory_loses_nothing(make_pair, role):
+    def run(interrupting):
+        post = Post(make_pair("unix", introduced=False))
+        other = post.start(4) if role == "parked" else None
+        receive, memory = want_into(post, 3)
+        sending = Running(lambda: [post.send(3, block(1)), post.send(3, block(2))])
+        got = []
+        with suppress(Interrupt), interrupting:
+            got.append(post.inbox.take(receive, Deadline(PATIENCE)))
+        got = [bytes(whole_of(payload)) for payload in got]  # it may have come before it was wanted
+        memory[:] = bytes(len(memory))
+        while len(got) < 2:
+            got.append(post.recv(3, SOON))
+        sending.result()
+        assert got == [block(1), block(2)]
+        assert memory == bytes(len(memory)), "written to after its receiver had gone"
+        post.send(4, b"done")
+        assert (post.recv(4, SOON) if other is None else other.result(SOON)) == b"done"
+        assert post.inbox._mailbox.placing is None
+
+    assert every_interrupt(run) >= 10
+
+
+@on_both_transports
+def test_many_threads_whose_time_is_always_up_get_every_large_message_once_and_whole(post):
+    sizes = [70_000, 300_000, 1_000_000]
+    count, counted = 120, threading.Lock()
+    got = []
+
+    def sends():
+        for number in range(count):
+            post.send(number % 3, block(number, sizes[number % 3]))
+
+    def receives(tag, seed):
+        chance = random.Random(seed)
+        while True:
+            with counted:
+                if sum(1 for number in got if number % 3 == tag) == count // 3:
+                    return
+            receive, memory = want_into(post, tag, sizes[tag])
+            try:
+                payload = post.inbox.take(receive, Deadline(chance.choice([0.0, 0.0005, 0.003])))
+            except DeadlineExceededError:
+                memory[:] = bytes(len(memory))
+                time.sleep(0.0002)
+                assert not any(memory), "written to after its receiver had gone"
+                continue
+            if not isinstance(payload, Placed):
+                memory[:] = payload
+            with counted:
+                assert memory == block(memory[0], len(memory))
+                got.append(memory[0])
+
+    threads = [Running(receives, tag, 10 * tag + at) for tag in range(3) for at in range(2)]
+    sending = Running(sends)
+    for thread in threads:
+        thread.result(60)
+    sending.result()
+    assert sorted(got) == list(range(count))
+    assert post.inbox._mailbox.placing is None

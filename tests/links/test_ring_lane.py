@@ -20,7 +20,8 @@ from rankwire.links.inbox import Inbox
 from rankwire.links.shared_memory import CAN_SHARE
 from rankwire.links.spin import Spin
 from rankwire.wire.frames import Channel
-from rankwire.wire.mailbox import Mailbox, Receive
+from rankwire.wire.mailbox import Mailbox
+from rankwire.wire.receive import Receive
 from rankwire.wire.ring import AWAKE
 from real_time import Deadline
 from rpc.callee import world_of_two

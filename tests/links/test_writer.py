@@ -317,6 +317,29 @@ def test_input_that_waits_to_be_read_does_not_prolong_the_deadline_of_a_send(lin
     assert link.connection.failure is None
 
 
+def test_a_thread_that_is_sending_does_not_wait_for_itself(link):
+    """What it does while its peer takes no more may want to tell that very peer something."""
+    link.raw.sendall(frame_bytes(b"input"))
+    filler = fill(link.connection.stream)
+    waits = []
+
+    class Tells(ReadsItself):
+        def read(self):
+            if waits:
+                return super().read()
+            patience = Deadline(SOON)
+            with pytest.raises(DeadlineExceededError, match="this thread is sending to it"):
+                send(link.connection, b"news", timeout=SOON)
+            waits.append(patience.waited)
+            link.receive(filler)
+            return True
+
+    send(link.connection, b"x", meanwhile=Tells(link.connection), timeout=2 * SOON)
+    assert link.receive(HEADER_NBYTES + 1) == frame_bytes(b"x")
+    assert waits
+    assert max(waits) < SOON / 2
+
+
 def test_a_send_that_fails_before_a_byte_has_left_changes_nothing(link):
     for bad in ["text", None, memoryview(b"abcdef")[::2]]:
         with pytest.raises((TypeError, BufferError)):

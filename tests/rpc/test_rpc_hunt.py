@@ -22,7 +22,7 @@ from rankwire.links import stream as stream_module
 from rankwire.rpc import pool as pool_module
 from rankwire.testing import simulated_world, tcp_world
 from rankwire.wire.frames import Channel
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 from real_time import Deadline
 from worlds import PATIENCE, eventually
 

@@ -1,5 +1,7 @@
 """The mailbox: every message goes to exactly one receive of its key, in order."""
 
+from collections import deque
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -7,8 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from faults.sizes import examples
 from rankwire.errors import ChannelClosedError, PeerLostError, SizeMismatchError
+from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import Channel
-from rankwire.wire.mailbox import Mailbox, Receive
+from rankwire.wire.mailbox import Mailbox
+from rankwire.wire.receive import Receive
 
 KEY = (0, Channel.MESSAGE, 7)
 # Each differs from KEY in one part only.
@@ -42,6 +46,44 @@ def test_receives_of_one_key_are_served_in_the_order_in_which_they_were_posted()
         assert mailbox.deliver(KEY, bytearray([number])) is receive
         assert receive.done
         assert receive.result() == bytes([number])
+
+
+def placing(mailbox, nbytes=4):
+    """Have a message begin to come into the memory of a receive."""
+    receive = Receive(KEY, into=Destination(memoryview(bytearray(nbytes))))
+    mailbox.post(receive)
+    assert mailbox.find_place(KEY, nbytes, memoryview(b"")) is receive.into
+    return receive
+
+
+def test_a_receive_into_whose_memory_a_message_is_coming_gets_no_other_one():
+    mailbox = Mailbox()
+    receive = placing(mailbox)
+    assert mailbox.deliver(KEY, bytearray(b"went back")) is None
+    assert (receive.done, mailbox.wanted) == (False, 1)
+    assert mailbox.deliver(KEY, Placed(b"", receive.into)) is receive
+    assert (receive.done, mailbox.wanted) == (True, 0)
+    assert taken(mailbox) == b"went back"
+
+
+def test_a_failure_ends_also_the_receive_whose_message_is_coming():
+    for end in (Mailbox.fail, lambda mailbox, error: mailbox.fail_group(0, error)):
+        mailbox = Mailbox()
+        receive = placing(mailbox)
+        assert end(mailbox, PeerLostError(1, "gone")) == [receive]
+        with pytest.raises(PeerLostError):
+            receive.take()
+
+
+def test_tidying_completes_a_delivery_to_where_it_was_wanted_that_was_interrupted():
+    mailbox = Mailbox()
+    mailbox.due = deque()
+    receive = placing(mailbox)
+    receive.on_done = print
+    receive._cell.append(Placed(b"", receive.into))
+    mailbox.tidy()
+    assert receive.done
+    assert (mailbox.placing, list(mailbox.due)) == (None, [receive])
 
 
 @pytest.mark.parametrize("other", OTHERS)

@@ -16,7 +16,7 @@ from rankwire.wire.frames import (
     Channel,
 )
 from rankwire.wire.parser import FrameParser
-from rankwire.wire.seals import BULK_NBYTES, Protection, Seal, make_seals
+from rankwire.wire.seals import BULK_NBYTES, SLICE_NBYTES, Protection, Seal, make_seals
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SAID = b"HELLO and CHALLENGE"
@@ -349,3 +349,23 @@ def test_a_farewell_behind_a_half_read_frame_is_recognised():
 def test_a_forged_farewell_is_not_believed():
     forged = frame(0, channel=Channel.FAREWELL, tag=0, seal=Seal(OTHER_KEY))
     assert not parser().is_farewell(forged)
+
+
+@pytest.mark.parametrize("full_mac", [False, True], ids=["crc", "mac"])
+@pytest.mark.parametrize("sizes", [[SLICE_NBYTES + 1], [5, 0, 3 * SLICE_NBYTES, 7], [0, 100]])
+def test_a_seal_that_is_made_while_its_frame_leaves_is_the_same(sizes, full_mac):
+    seal = Seal(KEY, full_mac=full_mac)
+    payload = [random.Random(size).randbytes(size) for size in sizes]
+    nbytes = sum(sizes)
+    header = pack_header((0, Channel.MESSAGE, 7), nbytes, 3)
+    buffers, coming = seal.begin_around(3, header, Channel.MESSAGE, payload, nbytes)
+    steps = 0
+    while coming.go_on():
+        steps += 1
+    assert coming.is_made
+    assert not coming.go_on()
+    assert steps == sum(-(-size // SLICE_NBYTES) for size in sizes)
+    head = seal.begin_head(3, header).finish()
+    assert b"".join(buffers) == b"".join(
+        [head, *payload, seal.of(3, header, Channel.MESSAGE, payload, nbytes)]
+    )

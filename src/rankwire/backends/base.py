@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 from rankwire.backends.agreement import Agreement
@@ -23,7 +24,13 @@ from rankwire.backends.arguments import (
 )
 from rankwire.backends.barrier import meet
 from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
-from rankwire.backends.payloads import check_out, copy_into, share_memory, to_array
+from rankwire.backends.payloads import (
+    check_out,
+    copy_into,
+    destination_of,
+    share_memory,
+    to_array,
+)
 from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
 from rankwire.backends.status import WorldStatus
 from rankwire.backends.transport import Transport
@@ -39,6 +46,7 @@ from rankwire.errors import (
 )
 from rankwire.fork import disown, guard
 from rankwire.wire.array_messages import pack_array
+from rankwire.wire.destinations import PLACED_FROM, Destination
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Message
 from rankwire.wire.loans import whole_of
 
@@ -163,7 +171,9 @@ class Backend(Transport):
             view = flat_view(buffer)
             if view.readonly:
                 raise ConfigurationError("recv_into needs a writable buffer")
-            take(self, src, tag, deadline, view.nbytes, lambda payload: copy_into(payload, view))
+            into = Destination(view) if view.nbytes >= PLACED_FROM else None
+            use = partial(copy_into, view=view)
+            take(self, src, tag, deadline, view.nbytes, use, into=into)
             return view.nbytes
         except RankwireError as error:
             raise self.explained(error, "recv_into", deadline, src, tag) from error.__cause__
@@ -207,7 +217,8 @@ class Backend(Transport):
         try:
             src, tag = self._check(src, tag)
             check_out(out)
-            return take(self, src, tag, deadline, None, lambda payload: to_array(payload, out))
+            use, into = partial(to_array, out=out), destination_of(out)
+            return take(self, src, tag, deadline, None, use, into=into)
         except RankwireError as error:
             raise self.explained(error, "recv_array", deadline, src, tag) from error.__cause__
 

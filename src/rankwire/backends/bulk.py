@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rankwire.backends.peers import Peer
-from rankwire.backends.transport import Offer
+from rankwire.backends.transport import Expected, Offer
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
+from rankwire.links.inbox import Inbox
 from rankwire.links.lender import Lent
 from rankwire.links.stream import Stream
+from rankwire.wire.frames import Payload
 from rankwire.wire.loans import LoanRefusedError
+from rankwire.wire.receive import Receive
 
 _CHECK_EVERY = 0.05
 
@@ -49,13 +52,15 @@ class ReadingAll:
         """Return the streams on which something to read may come."""
         return [stream for peer in list(self._peers.values()) for stream in peer.inbox.watch()]
 
-    def read(self) -> None:
-        """Read what is there, without waiting."""
+    def read(self) -> bool:
+        """Read what is there, without waiting; return whether somebody's was read."""
+        is_read = False
         for peer in list(self._peers.values()):
-            peer.inbox.read()
+            is_read = peer.inbox.read() or is_read
         if self._check is not None and self._next.expired:
             self._next = Deadline(_CHECK_EVERY, self._next.clock)
             self._check()
+        return is_read
 
 
 @dataclass(eq=False)
@@ -79,3 +84,33 @@ class LentOffer(Offer):
     def revoke(self) -> None:
         """Be done with it: if it was not read, it is as if it had not been sent."""
         self.lent.revoke()
+
+
+class ExpectedMessage(Expected):
+    """A message that an inbox may receive straight into its place."""
+
+    def __init__(self, inbox: Inbox, receive: Receive) -> None:
+        self._inbox = inbox
+        self._receive = receive
+        self._is_posted = False
+
+    def post(self) -> None:
+        """Ask for it."""
+        if not self._is_posted:
+            self._is_posted = True
+            self._inbox.post(self._receive)
+
+    def take(self, deadline: Deadline) -> Payload:
+        """Return it, reading for others on the way."""
+        self.post()
+        inbox, receive = self._inbox, self._receive
+        if not inbox.drive(receive, deadline):
+            raise inbox.too_late(deadline)
+        if receive.payload is None:
+            inbox.vacate(receive)
+        return receive.take()
+
+    def give_up(self) -> None:
+        """Expect it no more."""
+        if self._is_posted:
+            self._inbox.give_up(self._receive)

@@ -37,7 +37,7 @@ from rankwire.links.reply import Reply
 from rankwire.links.spin import Spin
 from rankwire.wire.frames import Channel, Envelope, Message
 from rankwire.wire.loans import LoanRefusedError, whole_of
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
     from rankwire.backends.mesh import Mesh

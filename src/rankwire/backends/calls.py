@@ -20,7 +20,7 @@ import msgspec
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 
 OWN = object()  # the origin of a call of a rank to itself
 

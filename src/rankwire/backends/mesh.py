@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
 from rankwire.backends.blame import Losses
-from rankwire.backends.bulk import LentOffer, Link, ReadingAll
+from rankwire.backends.bulk import ExpectedMessage, LentOffer, Link, ReadingAll
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import fall_by
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
-from rankwire.backends.transport import Offer
+from rankwire.backends.transport import Expected, Offer
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
@@ -35,9 +35,10 @@ from rankwire.links.connection import Connection
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
 from rankwire.rendezvous.control_messages import Fallen
+from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -127,9 +128,7 @@ class Mesh(Backend):
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
         """Send one message under an envelope. The buffers are free again on return."""
         peer = self._peers[dst]
-        connection = peer.messages
-        if connection is None:
-            connection = self._dial_messages(peer, deadline)
+        connection = peer.messages or self._dial_messages(peer, deadline)
         connection.send(envelope, message, deadline, meanwhile=self._meanwhile)
 
     def offer(
@@ -165,8 +164,13 @@ class Mesh(Backend):
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
         """Return the next message under an envelope; the caller owns it."""
-        inbox = self._peers[src].inbox
-        return inbox.take(Receive(envelope, nbytes=nbytes), deadline)
+        return self._peers[src].inbox.take(Receive(envelope, nbytes=nbytes), deadline)
+
+    def expect(
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+    ) -> Expected:
+        """Return the next message under an envelope before it has come."""
+        return ExpectedMessage(self._peers[src].inbox, Receive(envelope, nbytes=nbytes, into=into))
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken."""

@@ -27,7 +27,8 @@ from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Channel, Message
 from rankwire.wire.handshake import Purpose
-from rankwire.wire.mailbox import Mailbox, Receive
+from rankwire.wire.mailbox import Mailbox
+from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
     from rankwire.backends.mesh import Mesh

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rankwire.codec.arrays import dtype_code, is_tensor
-from rankwire.errors import ConfigurationError
+from rankwire.codec.arrays import dtype_code, is_tensor, tensor_advice
+from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
+from rankwire.wire.destinations import PLACED_FROM, Destination, Placed
 from rankwire.wire.frames import Payload
 from rankwire.wire.loans import LoanRevokedError, whole_of
 
@@ -22,10 +23,13 @@ _CHECKED_KINDS = "bU"
 
 
 def copy_into(payload: Payload, view: memoryview, start: int = 0) -> None:
-    """Copy the bytes from ``start`` on into ``view``, which has their size."""
+    """Copy the bytes from ``start`` on into ``view``, which has their size.
+
+    What is placed was received for this very view.
+    """
     if isinstance(payload, bytearray):
         view[:] = memoryview(payload)[start:]
-    else:
+    elif not isinstance(payload, Placed):
         payload.read_into(start, view)
         payload.give_back()
 
@@ -47,17 +51,63 @@ def to_array(payload: Payload, out: Any) -> Any:
 
 
 def _to_array(payload: Payload, out: Any) -> Any:
+    if isinstance(payload, Placed):
+        return out
     message = unpack_head(_beginning(payload), len(payload))
     if out is None:
         return message.view(whole_of(payload))
     target = _target(message, out)
-    is_plain = target.nbytes > 0 and message.head.dtype.kind not in _CHECKED_KINDS
-    flags, is_fortran = target.flags, message.head.is_fortran
-    if is_plain and (flags.f_contiguous if is_fortran else flags.c_contiguous):
-        copy_into(payload, target.ravel("A").view(np.uint8).data, message.start)
+    if _is_in_order(message, target):
+        copy_into(payload, _bytes_of(target), message.start)
     else:
         target[...] = _as_array(message.view(whole_of(payload)))
     return out
+
+
+def _is_in_order(message: ArrayMessage, target: np.ndarray[Any, Any]) -> bool:
+    """Whether a message's elements can be copied to the memory of an array as they are."""
+    if not target.nbytes or message.head.dtype.kind in _CHECKED_KINDS:
+        return False
+    flags = target.flags
+    return flags.f_contiguous if message.head.is_fortran else flags.c_contiguous
+
+
+def _bytes_of(target: np.ndarray[Any, Any]) -> memoryview:
+    return target.ravel("A").view(np.uint8).data
+
+
+class ArrayDestination(Destination):
+    """The memory of an array, for the elements of the message that holds such a one."""
+
+    __slots__ = ("_out",)
+
+    def __init__(self, out: Any, view: memoryview) -> None:
+        super().__init__(view)
+        self._out = out
+
+    def head_nbytes(self, nbytes: int, beginning: memoryview) -> int | None:
+        """Return where the elements begin, if the message has the array's dtype and shape."""
+        try:
+            message = unpack_head(beginning, nbytes)
+            is_in_order = _is_in_order(message, _target(message, self._out))
+        except RankwireError:
+            return None  # as whoever receives it will find
+        return message.start if is_in_order else None
+
+
+def destination_of(out: Any) -> Destination | None:
+    """Return where an array message is to come, if it is to come into an array and can."""
+    if isinstance(out, np.ndarray):
+        target = out
+    elif is_tensor(out) and tensor_advice(out) is None and not out.is_conj() and not out.is_neg():
+        target = _as_array(out)
+    else:
+        return None
+    flags = target.flags
+    is_whole = flags.c_contiguous or flags.f_contiguous
+    if target.nbytes < PLACED_FROM or not is_whole or not flags.writeable:
+        return None
+    return ArrayDestination(out, _bytes_of(target))
 
 
 def share_memory(a: Any, b: Any) -> bool:

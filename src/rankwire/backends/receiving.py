@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from rankwire.backends.payloads import to_array
-from rankwire.backends.transport import Offer, Transport
+from rankwire.backends.transport import Expected, Offer, Transport
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError
+from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Payload
 from rankwire.wire.loans import LoanRevokedError
 
@@ -28,11 +29,26 @@ def take(
     deadline: Deadline,
     nbytes: int | None,
     use: Callable[[Payload], T],
+    *,
+    into: Destination | None = None,
 ) -> T:
-    """Receive the next message that its sender has not taken back, and use it."""
+    """Receive the next message that its sender has not taken back, and use it.
+
+    Args:
+        ranks: The group.
+        src: Who sends it.
+        tag: Its tag.
+        deadline: For all of it.
+        nbytes: Its size, if that is fixed.
+        use: Gets it, and returns what to return.
+        into: Where it is to come, if it can.
+    """
     envelope = (ranks.group, Channel.MESSAGE, tag)
     while True:
-        payload = ranks.receive(src, envelope, deadline, nbytes=nbytes)
+        if into is None:
+            payload = ranks.receive(src, envelope, deadline, nbytes=nbytes)
+        else:
+            payload = _expected(ranks.expect(src, envelope, nbytes=nbytes, into=into), deadline)
         try:
             return use(payload)
         except LoanRevokedError:
@@ -42,6 +58,18 @@ def take(
                 with suppress(LoanRevokedError):  # that was interrupted
                     payload.give_back()
             raise
+
+
+def _expected(message: Expected, deadline: Deadline) -> Payload:
+    """Wait for a message; if it does not come, it is for others."""
+    try:
+        return message.take(deadline)
+    except BaseException:
+        try:
+            message.give_up()
+        finally:
+            message.give_up()  # an interrupt may have fallen into the first
+        raise
 
 
 def take_array_meanwhile(

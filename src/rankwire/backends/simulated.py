@@ -28,7 +28,7 @@ from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.simulated_network import Network
-from rankwire.backends.transport import Offer
+from rankwire.backends.transport import Expected, Offer
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
@@ -42,6 +42,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.memory_poller import MemoryPoller
 from rankwire.links.memory_stream import MemoryStream
 from rankwire.rendezvous.control_messages import Fallen, Member
+from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 
@@ -164,6 +165,13 @@ class SimulatedBackend(Mesh):
         """Return the next message under an envelope. A rank that is dead receives nothing more."""
         self._check_alive()
         return super().receive(src, envelope, deadline, nbytes=nbytes)
+
+    def expect(
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+    ) -> Expected:
+        """Return the next message under an envelope before it has come."""
+        self._check_alive()
+        return super().expect(src, envelope, nbytes=nbytes, into=into)
 
     def sources(self, envelope: Envelope) -> list[int]:
         """Return the ranks that have sent something, or are gone: asking all is what would cost."""

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rankwire.backends.agreement import group_id, service_of_group
@@ -28,7 +29,8 @@ from rankwire.backends.calls import CallPort
 from rankwire.backends.events import OnLost, OnSuspected
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.sub_calls import SubCallPort
-from rankwire.backends.transport import Offer
+from rankwire.backends.sub_messages import SubExpected, SubOffer
+from rankwire.backends.transport import Expected, Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -39,6 +41,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.shared_segment import SharedSegment
+from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Envelope, Message, Payload
 
 # A parent need not wake a thread that reads a connection for others too; that one looks up this
@@ -138,7 +141,7 @@ class SubBackend(Backend):
         try:
             with self.translating(dst) as parent_rank:
                 offer = self.parent.offer(parent_rank, envelope, message, deadline, check=check)
-            return None if offer is None else _SubOffer(self, dst, offer)
+            return None if offer is None else SubOffer(self, dst, offer)
         except BaseException:
             if offer is not None:
                 offer.revoke()  # interrupted: nobody else knows of it
@@ -166,11 +169,26 @@ class SubBackend(Backend):
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
         """Return the next message of a rank of this group."""
-        with self._receiving(envelope[0]), self.translating(src) as parent_rank:
+        take = partial(self.parent.receive, self.to_global(src), envelope, nbytes=nbytes)
+        return self.take_patiently(src, envelope, deadline, take)
+
+    def expect(
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+    ) -> Expected:
+        """Return the next message under an envelope before it has come."""
+        with self.translating(src) as parent_rank:
+            expected = self.parent.expect(parent_rank, envelope, nbytes=nbytes, into=into)
+        return SubExpected(self, src, envelope, expected)
+
+    def take_patiently(
+        self, src: int, envelope: Envelope, deadline: Deadline, take: Callable[[Deadline], Payload]
+    ) -> Payload:
+        """Wait for a message of a rank of this group; errors name ranks of it."""
+        with self._receiving(envelope[0]), self.translating(src):
             while True:
                 patience = deadline.sooner(_LOOK_UP_EVERY)
                 try:
-                    return self.parent.receive(parent_rank, envelope, patience, nbytes=nbytes)
+                    return take(patience)
                 except DeadlineExceededError:
                     if patience is deadline:
                         raise
@@ -345,19 +363,3 @@ def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
         error.message = f"rank {parent.rank} is not a member of the group {chosen}"
         raise error
     return chosen
-
-
-class _SubOffer(Offer):
-    def __init__(self, group: SubBackend, dst: int, offer: Offer) -> None:
-        self.group = group
-        self._dst = dst
-        self._offer = offer
-
-    def wait(self, deadline: Deadline) -> bool:
-        """Wait until it has been read; errors name ranks of the group."""
-        with self.group.translating(self._dst):
-            return self._offer.wait(deadline)
-
-    def revoke(self) -> None:
-        """Be done with it."""
-        self._offer.revoke()

@@ -11,7 +11,7 @@ from rankwire.backends.calls import CallPort, IncomingCall, PortEvent, RepliesDu
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
     from rankwire.backends.sub import SubBackend

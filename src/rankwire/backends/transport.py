@@ -14,6 +14,7 @@ from rankwire.backends.status import PeerStatus, state_of
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.links.shared_segment import SharedSegment
+from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import WORLD_GROUP, Envelope, Message, Payload
 
 
@@ -27,6 +28,31 @@ class Offer(ABC):
     @abstractmethod
     def revoke(self) -> None:
         """Be done with it: if it was not read, it is as if it had not been sent. Idempotent."""
+
+
+class Expected(ABC):
+    """A message that a rank waits for, perhaps in several goes, and perhaps in a certain place.
+
+    Nothing happens before ``post`` or ``take``; after them it is to be waited for to its end, or
+    given up. Used by one thread.
+    """
+
+    @abstractmethod
+    def post(self) -> None:
+        """Ask for it, but do not wait: from now on it may come to its place. Idempotent."""
+
+    @abstractmethod
+    def take(self, deadline: Deadline) -> Payload:
+        """Return it; it is ``wire.destinations.Placed`` if it is where it was wanted.
+
+        Raises:
+            DeadlineExceededError: It has not come, and is still expected.
+            RankwireError: It will not come; nothing comes to its place any more.
+        """
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Expect it no more: it is for others, and its place is free on return. Idempotent."""
 
 
 class Transport(ABC):
@@ -107,6 +133,20 @@ class Transport(ABC):
                 receivable.
         """
 
+    def expect(
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+    ) -> Expected:
+        """Return the next message under an envelope before it has come.
+
+        Args:
+            src: Who sends it.
+            envelope: What it is sent under.
+            nbytes: Its size, if that is fixed; otherwise as for ``receive``.
+            into: Where it is to come. It may come elsewhere: if it is small, or still lies with
+                its sender, or has come before it was asked for.
+        """
+        return _Received(self, src, envelope, nbytes)
+
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken. A look: it neither reads nor waits."""
         return False
@@ -161,3 +201,23 @@ class Transport(ABC):
     def closed(self) -> bool:
         """Whether ``close`` was called, which notes it in ``_closed``."""
         return self._closed
+
+
+class _Received(Expected):
+    """What is received when it is waited for, wherever that is."""
+
+    def __init__(self, ranks: Transport, src: int, envelope: Envelope, nbytes: int | None) -> None:
+        self._ranks = ranks
+        self._src = src
+        self._envelope = envelope
+        self._nbytes = nbytes
+
+    def post(self) -> None:
+        """Nothing can come before it is waited for."""
+
+    def take(self, deadline: Deadline) -> Payload:
+        """Receive it."""
+        return self._ranks.receive(self._src, self._envelope, deadline, nbytes=self._nbytes)
+
+    def give_up(self) -> None:
+        """Nobody has asked for it."""

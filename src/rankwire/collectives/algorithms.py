@@ -9,12 +9,12 @@ for bit. ``docs/collectives.md`` has the steps and bytes of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rankwire.collectives.exchange import Exchange, Piece, blocks, scratch
+from rankwire.collectives.exchange import Arriving, Exchange, Piece, blocks, scratch
 from rankwire.collectives.reductions import Reduction
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ _MUCH = 64 << 10
 
 # Steps of the parts that operations are made of; the rounds of a part follow from there.
 _MEET = 0x100
-GATHER_STEP = _GATHER = 0x200
+_GATHER = 0x200
 _REDUCE = 0x300
 SPREAD_STEP = _SPREAD = 0x400
 _RING = 0x1000
@@ -83,22 +83,24 @@ def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
     return [rows[rank - x.rank] for rank in range(x.size)]
 
 
-def all_gather_directly(x: Exchange, own: Array, parts: Sequence[Array], step: int) -> None:
+def all_gather_directly(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
     """Fill the parts of all ranks: each sends its own to every other one."""
+    arriving = _expect_much(x, _GATHER, parts)
+    meet_before_much(x, own.nbytes)
     for dst in x.others:
-        x.send(dst, step, own)
-    pieces = x.receive_pieces(step, parts)
-    _copy_pieces(pieces, parts)
+        x.send(dst, _GATHER, own)
+    _take_in(x, _GATHER, parts, arriving)
 
 
 def gather_directly(x: Exchange, own: Array, parts: Sequence[Array] | None, root: int) -> None:
     """Fill the parts of all ranks at the root."""
-    meet(x)
-    if x.rank != root:
+    if parts is None:
+        meet(x)
         x.send(root, _GATHER, own)
-        return
-    assert parts is not None
-    _copy_pieces(x.receive_pieces(_GATHER, parts), parts)
+    else:
+        arriving = _expect_much(x, _GATHER, parts)
+        meet(x)
+        _take_in(x, _GATHER, parts, arriving)
 
 
 def scatter_directly(x: Exchange, parts: Sequence[Array] | None, own: Array, root: int) -> None:
@@ -113,10 +115,36 @@ def scatter_directly(x: Exchange, parts: Sequence[Array] | None, own: Array, roo
 
 def all_to_all_directly(x: Exchange, sent: Sequence[Array], received: Sequence[Array]) -> None:
     """Exchange a part with every other rank."""
+    arriving = _expect_much(x, _SPREAD, received)
     for dst in x.others:
         x.send(dst, _SPREAD, sent[dst])
-    _copy_pieces(x.receive_pieces(_SPREAD, received), received)
+    _take_in(x, _SPREAD, received, arriving)
     received[x.rank][...] = sent[x.rank]
+
+
+def _expect_much(x: Exchange, step: int, parts: Sequence[Array]) -> dict[int, Arriving]:
+    """Ask for what others will send if it is large: so it comes to its place while this sends.
+
+    They send it when they know that all ranks are in the operation.
+    """
+    return {
+        src: x.expect_into(src, step, parts[src])
+        for src in reversed(x.others)
+        if parts[src].nbytes >= _MUCH
+    }
+
+
+def _take_in(
+    x: Exchange, step: int, parts: Sequence[Array], arriving: Mapping[int, Arriving]
+) -> None:
+    """Receive all parts; the small ones are not copied before all of them are there."""
+    pieces: list[Piece | None] = [None] * x.size
+    for src in reversed(x.others):
+        if src in arriving:
+            x.take_in(arriving[src])
+        else:
+            pieces[src] = x.receive_piece(src, step, parts[src])
+    _copy_pieces(pieces, parts)
 
 
 def _copy_pieces(pieces: Sequence[Piece | None], parts: Sequence[Array]) -> None:
@@ -130,13 +158,11 @@ def _copy_pieces(pieces: Sequence[Piece | None], parts: Sequence[Array]) -> None
 
 def broadcast_by_tree(x: Exchange, array: Array, root: int) -> None:
     """Send along a binomial tree: log2(N) rounds, every rank that has it passes it on."""
-    meet(x)
     place = (x.rank - root) % x.size
     bit = 1
     while bit < x.size and not place & bit:
         bit *= 2
-    if place:
-        x.receive_into((place - bit + root) % x.size, _SPREAD, array)
+    _receive_after_meeting(x, (place - bit + root) % x.size if place else None, array)
     bit //= 2
     while bit:
         if place + bit < x.size:
@@ -146,12 +172,23 @@ def broadcast_by_tree(x: Exchange, array: Array, root: int) -> None:
 
 def broadcast_directly(x: Exchange, array: Array, root: int) -> None:
     """Let every rank take it from the root: on one host, where they read its memory at once."""
-    meet(x)
+    _receive_after_meeting(x, None if x.rank == root else root, array)
     if x.rank == root:
         for dst in x.others:
             x.send(dst, _SPREAD, array)
+
+
+def _receive_after_meeting(x: Exchange, src: int | None, array: Array) -> None:
+    """Meet, and receive what a rank sends as soon as it has met."""
+    if src is None:
+        meet(x)
+    elif array.nbytes < _MUCH:
+        meet(x)
+        x.receive_into(src, _SPREAD, array)
     else:
-        x.receive_into(root, _SPREAD, array)
+        arriving = x.expect_into(src, _SPREAD, array)
+        meet(x)
+        x.take_in(arriving)
 
 
 def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
@@ -202,8 +239,14 @@ def all_reduce_directly(x: Exchange, source: Array, out: Array, r: Reduction) ->
     by block, and reduces in the cache.
     """
     parts = split(out, x.size)
-    reduce_scatter_directly(x, split(source, x.size), parts[x.rank], r)
-    all_gather_directly(x, parts[x.rank], parts, _SPREAD)
+    own = parts[x.rank]
+    # A rank sends its result when it has read what this one contributes to it: also if ``out`` is
+    # ``source``, there is room for it by then.
+    arriving = _expect_much(x, _SPREAD, parts)
+    reduce_scatter_directly(x, split(source, x.size), own, r)
+    for dst in x.others:
+        x.send(dst, _SPREAD, own)
+    _take_in(x, _SPREAD, parts, arriving)
 
 
 def reduce_scatter_directly(x: Exchange, parts: Sequence[Array], out: Array, r: Reduction) -> None:

@@ -12,15 +12,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rankwire.backends.base import Backend
-from rankwire.backends.transport import Offer
+from rankwire.backends.transport import Expected, Offer
 from rankwire.collectives.fingerprints import NOTICE_TAG
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
+from rankwire.wire.destinations import PLACED_FROM, Destination, Placed
 from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
 
@@ -65,10 +66,10 @@ class Piece:
         return block
 
     def copy_into(self, out: Array) -> None:
-        """Copy all of it and let the sender go on."""
+        """Copy all of it and let the sender go on; what is placed is in ``out`` already."""
         if isinstance(self._payload, bytearray):
             out[...] = np.frombuffer(self._payload, self._dtype)
-        elif len(self):
+        elif len(self) and not isinstance(self._payload, Placed):
             self._payload.read_into(0, out.view(np.uint8).data)
             self._payload.give_back()
 
@@ -76,6 +77,14 @@ class Piece:
         """Let the sender go on."""
         if not isinstance(self._payload, bytearray):
             self._payload.give_back()
+
+
+class Arriving(NamedTuple):
+    """A part of an array that is asked for, and may come straight to where it belongs."""
+
+    src: int
+    expected: Expected
+    out: Array
 
 
 class Exchange(ABC):
@@ -88,6 +97,7 @@ class Exchange(ABC):
         shared: The memory that all ranks share, if they do.
         deadline: For all of it.
         offers: What was sent, and to whom, that may not be changed yet.
+        expected: What was asked for before it is waited for.
     """
 
     __slots__ = (
@@ -96,6 +106,7 @@ class Exchange(ABC):
         "_next_look",
         "_sources",
         "deadline",
+        "expected",
         "offers",
         "rank",
         "shared",
@@ -112,6 +123,7 @@ class Exchange(ABC):
         self.shared: SharedSlots | None = None
         self.deadline = self._next_look = AT_ONCE
         self.offers: list[tuple[int, Offer]] = []
+        self.expected: list[Expected] = []
         self._sources: list[int] = []  # the ranks from which something was received
 
     @abstractmethod
@@ -235,8 +247,38 @@ class Exchange(ABC):
             payload = whole_of(payload)
         return np.frombuffer(payload, like.dtype)
 
+    def expect_into(self, src: int, step: int, out: Array) -> Arriving:
+        """Ask for an array of the size and dtype of ``out``: from now on it may come there.
+
+        So it does while this rank sends. Only for what nobody sends before all ranks have come.
+        """
+        envelope = (self._group, _CHANNEL, self.tag + step)
+        into = Destination(out.view(np.uint8).data)
+        expected = self._backend.expect(src, envelope, nbytes=out.nbytes, into=into)
+        self.expected.append(expected)
+        expected.post()
+        return Arriving(src, expected, out)
+
+    def take_in(self, arriving: Arriving) -> None:
+        """Wait until what was asked for is there."""
+        src, expected, out = arriving
+        self._sources.append(src)
+        patience = self.next_look()
+        while True:
+            try:
+                payload = expected.take(patience)
+                break
+            except DeadlineExceededError:
+                self._look_up(src)
+                patience = self._next_look
+        Piece(payload, out.dtype).copy_into(out)
+        self.expected.remove(expected)
+
     def receive_into(self, src: int, step: int, out: Array) -> None:
         """Receive an array of the size and dtype of ``out`` into it."""
+        if out.nbytes >= PLACED_FROM:
+            self.take_in(self.expect_into(src, step, out))
+            return
         payload = self.receive(src, step, out.nbytes)
         if isinstance(payload, bytearray):
             out[...] = np.frombuffer(payload, out.dtype)
@@ -268,6 +310,9 @@ class Exchange(ABC):
         """Take back what was sent and not read: the operation has failed."""
         if self.shared is not None:
             self.shared.retract(self)
+        for expected in self.expected:
+            expected.give_up()
+        self.expected.clear()
         for _, offer in self.offers:
             offer.revoke()
         self.offers.clear()

@@ -78,8 +78,7 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
         for part, row in zip(parts, algorithms.all_gather_by_doubling(x, own), strict=True):
             part[...] = row
     else:
-        algorithms.meet_before_much(x, own.nbytes)
-        algorithms.all_gather_directly(x, own, parts, algorithms.GATHER_STEP)
+        algorithms.all_gather_directly(x, own, parts)
         parts[x.rank][...] = own
 
 

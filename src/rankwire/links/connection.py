@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -41,6 +42,7 @@ from rankwire.links.spin import Spin
 from rankwire.links.stream import Stream, stream_of
 from rankwire.links.tcp_info import Unanswered
 from rankwire.links.writer import FrameWriter
+from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     LOAN,
@@ -90,6 +92,8 @@ class Connection:
         failure: Why it cannot be used any more, if that is so.
         send_small: ``send``, for what is never lent.
         has_parcels: Whether something lent was among the frames read; reset by who takes them.
+        filling: Held while a payload is read, or is about to be, to where its receiver wants it.
+            The mutex of an inbox may be taken under it.
 
     Size: it is all that its owners know of a peer's stream, so it has a verb for each of theirs.
     """
@@ -117,6 +121,7 @@ class Connection:
         self.peer = peer
         self.failure: RankwireError | None = None
         self.has_parcels = False
+        self.filling = threading.Lock()
         # What reads it once it is known to be in use, if that is one read of a bare socket.
         self._recv_into: Callable[[memoryview], int] | None = None
         self._may_share = single_copy and seals is None
@@ -406,10 +411,12 @@ class Connection:
         try:
             if parser.ring is not None and parser.take_records():
                 return parser.state[0]
-            if self._recv_into is None:
-                self._take_in_otherwise()
+            if self._recv_into is None or parser.state[3][5] is not None:  # in a large payload
+                with self.filling:
+                    self._take_in_otherwise()
             elif not (is_whole := parser.take_in(self._recv_into)):
-                self._take_further(is_whole)
+                with self.filling:
+                    self._take_further(is_whole)
         except BlockingIOError:
             return None
         except ProtocolError as error:
@@ -452,6 +459,16 @@ class Connection:
             return self._parser.take_records()
         except ProtocolError as error:
             raise self._spoiled(error) from None
+
+    def place_by(
+        self, find_place: Callable[[Envelope, int, memoryview], Destination | None]
+    ) -> None:
+        """Have large payloads read to where their receivers want them, which is asked for."""
+        self._parser.find_place = find_place
+
+    def vacate(self, destination: Destination) -> None:
+        """Read nothing more to there; what has come moves out. With ``filling`` held."""
+        self._parser.vacate(destination)
 
     def read_ready(self) -> list[Frame] | None:
         """Return what ``receive_ready`` does, and take it: for readers that nobody interrupts."""
@@ -634,6 +651,7 @@ class Connection:
     def forsake(self) -> None:
         """Close what a forked child shares with its parent, without ending the parent's stream."""
         self.failure = ForkedProcessError("this connection")
+        self.filling = threading.Lock()
         self._writer.forsake(self.failure)
         self.stream.close()
         self._drop_rings()

@@ -13,6 +13,8 @@ replies always are, and one that nobody wants any more is given back unread.
 The connection may come later than the first receive (the peer dials when it first sends). Waiting
 threads, the mutex and what an interrupt leaves are the business of ``shared_mailbox``; the mutex is
 not held while reading either.
+
+Size: who waits, who reads and what is delivered are one protocol around one role and one mutex.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.shared_mailbox import SharedMailbox
 from rankwire.links.stream import Stream
-from rankwire.wire.frames import Frame, Payload
-from rankwire.wire.mailbox import ONCE, Mailbox, Receive, payload_of
+from rankwire.wire.destinations import Destination
+from rankwire.wire.frames import Envelope, Frame, Payload
+from rankwire.wire.mailbox import ONCE, Mailbox, payload_of
+from rankwire.wire.receive import Receive
 
 _log = logging.getLogger("rankwire")
 
@@ -49,6 +53,8 @@ class Inbox(SharedMailbox):
         clock: By which its threads wait.
         connection: Where they come from, if it is known yet.
         fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
+
+    Size: as for its module.
     """
 
     def __init__(
@@ -63,6 +69,8 @@ class Inbox(SharedMailbox):
         super().__init__(peer, mailbox, clock)
         self._fetch = fetch
         self.connection = connection
+        if connection is not None:
+            connection.place_by(self._find_place)
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
 
     def attach(self, connection: Connection) -> bool:
@@ -71,6 +79,7 @@ class Inbox(SharedMailbox):
             if self.connection is not None or self._mailbox.failure is not None:
                 return False
             self.connection = connection
+            connection.place_by(self._find_place)
             self._parked.wake_one()
         return True
 
@@ -87,16 +96,17 @@ class Inbox(SharedMailbox):
                         self.turns += 1
             if self._reader is receive:
                 self._read_until(receive, deadline, receive)
-            if not receive.done and not self.drive(receive, deadline) and self.withdraw(receive):
-                raise self._too_late(deadline)
+            is_done = receive.done or self.drive(receive, deadline)
+            if not is_done or receive.error is not None:
+                self._end_in_vain(receive, deadline)
             return receive.take()
         except RankwireError:
             raise
         except BaseException:
             try:
-                self._abandon(receive)
+                self.give_up(receive)
             finally:
-                self._abandon(receive)
+                self.give_up(receive)
             raise
 
     def wait(self, receive: Receive, deadline: Deadline) -> Payload:
@@ -108,17 +118,25 @@ class Inbox(SharedMailbox):
             RankwireError: The peer has failed.
         """
         try:
-            if not self.drive(receive, deadline) and self.withdraw(receive):
-                raise self._too_late(deadline)
+            if not self.drive(receive, deadline) or receive.error is not None:
+                self._end_in_vain(receive, deadline)
             return receive.take()
         except RankwireError:
             raise
         except BaseException:
             try:
-                self._abandon(receive)
+                self.give_up(receive)
             finally:
-                self._abandon(receive)
+                self.give_up(receive)
             raise
+
+    def _end_in_vain(self, receive: Receive, deadline: Deadline) -> None:
+        """End a receive whose time is up or that has failed, unless it comes at this moment."""
+        is_in_time = not self.withdraw(receive)
+        if receive.payload is None:
+            self.vacate(receive)
+        if not is_in_time:
+            raise self.too_late(deadline)
 
     def drive(self, receive: Receive, deadline: Deadline) -> bool:
         """Read until a posted receive is done; False if the deadline passes first.
@@ -173,10 +191,11 @@ class Inbox(SharedMailbox):
             return []
         return [] if self._mailbox.full else [connection.stream]
 
-    def read(self) -> None:
-        """Read what is there, for a thread that cannot send now."""
-        if self.connection is not None and not self._mailbox.full:
-            self.read_quietly()
+    def read(self) -> bool:
+        """Read what is there, for a thread that cannot send now; return whether that was done."""
+        if self.connection is None or self._mailbox.full:
+            return False
+        return self._read_alone(self._read_ready)
 
     def read_available(self) -> None:
         """Read what is there without waiting, unless another thread reads already."""
@@ -387,7 +406,28 @@ class Inbox(SharedMailbox):
             self._match(frames, only_first=True)
         return True
 
-    def _too_late(self, deadline: Deadline) -> DeadlineExceededError:
+    # -- messages that come straight to where they are wanted --------------------------------------
+
+    def _find_place(self, envelope: Envelope, nbytes: int, first: memoryview) -> Destination | None:
+        with self._mutex:
+            return self._mailbox.find_place(envelope, nbytes, first)
+
+    def give_up(self, receive: Receive) -> None:
+        """Take back a receive: its message, if it has come or comes, is for others."""
+        super().give_up(receive)
+        self.vacate(receive)
+
+    def vacate(self, receive: Receive) -> None:
+        """See to it that nothing comes into the memory of a receive any more. Safe to repeat."""
+        connection = self.connection
+        if receive.into is None or connection is None:
+            return
+        with connection.filling, self._mutex:
+            connection.vacate(receive.into)
+            self._mailbox.vacated(receive)
+
+    def too_late(self, deadline: Deadline) -> DeadlineExceededError:
+        """Return the error of a receive whose message has not come in time."""
         mailbox, detail = self._mailbox, ""
         if mailbox.full:
             kept = f"{mailbox.unmatched_nbytes} bytes of other messages from it"

@@ -57,8 +57,11 @@ class Meanwhile(Protocol):
     def watch(self) -> Sequence[Watched]:
         """Return the streams on which something to read may come."""
 
-    def read(self) -> None:
-        """Read what is there, without waiting. Must not send, nor call anything that may."""
+    def read(self) -> bool:
+        """Read what is there, without waiting; return whether there is more only if it comes.
+
+        It may send, but not to the peer for which it waits: that fails at once.
+        """
 
 
 class _Arena:

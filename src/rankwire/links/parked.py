@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 
 from rankwire.links.sleepers import Sleepers, wake
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 
 
 class ParkedThreads:

@@ -14,7 +14,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.wire.frames import Envelope
 from rankwire.wire.loans import whole_of
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
     from rankwire.links.inbox import Inbox
@@ -42,6 +42,7 @@ class Reply(Receive):
     ) -> None:
         self.envelope = envelope
         self.nbytes = None
+        self.into = None
         self.done = False
         self.posted = False
         self._cell = []

@@ -25,7 +25,8 @@ from rankwire.errors import ForkedProcessError, RankwireError
 from rankwire.fork import guard
 from rankwire.links.parked import ParkedThreads
 from rankwire.wire.frames import Envelope, Payload
-from rankwire.wire.mailbox import ONCE, Mailbox, Receive
+from rankwire.wire.mailbox import ONCE, Mailbox
+from rankwire.wire.receive import Receive
 
 
 class SharedMailbox:
@@ -120,7 +121,7 @@ class SharedMailbox:
     def tags_wanted(self) -> list[int]:
         """Return the tags of the receives that wait."""
         with self._mutex:
-            return [tag for _, _, tag in self.wanted_by]
+            return [tag for _, _, tag in self.wanted()]
 
     def call_back_due(self) -> None:
         """Call back those that are due; each once, whoever comes first."""
@@ -181,7 +182,8 @@ class SharedMailbox:
 
     def wanted(self) -> list[Envelope]:
         """Return what is waited for."""
-        return list(self.wanted_by)
+        placing = self._mailbox.placing
+        return list(self.wanted_by) if placing is None else [*self.wanted_by, placing.envelope]
 
     @property
     def is_read(self) -> bool:
@@ -217,7 +219,7 @@ class SharedMailbox:
         if self._asleep and self._reader is None:
             self._parked.wake_one()
 
-    def _abandon(self, receive: Receive) -> None:
+    def give_up(self, receive: Receive) -> None:
         """Let a waiting thread leave by an exception. Safe to repeat.
 
         Nothing may wait for it, no wake-up may be lost with it, and its message is for others.

@@ -32,9 +32,10 @@ from rankwire.wire.frames import (
     Envelope,
     Message,
 )
+from rankwire.wire.pieces import after, until
 from rankwire.wire.protocol import BELL
 from rankwire.wire.ring import AWAKE, RingWriter
-from rankwire.wire.seals import Seal
+from rankwire.wire.seals import SLICE_NBYTES, Seal, SealInProgress
 
 _log = logging.getLogger("rankwire")
 
@@ -62,6 +63,7 @@ _Journal = tuple[
     bool,  # whether there is one,
     bool,  # and whether it is in memory of our own
     list[int],  # how many bytes have left, call by call
+    SealInProgress | None,  # the last piece, if it is made while the others leave
 ]
 
 
@@ -100,6 +102,7 @@ class FrameWriter:
         self._fail = fail
         self._explain = explain
         self._lock = threading.Lock()
+        self._reading: int | None = None  # the thread that has the lock and does something else
         self._outgoing: _Outgoing = (0, ())
         self._journal: _Journal | None = None
         self.failure: RankwireError | None = None
@@ -154,11 +157,14 @@ class FrameWriter:
             buffers, nbytes = message
             group, channel, tag = envelope
             header = HEADER.pack(channel, sequence & SEQUENCE_MASK, group, tag, nbytes)
-            if self._seal is not None:
-                buffers = self._seal.around(sequence, header, channel, buffers, nbytes)
+            seal, coming = self._seal, None
+            if seal is not None and nbytes <= SLICE_NBYTES:
+                buffers = seal.around(sequence, header, channel, buffers, nbytes)
+            elif seal is not None:
+                buffers, coming = seal.begin_around(sequence, header, channel, buffers, nbytes)
             frame = b"" if nbytes > _JOIN_NBYTES else b"".join((header, *buffers))
             if not frame:
-                self._write((header, *buffers), deadline, meanwhile, is_owned=False)
+                self._write((header, *buffers), deadline, meanwhile, is_owned=False, coming=coming)
             elif hold and len(held) < _HOLD_FRAMES:
                 self._outgoing = (sequence + 1, (*held, frame))
             elif held or self._write_by is not None:
@@ -168,7 +174,7 @@ class FrameWriter:
             else:
                 # What ``_write`` does, for a frame that is taken at once: almost all are.
                 counts: list[int] = []
-                self._journal = (before, (frame,), True, True, counts)
+                self._journal = (before, (frame,), True, True, counts, None)
                 try:
                     counts.extend(map(self._stream.send, (frame,)))
                 except OSError:  # of which the next try tells
@@ -238,6 +244,9 @@ class FrameWriter:
 
     def _begin(self, grip: list[bool], deadline: Deadline) -> None:
         """Take the send lock if it is not taken; then the stream is at a known place."""
+        if self._reading == threading.get_ident():
+            detail = "this thread is sending to it"
+            raise DeadlineExceededError(deadline.limit, waiting_for=[self._peer], detail=detail)
         if grip[-1:] != [True] and not deadline.take(self._lock, grip):
             raise DeadlineExceededError(
                 deadline.limit,
@@ -256,6 +265,7 @@ class FrameWriter:
         meanwhile: Meanwhile | None,
         *,
         is_owned: bool,
+        coming: SealInProgress | None = None,
     ) -> None:
         """Write what was held back and then a frame: all of the frame, or nothing of it.
 
@@ -266,6 +276,7 @@ class FrameWriter:
             deadline: For all of it.
             meanwhile: What to read when the peer does not take more for now.
             is_owned: Whether the frame is in memory of our own.
+            coming: Its last piece, if that is to be made while the others leave.
 
         Raises:
             DeadlineExceededError: Nothing of the frame has left, or there was none.
@@ -275,32 +286,38 @@ class FrameWriter:
             pieces: Sequence[Buffer] = (b"".join((*held, *frame)),)
         else:
             pieces = (*held, *frame)
-        self._journal = (self._outgoing, pieces, bool(frame), is_owned, [])
+        self._journal = (self._outgoing, pieces, bool(frame), is_owned, [], coming)
         self._finish(deadline, meanwhile)
 
     def _finish(self, deadline: Deadline, meanwhile: Meanwhile | None) -> None:
         """Write what the journal says is still to leave."""
         assert self._journal is not None
-        (sequence, _), pieces, is_new, is_owned, counts = self._journal
+        (sequence, _), pieces, is_new, is_owned, counts, coming = self._journal
         try:
-            pieces = _after(pieces, sum(counts)) if counts else pieces
+            pieces = after(pieces, sum(counts)) if counts else pieces
             while pieces:
                 is_taken = True
+                ready = pieces
+                if coming is not None:
+                    if len(pieces) == 1:
+                        coming.finish()
+                    elif not coming.is_made:
+                        ready = pieces[:-1]
                 try:
                     if self._write_by is not None:
-                        self._write_by(pieces, counts)
-                    elif len(pieces) == 1:
-                        counts.extend(map(self._stream.send, pieces))
+                        self._write_by(ready, counts)
+                    elif len(ready) == 1:
+                        counts.extend(map(self._stream.send, ready))
                     else:
-                        counts.extend(map(self._stream.sendmsg, (pieces[:_MAX_VECTORS],)))
+                        counts.extend(map(self._stream.sendmsg, (ready[:_MAX_VECTORS],)))
                 except BlockingIOError:
                     # No ``continue`` here: CPython looks for signals at that jump, and has no
                     # handler for it.
                     is_taken = False
-                if not is_taken:
+                if is_taken:
+                    pieces = after(pieces, counts[-1])
+                elif coming is None or not coming.go_on():
                     self._wait_writable(deadline, meanwhile)
-                else:
-                    pieces = _after(pieces, counts[-1])
             self._outgoing = (sequence + is_new, ())
             self._journal = None
         except RankwireError as error:  # the deadline, or what was read or checked meanwhile
@@ -330,12 +347,14 @@ class FrameWriter:
         """
         if self._journal is None:
             return
-        (sequence, held), pieces, is_new, is_owned, counts = self._journal
+        (sequence, held), pieces, is_new, is_owned, counts, coming = self._journal
+        if coming is not None:
+            coming.finish()
         count, held_nbytes = sum(counts), sum(map(len, held))
         has_begun = is_new and count > held_nbytes
-        rest = _after(pieces, count)
+        rest = after(pieces, count)
         if not has_begun:
-            rest = _until(rest, held_nbytes - count) if is_new else rest
+            rest = until(rest, held_nbytes - count) if is_new else rest
         elif not is_owned and rest:
             if not is_sender_there:
                 reason = "sending to it was interrupted again and again"
@@ -358,30 +377,12 @@ class FrameWriter:
         # Now and then it looks up: by then there may be more connections to read.
         patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
         if not self._stream.wait_writable(patience, meanwhile.watch()):
-            meanwhile.read()
-            # If another thread has the reading role the input stays; do not look at it all the
-            # time.
-            self._stream.wait_writable(min(deadline.sleep_limit(), _BLOCKED_NAP))
+            self._reading = threading.get_ident()
+            try:
+                is_read = meanwhile.read()
+            finally:
+                self._reading = None
+            if not is_read:  # but stays; do not look at it all the time
+                self._stream.wait_writable(min(deadline.sleep_limit(), _BLOCKED_NAP))
             if deadline.expired:
                 raise self.not_taken(deadline)
-
-
-def _after(pieces: Sequence[Buffer], count: int) -> list[Buffer]:
-    """Return what is left to send after ``count`` bytes have left."""
-    for index, piece in enumerate(pieces):
-        size = memoryview(piece).nbytes
-        if count < size:
-            return [memoryview(piece).cast("B")[count:], *pieces[index + 1 :]]
-        count -= size
-    return []
-
-
-def _until(pieces: Sequence[Buffer], nbytes: int) -> list[Buffer]:
-    """Return the first ``nbytes`` of what is to be sent."""
-    beginning: list[Buffer] = []
-    for piece in pieces:
-        if not nbytes:
-            break
-        beginning.append(memoryview(piece).cast("B")[:nbytes])
-        nbytes -= len(beginning[-1])
-    return beginning

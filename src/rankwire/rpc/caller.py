@@ -40,7 +40,7 @@ from rankwire.rpc.nested import Nested
 from rankwire.rpc.questions import Questions
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance
 from rankwire.wire.loans import whole_of
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
     from rankwire.rpc.server import Server

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
-from rankwire.wire.mailbox import Receive
+from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
     from rankwire.rpc.call import Call

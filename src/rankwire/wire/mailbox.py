@@ -16,13 +16,15 @@ them, nor in two. What is only counted or listed may be wrong after an interrupt
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import starmap
 from operator import attrgetter
 
 from rankwire.errors import RankwireError, SizeMismatchError
+from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.loans import whole_of
+from rankwire.wire.receive import Receive
 
 # Tags that differ only in so many lower bits are of one family: the steps of a collective.
 FAMILY_BITS = 16
@@ -34,70 +36,6 @@ _MOST_UNMATCHED = 1 << 20
 # not before: the payload leaves one place and enters the next in one step.
 ONCE = ((),)
 payload_of = attrgetter("payload")
-
-
-class Receive:
-    """One message that somebody wants.
-
-    Attributes:
-        envelope: The one it must have.
-        nbytes: The size it must have, if that is fixed; a message of another size ends the receive
-            with an error and stays for the next one.
-        done: Whether ``payload`` or ``error`` is set.
-        posted: Whether somebody still wants it; False again once it was withdrawn.
-        on_done: Called by the owner of the mailbox, outside its locks, once it is done.
-    """
-
-    __slots__ = ("_cell", "done", "envelope", "error", "nbytes", "on_done", "posted")
-
-    def __init__(
-        self,
-        envelope: Envelope,
-        on_done: Callable[[Receive], None] | None = None,
-        *,
-        nbytes: int | None = None,
-    ) -> None:
-        self.envelope = envelope
-        self.nbytes = nbytes
-        self.done = False
-        self.posted = False
-        self._cell: list[Payload] = []
-        self.error: RankwireError | None = None
-        self.on_done = on_done
-
-    @property
-    def payload(self) -> Payload | None:
-        """The message, if it has come."""
-        return self._cell[0] if self._cell else None
-
-    def take(self) -> Payload:
-        """Return the payload or raise the error. Only when ``done``."""
-        if not self._cell:
-            assert self.error is not None
-            raise self.error.copy()
-        return self._cell[0]
-
-    def fetch(self) -> None:
-        """Bring the payload here, if it lies with its sender; it is gone if that took it back."""
-        try:
-            self._cell[:] = map(whole_of, self._cell)
-        except RankwireError:
-            self._cell.clear()
-
-    def result(self) -> bytearray:
-        """Return the payload in memory of the caller's own, or raise the error likewise."""
-        return whole_of(self.take())
-
-    def complete(self, payload: Iterable[Payload]) -> None:
-        """End it with the message, which ``payload`` gives."""
-        self._cell.extend(payload)
-        self.done = True
-
-    def fail(self, error: RankwireError) -> None:
-        """End it with an error, unless it has ended."""
-        if not self._cell and not self.done:
-            self.error = error
-            self.done = True
 
 
 class Mailbox:
@@ -118,6 +56,8 @@ class Mailbox:
         wanted_by: The receives that are posted and not done, by envelope. For request ids, of which
             each is used once, its length is the number of calls in flight.
         full: Whether so much is kept for later that nothing more should be read.
+        placing: The receive into whose memory a message is coming. From then on it gets that one
+            and no other; and is remembered until it has, or its memory is not used any more.
     """
 
     __slots__ = (
@@ -130,6 +70,7 @@ class Mailbox:
         "failure",
         "full",
         "misfits",
+        "placing",
         "unmatched",
         "unmatched_nbytes",
         "wanted_by",
@@ -145,6 +86,7 @@ class Mailbox:
         self.dropped = 0
         self.misfits: list[Receive] = []
         self.due: deque[Receive] | None = None
+        self.placing: Receive | None = None
         self.unmatched = 0
         self.unmatched_nbytes = 0
         self.full = False
@@ -152,7 +94,7 @@ class Mailbox:
     @property
     def wanted(self) -> int:
         """How many receives are posted and not done."""
-        return sum(map(len, self.wanted_by.values()))
+        return sum(map(len, self.wanted_by.values())) + (self.placing is not None)
 
     def _count(self, messages: int, nbytes: int) -> None:
         """Count what is kept for later."""
@@ -163,10 +105,8 @@ class Mailbox:
 
     def would_take(self, key: Envelope, nbytes: int) -> bool:
         """Whether somebody waits for a message of this key and size."""
-        for receive in self.wanted_by.get(key, ()):
-            if receive.posted and not receive.done:
-                return receive.nbytes in (None, nbytes)
-        return False
+        receive = self._first_wanted(key)
+        return receive is not None and receive.nbytes in (None, nbytes)
 
     def post(self, receive: Receive) -> None:
         """Ask for a message. Ends at once if it is here, or if the peer has failed.
@@ -193,16 +133,60 @@ class Mailbox:
             else:
                 wanted.append(receive)
 
-    def withdraw(self, receive: Receive) -> bool:
-        """Take back a receive; return False if it is done already."""
+    def find_place(self, key: Envelope, nbytes: int, first: memoryview) -> Destination | None:
+        """Return where a message that has begun to come is to go; None if nobody has said so.
+
+        Only when all messages of its key before it were delivered, and none is placed. It may be
+        asked again for the same message: its reader was interrupted.
+        """
+        receive = self.placing or self._first_wanted(key)
+        if receive is None or receive.into is None or not receive.is_wanted:
+            return None
+        if receive.envelope != key or receive.into.head_nbytes(nbytes, first) is None:
+            return None
+        self.placing = receive
+        self._unlist(receive)
+        return receive.into
+
+    def _first_wanted(self, key: Envelope) -> Receive | None:
+        return next((receive for receive in self.wanted_by.get(key, ()) if receive.is_wanted), None)
+
+    def _unlist(self, receive: Receive) -> bool:
+        """Take a receive off the list of those that wait; return whether it was there."""
         wanted = self.wanted_by.get(receive.envelope)
-        if receive.done or wanted is None or receive not in wanted:
+        if wanted is None or receive not in wanted:
             return False
-        receive.posted = False
         wanted.remove(receive)
         if not wanted:
             del self.wanted_by[receive.envelope]
         return True
+
+    def withdraw(self, receive: Receive) -> bool:
+        """Take back a receive; return False if it is done already.
+
+        If a message is coming into its memory, that is to be vacated.
+        """
+        if receive.done or not (self._unlist(receive) or receive is self.placing):
+            return False
+        receive.posted = False
+        return True
+
+    def vacated(self, receive: Receive) -> None:
+        """Note that nothing comes into a receive's memory any more."""
+        if self.placing is receive:
+            self.placing = None
+
+    def _deliver_placed(self, payload: Placed, source: Iterable[Payload]) -> Receive | None:
+        """Give a message to the one in whose memory it is; None if that does not want it."""
+        receive = self.placing
+        if receive is None or receive.into is not payload.destination:
+            return None
+        if receive.is_wanted:
+            receive.complete(source)
+            if receive.on_done is not None and self.due is not None:
+                self.due.append(receive)
+        self.placing = None
+        return receive if receive.payload is not None else None
 
     def deliver(
         self, key: Envelope, payload: Payload, source: Iterable[Payload] | None = None
@@ -218,6 +202,11 @@ class Mailbox:
             source: Gives the payload when it is consumed, and removes it from where it was.
         """
         source = (payload,) if source is None else source
+        if self.placing is not None and isinstance(payload, Placed):
+            receive = self._deliver_placed(payload, source)
+            if receive is not None:
+                return receive
+            source = map(whole_of, source)
         wanted = self.wanted_by.get(key)
         if wanted is not None and len(wanted) == 1:  # as below, for almost all messages
             receive = wanted[0]
@@ -291,11 +280,15 @@ class Mailbox:
                     receive.done = True
                 if receive.done:
                     self._note_due([receive])
-            waiting = deque(r for r in wanted if r.posted and not r.done)
+            waiting = deque(r for r in wanted if r.is_wanted and r is not self.placing)
             if waiting:
                 self.wanted_by[key] = waiting
             else:
                 del self.wanted_by[key]
+        if self.placing is not None and self.placing.payload is not None:
+            self.placing.done = True
+            self._note_due([self.placing])
+            self.placing = None
         for key, arrived in list(self.arrived.items()):
             if not arrived:
                 del self.arrived[key]
@@ -314,6 +307,8 @@ class Mailbox:
         if self.failure is None:
             self.failure = error
         ended = [receive for wanted in self.wanted_by.values() for receive in wanted]
+        if self.placing is not None:
+            ended.append(self.placing)
         for receive in ended:
             receive.fail(self.failure)
         self._note_due(ended)
@@ -323,6 +318,8 @@ class Mailbox:
     def fail_group(self, group: int, error: RankwireError) -> list[Receive]:
         """End the receives of one group, and forget what has arrived for it."""
         ended = [r for key, wanted in self.wanted_by.items() if key[0] == group for r in wanted]
+        if self.placing is not None and self.placing.envelope[0] == group:
+            ended.append(self.placing)
         for receive in ended:
             receive.fail(error)
         self._note_due(ended)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.errors import ProtocolError
+from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import (
     CHANNELS,
     DEFAULT_BUFFER_NBYTES,
@@ -42,10 +43,11 @@ _new_frame = tuple.__new__  # 0.15 us instead of 0.24 for Frame(...), once for e
 class _Large(NamedTuple):
     """A payload too large for the buffer, which is received into memory of its own."""
 
-    body: bytearray
+    body: bytearray | memoryview
     envelope: Envelope
     filled: int
     impression: Impression | None  # of what has come of it, if it is sealed
+    payload: bytearray | Placed  # it is in its body, but for the head of what is placed
 
 
 # What does not change as long as every read brings one whole small frame:
@@ -81,6 +83,8 @@ class FrameParser:
     Beside the stream there may be a ring (``wire.ring``), whose records are frames of the same
     sequence: those of a number come before the stream's frame of that number.
 
+    A large payload may come straight to where a receiver wants it (``wire.destinations``).
+
     Args:
         max_nbytes: Largest payload that is accepted.
         seal: Checks the seals of this direction; None if there are none.
@@ -96,6 +100,7 @@ class FrameParser:
         "_max_nbytes",
         "_seal",
         "_seal_nbytes",
+        "find_place",
         "ring",
         "state",
         "violation",
@@ -120,6 +125,8 @@ class FrameParser:
         buffer = bytearray()
         self.state: _State = (_NO_FRAMES, [], 0, (0, 0, 0, buffer, memoryview(buffer), None), 0)
         self.ring: RingReader | None = None
+        # Asked where a large payload belongs, by its envelope, size and beginning. Safe to repeat.
+        self.find_place: Callable[[Envelope, int, memoryview], Destination | None] | None = None
         # Sticky. Frames before it are returned first, and nothing after it.
         self.violation: ProtocolError | None = None
 
@@ -299,7 +306,7 @@ class FrameParser:
                 raise self.violation
             start = SEAL_NBYTES
             sealed += 1
-        frames.append(Frame(large.envelope, large.body))
+        frames.append(Frame(large.envelope, large.payload))
         is_special = large.envelope[1] >= FIRST_SPECIAL
         return self._parse(
             frames, start, end, sequence, sealed, buffer, view, read, is_special=is_special
@@ -350,10 +357,11 @@ class FrameParser:
                 sequence = (sequence + 1) & SEQUENCE_MASK
             elif stop + seal_nbytes - start > self._buffer_nbytes and end - body >= seal_nbytes:
                 envelope = (group, channel, tag)
-                large = self._begin_large(envelope, nbytes, view[start:end], sealed)
+                large = self._begin_large(envelope, nbytes, view[start:end], sealed, frames)
                 if large is None:
                     break
-                start = body + seal_nbytes + large.filled
+                head_nbytes = len(large.payload) - len(large.body)
+                start = body + seal_nbytes + head_nbytes + large.filled
                 sequence = (sequence + 1) & SEQUENCE_MASK
                 break
             else:
@@ -394,7 +402,12 @@ class FrameParser:
         return self._seal.begin(number, header, Channel.FAREWELL, 0).matches(seal)
 
     def _begin_large(
-        self, envelope: Envelope, nbytes: int, come: memoryview, number: int
+        self,
+        envelope: Envelope,
+        nbytes: int,
+        come: memoryview,
+        number: int,
+        frames: deque[Frame],
     ) -> _Large | None:
         """Take memory for a large payload; None and a violation if its header is not genuine.
 
@@ -403,6 +416,7 @@ class FrameParser:
             nbytes: Its size.
             come: What has come of the frame.
             number: Which sealed frame it is.
+            frames: Those before it that nobody has taken.
         """
         header, first = come[:HEADER_NBYTES], come[HEADER_NBYTES:]
         impression = None
@@ -412,19 +426,68 @@ class FrameParser:
                 self.violation = broken_seal()
                 return None
             impression = self._seal.begin(number, header, envelope[1], nbytes)
+        first = first[:nbytes]
+        place = self._placed(envelope, nbytes, first, frames)
+        if place is not None:
+            if impression is not None:
+                impression = impression.plus(place.head)
+            first = first[len(place.head) :]
+            large = _Large(place.destination.view, envelope, 0, impression, place)
+        elif (body := self._memory_for(nbytes)) is not None:
+            large = _Large(body, envelope, 0, impression, body)
+        else:
+            return None
+        large.body[: len(first)] = first
+        return self._filled_further(large, len(first))
+
+    def _placed(
+        self, envelope: Envelope, nbytes: int, first: memoryview, frames: deque[Frame]
+    ) -> Placed | None:
+        """Return where a large payload goes, if that is to where its receiver wants it."""
+        if self.find_place is None or any(
+            frame.envelope == envelope or isinstance(frame.payload, Placed) for frame in frames
+        ):
+            return None  # or the receiver may be that of a frame before it
+        destination = self.find_place(envelope, nbytes, first)
+        if destination is None:
+            return None
+        return Placed(bytes(first[: nbytes - len(destination.view)]), destination)
+
+    def _memory_for(self, nbytes: int) -> bytearray | None:
+        """Return memory for a large payload; None and a violation if there is none."""
         try:
-            body = self._allocate(nbytes)
+            return self._allocate(nbytes)
         except MemoryError as error:
             self.violation = ProtocolError(f"no memory for a message of {nbytes} bytes")
             self.violation.__cause__ = error
             return None
-        first = first[:nbytes]
-        body[: len(first)] = first
-        return self._filled_further(_Large(body, envelope, 0, impression), len(first))
+
+    def vacate(self, destination: Destination) -> None:
+        """Have what has come and comes for a destination in memory of its own. Safe to repeat.
+
+        Not while somebody reads, or takes frames.
+        """
+        frames, counts, sequence, place, read = self.state
+        large = place[5]
+        for at, (envelope, payload) in enumerate(frames):
+            if isinstance(payload, Placed) and payload.destination is destination:
+                frames[at] = Frame(envelope, payload.whole())
+        if large is None or not isinstance(large.payload, Placed):
+            return
+        if large.payload.destination is not destination:
+            return
+        body = self._memory_for(len(large.payload))
+        if body is None:
+            return  # nothing is read any more
+        head = large.payload.head
+        body[: len(head)] = head
+        body[len(head) :] = destination.view
+        large = large._replace(body=body, payload=body, filled=len(head) + large.filled)
+        self.state = (frames, counts, sequence, (*place[:5], large), read)
 
     def _filled_further(self, large: _Large, count: int) -> _Large:
         """Return a large payload of which ``count`` bytes more have come."""
-        body, envelope, filled, impression = large
+        impression, filled = large.impression, large.filled
         if impression is not None:
-            impression = impression.plus(memoryview(body)[filled : filled + count])
-        return _Large(body, envelope, filled + count, impression)
+            impression = impression.plus(memoryview(large.body)[filled : filled + count])
+        return large._replace(filled=filled + count, impression=impression)

@@ -30,6 +30,8 @@ from rankwire.wire.frames import LARGE_SEALED_NBYTES, SEAL_NBYTES, Buffer, Chann
 
 # Above this, a payload of messages and collectives is bulk.
 BULK_NBYTES = 1 << 16
+# A frame above this is sealed while it leaves, slice by slice.
+SLICE_NBYTES = 1 << 20
 _BULK_CHANNELS = frozenset({int(Channel.MESSAGE), int(Channel.COLLECTIVE)})
 _SEQUENCE = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
@@ -81,6 +83,46 @@ class Impression:
         return hmac.compare_digest(self.finish(), bytes(seal))
 
 
+class SealInProgress:
+    """The seal of a large frame, made while the frame leaves: the peer need not wait for it.
+
+    A signal may end its thread between any two bytecodes; going on is safe then.
+
+    Attributes:
+        seal: Where it stands once it is made.
+        is_made: Whether it is.
+    """
+
+    __slots__ = ("_rest", "is_made", "seal")
+
+    def __init__(self, impression: Impression, payload: Sequence[Buffer]) -> None:
+        views = [memoryview(piece).cast("B") for piece in payload]
+        slices = [
+            view[start : start + SLICE_NBYTES]
+            for view in views
+            for start in range(0, len(view), SLICE_NBYTES)
+        ]
+        self._rest = (impression, slices[::-1])
+        self.seal = bytearray(SEAL_NBYTES)
+        self.is_made = False
+
+    def go_on(self) -> bool:
+        """Take the next slice, or make the seal; return whether there was something to do."""
+        impression, slices = self._rest
+        if slices:
+            self._rest = (impression.plus(slices[-1]), slices[:-1])
+        elif not self.is_made:
+            self.seal[:] = impression.finish()
+            self.is_made = True
+            return False
+        return not self.is_made
+
+    def finish(self) -> None:
+        """Make it."""
+        while self.go_on():
+            pass
+
+
 class Seal:
     """Makes and checks the seals of one direction. Safe from any thread."""
 
@@ -122,6 +164,13 @@ class Seal:
         if nbytes <= LARGE_SEALED_NBYTES:
             return [*payload, seal]
         return [self.begin_head(sequence, header).finish(), *payload, seal]
+
+    def begin_around(
+        self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
+    ) -> tuple[list[Buffer], SealInProgress]:
+        """Return what ``around`` does for a large frame, but its seal is still to be made."""
+        coming = SealInProgress(self.begin(sequence, header, channel, nbytes), payload)
+        return [self.begin_head(sequence, header).finish(), *payload, coming.seal], coming
 
 
 class Seals(NamedTuple):
