@@ -312,7 +312,7 @@ class Mailbox:
         Messages that have arrived can still be taken.
         """
         if self.failure is None:
-            self.failure = error
+            self.failure = error.kept()
         ended = [receive for wanted in self.wanted_by.values() for receive in wanted]
         for receive in ended:
             receive.fail(self.failure)
