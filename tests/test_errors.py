@@ -219,11 +219,10 @@ def test_a_copy_keeps_the_cause_but_not_the_traceback():
 
 
 def test_an_error_that_is_kept_holds_no_frames():
+    with pytest.raises(OSError) as reset:
+        raise OSError(104, "Connection reset by peer")
     with pytest.raises(PeerLostError) as caught:
-        try:
-            raise OSError(104, "Connection reset by peer")
-        except OSError as error:
-            raise PeerLostError(1, "reset") from error
+        raise PeerLostError(1, "reset") from reset.value
     kept = caught.value.kept()
     assert facts(kept) == facts(caught.value)
     assert kept.__traceback__ is None
