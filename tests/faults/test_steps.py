@@ -1,0 +1,167 @@
+"""A rank is killed at every step of every collective that meets in a segment.
+
+The survivors live on: in one world many ranks are killed, one after the other, each in a group of
+its own with the same two others. At which passages is counted first, in a group where nothing
+happens (``steps``).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+from faults.meetings import BY_MESSAGES, MEETINGS, SEGMENT_NBYTES
+from faults.step_errands import AGREEMENT, Outcome, Survival
+from faults.steps import SENT, STEP_WRITTEN
+from rankwire.links.shared_memory import CAN_SHARE
+from worlds import Command, RankProcess, process_world
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only"),
+    pytest.mark.timeout(300),
+]
+
+ERRANDS = "__import__('faults.step_errands').step_errands"
+SOON = 5.0
+OPERATIONS = [AGREEMENT, *MEETINGS]
+PLACES = (0, 1, 2)  # of the victim among the three of a group; the first makes the segment
+VICTIMS = 12  # of one world
+
+
+class Kill(NamedTuple):
+    """One rank that is killed.
+
+    Attributes:
+        name: In which operation.
+        place: Its rank in the group.
+        passages: All of this operation on this rank.
+        at: At which of them it is killed.
+        is_late: Whether one of the others comes after that.
+    """
+
+    name: str
+    place: int
+    passages: list[str]
+    at: int
+    is_late: bool
+
+    @property
+    def is_before_its_part(self) -> bool:
+        """Whether others need something that it has not done."""
+        part = SENT if self.name in BY_MESSAGES else STEP_WRITTEN
+        return part in self.passages[self.at + 1 :]
+
+    def __str__(self) -> str:
+        late = ", another one late" if self.is_late else ""
+        return f"{self.name}: rank {self.place} at {self.at}, {self.passages[self.at]}{late}"
+
+
+class Field:
+    """A world in which ranks are killed, and the same two survive."""
+
+    def __init__(self, ranks: list[RankProcess], place: int) -> None:
+        last = len(ranks) - 1
+        self._ranks = ranks
+        self._place = place
+        self._survivors = [(last - 1, last), (0, last), (0, 1)][place]
+        # The coordinator, rank 0, is the last of them.
+        self.victims = [rank for rank in range(last, -1, -1) if rank not in self._survivors]
+        self._run(self._survivors, "passages", [*self._survivors], "barrier")
+
+    def passages(self, name: str) -> list[str]:
+        """Return what the victim passes in an operation in which nothing happens."""
+        members = self._members(self.victims[0])
+        found: list[list[str]] = self._run(members, "passages", members, name)
+        return found[self._place]
+
+    def kill(self, kill: Kill) -> list[Survival]:
+        """Kill the next victim; return what the survivors have seen."""
+        victim = self.victims.pop(0)
+        members = self._members(victim)
+        self._start(victim, "fall", members, kill.name, kill.at)
+        late = [False, kill.is_late]
+        commands = [
+            self._start(rank, "survive", members, kill.name, victim, is_late)
+            for rank, is_late in zip(self._survivors, late, strict=True)
+        ]
+        return [command.result() for command in commands]
+
+    def _members(self, victim: int) -> list[int]:
+        return sorted([*self._survivors, victim])
+
+    def _run(self, ranks: Sequence[int], errand: str, *args: Any) -> list[Any]:
+        return [
+            command.result() for command in [self._start(rank, errand, *args) for rank in ranks]
+        ]
+
+    def _start(self, rank: int, errand: str, *args: Any) -> Command:
+        call = f"{ERRANDS}.{errand}(backend, *args)"
+        return self._ranks[rank].start("eval", call, args=args)
+
+
+@contextmanager
+def field(place: int, victims: int) -> Iterator[Field]:
+    with process_world(victims + 2, segment_nbytes=SEGMENT_NBYTES) as ranks:
+        yield Field(ranks, place)
+
+
+def kills_of(name: str, place: int, passages: list[str]) -> list[Kill]:
+    """Return all of an operation: at each passage, and there also with somebody who comes late.
+
+    Who waits for that one does not get any further.
+    """
+    waits = (passed in ("after meet", "after receive") for passed in passages)
+    until = next(at for at, is_after_waiting in enumerate(waits) if is_after_waiting)
+    punctual = [Kill(name, place, passages, at, False) for at in range(len(passages))]
+    return punctual + [kill._replace(is_late=True) for kill in punctual[:until]]
+
+
+def assert_survived(kill: Kill, survivals: list[Survival]) -> None:
+    for survival in survivals:
+        assert_named(kill, survival.during)
+        after = survival.after
+        assert (after.error, after.named) == ("PeerLostError", (kill.place,)), kill
+        assert after.seconds < SOON, kill
+        assert survival.is_right, kill
+        assert max(survival.left) <= 0, (str(kill), survival.left)
+    if kill.is_before_its_part:
+        errors = [survival.during.error for survival in survivals]
+        assert any(errors) if kill.name in BY_MESSAGES else all(errors), kill
+
+
+def assert_named(kill: Kill, during: Outcome) -> None:
+    assert during.seconds < SOON, kill
+    if not during.error:
+        assert during.is_right, kill
+        return
+    assert (during.error, during.named) == ("PeerLostError", (kill.place,)), kill
+    if kill.name == "all_reduce in pieces":
+        assert during.state != "broken", kill
+    elif "not fit" not in kill.name:
+        assert during.state in ("untouched", "whole"), (str(kill), during.state)
+
+
+@pytest.mark.fault(48, "a rank killed at any step of a collective in shared memory is named by all")
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_is_killed_at_a_step_of_a_collective(place):
+    """A few of all steps: in each operation one, in each place another operation."""
+    names = OPERATIONS[place :: len(PLACES)]
+    with field(place, len(names)) as world:
+        for number, name in enumerate(names):
+            kills = kills_of(name, place, world.passages(name))
+            kill = kills[(7 * number + 5 * place + 3) % len(kills)]
+            assert_survived(kill, world.kill(kill))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_is_killed_at_every_step_of_a_collective(name, place):
+    with field(place, 1) as world:
+        kills = kills_of(name, place, world.passages(name))
+    while kills:
+        now, kills = kills[:VICTIMS], kills[VICTIMS:]
+        with field(place, len(now)) as world:
+            for kill in now:
+                assert_survived(kill, world.kill(kill))
