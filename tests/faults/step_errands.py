@@ -13,6 +13,7 @@ from faults.meetings import MEETINGS, state_of
 from faults.steps import watching
 from rankwire import Backend, SubBackend, TcpBackend
 from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.links import shared_segment
 from worlds import eventually
 
 AGREEMENT = "agreement"  # the first operation of a group, which agrees on a segment
@@ -99,6 +100,14 @@ def fall(backend: Backend, members: list[int], name: str, at: int) -> None:
         outcome_of(meeting, group)
 
 
+def fall_asleep(backend: Backend, members: list[int], name: str) -> None:
+    """Be killed in an operation to which no other rank comes, when this one goes to sleep."""
+    introduce(backend, members)
+    group, meeting = group_for(backend, members, name)
+    shared_segment.sleep_while = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    outcome_of(meeting, group)
+
+
 def survive(
     backend: TcpBackend, members: list[int], name: str, victim: int, is_late: bool
 ) -> Survival:
@@ -145,3 +154,33 @@ def held() -> tuple[int, ...]:
     with open("/proc/self/maps") as maps:
         mappings = sum("memfd:rankwire" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), mappings, threading.active_count()
+
+
+# -- a rank that is stopped
+
+_current: list[SubBackend] = []  # the group in which this process has operations
+
+
+def halt(backend: Backend, members: list[int], name: str, at: int, timeout: float) -> Outcome:
+    """Be stopped at a passage of an operation; return how it has ended when this rank goes on."""
+    group, meeting = group_for(backend, members, name)
+    _current.append(group)
+    with watching(at, signal.SIGSTOP):
+        return outcome_of(meeting, group, timeout)
+
+
+def outwait(backend: Backend, members: list[int], name: str, timeout: float) -> Outcome:
+    """Be in an operation in which another rank is stopped."""
+    group, meeting = group_for(backend, members, name)
+    _current.append(group)
+    return outcome_of(meeting, group, timeout)
+
+
+def again(backend: Backend, name: str) -> Outcome:
+    """Do an operation in the group in which one was stopped."""
+    return outcome_of(name, _current[0])
+
+
+def part(backend: Backend) -> None:
+    """Be done with that group."""
+    _current.pop().close()

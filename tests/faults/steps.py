@@ -6,7 +6,8 @@ to a segment, and the messages that it sends. Passages are counted, so a run in 
 happens says how many there are, and which.
 """
 
-import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,18 +28,19 @@ class Passages:
 
     Args:
         at: The passage at which something happens, counted from 0; None if nothing does.
-        signal: What this process then sends to itself.
+        number: The signal that this process then sends to itself.
     """
 
-    def __init__(self, at: int | None, signal: int) -> None:
+    def __init__(self, at: int | None, number: int) -> None:
         self.names: list[str] = []
         self._at = at
-        self._signal = signal
+        self._number = number
 
     def note(self, name: str) -> None:
         self.names.append(name)
         if self._at == len(self.names) - 1:
-            os.kill(os.getpid(), self._signal)
+            # To this thread: another one that is to stop the process would let this one go on.
+            signal.pthread_kill(threading.get_ident(), self._number)
 
 
 class _NotedWords:
@@ -104,9 +106,9 @@ _POINTS = [
 
 
 @contextmanager
-def watching(at: int | None = None, signal: int = 0) -> Iterator[Passages]:
+def watching(at: int | None = None, number: int = 0) -> Iterator[Passages]:
     """Count what this process passes, and have something happen to it at one of the passages."""
-    passages = Passages(at, signal)
+    passages = Passages(at, number)
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in _POINTS]
     for (owner, name, wrap), (_, _, method) in zip(_POINTS, before, strict=True):
         setattr(owner, name, wrap(passages, method))

@@ -1,10 +1,11 @@
-"""A rank is killed at every step of every collective that meets in a segment.
+"""A rank is killed, or stopped, at the steps of every collective that meets in a segment.
 
 The survivors live on: in one world many ranks are killed, one after the other, each in a group of
 its own with the same two others. At which passages is counted first, in a group where nothing
 happens (``steps``).
 """
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from faults.meetings import BY_MESSAGES, MEETINGS, SEGMENT_NBYTES
 from faults.step_errands import AGREEMENT, Outcome, Survival
 from faults.steps import SENT, STEP_WRITTEN
 from rankwire.links.shared_memory import CAN_SHARE
-from worlds import Command, RankProcess, process_world
+from worlds import Command, RankProcess, eventually, process_world, state_of
 
 pytestmark = [
     pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only"),
@@ -30,13 +31,13 @@ VICTIMS = 12  # of one world
 
 
 class Kill(NamedTuple):
-    """One rank that is killed.
+    """One rank that is killed or stopped.
 
     Attributes:
         name: In which operation.
         place: Its rank in the group.
         passages: All of this operation on this rank.
-        at: At which of them it is killed.
+        at: At which of them that happens.
         is_late: Whether one of the others comes after that.
     """
 
@@ -55,6 +56,11 @@ class Kill(NamedTuple):
     def __str__(self) -> str:
         late = ", another one late" if self.is_late else ""
         return f"{self.name}: rank {self.place} at {self.at}, {self.passages[self.at]}{late}"
+
+
+def start(rank: RankProcess, errand: str, *args: Any) -> Command:
+    """Begin what a rank is to do."""
+    return rank.start("eval", f"{ERRANDS}.{errand}(backend, *args)", args=args)
 
 
 class Field:
@@ -77,12 +83,18 @@ class Field:
 
     def kill(self, kill: Kill) -> list[Survival]:
         """Kill the next victim; return what the survivors have seen."""
+        return self._kill([False, kill.is_late], kill.name, "fall", kill.name, kill.at)
+
+    def kill_asleep(self, kill: Kill) -> list[Survival]:
+        """Kill the next victim when it sleeps until others come, which they do thereafter."""
+        return self._kill([True, True], kill.name, "fall_asleep", kill.name)
+
+    def _kill(self, late: list[bool], name: str, errand: str, *args: Any) -> list[Survival]:
         victim = self.victims.pop(0)
         members = self._members(victim)
-        self._start(victim, "fall", members, kill.name, kill.at)
-        late = [False, kill.is_late]
+        self._start(victim, errand, members, *args)
         commands = [
-            self._start(rank, "survive", members, kill.name, victim, is_late)
+            self._start(rank, "survive", members, name, victim, is_late)
             for rank, is_late in zip(self._survivors, late, strict=True)
         ]
         return [command.result() for command in commands]
@@ -96,8 +108,7 @@ class Field:
         ]
 
     def _start(self, rank: int, errand: str, *args: Any) -> Command:
-        call = f"{ERRANDS}.{errand}(backend, *args)"
-        return self._ranks[rank].start("eval", call, args=args)
+        return start(self._ranks[rank], errand, *args)
 
 
 @contextmanager
@@ -143,6 +154,8 @@ def assert_named(kill: Kill, during: Outcome) -> None:
 
 
 @pytest.mark.fault(48, "a rank killed at any step of a collective in shared memory is named by all")
+@pytest.mark.fault(32, "nothing is left of the segment of a group in which a rank was killed")
+@pytest.mark.fault(33, "of a slot whose writer is killed before it is published nothing is read")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed_at_a_step_of_a_collective(place):
     """A few of all steps: in each operation one, in each place another operation."""
@@ -165,3 +178,87 @@ def test_a_rank_is_killed_at_every_step_of_a_collective(name, place):
         with field(place, len(now)) as world:
             for kill in now:
                 assert_survived(kill, world.kill(kill))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_is_killed_while_it_sleeps_in_a_collective(place):
+    names = ("all_reduce", "all_reduce with shared work", "broadcast")
+    with field(place, len(names)) as world:
+        for name in names:
+            passages = world.passages(name)
+            kill = Kill(name, place, passages, passages.index("after publish"), True)
+            assert_survived(kill, world.kill_asleep(kill))
+
+
+# -- ranks that are stopped ------------------------------------------------------------------------
+
+LIMIT = 0.7  # seconds for the operation in which one is stopped
+IN_TIME = ("DeadlineExceededError", "CollectiveAbortedError")
+
+
+def stops_of(name: str, place: int, passages: list[str]) -> list[Kill]:
+    """Return the first and the last before a rank has done its part, and the first thereafter."""
+    every = [Kill(name, place, passages, at, False) for at in range(len(passages))]
+    before = [stop for stop in every if stop.is_before_its_part]
+    return [before[0], before[-1], every[len(before)]]
+
+
+def stop(ranks: list[RankProcess], case: Kill) -> None:
+    """Stop a rank; the others name it at their limit, and all are in step once it goes on."""
+    members = [0, 1, 2]
+    stopped = ranks[case.place]
+    others = [rank for rank in ranks if rank is not stopped]
+    halting = start(stopped, "halt", members, case.name, case.at, LIMIT)
+    waiting = [start(rank, "outwait", members, case.name, LIMIT) for rank in others]
+    outcomes = [command.result() for command in waiting]
+    eventually(lambda: state_of(stopped.pid) == "T")
+    stopped.signal(signal.SIGCONT)
+    for outcome in [*outcomes, halting.result()]:
+        assert outcome.is_right if not outcome.error else outcome.error in IN_TIME, case
+        assert outcome.seconds < SOON, case
+    late = [outcome for outcome in outcomes if outcome.error == "DeadlineExceededError"]
+    for outcome in late:
+        assert case.place in outcome.named, (str(case), outcome)
+        # Who has all that it waits for has returned, and does not tell the others that it came.
+        assert len(outcome.named) == 1 or case.name in BY_MESSAGES, (str(case), outcome)
+    if case.is_before_its_part:
+        assert late, (str(case), outcomes)
+    elif case.name not in BY_MESSAGES:  # what was lent to it is not given back
+        assert not late, (str(case), outcomes)
+    assert_in_step(ranks, case)
+
+
+def assert_in_step(ranks: list[RankProcess], case: Kill) -> None:
+    name = "all_reduce" if case.name == AGREEMENT else case.name
+    # By messages one may have done its part, and hears in the next one that another has not.
+    for _ in range(2 if case.name in BY_MESSAGES else 1):
+        outcomes = [c.result() for c in [start(rank, "again", name) for rank in ranks]]
+        if all(outcome.is_right for outcome in outcomes):
+            break
+    assert [outcome.error for outcome in outcomes] == [""] * len(ranks), case
+    assert all(outcome.is_right for outcome in outcomes), case
+    for command in [start(rank, "part") for rank in ranks]:
+        command.result()
+
+
+def passages_of(ranks: list[RankProcess], name: str) -> list[list[str]]:
+    """Return what each rank passes in an operation in which nothing happens."""
+    return [c.result() for c in [start(rank, "passages", [0, 1, 2], name) for rank in ranks]]
+
+
+@pytest.mark.fault(3, "a rank stopped in a collective in shared memory is named; then all go on")
+def test_a_rank_is_stopped_in_a_collective():
+    cases = [("all_reduce with shared work", 1), ("broadcast", 0), ("scatter_object", 2)]
+    with process_world(3, segment_nbytes=SEGMENT_NBYTES) as ranks:
+        for number, (name, place) in enumerate(cases):
+            passages = passages_of(ranks, name)[place]
+            stop(ranks, stops_of(name, place, passages)[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_is_stopped_in_every_collective(name):
+    with process_world(3, segment_nbytes=SEGMENT_NBYTES) as ranks:
+        for place, passages in enumerate(passages_of(ranks, name)):
+            for case in stops_of(name, place, passages):
+                stop(ranks, case)
