@@ -63,7 +63,7 @@ what-we-hold: $(VENV)/ready  ## run the tests of faults and renew docs/what-we-h
 	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/what-we-hold.md
 
 nightly: $(VENV)/ready  ## the same in nightly size, with a soak (RANKWIRE_SOAK_MINUTES=5); about an hour
-	RANKWIRE_NIGHTLY=1 $(VENV)/bin/pytest -m fault --what-we-hold=.what-we-hold.json
+	RANKWIRE_NIGHTLY=1 $(VENV)/bin/pytest -m 'fault or nightly' --what-we-hold=.what-we-hold.json
 	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/what-we-hold.md
 
 format: $(VENV)/can-check  ## format the code

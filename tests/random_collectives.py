@@ -15,35 +15,43 @@ OPS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 SIZES = [0, 1, 3, 64, 1000, 5000, 70_000]
 
 
+CHANGE_EVERY = 100  # operations; then there are other groups
+
+
 def run(backend, seed, count, sizes=SIZES):
     """Do ``count`` operations, in the world and in groups of it; return how many were compared."""
     draw = random.Random(seed)
-    ranks = list(range(backend.world_size))
-    groups = [backend]
-    for size in {2, backend.world_size} if backend.world_size > 2 else ():
-        members = sorted(draw.sample(ranks, size))
-        if backend.rank in members:
-            groups.append(SubBackend(backend, members))
-        else:
-            groups.append(None)
-    members_of = [ranks] + [group and group.members for group in groups[1:]]
     done = 0
-    for _ in range(count):
-        at = draw.randrange(len(groups))
-        length, dtype, op = draw.choice(sizes), draw.choice(DTYPES), draw.choice(list(OPS))
-        kind, where = draw.choice(list(KINDS)), draw.random()
-        number = draw.randrange(1 << 30)
-        group = groups[at]
-        if group is not None:
-            members = members_of[at]
-            root = int(where * len(members))
-            data = [_array(number + rank, length, dtype, len(members)) for rank in members]
-            KINDS[kind](group, data, op, root)
-            done += 1
-    for group in groups[1:]:
-        if group is not None:
-            group.close()
+    for start in range(0, count, CHANGE_EVERY):
+        groups = _drawn_groups(backend, draw)
+        for _ in range(min(CHANGE_EVERY, count - start)):
+            done += _run_one(draw, *draw.choice(groups), sizes)
+        for group, _ in groups[1:]:
+            if group is not None:
+                group.close()
     return done
+
+
+def _drawn_groups(backend, draw):
+    """Return the world and some groups of it, each with its members; None where we are in none."""
+    ranks = list(range(backend.world_size))
+    groups = [(backend, ranks)]
+    for size in range(2, len(ranks) + 1) if len(ranks) > 2 else ():
+        members = sorted(draw.sample(ranks, size))
+        groups.append((SubBackend(backend, members) if backend.rank in members else None, members))
+    return groups
+
+
+def _run_one(draw, group, members, sizes):
+    """Do one operation; return whether this rank was in it."""
+    length, dtype, op = draw.choice(sizes), draw.choice(DTYPES), draw.choice(list(OPS))
+    kind, where = draw.choice(list(KINDS)), draw.random()
+    number = draw.randrange(1 << 30)
+    if group is None:
+        return False
+    data = [_array(number + rank, length, dtype, len(members)) for rank in members]
+    KINDS[kind](group, data, op, int(where * len(members)))
+    return True
 
 
 def _array(seed, length, dtype, parts):
@@ -107,6 +115,25 @@ def _all_to_all(group, data, op, root):
     np.testing.assert_array_equal(result, np.concatenate(parts))
 
 
+def _uneven(group, data, op, root):
+    size, each = len(data), len(data[0]) // len(data)
+    counts = [dst * each // (size - 1) for dst in range(size)]  # the first gets nothing
+    rows = sum(counts)
+    result = rankwire.all_to_all(group, data[group.rank][:rows], send_counts=counts)
+    begin = sum(counts[: group.rank])
+    parts = [array[begin : begin + counts[group.rank]] for array in data]
+    np.testing.assert_array_equal(result, np.concatenate(parts))
+
+
+def _coalesced(group, data, op, root):
+    arrays = [data[group.rank].copy(), data[group.rank].astype("int32"), data[group.rank][:1] + 1]
+    rankwire.all_reduce_coalesced(group, arrays, op)
+    first = _reduced([array[:1] + 1 for array in data], op)
+    totals = [_reduced(data, op), _reduced([array.astype("int32") for array in data], op), first]
+    for array, total in zip(arrays, totals, strict=True):
+        np.testing.assert_array_equal(array, total)
+
+
 def _barrier(group, data, op, root):
     rankwire.barrier(group)
 
@@ -144,6 +171,8 @@ KINDS = {
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "uneven all_to_all": _uneven,
+    "all_reduce_coalesced": _coalesced,
     "barrier": _barrier,
     "in the background": _in_background,
     "objects": _objects,

@@ -218,6 +218,18 @@ def test_a_copy_keeps_the_cause_but_not_the_traceback():
     assert twin.__traceback__ is None
 
 
+def test_an_error_that_is_kept_holds_no_frames():
+    with pytest.raises(OSError) as reset:
+        raise OSError(104, "Connection reset by peer")
+    with pytest.raises(PeerLostError) as caught:
+        raise PeerLostError(1, "reset") from reset.value
+    kept = caught.value.kept()
+    assert facts(kept) == facts(caught.value)
+    assert kept.__traceback__ is None
+    assert isinstance(kept.__cause__, OSError)
+    assert kept.__cause__.__traceback__ is None
+
+
 def test_context_added_to_a_copy_is_not_added_to_the_original():
     error = PeerLostError(1, "reset")
     error.copy().during(op="recv", rank=2)

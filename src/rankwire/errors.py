@@ -129,6 +129,18 @@ class RankwireError(Exception):
         twin.__cause__ = self.__cause__
         return twin  # type: ignore[return-value]
 
+    def kept(self) -> Self:
+        """Return an equal error for as long as a failure lasts.
+
+        A traceback holds the frames of all who were waiting, with whatever they work on; so it has
+        none, and its cause has none any more.
+        """
+        twin = self.copy()
+        if twin.__cause__ is not None:
+            twin.__cause__.__traceback__ = None
+            twin.__cause__.__context__ = None
+        return twin
+
     def __str__(self) -> str:
         context = [
             f"{name} {value}"

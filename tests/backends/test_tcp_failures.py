@@ -5,6 +5,7 @@ which have passed the handshake and then send any bytes they like.
 """
 
 import contextlib
+import gc
 import itertools
 import resource
 import signal
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 import tracemalloc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -397,6 +399,37 @@ def test_a_peer_that_dies_between_messages_has_delivered_all_of_them(victim):
     assert [backend.recv(1) for _ in range(3)] == [b"0", b"1", b"2"]
     with pytest.raises(PeerLostError, match="its connection ended"):
         backend.recv(1)
+
+
+def say_nonsense(sock: socket.socket) -> None:
+    sock.sendall(b"\xff" * HEADER_NBYTES)
+    sock.close()
+
+
+class Belonging:
+    """What a function has in a variable while it waits."""
+
+
+@pytest.mark.parametrize("die", [hang_up, reset, say_nonsense])
+def test_nothing_of_those_who_waited_is_held_for_a_rank_that_is_gone(victim, die):
+    """An error that is kept for later must not hold the frames of who has seen it first."""
+    backend, sock, _ = victim
+    sock.sendall(frame(b"whole"))
+    assert backend.recv(1) == b"whole"
+    refs = []
+
+    def wait() -> None:
+        belonging = Belonging()
+        refs.append(weakref.ref(belonging))
+        with pytest.raises(RankwireError):
+            backend.recv(1)
+
+    waiting = Running(wait)
+    eventually(lambda: backend._peers[1].inbox.is_read)
+    die(sock)
+    waiting.result()
+    gc.collect()
+    assert [ref() for ref in refs] == [None]
 
 
 @pytest.mark.fault(38, "after a deadline in the middle of a message the next receive gets it whole")

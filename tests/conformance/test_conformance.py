@@ -1,20 +1,57 @@
-"""Every backend passes the one conformance suite: the behaviour of the seeds, rules R1-R35."""
+"""Every backend passes the one conformance suite: the behaviour of the seeds, rules R1-R35.
 
+On ranks of one host it does so three times: in worlds whose groups share a segment, whose groups
+share one that is too small for many arrays, and whose groups share none.
+"""
+
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
+import rankwire
 from rankwire.collectives import work
-from rankwire.testing import CHECKS, simulated_world, sub_world, tcp_world
+from rankwire.collectives.sharing import Sharing
+from rankwire.links.shared_memory import CAN_SHARE
+from rankwire.testing import CHECKS, in_parallel, simulated_world, sub_world, tcp_world
+from rankwire.testing.conformance import collective_checks, concurrency_checks
+
+unix_world = partial(tcp_world, transport="unix")
+without_segment = partial(unix_world, segment_nbytes=0)
+with_small_segment = partial(unix_world, segment_nbytes=128 << 10)
+
+
+def in_segment(make_world):
+    """Return a maker of worlds whose ranks share a segment already.
+
+    Else the first operation of a check would agree on it, and what goes wrong in it, go wrong in
+    the messages of that.
+    """
+
+    @contextmanager
+    def make(world_size, **options):
+        with make_world(world_size, **options) as world:
+            in_parallel([partial(rankwire.barrier, backend) for backend in world])
+            for backend in world:
+                shares = backend.operations.sharing.slots is not None
+                assert shares == (CAN_SHARE and world_size > 1)
+            yield world
+
+    return make
+
 
 WORLDS = {
     "simulated": simulated_world,
     "tcp": partial(tcp_world, transport="tcp"),
-    "unix": partial(tcp_world, transport="unix"),
+    "unix": without_segment,
+    "segment": in_segment(unix_world),
+    "small segment": in_segment(with_small_segment),
     "sub of simulated": sub_world(simulated_world),
     "sub of tcp": sub_world(partial(tcp_world, transport="tcp")),
-    "sub of unix": sub_world(partial(tcp_world, transport="unix")),
+    "sub of unix": sub_world(without_segment),
+    "sub of segment": in_segment(sub_world(unix_world)),
 }
+WITH_SEGMENT = ("segment", "small segment", "sub of segment")
 # These wait for more than half a second: one world shows them in `make test`, all do in test-all.
 LONG = {
     "slow_calls_are_no_circles",
@@ -28,24 +65,32 @@ LONG = {
     "a_barrier_names_the_missing",
     "who_does_not_come_is_named",
 }
-SHOWN_IN = "unix"
-# Their parts are shown by "tcp", "simulated" and "sub of unix".
-LEFT_OUT = ("sub of tcp", "sub of simulated")
+SHOWN_IN = "segment"
+# Their parts are shown by the others, and by random collectives in little memory.
+LEFT_OUT = ("sub of tcp", "sub of simulated", "sub of unix", "small segment")
+COLLECTIVES_ONLY = ("unix",)  # in which alone it differs from "segment"
+OF_COLLECTIVES = {
+    name
+    for name, check in CHECKS.items()
+    if check.__module__ in (collective_checks.__name__, concurrency_checks.__name__)
+}
 
 
 def is_slow(world: str, check: str) -> bool:
-    return world in LEFT_OUT or (check in LONG and world != SHOWN_IN)
+    if world in LEFT_OUT or (check in LONG and world != SHOWN_IN):
+        return True
+    return world in COLLECTIVES_ONLY and check not in OF_COLLECTIVES
 
 
 CASES = [
     pytest.param(
-        make_world,
-        check,
+        world,
+        name,
         id=f"{world}-{name}",
         marks=[pytest.mark.slow] if is_slow(world, name) else [],
     )
-    for world, make_world in WORLDS.items()
-    for name, check in CHECKS.items()
+    for world in WORLDS
+    for name in CHECKS
 ]
 
 
@@ -55,9 +100,26 @@ def idle_threads_end_soon(monkeypatch):
     monkeypatch.setattr(work, "_IDLE", 0.01)
 
 
-@pytest.mark.parametrize(("make_world", "check"), CASES)
-def test_backend(make_world, check):
-    check(make_world)
+@pytest.fixture
+def agreements(monkeypatch):
+    """Whether memory was shared from then on, for each time that a rank had agreed on that."""
+    found = []
+    agree = Sharing.agree
+
+    def noting(self, x, epoch):
+        slots = agree(self, x, epoch)
+        if x.size > 1:
+            found.append(slots is not None)
+        return slots
+
+    monkeypatch.setattr(Sharing, "agree", noting)
+    return found
+
+
+@pytest.mark.parametrize(("world", "check"), CASES)
+def test_backend(world, check, agreements):
+    CHECKS[check](WORLDS[world])
+    assert set(agreements) <= {CAN_SHARE and world in WITH_SEGMENT}
 
 
 def test_the_long_checks_are_checks():

@@ -488,9 +488,8 @@ class MailboxMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count > 5)
     @rule()
     def fail(self):
-        error = PeerLostError(1, "killed")
-        ended = self.mailbox.fail(error)
-        self.failed = self.failed or error
+        ended = self.mailbox.fail(PeerLostError(1, "killed"))
+        self.failed = self.failed or self.mailbox.failure
         waiting = [receive for receives in self.wanted.values() for receive in receives]
         assert set(ended) == set(waiting)
         for receive in waiting:

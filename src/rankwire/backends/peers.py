@@ -175,7 +175,7 @@ class Peer:
         with self._lock:
             if self.failure is not None:
                 return None
-            self.failure = self.explain(cause)
+            self.failure = self.explain(cause).kept()
             if self._has_verdict is not None:
                 self._has_verdict.set()
             return self.failure

@@ -434,7 +434,7 @@ class Connection:
         if stream.read is None:
             self._take_further(parser.take_in(stream.recv_into))
         elif parser.violation is not None:
-            raise parser.violation
+            raise parser.violation.copy()
         else:
             self._take_further(False if parser.read_by(stream.read) else None)
         if stream.recv_pending is not None:
@@ -614,7 +614,7 @@ class Connection:
         Returns the first cause, ready to be raised.
         """
         # First of all, for what follows can wait and be interrupted: nothing can be sent any more.
-        cause = self._ending = self._ending or cause
+        cause = self._ending = self._ending or cause.kept()
         self.stream.shut_down()
         if self.failure is None:
             if self._on_lost is not None and not isinstance(cause, ChannelClosedError):

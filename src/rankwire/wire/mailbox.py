@@ -305,7 +305,7 @@ class Mailbox:
         Messages that have arrived can still be taken.
         """
         if self.failure is None:
-            self.failure = error
+            self.failure = error.kept()
         ended = [receive for wanted in self.wanted_by.values() for receive in wanted]
         if self.placing is not None:
             ended.append(self.placing)

@@ -148,7 +148,7 @@ class FrameParser:
         _, counts, sequence, place, read = self.state
         if place is not self._between:
             if self.violation is not None:
-                raise self.violation
+                raise self.violation.copy()
             return False if self.read(receive_into) else None
         _, _, _, buffer, view, _ = place
         if not counts:
@@ -188,7 +188,7 @@ class FrameParser:
 
     def spoil(self, violation: ProtocolError) -> None:
         """Read no further: what a frame says is not what may be said there."""
-        self.violation = self.violation or violation
+        self.violation = self.violation or violation.kept()
         self._between = None
 
     @property
@@ -288,7 +288,7 @@ class FrameParser:
             ProtocolError: The stream is not a valid one.
         """
         if self.violation is not None:
-            raise self.violation
+            raise self.violation.copy()
         old, counts, sequence, (start, end, sealed, buffer, view, large), read = self.state
         frames = deque(old) if old else deque()
         if large is None:
@@ -303,7 +303,7 @@ class FrameParser:
         if large.impression:
             if not large.impression.matches(view[:SEAL_NBYTES]):
                 self.violation = broken_seal()
-                raise self.violation
+                raise self.violation.copy()
             start = SEAL_NBYTES
             sealed += 1
         frames.append(Frame(large.envelope, large.payload))
@@ -333,7 +333,7 @@ class FrameParser:
                 try:
                     read = ring.take(read, sequence, frames)
                 except ProtocolError as error:
-                    self.violation = error
+                    self.violation = error.kept()
                     break
             channel, number, group, tag, nbytes = HEADER.unpack_from(buffer, start)
             if channel not in CHANNELS or number != sequence or nbytes > self._max_nbytes:
@@ -368,7 +368,7 @@ class FrameParser:
                 break  # the rest of it comes later; of a large sealed one, first its header's seal
         if self.violation is not None:
             if not frames:
-                raise self.violation
+                raise self.violation.copy()
             is_special = True
         if start == end:
             start = end = 0
@@ -459,7 +459,7 @@ class FrameParser:
             return self._allocate(nbytes)
         except MemoryError as error:
             self.violation = ProtocolError(f"no memory for a message of {nbytes} bytes")
-            self.violation.__cause__ = error
+            self.violation.__cause__ = error.with_traceback(None)
             return None
 
     def vacate(self, destination: Destination) -> None:
