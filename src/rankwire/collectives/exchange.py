@@ -25,6 +25,7 @@ from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
 
 if TYPE_CHECKING:
+    from rankwire.collectives.hosts import Hosts
     from rankwire.collectives.sharing import SharedSlots
 
 Array = np.ndarray[Any, Any]
@@ -86,6 +87,7 @@ class Exchange(ABC):
         size: The number of ranks.
         tag: That of step 0.
         shared: The memory that all ranks share, if they do.
+        hosts: Where the ranks are, if they are on several hosts and each host shares memory.
         deadline: For all of it.
         offers: What was sent, and to whom, that may not be changed yet.
     """
@@ -96,6 +98,7 @@ class Exchange(ABC):
         "_next_look",
         "_sources",
         "deadline",
+        "hosts",
         "offers",
         "rank",
         "shared",
@@ -110,6 +113,7 @@ class Exchange(ABC):
         self._group = backend.group
         self.tag = 0
         self.shared: SharedSlots | None = None
+        self.hosts: Hosts | None = None
         self.deadline = self._next_look = AT_ONCE
         self.offers: list[tuple[int, Offer]] = []
         self._sources: list[int] = []  # the ranks from which something was received
@@ -155,6 +159,10 @@ class Exchange(ABC):
         """Whether all ranks are on one host; all of them know that alike."""
         hosts = self._backend.hosts
         return all(host == hosts[0] for host in hosts)
+
+    def in_group(self, rank: int) -> int:
+        """Return the number that a rank has in the group."""
+        return rank
 
     def begin_part(self, part: int) -> None:
         """Keep the messages from now on apart from earlier ones: the steps begin again."""
@@ -266,8 +274,9 @@ class Exchange(ABC):
 
     def revoke(self) -> None:
         """Take back what was sent and not read: the operation has failed."""
-        if self.shared is not None:
-            self.shared.retract(self)
+        slots = self.shared if self.hosts is None else self.hosts.slots
+        if slots is not None:
+            slots.retract(self)
         for _, offer in self.offers:
             offer.revoke()
         self.offers.clear()

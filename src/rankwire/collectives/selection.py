@@ -8,10 +8,12 @@ decides. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from rankwire.collectives import algorithms, slot_algorithms
+from rankwire.collectives import algorithms, host_algorithms, slot_algorithms
 from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
+from rankwire.collectives.hosts import Hosts
 from rankwire.collectives.reductions import Reduction
 from rankwire.wire.frames import Message
 
@@ -27,6 +29,10 @@ DOUBLE_FROM_RANKS = 8
 RING_FROM_RANKS = 64
 # Up to here a broadcast goes along a tree, and a reduction to the root itself.
 TREE_UP_TO = 256 << 10
+# From here on, as many ranks of each host go across as all hosts have.
+WIDE_FROM = 64 << 10
+# Up to here, for all ranks together, objects go to all hosts.
+SPREAD_UP_TO = 256 << 10
 
 
 def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered: bool) -> None:
@@ -34,6 +40,16 @@ def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered:
     nbytes = source.nbytes
     if x.shared is not None:
         slot_algorithms.all_reduce(x, x.shared, source, out, r)
+    elif x.hosts is not None and not ordered and not r.is_wide:
+        host_algorithms.all_reduce(
+            x,
+            x.hosts,
+            source,
+            out,
+            r,
+            width=_width(x.hosts, nbytes),
+            all_reduce=partial(all_reduce, ordered=False),
+        )
     elif x.size == 2 and nbytes <= EXCHANGE_UP_TO:
         algorithms.all_reduce_by_exchange(x, source, out, r)
     elif x.size * nbytes <= GATHER_UP_TO or x.size == 1:
@@ -50,6 +66,8 @@ def reduce(x: Exchange, source: Array, out: Array | None, root: int, r: Reductio
     """Reduce ``source`` of all ranks into ``out`` of the root."""
     if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.reduce(x, x.shared, source, out, r)
+    elif x.hosts is not None and not r.is_wide:
+        host_algorithms.reduce(x, x.hosts, source, out, root, r, reduce=reduce, meet=meet)
     elif source.nbytes <= TREE_UP_TO:
         algorithms.reduce_by_gathering(x, source, out, root, r)
     else:
@@ -60,6 +78,8 @@ def broadcast(x: Exchange, array: Array, root: int) -> None:
     """Copy the root's array to all ranks."""
     if x.shared is not None and array.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.broadcast(x, x.shared, array, root)
+    elif x.hosts is not None:
+        host_algorithms.broadcast(x, x.hosts, array, root, broadcast=broadcast, meet=meet)
     elif x.size <= 2 or (array.nbytes > TREE_UP_TO and x.is_one_host):
         algorithms.broadcast_directly(x, array, root)
     elif array.nbytes <= TREE_UP_TO:
@@ -72,6 +92,9 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
     """Fill ``out`` with the parts of all ranks."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.gather(x, x.shared, own, out)
+        return
+    if x.hosts is not None:
+        host_algorithms.all_gather(x, x.hosts, own, out, width=_width(x.hosts, own.nbytes))
         return
     parts = algorithms.split(out, x.size)
     if x.size * own.nbytes <= GATHER_UP_TO:
@@ -98,6 +121,9 @@ def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None
     """Reduce part i of ``source`` of all ranks into ``out`` of rank i."""
     if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.reduce_scatter(x, x.shared, source, out, r)
+    elif x.hosts is not None and not r.is_wide:
+        width = _width(x.hosts, source.nbytes)
+        host_algorithms.reduce_scatter(x, x.hosts, source, out, r, width=width)
     else:
         algorithms.reduce_scatter_directly(x, algorithms.split(source, x.size), out, r)
 
@@ -115,6 +141,8 @@ def meet(x: Exchange) -> None:
     """Return once all ranks have come."""
     if x.shared is not None:
         slot_algorithms.meet(x, x.shared)
+    elif x.hosts is not None:
+        host_algorithms.meet(x, x.hosts, meet)
     else:
         algorithms.meet(x)
 
@@ -126,6 +154,8 @@ def spread(x: Exchange, message: Message) -> list[bytearray] | None:
     """
     if x.shared is not None:
         return slot_algorithms.spread(x, x.shared, message)
+    if x.hosts is not None:
+        return host_algorithms.spread(x, x.hosts, message, SPREAD_UP_TO)
     algorithms.meet(x)  # no rank knows how much the others are about to send
     return None
 
@@ -141,3 +171,8 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
         return slot_algorithms.distribute(x, x.shared, messages)
     algorithms.meet(x)
     return None
+
+
+def _width(hosts: Hosts, nbytes: int) -> int:
+    """Return how many ranks of each host go across."""
+    return hosts.width if nbytes >= WIDE_FROM else 1
