@@ -1,9 +1,9 @@
 """Algorithms over several hosts: inside each host in shared memory, between hosts by messages.
 
 All of them go *up*, *across* and *down*. Up, the ranks of a host put what they have into their
-slots and meet. Across, those at the first places send each other what their hosts have: one rank of
-each host, or as many as pay. Down, they put what has come into their slots, and the ranks of a host
-meet again. Between hosts goes what each host has, once, and not what each rank has for each other.
+slots and meet. Across, one rank of each host sends the others what its host has. Down, it puts what
+has come into its slot, and the ranks of a host meet again. So what a host has goes to another one
+once, and not from each rank to each other.
 
 Who goes across has met all ranks of its host, and has heard of all hosts before it goes down. So
 nothing is written to the user's memory, and nobody returns, before all ranks are known to be in the
@@ -45,43 +45,21 @@ def meet(x: Exchange, hosts: Hosts, meet: Meet) -> None:
 
 
 def all_reduce(
-    x: Exchange,
-    hosts: Hosts,
-    source: Array,
-    out: Array,
-    r: Reduction,
-    *,
-    width: int,
-    all_reduce: AllReduce,
+    x: Exchange, hosts: Hosts, source: Array, out: Array, r: Reduction, all_reduce: AllReduce
 ) -> None:
-    """Reduce ``source`` of all ranks into ``out`` of all ranks.
-
-    Args:
-        x: The exchange.
-        hosts: Where its ranks are.
-        source: This rank's contribution.
-        out: The result.
-        r: What to do with them.
-        width: How many ranks of each host go across, each with its part.
-        all_reduce: How they do.
-    """
+    """Reduce ``source`` of all ranks into ``out`` of all ranks."""
     inside, slots = hosts.inside(x), _slots(hosts)
     for start, stop in _pieces(source.size, hosts.slot_nbytes // source.itemsize):
-        count = stop - start
-        parts = [slice(at * count // width, (at + 1) * count // width) for at in range(width)]
         rows = slots.put(inside, source[start:stop])
         slots.meet(inside)
-        results = slots.begin(inside, source.dtype, count)
-        if hosts.place < width:
-            part = parts[hosts.place]
-            mine = results[hosts.place][part]
-            _fold([row[part] for row in rows], mine, r.of_parts)
-            all_reduce(hosts.across(x, hosts.place), mine, mine, r.of_parts)
+        results = slots.begin(inside, source.dtype, stop - start)
+        if hosts.place == 0:
+            _fold(rows, results[0], r.of_parts)
+            all_reduce(hosts.across(x), results[0], results[0], r.of_parts)
             x.settle()
-            r.finish(mine, x.size)
+            r.finish(results[0], x.size)
         _show(inside, slots)
-        for at, part in enumerate(parts):
-            out[start:stop][part] = results[at][part]
+        out[start:stop] = results[0]
 
 
 def reduce(
@@ -91,7 +69,6 @@ def reduce(
     out: Array | None,
     root: int,
     r: Reduction,
-    *,
     reduce: Reduce,
     meet: Meet,
 ) -> None:
@@ -109,7 +86,7 @@ def reduce(
 
 
 def broadcast(
-    x: Exchange, hosts: Hosts, array: Array, root: int, *, broadcast: Broadcast, meet: Meet
+    x: Exchange, hosts: Hosts, array: Array, root: int, broadcast: Broadcast, meet: Meet
 ) -> None:
     """Copy the root's array to all ranks, through one rank of each host."""
     inside, across, host, place = _towards(x, hosts, root)
@@ -119,37 +96,30 @@ def broadcast(
     broadcast(inside, array, place)
 
 
-def all_gather(x: Exchange, hosts: Hosts, own: Array, out: Array, *, width: int) -> None:
-    """Fill ``out`` with the parts of all ranks; so many of each host carry those of all."""
+def all_gather(x: Exchange, hosts: Hosts, own: Array, out: Array) -> None:
+    """Fill ``out`` with the parts of all ranks."""
     inside, slots = hosts.inside(x), _slots(hosts)
-    most = sum(len(group[::width]) for group in hosts.groups)
-    for start, stop in _pieces(own.size, hosts.slot_nbytes // own.itemsize // most):
+    ranks = [rank for group in hosts.groups for rank in group]
+    for start, stop in _pieces(own.size, hosts.slot_nbytes // own.itemsize // x.size):
         count = stop - start
         rows = slots.put(inside, own[start:stop])
         slots.meet(inside)
-        results = slots.begin(inside, own.dtype, most * count)
-        if hosts.place < width:
-            carried = [group[hosts.place :: width] for group in hosts.groups]
-            parts = _cut(results[hosts.place], [len(ranks) * count for ranks in carried])
-            mine = parts[hosts.here]
-            for at, row in enumerate(rows[hosts.place :: width]):
-                mine[at * count : (at + 1) * count] = row
-            across = hosts.across(x, hosts.place)
-            algorithms.meet_before_much(across, most * count * own.itemsize)
-            algorithms.all_gather_directly(across, mine, parts, algorithms.GATHER_STEP)
+        results = slots.begin(inside, own.dtype, x.size * count)
+        if hosts.place == 0:
+            across = hosts.across(x)
+            parts = _cut(results[0], [len(group) * count for group in hosts.groups])
+            np.concatenate(rows, out=parts[hosts.here])
+            algorithms.meet_before_much(across, results[0].nbytes)
+            algorithms.all_gather_directly(across, parts[hosts.here], parts, algorithms.GATHER_STEP)
             x.settle()
         _show(inside, slots)
-        for place, result in enumerate(results[:width]):
-            ranks = [rank for group in hosts.groups for rank in group[place::width]]
-            for at, rank in enumerate(ranks):
-                target = out[rank * own.size + start : rank * own.size + stop]
-                target[...] = result[at * count : (at + 1) * count]
+        for at, rank in enumerate(ranks):
+            first = rank * own.size
+            out[first + start : first + stop] = results[0][at * count : (at + 1) * count]
 
 
-def reduce_scatter(
-    x: Exchange, hosts: Hosts, source: Array, out: Array, r: Reduction, *, width: int
-) -> None:
-    """Reduce the part of this rank into ``out``; so many of each host carry those of all."""
+def reduce_scatter(x: Exchange, hosts: Hosts, source: Array, out: Array, r: Reduction) -> None:
+    """Reduce the part of this rank into ``out``."""
     inside, slots = hosts.inside(x), _slots(hosts)
     grid = source.reshape(x.size, out.size)
     for start, stop in _pieces(out.size, hosts.slot_nbytes // out.itemsize // x.size):
@@ -157,23 +127,14 @@ def reduce_scatter(
         rows = slots.begin(inside, out.dtype, x.size * count)
         rows[hosts.place].reshape(x.size, count)[...] = grid[:, start:stop]
         _show(inside, slots)
-        results = slots.begin(inside, out.dtype, len(hosts.groups[hosts.here]) * count)
-        if hosts.place < width:
-            parts = []
-            for group in hosts.groups:
-                ranks = group[hosts.place :: width]
-                parts.append(np.empty(len(ranks) * count, out.dtype))
-                for at, rank in enumerate(ranks):
-                    contributions = [row[rank * count : (rank + 1) * count] for row in rows]
-                    _fold(contributions, parts[-1][at * count : (at + 1) * count], r.of_parts)
-            mine = results[hosts.place][: parts[hosts.here].size]
-            across = hosts.across(x, hosts.place)
-            algorithms.reduce_scatter_directly(across, parts, mine, r.of_parts)
+        results = slots.begin(inside, out.dtype, inside.size * count)
+        if hosts.place == 0:
+            parts = [_folded(rows, group, count, r.of_parts) for group in hosts.groups]
+            algorithms.reduce_scatter_directly(hosts.across(x), parts, results[0], r.of_parts)
             x.settle()
-            r.finish(mine, x.size)
+            r.finish(results[0], x.size)
         _show(inside, slots)
-        carrier, at = hosts.place % width, hosts.place // width
-        out[start:stop] = results[carrier][at * count : (at + 1) * count]
+        out[start:stop] = results[0][hosts.place * count : (hosts.place + 1) * count]
 
 
 def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytearray] | None:
@@ -240,17 +201,16 @@ def _slots(hosts: Hosts) -> SharedSlots:
 
 
 def _towards(x: Exchange, hosts: Hosts, root: int) -> tuple[Members, Members | None, int, int]:
-    """Return how a rank is reached from all others, through itself and the leaders of other hosts.
+    """Return who takes part in an operation with a root, which leads its host.
 
     Returns:
-        The ranks of this host; those that go across, if this one is among them; the number of the
-        root among those; and the number of the one of this host among its ranks.
+        The ranks of this host; the leaders of all hosts, if this rank is one; the number of the
+        root among them; and that of this host's leader among its ranks.
     """
-    host = next(at for at, group in enumerate(hosts.groups) if root in group)
-    going = [root if at == host else group[0] for at, group in enumerate(hosts.groups)]
-    place = hosts.groups[hosts.here].index(going[hosts.here])
-    across = Members(x, going, hosts.here) if hosts.place == place else None
-    return hosts.inside(x), across, host, place
+    leaders = hosts.leaders(root)
+    place = hosts.groups[hosts.here].index(leaders[hosts.here])
+    across = hosts.across(x, root) if hosts.place == place else None
+    return hosts.inside(x), across, leaders.index(root), place
 
 
 def _show(inside: Members, slots: SharedSlots) -> None:
@@ -269,6 +229,15 @@ def _pieces(count: int, most: int) -> Iterator[tuple[int, int]]:
 def _cut(array: Array, counts: list[int]) -> list[Array]:
     ends = np.cumsum([0, *counts]).tolist()
     return [array[start:stop] for start, stop in pairwise(ends)]
+
+
+def _folded(rows: list[Array], ranks: list[int], count: int, r: Reduction) -> Array:
+    """Return what the rows have for some ranks, reduced."""
+    total = np.empty(len(ranks) * count, r.dtype)
+    for at, rank in enumerate(ranks):
+        parts = [row[rank * count : (rank + 1) * count] for row in rows]
+        _fold(parts, total[at * count : (at + 1) * count], r)
+    return total
 
 
 def _fold(rows: list[Array], out: Array, r: Reduction) -> None:

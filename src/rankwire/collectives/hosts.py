@@ -1,8 +1,8 @@
 """Hosts: where the ranks of a group over several hosts are, and who works with whom.
 
-Each host has *places*, in the order of its ranks. The ranks of a host meet in a segment of their
-own; those of one place, one on each host, send each other messages. The rank at place 0 *leads* its
-host. All ranks see the same hosts in the same order: that of their leaders.
+The ranks of a host meet in a segment of their own; one of each host, the *leader*, sends messages
+to those of the others. That is its lowest rank, or the root of an operation. All ranks see the same
+hosts in the same order: that of their lowest ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Hosts:
     Attributes:
         groups: The ranks of each host.
         here: Which of them is this rank's.
-        place: That of this rank on its host.
-        width: How many places all hosts have.
+        place: That of this rank among those of its host; 0 is the leader.
         slots: What the ranks of this host share, once all hosts have agreed that theirs do.
         slot_nbytes: What fits into a slot on every host.
     """
@@ -41,7 +40,6 @@ class Hosts:
         local = groups[hosts[rank]]
         self.here = self.groups.index(local)
         self.place = local.index(rank)
-        self.width = min(len(group) for group in self.groups)
         self.slots: SharedSlots | None = None
         self.slot_nbytes = 0
 
@@ -49,6 +47,10 @@ class Hosts:
         """Return the ranks of this host."""
         return Members(x, self.groups[self.here], self.place, self.slots)
 
-    def across(self, x: Exchange, place: int = 0) -> Members:
-        """Return the ranks of a place, one on each host; this one is among them."""
-        return Members(x, [group[place] for group in self.groups], self.here)
+    def across(self, x: Exchange, root: int | None = None) -> Members:
+        """Return one rank of each host: the leader, or the root. This one must be among them."""
+        return Members(x, self.leaders(root), self.here)
+
+    def leaders(self, root: int | None = None) -> list[int]:
+        """Return who leads each host; the root, if there is one, leads its own."""
+        return [root if root in group else group[0] for group in self.groups]

@@ -13,7 +13,6 @@ from functools import partial
 from rankwire.collectives import algorithms, host_algorithms, slot_algorithms
 from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
-from rankwire.collectives.hosts import Hosts
 from rankwire.collectives.reductions import Reduction
 from rankwire.wire.frames import Message
 
@@ -29,8 +28,6 @@ DOUBLE_FROM_RANKS = 8
 RING_FROM_RANKS = 64
 # Up to here a broadcast goes along a tree, and a reduction to the root itself.
 TREE_UP_TO = 256 << 10
-# From here on, as many ranks of each host go across as all hosts have.
-WIDE_FROM = 64 << 10
 # Up to here, for all ranks together, objects go to all hosts.
 SPREAD_UP_TO = 256 << 10
 
@@ -41,15 +38,8 @@ def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered:
     if x.shared is not None:
         slot_algorithms.all_reduce(x, x.shared, source, out, r)
     elif x.hosts is not None and not ordered and not r.is_wide:
-        host_algorithms.all_reduce(
-            x,
-            x.hosts,
-            source,
-            out,
-            r,
-            width=_width(x.hosts, nbytes),
-            all_reduce=partial(all_reduce, ordered=False),
-        )
+        across = partial(all_reduce, ordered=False)
+        host_algorithms.all_reduce(x, x.hosts, source, out, r, across)
     elif x.size == 2 and nbytes <= EXCHANGE_UP_TO:
         algorithms.all_reduce_by_exchange(x, source, out, r)
     elif x.size * nbytes <= GATHER_UP_TO or x.size == 1:
@@ -67,7 +57,7 @@ def reduce(x: Exchange, source: Array, out: Array | None, root: int, r: Reductio
     if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.reduce(x, x.shared, source, out, r)
     elif x.hosts is not None and not r.is_wide:
-        host_algorithms.reduce(x, x.hosts, source, out, root, r, reduce=reduce, meet=meet)
+        host_algorithms.reduce(x, x.hosts, source, out, root, r, reduce, meet)
     elif source.nbytes <= TREE_UP_TO:
         algorithms.reduce_by_gathering(x, source, out, root, r)
     else:
@@ -79,7 +69,7 @@ def broadcast(x: Exchange, array: Array, root: int) -> None:
     if x.shared is not None and array.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.broadcast(x, x.shared, array, root)
     elif x.hosts is not None:
-        host_algorithms.broadcast(x, x.hosts, array, root, broadcast=broadcast, meet=meet)
+        host_algorithms.broadcast(x, x.hosts, array, root, broadcast, meet)
     elif x.size <= 2 or (array.nbytes > TREE_UP_TO and x.is_one_host):
         algorithms.broadcast_directly(x, array, root)
     elif array.nbytes <= TREE_UP_TO:
@@ -94,7 +84,7 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
         slot_algorithms.gather(x, x.shared, own, out)
         return
     if x.hosts is not None:
-        host_algorithms.all_gather(x, x.hosts, own, out, width=_width(x.hosts, own.nbytes))
+        host_algorithms.all_gather(x, x.hosts, own, out)
         return
     parts = algorithms.split(out, x.size)
     if x.size * own.nbytes <= GATHER_UP_TO:
@@ -122,8 +112,7 @@ def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None
     if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.reduce_scatter(x, x.shared, source, out, r)
     elif x.hosts is not None and not r.is_wide:
-        width = _width(x.hosts, source.nbytes)
-        host_algorithms.reduce_scatter(x, x.hosts, source, out, r, width=width)
+        host_algorithms.reduce_scatter(x, x.hosts, source, out, r)
     else:
         algorithms.reduce_scatter_directly(x, algorithms.split(source, x.size), out, r)
 
@@ -169,10 +158,5 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
     """
     if x.shared is not None:
         return slot_algorithms.distribute(x, x.shared, messages)
-    algorithms.meet(x)
+    meet(x)
     return None
-
-
-def _width(hosts: Hosts, nbytes: int) -> int:
-    """Return how many ranks of each host go across."""
-    return hosts.width if nbytes >= WIDE_FROM else 1
