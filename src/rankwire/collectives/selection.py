@@ -13,6 +13,7 @@ from functools import partial
 from rankwire.collectives import algorithms, host_algorithms, slot_algorithms
 from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
+from rankwire.collectives.hosts import Hosts
 from rankwire.collectives.reductions import Reduction
 from rankwire.wire.frames import Message
 
@@ -28,8 +29,11 @@ DOUBLE_FROM_RANKS = 8
 RING_FROM_RANKS = 64
 # Up to here a broadcast goes along a tree, and a reduction to the root itself.
 TREE_UP_TO = 256 << 10
-# Up to here, for all ranks together, objects go to all hosts.
+# Up to here, for all ranks together, objects go to all hosts, also if only one rank wants them.
 SPREAD_UP_TO = 256 << 10
+# If less than this is left to each rank, what does not fit into the slots of a host is sent by all
+# ranks: the pieces would be many, and each is a round trip between hosts.
+LEAST_PIECE = 4 << 10
 
 
 def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered: bool) -> None:
@@ -83,7 +87,7 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.gather(x, x.shared, own, out)
         return
-    if x.hosts is not None:
+    if x.hosts is not None and _passes(x, x.hosts, x.size * own.nbytes):
         host_algorithms.all_gather(x, x.hosts, own, out)
         return
     parts = algorithms.split(out, x.size)
@@ -111,7 +115,7 @@ def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None
     """Reduce part i of ``source`` of all ranks into ``out`` of rank i."""
     if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.reduce_scatter(x, x.shared, source, out, r)
-    elif x.hosts is not None and not r.is_wide:
+    elif x.hosts is not None and _passes(x, x.hosts, source.nbytes) and not r.is_wide:
         host_algorithms.reduce_scatter(x, x.hosts, source, out, r)
     else:
         algorithms.reduce_scatter_directly(x, algorithms.split(source, x.size), out, r)
@@ -160,3 +164,8 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
         return slot_algorithms.distribute(x, x.shared, messages)
     meet(x)
     return None
+
+
+def _passes(x: Exchange, hosts: Hosts, nbytes: int) -> bool:
+    """Whether so many bytes of all ranks go through the slots of each host, at once or in pieces."""
+    return nbytes <= hosts.slot_nbytes or hosts.slot_nbytes // x.size >= LEAST_PIECE

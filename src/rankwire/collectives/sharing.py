@@ -76,6 +76,10 @@ class Sharing:
         self.epoch = epoch
 
     def _agree(self, x: Exchange, hosts: Hosts) -> None:
+        for rank in x.others:  # not each of them is asked here, and who is gone already cannot come
+            failure = self._backend.failure_of(rank)
+            if failure is not None:
+                raise failure.copy()
         inside = hosts.inside(x)
         if inside.rank == 0:
             segment, nbytes = _offered(inside, hosts.across(x), self._backend)
