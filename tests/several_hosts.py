@@ -21,7 +21,7 @@ from worlds import RankProcess, address_of, bound_socket, free_port, spawn_ranks
 # Two hosts alike; three ranks and one; three hosts whose ranks take turns.
 PLACES = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 0, 2)]
 
-_BE_ON = "setattr(__import__('rankwire.backends.tcp_formation').backends.tcp_formation, 'host_id', {})"
+_BE_ON = "setattr(__import__('sys').modules['rankwire.backends.tcp_formation'], 'host_id', {})"
 
 
 class RankElsewhere(TcpBackend):
@@ -33,8 +33,7 @@ class RankElsewhere(TcpBackend):
 
     def on_formed(self, world: World) -> None:
         members = [
-            replace(member, host_id=f"host {self._places[member.rank]}")
-            for member in world.members
+            replace(member, host_id=f"host {self._places[member.rank]}") for member in world.members
         ]
         super().on_formed(replace(world, members=members))
 

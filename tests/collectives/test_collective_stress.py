@@ -30,7 +30,10 @@ TIMEOUT = 20.0
 LARGE = (1 << 16, 2)  # 1 MiB of float64 from each rank
 
 
-@pytest.fixture(params=list(WORLDS))
+# That ranks of several hosts fail alike, test_mismatch and test_collective_failures show sooner.
+@pytest.fixture(
+    params=[pytest.param(w, marks=pytest.mark.slow) if w == "hosts" else w for w in WORLDS]
+)
 def make_world(request):
     return partial(WORLDS[request.param], timeout=TIMEOUT)
 

@@ -1,4 +1,4 @@
-"""Collectives over several hosts: the results of numpy, the same bits on all ranks, few messages."""
+"""Collectives over several hosts: numpy's results, the same bits on all ranks, few messages."""
 
 from functools import partial
 
@@ -19,6 +19,7 @@ from worlds import runtime_folder_of_its_own
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")
 
+SLOW = pytest.mark.slow
 RANDOM = "__import__('random_collectives').run(backend, seed, count, sizes)"
 BY_HOSTS = "backend.operations.sharing.hosts is not None"
 PATIENCE = 120.0
@@ -51,7 +52,10 @@ def folded(arrays, places, op="sum"):
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
-@pytest.mark.parametrize("dtype", ["float64", "int32", "complex64", "float16", "bool"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float64", *(pytest.param(d, marks=SLOW) for d in ("int32", "complex64", "float16", "bool"))],
+)
 def test_every_operation_gives_what_numpy_gives(places, dtype):
     size = len(places)
 
@@ -82,7 +86,9 @@ def test_every_operation_gives_what_numpy_gives(places, dtype):
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
-@pytest.mark.parametrize("op", ["mean", "product", "min", "max"])
+@pytest.mark.parametrize(
+    "op", ["mean", "max", *(pytest.param(op, marks=SLOW) for op in ("product", "min"))]
+)
 def test_ops_have_the_same_bits_on_all_ranks_whatever_they_meet(places, op):
     """Also where contributions are infinite or no numbers."""
     size = len(places)
@@ -256,7 +262,9 @@ def test_one_rank_of_each_host_sends_to_the_other_what_its_host_has(name):
 
 def test_hosts_with_one_rank_each_have_nothing_to_agree_on():
     with threads_on((0, 1, 2)) as world:
-        assert everywhere(lambda b: float(rankwire.all_reduce(b, np.ones(3))[0]), world) == [3.0] * 3
+        assert (
+            everywhere(lambda b: float(rankwire.all_reduce(b, np.ones(3))[0]), world) == [3.0] * 3
+        )
         assert not any(works_by_hosts(backend) for backend in world)
 
 

@@ -30,8 +30,11 @@ from worlds import Running, eventually, runtime_folder_of_its_own
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")
 
+SLOW = pytest.mark.slow
 SOON = 8.0
 TWO_BY_TWO = (0, 0, 1, 1)  # ranks 0 and 2 lead
+# Who dies, or stops: the leader of another host than rank 0's, and one that does not lead, first.
+RANKS = [pytest.param(0, marks=SLOW), 1, 2, pytest.param(3, marks=SLOW)]
 SMALL, LARGE = 10, 600_000  # elements; the large ones go in pieces
 ALL_REDUCE = "__import__('rankwire').all_reduce(backend, __import__('numpy').ones({count}))[-1]"
 LIMITED = ALL_REDUCE.replace("))[-1]", "), timeout={timeout})[-1]")
@@ -115,7 +118,7 @@ def test_hosts_with_slots_of_different_sizes_use_the_same_pieces():
 
 
 @pytest.mark.parametrize("others", [{0}, {1}, {2}, {3}, {2, 3}, {1, 3}], ids=str)
-@pytest.mark.parametrize("count", [SMALL, LARGE])
+@pytest.mark.parametrize("count", [SMALL, pytest.param(LARGE, marks=SLOW)])
 def test_a_disagreement_is_named_on_all_ranks(others, count):
     def run(backend):
         rankwire.barrier(backend)
@@ -135,9 +138,9 @@ def test_a_disagreement_is_named_on_all_ranks(others, count):
         assert all(works_by_hosts(backend) for backend in world)
 
 
-@pytest.mark.parametrize("missing", range(4))
+@pytest.mark.parametrize("missing", RANKS)
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("count", [16, LARGE])
+@pytest.mark.parametrize("count", [16, pytest.param(LARGE, marks=SLOW)])
 def test_nothing_is_written_until_all_ranks_have_come(name, missing, count):
     def run(backend):
         rankwire.barrier(backend)
@@ -174,7 +177,7 @@ def test_a_refused_argument_ends_the_others():
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", RANKS)
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 def test_a_rank_that_is_killed_anywhere_is_named_by_all(victim, count):
     """The leader of a host, or another one of its ranks; also rank 0, which coordinates."""
@@ -195,7 +198,7 @@ def test_a_rank_that_is_killed_anywhere_is_named_by_all(victim, count):
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", RANKS)
 def test_a_rank_that_never_comes_and_dies_is_named_by_all_who_wait(victim):
     """All others wait already: in memory, or for a message of another host."""
     with processes_on(TWO_BY_TWO) as ranks:
@@ -212,7 +215,7 @@ def test_a_rank_that_never_comes_and_dies_is_named_by_all_who_wait(victim):
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", RANKS)
 def test_a_rank_that_stops_is_named_at_the_limit(victim):
     with processes_on(TWO_BY_TWO) as ranks:
         assert all_sum_up(ranks) == [4.0] * 4

@@ -1,4 +1,6 @@
-"""Some of the ranks of an operation: numbered anew for algorithms, by their own numbers in errors."""
+"""Some of the ranks of an operation: numbered anew for algorithms, but not in errors."""
+
+from functools import partial
 
 import numpy as np
 import pytest
@@ -96,11 +98,9 @@ def test_a_disagreement_with_a_rank_that_is_no_member_is_found():
         Members(x, [0, 2], 0 if x.rank == 0 else 1).receive(1 if x.rank == 0 else 0, 0x10)
 
     def run(backend):
+        operation = rankwire.barrier if backend.rank == 1 else partial(call, run=wait)
         with pytest.raises(CollectiveMismatchError) as info:
-            if backend.rank == 1:
-                rankwire.barrier(backend)
-            else:
-                call(backend, wait, timeout=SOON)
+            operation(backend, timeout=SOON)
         return "barrier()" in str(info.value)
 
     with counting_world(3) as world:

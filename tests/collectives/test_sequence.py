@@ -50,7 +50,10 @@ WORLDS = {
 }
 
 
-@pytest.fixture(params=list(WORLDS))
+# That ranks of several hosts fail alike, test_mismatch and test_collective_failures show sooner.
+@pytest.fixture(
+    params=[pytest.param(w, marks=pytest.mark.slow) if w == "hosts" else w for w in WORLDS]
+)
 def make_world(request):
     return partial(WORLDS[request.param], timeout=TIMEOUT)
 

@@ -167,5 +167,5 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
 
 
 def _passes(x: Exchange, hosts: Hosts, nbytes: int) -> bool:
-    """Whether so many bytes of all ranks go through the slots of each host, at once or in pieces."""
+    """Whether so many bytes of all ranks go through the slots of each host, if in pieces."""
     return nbytes <= hosts.slot_nbytes or hosts.slot_nbytes // x.size >= LEAST_PIECE
