@@ -254,6 +254,7 @@ def test_a_rank_that_leaves_ends_the_others(leaver):
 def test_an_interrupt_ends_the_others_and_all_go_on(interrupted):
     with threads_on(TWO_BY_TWO) as world:
         everywhere(sum_up, world)
+        everywhere(lambda backend: backend.barrier(), world)  # so that all are connected
         missing = (interrupted + 1) % 4
         others = [b for b in world if b.rank not in (interrupted, missing)]
         waiting = [Running(sum_up, backend) for backend in others]
