@@ -29,6 +29,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
+from several_hosts import hosts_world
 from worlds import Running, deaf, process_world, runtime_folder_of_its_own
 
 SOON = 8.0  # measured: up to 0.06 s with 32 worlds at once, on a busy machine more than 1
@@ -332,6 +333,7 @@ WORLDS = {
     "simulated": simulated_world,
     "auto": partial(tcp_world, transport="auto"),
     "tcp": partial(tcp_world, transport="tcp"),
+    "hosts": hosts_world,
     "sub-auto": sub_world(partial(tcp_world, transport="auto")),
 }
 SMALL, LARGE = 100, 1 << 18  # 2 MiB of float64

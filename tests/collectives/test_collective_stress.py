@@ -17,18 +17,23 @@ from test_mismatch import Call, Op, random_op
 import rankwire
 from rankwire.errors import CollectiveAbortedError, ConfigurationError, DeadlineExceededError
 from rankwire.testing import in_parallel, simulated_world, tcp_world
+from several_hosts import hosts_world
 from worlds import Running, process_world, runtime_folder_of_its_own
 
 WORLDS = {
     "simulated": simulated_world,
     "auto": partial(tcp_world, transport="auto"),
     "tcp": partial(tcp_world, transport="tcp"),
+    "hosts": hosts_world,
 }
 TIMEOUT = 20.0
 LARGE = (1 << 16, 2)  # 1 MiB of float64 from each rank
 
 
-@pytest.fixture(params=list(WORLDS))
+# That ranks of several hosts fail alike, test_mismatch and test_collective_failures show sooner.
+@pytest.fixture(
+    params=[pytest.param(w, marks=pytest.mark.slow) if w == "hosts" else w for w in WORLDS]
+)
 def make_world(request):
     return partial(WORLDS[request.param], timeout=TIMEOUT)
 

@@ -20,6 +20,7 @@ from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, RankwireError
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import Channel
+from several_hosts import hosts_world
 from worlds import Running
 
 SOON = 8.0  # measured: 0.05 to 0.15 s, on a busy machine up to 1.7
@@ -29,6 +30,7 @@ WORLDS = {
     "simulated": simulated_world,
     "auto": partial(tcp_world, transport="auto"),
     "tcp": partial(tcp_world, transport="tcp"),
+    "hosts": hosts_world,
     "sub-auto": sub_world(partial(tcp_world, transport="auto")),
 }
 BIG = (1 << 16, 4)  # 2 MiB of float64 from each rank: lent where that is possible

@@ -32,7 +32,7 @@ def chosen(monkeypatch):
 
 
 def group(size, *, one_host=True):
-    return SimpleNamespace(rank=0, size=size, is_one_host=one_host, shared=None)
+    return SimpleNamespace(rank=0, size=size, is_one_host=one_host, shared=None, hosts=None)
 
 
 def all_reduce(size, nbytes, *, op="sum", dtype="u1", ordered=False, one_host=True):

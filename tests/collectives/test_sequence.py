@@ -34,6 +34,7 @@ from rankwire.links.connection import Connection
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import Channel, Envelope
 from real_time import Deadline
+from several_hosts import hosts_world
 from worlds import Running, deaf, eventually
 
 SOON = 8.0  # seconds for what takes milliseconds, on a busy machine
@@ -44,11 +45,15 @@ WORLDS = {
     "simulated": simulated_world,
     "auto": partial(tcp_world, transport="auto"),
     "tcp": partial(tcp_world, transport="tcp"),
+    "hosts": hosts_world,
     "sub-auto": sub_world(partial(tcp_world, transport="auto")),
 }
 
 
-@pytest.fixture(params=list(WORLDS))
+# That ranks of several hosts fail alike, test_mismatch and test_collective_failures show sooner.
+@pytest.fixture(
+    params=[pytest.param(w, marks=pytest.mark.slow) if w == "hosts" else w for w in WORLDS]
+)
 def make_world(request):
     return partial(WORLDS[request.param], timeout=TIMEOUT)
 

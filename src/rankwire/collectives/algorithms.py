@@ -83,13 +83,24 @@ def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
     return [rows[rank - x.rank] for rank in range(x.size)]
 
 
-def all_gather_directly(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
-    """Fill the parts of all ranks: each sends its own to every other one."""
-    arriving = _expect_much(x, _GATHER, parts)
-    meet_before_much(x, own.nbytes)
+def all_gather_directly(
+    x: Exchange, own: Array, parts: Sequence[Array], *, has_met: bool = False
+) -> None:
+    """Fill the parts of all ranks: each sends its own to every other one.
+
+    Args:
+        x: The exchange.
+        own: The part of this rank.
+        parts: Where those of all ranks go.
+        has_met: Whether all ranks are known to be in the operation.
+    """
+    step = _SPREAD if has_met else _GATHER
+    arriving = _expect_much(x, step, parts)
+    if not has_met:
+        meet_before_much(x, max(part.nbytes for part in parts))
     for dst in x.others:
-        x.send(dst, _GATHER, own)
-    _take_in(x, _GATHER, parts, arriving)
+        x.send(dst, step, own)
+    _take_in(x, step, parts, arriving)
 
 
 def gather_directly(x: Exchange, own: Array, parts: Sequence[Array] | None, root: int) -> None:

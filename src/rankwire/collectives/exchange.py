@@ -26,6 +26,7 @@ from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
 
 if TYPE_CHECKING:
+    from rankwire.collectives.hosts import Hosts
     from rankwire.collectives.sharing import SharedSlots
 
 Array = np.ndarray[Any, Any]
@@ -95,6 +96,7 @@ class Exchange(ABC):
         size: The number of ranks.
         tag: That of step 0.
         shared: The memory that all ranks share, if they do.
+        hosts: Where the ranks are, if they are on several hosts and each host shares memory.
         deadline: For all of it.
         offers: What was sent, and to whom, that may not be changed yet.
         expected: What was asked for before it is waited for.
@@ -107,6 +109,7 @@ class Exchange(ABC):
         "_sources",
         "deadline",
         "expected",
+        "hosts",
         "offers",
         "rank",
         "shared",
@@ -121,6 +124,7 @@ class Exchange(ABC):
         self._group = backend.group
         self.tag = 0
         self.shared: SharedSlots | None = None
+        self.hosts: Hosts | None = None
         self.deadline = self._next_look = AT_ONCE
         self.offers: list[tuple[int, Offer]] = []
         self.expected: list[Expected] = []
@@ -167,6 +171,10 @@ class Exchange(ABC):
         """Whether all ranks are on one host; all of them know that alike."""
         hosts = self._backend.hosts
         return all(host == hosts[0] for host in hosts)
+
+    def in_group(self, rank: int) -> int:
+        """Return the number that a rank has in the group."""
+        return rank
 
     def begin_part(self, part: int) -> None:
         """Keep the messages from now on apart from earlier ones: the steps begin again."""
@@ -308,8 +316,9 @@ class Exchange(ABC):
 
     def revoke(self) -> None:
         """Take back what was sent and not read: the operation has failed."""
-        if self.shared is not None:
-            self.shared.retract(self)
+        slots = self.shared if self.hosts is None else self.hosts.slots
+        if slots is not None:
+            slots.retract(self)
         for expected in self.expected:
             expected.give_up()
         self.expected.clear()

@@ -95,16 +95,17 @@ class Operation(Exchange):
         if operations.failures:
             self._raise_if_failed()
         sharing = operations.sharing
-        self.shared = (
-            sharing.slots if sharing.epoch == self._epoch else sharing.agree(self, self._epoch)
-        )
+        if sharing.epoch != self._epoch:
+            sharing.agree(self, self._epoch)
+        self.shared, self.hosts = sharing.slots, sharing.hosts
         result = run(self)
         if self.offers:
             self.settle()
         if self._sources:
             has_news = self.has_news()
         else:  # nothing was read, and what others tell must not fill the sockets
-            has_news = self.shared is not None and not self.sequence % _HEAR_EVERY
+            is_shared = self.shared is not None or self.hosts is not None
+            has_news = is_shared and not self.sequence % _HEAR_EVERY
         if has_news:
             self._hear_at_the_end()
         if self._convening is not None:

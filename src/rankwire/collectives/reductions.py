@@ -140,6 +140,11 @@ class Reduction:
             _quietly(np.divide, total, count, out=total)
 
     @property
+    def of_parts(self) -> Reduction:
+        """That which makes totals of some contributions, to be merged; ``finish`` comes last."""
+        return reduction("sum", self.dtype) if self._mean else self
+
+    @property
     def is_wide(self) -> bool:
         """Whether contributions are added up in a wider type, and so must come together."""
         return self._widen is not None

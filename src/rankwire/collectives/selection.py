@@ -8,10 +8,12 @@ decides. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from rankwire.collectives import algorithms, slot_algorithms
+from rankwire.collectives import algorithms, host_algorithms, slot_algorithms
 from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
+from rankwire.collectives.hosts import Hosts
 from rankwire.collectives.reductions import Reduction
 from rankwire.wire.frames import Message
 
@@ -27,6 +29,11 @@ DOUBLE_FROM_RANKS = 8
 RING_FROM_RANKS = 64
 # Up to here a broadcast goes along a tree, and a reduction to the root itself.
 TREE_UP_TO = 256 << 10
+# Up to here, for all ranks together, objects go to all hosts, also if only one rank wants them.
+SPREAD_UP_TO = 256 << 10
+# If less than this is left to each rank, what does not fit into the slots of a host is sent by all
+# ranks: the pieces would be many, and each is a round trip between hosts.
+LEAST_PIECE = 4 << 10
 
 
 def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered: bool) -> None:
@@ -34,6 +41,9 @@ def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered:
     nbytes = source.nbytes
     if x.shared is not None:
         slot_algorithms.all_reduce(x, x.shared, source, out, r)
+    elif x.hosts is not None and not ordered and not r.is_wide:
+        across = partial(all_reduce, ordered=False)
+        host_algorithms.all_reduce(x, x.hosts, source, out, r, across)
     elif x.size == 2 and nbytes <= EXCHANGE_UP_TO:
         algorithms.all_reduce_by_exchange(x, source, out, r)
     elif x.size * nbytes <= GATHER_UP_TO or x.size == 1:
@@ -50,6 +60,8 @@ def reduce(x: Exchange, source: Array, out: Array | None, root: int, r: Reductio
     """Reduce ``source`` of all ranks into ``out`` of the root."""
     if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.reduce(x, x.shared, source, out, r)
+    elif x.hosts is not None and not r.is_wide:
+        host_algorithms.reduce(x, x.hosts, source, out, root, r, reduce, meet)
     elif source.nbytes <= TREE_UP_TO:
         algorithms.reduce_by_gathering(x, source, out, root, r)
     else:
@@ -60,6 +72,8 @@ def broadcast(x: Exchange, array: Array, root: int) -> None:
     """Copy the root's array to all ranks."""
     if x.shared is not None and array.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.broadcast(x, x.shared, array, root)
+    elif x.hosts is not None:
+        host_algorithms.broadcast(x, x.hosts, array, root, broadcast, meet)
     elif x.size <= 2 or (array.nbytes > TREE_UP_TO and x.is_one_host):
         algorithms.broadcast_directly(x, array, root)
     elif array.nbytes <= TREE_UP_TO:
@@ -72,6 +86,9 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
     """Fill ``out`` with the parts of all ranks."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.gather(x, x.shared, own, out)
+        return
+    if x.hosts is not None and _passes(x, x.hosts, x.size * own.nbytes):
+        host_algorithms.all_gather(x, x.hosts, own, out)
         return
     parts = algorithms.split(out, x.size)
     if x.size * own.nbytes <= GATHER_UP_TO:
@@ -97,6 +114,8 @@ def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None
     """Reduce part i of ``source`` of all ranks into ``out`` of rank i."""
     if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.reduce_scatter(x, x.shared, source, out, r)
+    elif x.hosts is not None and _passes(x, x.hosts, source.nbytes) and not r.is_wide:
+        host_algorithms.reduce_scatter(x, x.hosts, source, out, r)
     else:
         algorithms.reduce_scatter_directly(x, algorithms.split(source, x.size), out, r)
 
@@ -114,6 +133,8 @@ def meet(x: Exchange) -> None:
     """Return once all ranks have come."""
     if x.shared is not None:
         slot_algorithms.meet(x, x.shared)
+    elif x.hosts is not None:
+        host_algorithms.meet(x, x.hosts, meet)
     else:
         algorithms.meet(x)
 
@@ -125,6 +146,8 @@ def spread(x: Exchange, message: Message) -> list[bytearray] | None:
     """
     if x.shared is not None:
         return slot_algorithms.spread(x, x.shared, message)
+    if x.hosts is not None:
+        return host_algorithms.spread(x, x.hosts, message, SPREAD_UP_TO)
     algorithms.meet(x)  # no rank knows how much the others are about to send
     return None
 
@@ -138,5 +161,10 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
     """
     if x.shared is not None:
         return slot_algorithms.distribute(x, x.shared, messages)
-    algorithms.meet(x)
+    meet(x)
     return None
+
+
+def _passes(x: Exchange, hosts: Hosts, nbytes: int) -> bool:
+    """Whether so many bytes of all ranks go through the slots of each host, if in pieces."""
+    return nbytes <= hosts.slot_nbytes or hosts.slot_nbytes // x.size >= LEAST_PIECE

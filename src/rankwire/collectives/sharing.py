@@ -6,6 +6,9 @@ there on a small operation needs no message: every rank puts its bytes into its 
 all others have done so under the same tag. So whoever reads a slot knows that all ranks are in the
 same operation, and that what it reads is whole; a rank that is in another one is found at once.
 
+In a group over several hosts each host has a segment of its own, also one with a single rank: it is
+then not an exception. All hosts have one, or none uses it: what is sent by whom depends on that.
+
 It knows nothing of operations but their ``Exchange``. Used by the thread whose operation has its
 turn.
 """
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rankwire.collectives.exchange import Array, Exchange
+from rankwire.collectives.hosts import Hosts
 from rankwire.errors import ChannelClosedError, PeerLostError
 from rankwire.wire.frames import Buffer
 from rankwire.wire.loans import whole_of
@@ -26,8 +30,9 @@ if TYPE_CHECKING:
     from rankwire.backends.base import Backend
     from rankwire.links.shared_segment import SharedSegment
 
-_OFFER, _OPENED, _VERDICT = 0x10, 0x11, 0x12  # steps of the agreement
+_OFFER, _OPENED, _FITS, _VERDICT = 0x10, 0x11, 0x12, 0x13  # steps of the agreement
 _YES, _NO = b"\1", b"\0"
+_NUMBER_NBYTES = 8
 _MOST_VIEWS = 64
 _HURRY = 0.001  # seconds between two looks at a rank that is in another operation
 
@@ -39,7 +44,9 @@ class Sharing:
         backend: The group.
 
     Attributes:
-        slots: The memory; None if not all ranks can, or they have not come to it.
+        slots: The memory of a group on one host; None if not all ranks can, or they have not come
+            to it.
+        hosts: The same of a group over several hosts.
         epoch: That in which they agreed on it; -1 before.
     """
 
@@ -50,47 +57,90 @@ class Sharing:
     def drop(self) -> None:
         """Let go of the memory: the group is closed, or agrees on another one."""
         self.slots: SharedSlots | None = None
+        self.hosts: Hosts | None = None
         self.epoch = -1
 
-    def agree(self, x: Exchange, epoch: int) -> SharedSlots | None:
-        """Return what all ranks share from now on, in messages of an operation of an epoch."""
+    def agree(self, x: Exchange, epoch: int) -> None:
+        """Find out what ranks share from now on, in messages of an operation of an epoch."""
         self.drop()
-        backend = self._backend
-        if x.size > 1 and backend.shares_memory and x.is_one_host:
-            segment = _offered(x, backend) if x.rank == 0 else _opened(x, backend)
-            self.slots = None if segment is None else SharedSlots(segment)
+        hosts = Hosts(self._backend.hosts, x.rank)
+        is_one = len(hosts.groups) == 1
+        # On several hosts not all may be of the kind that can: they are asked.
+        may_share = self._backend.shares_memory or not is_one
+        if may_share and len(hosts.groups) < x.size:
+            self._agree(x, hosts)
+            if is_one:
+                self.slots = hosts.slots
+            elif hosts.slots is not None:
+                self.hosts = hosts
         self.epoch = epoch
-        return self.slots
+
+    def _agree(self, x: Exchange, hosts: Hosts) -> None:
+        for rank in x.others:  # not each of them is asked here, and who is gone already cannot come
+            failure = self._backend.failure_of(rank)
+            if failure is not None:
+                raise failure.copy()
+        inside = hosts.inside(x)
+        if inside.rank == 0:
+            segment, nbytes = _offered(inside, hosts.across(x), self._backend)
+        else:
+            segment, nbytes = _opened(inside, self._backend)
+        if segment is not None and nbytes:
+            hosts.slots, hosts.slot_nbytes = SharedSlots(segment), nbytes
 
 
-def _offered(x: Exchange, backend: Backend) -> SharedSegment | None:
-    """Make a segment, and have the others open it."""
-    segment = backend.new_segment(x.rank, x.size)
+def _offered(
+    inside: Exchange, leaders: Exchange, backend: Backend
+) -> tuple[SharedSegment | None, int]:
+    """Make a segment, and have the others of this host open it.
+
+    Returns:
+        The segment, and what fits into a slot on every host; 0 if a host has no segment.
+    """
+    segment = backend.new_segment(0, inside.size) if backend.shares_memory else None
     try:
         offer = b"" if segment is None else segment.offer
-        for dst in x.others:
-            x.send_buffers(dst, _OFFER, (offer,), len(offer))
+        for dst in inside.others:
+            inside.send_buffers(dst, _OFFER, (offer,), len(offer))
         if segment is None:
-            return None
-        votes = [whole_of(x.receive(src, _OPENED, len(_YES))) for src in x.others]
-        verdict = _YES if all(vote == _YES for vote in votes) else _NO
-        for dst in x.others:
-            x.send_buffers(dst, _VERDICT, (verdict,), len(verdict))
-        return segment if verdict == _YES else None
+            _least_of_all(leaders, 0)
+            return None, 0
+        votes = [whole_of(inside.receive(src, _OPENED, len(_YES))) for src in inside.others]
+        can_all = all(vote == _YES for vote in votes)
+        nbytes = _least_of_all(leaders, segment.slot_nbytes if can_all else 0)
+        verdict = nbytes.to_bytes(_NUMBER_NBYTES, "little")
+        for dst in inside.others:
+            inside.send_buffers(dst, _VERDICT, (verdict,), len(verdict))
+        return segment, nbytes
     finally:
         if segment is not None:
             segment.keep_private()
 
 
-def _opened(x: Exchange, backend: Backend) -> SharedSegment | None:
-    """Open the segment that rank 0 has made."""
-    offer = bytes(whole_of(x.receive(0, _OFFER)))
+def _least_of_all(leaders: Exchange, number: int) -> int:
+    """Return the least of the numbers of all leaders."""
+    ours = number.to_bytes(_NUMBER_NBYTES, "little")
+    for dst in leaders.others:
+        leaders.send_buffers(dst, _FITS, (ours,), len(ours))
+    theirs = [whole_of(leaders.receive(src, _FITS, len(ours))) for src in leaders.others]
+    return min([number, *(int.from_bytes(told, "little") for told in theirs)])
+
+
+def _opened(inside: Exchange, backend: Backend) -> tuple[SharedSegment | None, int]:
+    """Open the segment that the first rank of this host has made; return what that one does."""
+    offer = bytes(whole_of(inside.receive(0, _OFFER)))
     if not offer:
-        return None
-    segment = backend.open_segment(0, offer, x.rank, x.size)
+        return None, 0
+    maker = inside.in_group(0)
+    segment = (
+        backend.open_segment(maker, offer, inside.rank, inside.size)
+        if backend.shares_memory
+        else None
+    )
     vote = _NO if segment is None else _YES
-    x.send_buffers(0, _OPENED, (vote,), len(vote))
-    return segment if whole_of(x.receive(0, _VERDICT, len(_YES))) == _YES else None
+    inside.send_buffers(0, _OPENED, (vote,), len(vote))
+    verdict = whole_of(inside.receive(0, _VERDICT, _NUMBER_NBYTES))
+    return segment, int.from_bytes(verdict, "little")
 
 
 class SharedSlots:
@@ -175,7 +225,8 @@ class SharedSlots:
                     x.look_up(rank)
                 except (ChannelClosedError, PeerLostError) as error:
                     # It may have published, and left or died, since it was last looked at.
-                    if error.peer != rank or error.is_reported or not segment.has_come(rank, step):
+                    is_it = error.peer == x.in_group(rank) and not error.is_reported
+                    if not is_it or not segment.has_come(rank, step):
                         raise
 
     def _find_out_why(self, x: Exchange, rank: int) -> None:

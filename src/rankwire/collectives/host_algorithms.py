@@ -1,0 +1,244 @@
+"""Algorithms over several hosts: inside each host in shared memory, between hosts by messages.
+
+All of them go *up*, *across* and *down*. Up, the ranks of a host put what they have into their
+slots and meet. Across, one rank of each host sends the others what its host has. Down, it puts what
+has come into its slot, and the ranks of a host meet again. So what a host has goes to another one
+once, and not from each rank to each other.
+
+Who goes across has met all ranks of its host, and has heard of all hosts before it goes down. So
+nothing is written to the user's memory, and nobody returns, before all ranks are known to be in the
+same operation. What does not fit into the slots goes through in pieces; all hosts use the same
+ones. Reductions combine the ranks of a host, in their order, and then the hosts, in that of their
+first ranks; each element is computed once, or by all in the same way.
+
+How messages go across is up to the caller, who has the same choice of them as without hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from rankwire.collectives import algorithms
+from rankwire.collectives.exchange import Array, Exchange, blocks
+from rankwire.collectives.hosts import Hosts
+from rankwire.collectives.members import Members
+from rankwire.collectives.reductions import Reduction
+from rankwire.collectives.sharing import SharedSlots
+from rankwire.wire.frames import Message
+
+Meet = Callable[[Exchange], None]
+AllReduce = Callable[[Exchange, Array, Array, Reduction], None]
+Broadcast = Callable[[Exchange, Array, int], None]
+Reduce = Callable[[Exchange, Array, Array | None, int, Reduction], None]
+
+
+def meet(x: Exchange, hosts: Hosts, meet: Meet) -> None:
+    """Return once all ranks have come."""
+    inside = hosts.inside(x)
+    meet(inside)
+    if hosts.place == 0:
+        meet(hosts.across(x))
+    meet(inside)
+
+
+def all_reduce(
+    x: Exchange, hosts: Hosts, source: Array, out: Array, r: Reduction, all_reduce: AllReduce
+) -> None:
+    """Reduce ``source`` of all ranks into ``out`` of all ranks."""
+    inside, slots = hosts.inside(x), _slots(hosts)
+    for start, stop in _pieces(source.size, hosts.slot_nbytes // source.itemsize):
+        rows = slots.put(inside, source[start:stop])
+        slots.meet(inside)
+        results = slots.begin(inside, source.dtype, stop - start)
+        if hosts.place == 0:
+            _fold(rows, results[0], r.of_parts)
+            all_reduce(hosts.across(x), results[0], results[0], r.of_parts)
+            x.settle()
+            r.finish(results[0], x.size)
+        _show(inside, slots)
+        out[start:stop] = results[0]
+
+
+def reduce(
+    x: Exchange,
+    hosts: Hosts,
+    source: Array,
+    out: Array | None,
+    root: int,
+    r: Reduction,
+    reduce: Reduce,
+    meet: Meet,
+) -> None:
+    """Reduce ``source`` of all ranks into ``out`` of the root, through one rank of each host."""
+    inside, across, host, place = _towards(x, hosts, root)
+    total = None if across is None else np.empty_like(source)
+    reduce(inside, source, total, place, r.of_parts)
+    if across is not None:
+        assert total is not None
+        reduce(across, total, out, host, r.of_parts)
+        x.settle()
+        if out is not None:
+            r.finish(out, x.size)
+    meet(inside)
+
+
+def broadcast(
+    x: Exchange, hosts: Hosts, array: Array, root: int, broadcast: Broadcast, meet: Meet
+) -> None:
+    """Copy the root's array to all ranks, through one rank of each host."""
+    inside, across, host, place = _towards(x, hosts, root)
+    meet(inside)
+    if across is not None:
+        broadcast(across, array, host)
+    broadcast(inside, array, place)
+
+
+def all_gather(x: Exchange, hosts: Hosts, own: Array, out: Array) -> None:
+    """Fill ``out`` with the parts of all ranks."""
+    inside, slots = hosts.inside(x), _slots(hosts)
+    ranks = [rank for group in hosts.groups for rank in group]
+    for start, stop in _pieces(own.size, hosts.slot_nbytes // own.itemsize // x.size):
+        count = stop - start
+        rows = slots.put(inside, own[start:stop])
+        slots.meet(inside)
+        results = slots.begin(inside, own.dtype, x.size * count)
+        if hosts.place == 0:
+            across = hosts.across(x)
+            parts = _cut(results[0], [len(group) * count for group in hosts.groups])
+            np.concatenate(rows, out=parts[hosts.here])
+            algorithms.all_gather_directly(across, parts[hosts.here], parts)
+            x.settle()
+        _show(inside, slots)
+        for at, rank in enumerate(ranks):
+            first = rank * own.size
+            out[first + start : first + stop] = results[0][at * count : (at + 1) * count]
+
+
+def reduce_scatter(x: Exchange, hosts: Hosts, source: Array, out: Array, r: Reduction) -> None:
+    """Reduce the part of this rank into ``out``."""
+    inside, slots = hosts.inside(x), _slots(hosts)
+    grid = source.reshape(x.size, out.size)
+    for start, stop in _pieces(out.size, hosts.slot_nbytes // out.itemsize // x.size):
+        count = stop - start
+        rows = slots.begin(inside, out.dtype, x.size * count)
+        rows[hosts.place].reshape(x.size, count)[...] = grid[:, start:stop]
+        _show(inside, slots)
+        results = slots.begin(inside, out.dtype, inside.size * count)
+        if hosts.place == 0:
+            parts = [_folded(rows, group, count, r.of_parts) for group in hosts.groups]
+            algorithms.reduce_scatter_directly(hosts.across(x), parts, results[0], r.of_parts)
+            x.settle()
+            r.finish(results[0], x.size)
+        _show(inside, slots)
+        out[start:stop] = results[0][hosts.place * count : (hosts.place + 1) * count]
+
+
+def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytearray] | None:
+    """Return the bytes of all ranks; None if those of all are more than ``most``, or do not fit.
+
+    The leaders first tell each other the sizes, so that all find alike whether they go through.
+    """
+    inside, slots = hosts.inside(x), _slots(hosts)
+    rows = slots.put_buffers(inside, *message)
+    slots.meet(inside)
+    sizes = slots.sizes(inside)
+    results = slots.begin(inside, np.dtype(np.uint8), slots.slot_nbytes)
+    nbytes = 0
+    if hosts.place == 0:
+        across = hosts.across(x)
+        table = _all_sizes(across, hosts, sizes)
+        total = table.nbytes + int(table.sum())
+        if total <= min(most, hosts.slot_nbytes):
+            nbytes = total
+            head, body = results[0][: table.nbytes], results[0][table.nbytes : total]
+            head.view(np.int64)[...] = table
+            by_host = [int(table[group].sum()) for group in hosts.groups]
+            parts = _cut(body, by_host)
+            pieces = [row[:size] for row, size in zip(rows, sizes, strict=True)]
+            np.concatenate(pieces, out=parts[hosts.here])
+            algorithms.all_gather_directly(across, parts[hosts.here], parts, has_met=True)
+            x.settle()
+    slots.publish(inside, nbytes)
+    slots.meet(inside)
+    total = slots.sizes(inside)[0]
+    return _taken_apart(results[0][:total], hosts, x.size) if total else None
+
+
+def _all_sizes(across: Members, hosts: Hosts, sizes: list[int]) -> Array:
+    """Return the sizes of what all ranks have, by rank."""
+    widest = max(len(group) for group in hosts.groups)
+    ours = np.zeros(widest, np.int64)
+    ours[: len(sizes)] = sizes
+    table = np.empty(sum(len(group) for group in hosts.groups), np.int64)
+    told = algorithms.all_gather_by_doubling(across, ours)
+    for group, row in zip(hosts.groups, told, strict=True):
+        table[group] = row[: len(group)]
+    return table
+
+
+def _taken_apart(whole: Array, hosts: Hosts, size: int) -> list[bytearray]:
+    """Return what ``spread`` has put into a slot, by rank."""
+    sizes = whole[: 8 * size].view(np.int64).tolist()
+    ranks = [rank for group in hosts.groups for rank in group]
+    found = [bytearray()] * size
+    for rank, part in zip(
+        ranks, _cut(whole[8 * size :], [sizes[rank] for rank in ranks]), strict=True
+    ):
+        found[rank] = bytearray(part.data)
+    return found
+
+
+# -- what they are made of -------------------------------------------------------------------------
+
+
+def _slots(hosts: Hosts) -> SharedSlots:
+    assert hosts.slots is not None  # or the hosts would not work together
+    return hosts.slots
+
+
+def _towards(x: Exchange, hosts: Hosts, root: int) -> tuple[Members, Members | None, int, int]:
+    """Return who takes part in an operation with a root, which leads its host.
+
+    Returns:
+        The ranks of this host; the leaders of all hosts, if this rank is one; the number of the
+        root among them; and that of this host's leader among its ranks.
+    """
+    leaders = hosts.leaders(root)
+    place = hosts.groups[hosts.here].index(leaders[hosts.here])
+    across = hosts.across(x, root) if hosts.place == place else None
+    return hosts.inside(x), across, leaders.index(root), place
+
+
+def _show(inside: Members, slots: SharedSlots) -> None:
+    """Tell the others of this host that this rank's slot is written, and wait for theirs."""
+    slots.publish(inside, 0)
+    slots.meet(inside)
+
+
+def _pieces(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of pieces of at most so many elements; of nothing, one that is empty."""
+    most = max(1, most)
+    for start in range(0, max(1, count), most):
+        yield start, min(start + most, count)
+
+
+def _cut(array: Array, counts: list[int]) -> list[Array]:
+    ends = np.cumsum([0, *counts]).tolist()
+    return [array[start:stop] for start, stop in pairwise(ends)]
+
+
+def _folded(rows: list[Array], ranks: list[int], count: int, r: Reduction) -> Array:
+    """Return what the rows have for some ranks, reduced."""
+    total = np.empty(len(ranks) * count, r.dtype)
+    for at, rank in enumerate(ranks):
+        parts = [row[rank * count : (rank + 1) * count] for row in rows]
+        _fold(parts, total[at * count : (at + 1) * count], r)
+    return total
+
+
+def _fold(rows: list[Array], out: Array, r: Reduction) -> None:
+    for low, high in blocks(out.size, out.dtype):
+        r.fold([row[low:high] for row in rows], len(rows), out[low:high])
