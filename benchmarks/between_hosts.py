@@ -16,6 +16,7 @@ import socket
 import statistics
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -32,6 +33,7 @@ RATES = {"1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit", "no limit": ""}
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 PORT, RAW_PORT = 29510, 29500
 CLONE_NEWNET = 0x40000000
+SECRET = "b" * 32
 
 Exercise = Callable[[], None]
 Mode = Callable[[int], dict[str, Any]]  # the options of a rank
@@ -71,9 +73,7 @@ def serve(rank: int, namespace: str, modes: list[Mode], asked: Connection) -> No
     raw = raw_stream(rank)
     with contextlib.ExitStack() as stack:
         backends = [
-            stack.enter_context(
-                TcpBackend(rank, 2, f"{ADDRESSES[0]}:{PORT + at}", secret="b" * 32, **mode(rank))
-            )
+            stack.enter_context(TcpBackend(rank, 2, f"{ADDRESSES[0]}:{PORT + at}", **mode(rank)))
             for at, mode in enumerate(modes)
         ]
         exercises = [raw_exercises(rank, raw), *(exercises_of(backend) for backend in backends)]
@@ -106,12 +106,18 @@ def raw_exercises(rank: int, raw: socket.socket) -> dict[str, Exercise]:
         else:
             receive_all()
 
-    def receive_all() -> None:
-        got, view = 0, memoryview(room)
-        while got < NBYTES:
-            got += raw.recv_into(view[got:])
+    def both_ways() -> None:
+        sending = threading.Thread(target=raw.sendall, args=(data[: NBYTES // 2],))
+        sending.start()
+        receive_all(NBYTES // 2)
+        sending.join()
 
-    return {"message": one_way}
+    def receive_all(nbytes: int = NBYTES) -> None:
+        got, view = 0, memoryview(room)
+        while got < nbytes:
+            got += raw.recv_into(view[got:nbytes])
+
+    return {"message": one_way, "all_gather": both_ways}
 
 
 def exercises_of(backend: TcpBackend) -> dict[str, Exercise]:
@@ -155,7 +161,7 @@ def measure(names: tuple[str, str], modes: dict[str, Mode]) -> dict[str, list[fl
     for rank in ranks:
         rank.start()
     speeds: dict[str, list[float]] = {}
-    plan = [(0, "raw", "message")]
+    plan = [(0, "raw", "message"), (0, "raw", "all_gather")]
     plan += [(at, mode, name) for at, mode in enumerate(modes, 1) for name in SHARES]
     for _ in range(ROUNDS):
         for which, mode, name in plan:
@@ -174,10 +180,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = make_certificates(f"{folder}/tls", 2)
         modes: dict[str, Mode] = {
-            "plain": lambda rank: {},
-            "sealed": lambda rank: {"security": "auth"},
-            "sealed, MAC": lambda rank: {"security": "auth", "integrity": "mac"},
-            "TLS": lambda rank: {"tls": files[rank]},
+            "insecure": lambda rank: {"security": "insecure"},
+            "sealed": lambda rank: {"secret": SECRET, "security": "auth"},
+            "sealed, MAC": lambda rank: {"secret": SECRET, "security": "auth", "integrity": "mac"},
+            "TLS": lambda rank: {"secret": SECRET, "tls": files[rank]},
         }
         rows = [(mode, name) for mode in modes for name in SHARES]
         columns = {}
@@ -187,8 +193,9 @@ def main() -> None:
     print(f"| | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
     raws = [statistics.median(speeds["raw message"]) for speeds in columns.values()]
     print(f"| one raw TCP stream | {' | '.join(f'{raw / 1e6:,.0f} MB/s' for raw in raws)} |")
-    for mode, name in rows:
-        medians = [statistics.median(speeds[f"{mode} {name}"]) for speeds in columns.values()]
+    for mode, name in [("both ways at once", "raw all_gather"), *rows]:
+        key = name if name.startswith("raw") else f"{mode} {name}"
+        medians = [statistics.median(speeds[key]) for speeds in columns.values()]
         shares = (f"{median / raw:.0%}" for median, raw in zip(medians, raws, strict=True))
         print(f"| {name}, {mode} | {' | '.join(shares)} |")
 

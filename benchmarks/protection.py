@@ -21,13 +21,14 @@ MESSAGES = 12
 LARGE_NBYTES = 64 << 20
 
 
-def modes(folder: str) -> dict[str, dict]:
-    files = make_certificates(f"{folder}/tls", 1)[0]
+def modes(folder: str) -> dict[str, list[dict]]:
+    """Return the options of both ranks."""
+    files = make_certificates(f"{folder}/tls", 2)
     return {
-        "plain": {},
-        "sealed, CRC of bulk": {"security": "auth"},
-        "sealed, MAC of bulk": {"security": "auth", "integrity": "mac"},
-        "TLS 1.3": {"tls": files},
+        "plain": [{}] * 2,
+        "sealed, CRC of bulk": [{"security": "auth"}] * 2,
+        "sealed, MAC of bulk": [{"security": "auth", "integrity": "mac"}] * 2,
+        "TLS 1.3": [{"tls": files[rank]} for rank in range(2)],
     }
 
 
@@ -70,16 +71,16 @@ def measure_messages(backend: TcpBackend) -> float:
     return statistics.median(times)
 
 
-def measure(options: dict) -> list[float]:
+def measure(options: list[dict]) -> list[float]:
     """Run two ranks, this process and a child."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     child = os.fork()
     if child == 0:
         listener.close()
-        run_rank(1, address, options, None)
+        run_rank(1, address, options[1], None)
         os._exit(0)
-    figures = run_rank(0, address, options, listener)
+    figures = run_rank(0, address, options[0], listener)
     os.waitpid(child, 0)
     return figures
 

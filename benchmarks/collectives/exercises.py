@@ -73,6 +73,18 @@ def all_gather(rank: Rank, length: int) -> Exercise:
     return Exercise(partial(rank.all_gather, rank.pack(array), rank.pack(out)), verify)
 
 
+def reduce_scatter(rank: Rank, length: int) -> Exercise:
+    share = length // rank.world_size
+    array, out = pattern(length, rank.rank), np.zeros(share, dtype=np.float32)
+
+    def verify() -> None:
+        ranks = rank.world_size
+        whole = pattern(length, 0) * ranks + sum(range(ranks))
+        check(out, whole[rank.rank * share : (rank.rank + 1) * share], "reduce_scatter")
+
+    return Exercise(partial(rank.reduce_scatter, rank.pack(array), rank.pack(out)), verify)
+
+
 def ping_pong(rank: Rank, length: int) -> Exercise:
     """Rank 0 sends and gets it back; rank 1 returns what it received; others have no part."""
     sent, received = pattern(length, 0), np.zeros(length, dtype=np.float32)
@@ -96,6 +108,7 @@ EXERCISES: dict[Operation, Callable[[Rank, int], Exercise]] = {
     "barrier": barrier,
     "broadcast": broadcast,
     "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
     "ping_pong": ping_pong,
 }
 

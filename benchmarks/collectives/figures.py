@@ -7,7 +7,9 @@ from typing import Literal
 
 __all__ = ["FIGURES", "KIB", "MIB", "WORLD_SIZES", "Figure", "Operation", "figures_of"]
 
-Operation = Literal["all_reduce", "barrier", "broadcast", "all_gather", "ping_pong"]
+Operation = Literal[
+    "all_reduce", "barrier", "broadcast", "all_gather", "reduce_scatter", "ping_pong"
+]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -62,6 +64,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("barrier", 2),
     *(Figure("broadcast", 2, nbytes) for nbytes in (MIB, 64 * MIB)),
     *(Figure("all_gather", 2, nbytes) for nbytes in (MIB, 64 * MIB)),
+    Figure("reduce_scatter", 2, MIB),
     Figure("ping_pong", 2, 64 * MIB),
     *(Figure("all_reduce", 4, nbytes) for nbytes in (8, 4 * KIB, MIB, 64 * MIB)),
     Figure("barrier", 4),

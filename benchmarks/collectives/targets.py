@@ -36,6 +36,7 @@ TARGETS = (
     Target(Figure("all_reduce", 2, 64 * MIB), "mpi", 2.5),
     Target(Figure("all_gather", 2, MIB), "mpi", 0.8),
     Target(Figure("broadcast", 2, MIB), "mpi", 0.8),
+    Target(Figure("reduce_scatter", 2, MIB), "mpi", 0.8),
     Target(Figure("all_reduce", 4, 4 * KIB), "gloo", 1.0, strictly=True),
     Target(Figure("all_reduce", 4, 64 * MIB), "gloo", 1.0, strictly=True),
     Target(Figure("barrier", 2), "gloo", 8.0),

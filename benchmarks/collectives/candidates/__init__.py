@@ -45,6 +45,9 @@ class Rank(Protocol):
     def all_gather(self, payload: Any, out: Any) -> None:
         """Fill ``out``, flat, with the arrays of all ranks in order."""
 
+    def reduce_scatter(self, payload: Any, out: Any) -> None:
+        """Fill ``out`` with this rank's part of the sum of all ranks' arrays."""
+
     def barrier(self) -> None:
         """Wait until all ranks are here."""
 

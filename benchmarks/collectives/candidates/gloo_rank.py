@@ -15,8 +15,9 @@ from . import TIMEOUT, Array
 
 __all__ = ["Rank"]
 
-# The older name still works in torch 2.13 and warns; either is faster than a list of tensors.
+# The older names still work in torch 2.13 and warn; either is faster than a list of tensors.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Rank:
@@ -44,6 +45,9 @@ class Rank:
 
     def all_gather(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         all_gather_single(out, payload)
+
+    def reduce_scatter(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        reduce_scatter_single(out, payload)
 
     def barrier(self) -> None:
         dist.barrier()

@@ -36,6 +36,9 @@ class Rank:
     def all_gather(self, payload: Array, out: Array) -> None:
         self._comm.Allgather(payload, out)
 
+    def reduce_scatter(self, payload: Array, out: Array) -> None:
+        self._comm.Reduce_scatter_block(payload, out)
+
     def barrier(self) -> None:
         self._comm.Barrier()
 

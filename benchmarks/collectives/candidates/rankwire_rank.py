@@ -40,6 +40,9 @@ class Rank:
         # A view of the same memory, which costs well below a microsecond.
         rankwire.all_gather(self._backend, payload, out=out.reshape(-1))
 
+    def reduce_scatter(self, payload: Array, out: Array) -> None:
+        rankwire.reduce_scatter(self._backend, payload, out=out)
+
     def barrier(self) -> None:
         rankwire.barrier(self._backend)
 
