@@ -43,7 +43,7 @@ if _QUIET is not None:
     _QUIET.run(partial(np.seterr, all="ignore"))
 
 
-def _quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call a function with overflow and invalid operations silent."""
     if _QUIET is not None:
         _QUIET.copy().run(function, *args, **kwargs)
@@ -73,6 +73,10 @@ class Reduction:
         elif dtype.kind == "f" and dtype.itemsize == 2:
             self._widen = _from_float16
 
+    def contribution(self, own: Array) -> Array:
+        """Return what this rank contributes, of its own array; that itself in most ops."""
+        return own
+
     def fold(
         self,
         pieces: Iterable[Array],
@@ -96,7 +100,7 @@ class Reduction:
         if self._quiet:
             self._fold(pieces, count, out, own, spare)
         else:
-            _quietly(self._fold, pieces, count, out, own, spare)
+            quietly(self._fold, pieces, count, out, own, spare)
 
     def fold_two(self, first: Array, second: Array, out: Array) -> None:
         """Reduce the pieces of two ranks, in this order, into ``out``, which may be one of them."""
@@ -105,7 +109,7 @@ class Reduction:
         elif self._quiet:
             self._ufunc(first, second, out=out)
         else:
-            _quietly(self._ufunc, first, second, out=out)
+            quietly(self._ufunc, first, second, out=out)
 
     def _fold(
         self, pieces: Iterable[Array], count: int, out: Array, own: int, spare: Array | None
@@ -132,12 +136,12 @@ class Reduction:
     def merge(self, total: Array, piece: Array) -> None:
         """Add a contribution to a total, in place. Not for types that are added up wider."""
         assert self._widen is None
-        _quietly(self._ufunc, total, piece, out=total)
+        quietly(self._ufunc, total, piece, out=total)
 
     def finish(self, total: Array, count: int) -> None:
         """Turn a total of ``count`` merged contributions into the result, in place."""
         if self._mean:
-            _quietly(np.divide, total, count, out=total)
+            quietly(np.divide, total, count, out=total)
 
     @property
     def of_parts(self) -> Reduction:
