@@ -2,14 +2,21 @@
 
 import weakref
 
+import msgspec
 import numpy as np
 import pytest
 from sums import left_fold, run, run_algorithm
 
 import rankwire
 from rankwire.collectives.operands import new_like, operand
+from rankwire.collectives.portions import pack_portion, unpack_portion
 from rankwire.collectives.reductions import reduction
-from rankwire.errors import CollectiveMismatchError, ConfigurationError, UnsupportedTypeError
+from rankwire.errors import (
+    CollectiveMismatchError,
+    ConfigurationError,
+    InvalidMessageError,
+    UnsupportedTypeError,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -502,7 +509,7 @@ def patterns(dtype, rank, shape=(6,)):
 
 
 def raw(tensor):
-    return bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -547,5 +554,71 @@ def test_dtypes_of_one_size_are_told_apart():
         dtype = torch.float8_e5m2 if backend.rank else torch.float8_e4m3fn
         with pytest.raises(CollectiveMismatchError, match="float8_e5m2"):
             rankwire.all_gather(backend, torch.ones(2).to(dtype))
+
+    run(2, each)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *OPAQUE], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_what_a_root_scatters_has_torchs_dtype(dtype):
+    for shape in ((), (0, 2), (3, 2)):
+        tensor = patterns(torch.uint8, 1, shape).to(dtype)
+        whole = operand(tensor)
+        payload = bytearray(b"".join(pack_portion(whole, whole.flat())[0]))
+        out = torch.zeros(shape).to(dtype)
+        for result in (unpack_portion(payload, None), unpack_portion(payload, operand(out))):
+            assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape)
+            assert raw(result) == raw(tensor)
+        with pytest.raises(ConfigurationError, match="the message holds a tensor"):
+            unpack_portion(payload, operand(np.zeros(shape)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", ["load", "no_such_thing", "quint8", "float64", "__dict__"])
+def test_what_is_no_dtype_of_torch_is_refused(name):
+    body = msgspec.msgpack.encode([True, name, (4,)])
+    head = len(body).to_bytes(4, "little") + body
+    with pytest.raises(InvalidMessageError):
+        unpack_portion(bytearray(head + bytes(-len(head) % 64) + bytes(16)), None)
+
+
+# -- lists and factors -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["simulated", "auto", "tcp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_lists_of_tensors(dtype, backend):
+    shapes = [(3,), (), (2, 70_000), (0, 2)]
+
+    def made(src, dst):
+        generator = torch.Generator().manual_seed(4 * src + dst)
+        return torch.randint(0, 2, shapes[dst], generator=generator).to(dtype)
+
+    def each(backend):
+        rank = backend.rank
+        out = [torch.empty(shape).to(dtype) for shape in shapes]
+        assert rankwire.all_gather(backend, made(9, rank), out=out) is out
+        assert all(equal(t, made(9, at)) for at, t in enumerate(out))
+        mine = [made(rank, dst) for dst in range(4)]
+        total = total_of([made(src, rank) for src in range(4)])
+        assert equal(rankwire.reduce_scatter(backend, mine), total)
+        out = [torch.empty(shapes[rank]).to(dtype) for _ in range(4)]
+        rankwire.all_to_all(backend, mine, out=out)
+        assert all(equal(t, made(src, rank)) for src, t in enumerate(out))
+        assert equal(rankwire.scatter(backend, mine, 2), made(2, rank))
+
+    run(4, each, backend=backend)
+
+
+@pytest.mark.parametrize("factor", [0.3, torch.tensor(0.3), torch.tensor([0.3])], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tensors_are_multiplied_before_they_are_added_up(dtype, factor):
+    tensors = tensors_of(2, (500,), dtype)
+    terms = [(tensor.float() * float(factor)).to(dtype) for tensor in tensors]
+    expected = (terms[0].float() + terms[1].float()).to(dtype)
+
+    def each(backend):
+        mine = tensors[backend.rank].clone()
+        assert equal(rankwire.all_reduce(backend, mine, rankwire.PremulSum(factor)), expected)
 
     run(2, each)

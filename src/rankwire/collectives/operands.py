@@ -144,14 +144,14 @@ def _tensor_operand(tensor: Any, name: str) -> Operand:
     if tensor.is_conj() or tensor.is_neg():
         call = ".resolve_conj()" if tensor.is_conj() else ".resolve_neg()"
         raise UnsupportedTypeError(name, "Tensor", f"It is a lazy view: call {call} first.")
-    carrier, dtype_name, is_opaque = _carrier_of(tensor.dtype)
+    carrier, dtype_name, is_opaque = _carrier_of(tensor.dtype, tensor.element_size())
     is_bfloat16 = dtype_name == "bfloat16"
     array = _mapped(tensor, carrier, name)
     return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque)
 
 
 @lru_cache(maxsize=256)
-def _carrier_of(dtype: Any) -> tuple[np.dtype[Any], str, bool]:
+def _carrier_of(dtype: Any, itemsize: int) -> tuple[np.dtype[Any], str, bool]:
     """Return what holds the elements of a torch dtype, its name, and whether they are only moved.
 
     Where numpy has no such dtype, these are whole numbers of the same size.
@@ -163,7 +163,7 @@ def _carrier_of(dtype: Any) -> tuple[np.dtype[Any], str, bool]:
         same = None
     if same is not None and dtype_code(same) is not None:
         return same, name, False
-    return np.dtype(f"i{dtype.itemsize}"), name, name != "bfloat16"
+    return np.dtype(f"i{itemsize}"), name, name != "bfloat16"
 
 
 class _Memory:

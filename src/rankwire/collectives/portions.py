@@ -12,6 +12,7 @@ description claims is checked before memory is made for it.
 from __future__ import annotations
 
 import importlib
+import math
 import struct
 from contextlib import suppress
 from typing import Annotated, Any
@@ -83,7 +84,7 @@ def unpack_portion(payload: Payload, out: Operand | None) -> Any:
 
 def _unpack_portion(payload: Payload, out: Operand | None) -> Any:
     portion, start = _unpack_head(payload)
-    target = _new(portion) if out is None else out
+    target = _new(portion, len(payload) - start) if out is None else out
     is_array = isinstance(target.value, np.ndarray)
     dtype = target.array.dtype.str if is_array else target.dtype_name
     if Portion(not is_array, dtype, target.shape) != portion:
@@ -92,8 +93,7 @@ def _unpack_portion(payload: Payload, out: Operand | None) -> Any:
             f"out is {dtype} {target.shape}, "
             f"the message holds a {kind} {portion.dtype} {portion.shape}"
         )
-    if len(payload) != start + target.array.nbytes:
-        raise InvalidMessageError(f"{len(payload)} bytes for {portion.dtype} {portion.shape}")
+    _check_size(portion, target.array.itemsize, len(payload) - start)
     flat = target.flat()
     if flat.dtype.kind in _CHECKED_KINDS:
         head = ArrayHead(flat.dtype, flat.shape, False, flat.nbytes)
@@ -120,17 +120,25 @@ def _unpack_head(payload: Payload) -> tuple[Portion, int]:
     return portion, end + -end % _ALIGNMENT
 
 
-def _new(portion: Portion) -> Operand:
-    """Return memory for what a message holds, of its kind."""
+def _new(portion: Portion, nbytes: int) -> Operand:
+    """Return memory for what a message holds, of its kind, if it has just so many bytes."""
     try:
         if portion.is_tensor:
             torch = importlib.import_module("torch")
-            dtype = getattr(torch, portion.dtype)
-            return operand(torch.empty(portion.shape, dtype=dtype))
-        if dtype_code(np.dtype(portion.dtype)) != portion.dtype:
-            raise InvalidMessageError(f"an array of dtype {portion.dtype[:32]!r} is not carried")
-        return operand(np.empty(portion.shape, portion.dtype))
-    except (ImportError, AttributeError, TypeError, ValueError, MemoryError) as error:
+            empty = torch.empty(0, dtype=getattr(torch, portion.dtype))
+            _check_size(portion, empty.element_size(), nbytes)
+            return operand(empty.new_empty(portion.shape))
+        dtype = np.dtype(portion.dtype)
+        if dtype_code(dtype) != portion.dtype:
+            raise InvalidMessageError(f"arrays of dtype {portion.dtype[:32]!r} are not carried")
+        _check_size(portion, dtype.itemsize, nbytes)
+        return operand(np.empty(portion.shape, dtype))
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise InvalidMessageError(
-            f"no memory here for {portion.dtype[:32]!r} {portion.shape}: {error}"
+            f"nothing here for {portion.dtype[:32]!r} {portion.shape}: {error}"
         ) from error
+
+
+def _check_size(portion: Portion, itemsize: int, nbytes: int) -> None:
+    if itemsize * math.prod(portion.shape) != nbytes:
+        raise InvalidMessageError(f"{nbytes} bytes for {portion.dtype[:32]!r} {portion.shape}")
