@@ -623,6 +623,17 @@ PARTS = {  # what a rank calls; arrays have a part for each rank
     "all_to_all, uneven": lambda b, **o: rankwire.all_to_all(
         b, own(b), send_counts=[2] * b.world_size, **o
     ),
+    "all_gather into a list": lambda b, **o: rankwire.all_gather(
+        b, own(b), out=[np.empty(2 * b.world_size) for _ in range(b.world_size)], **o
+    ),
+    "reduce_scatter of a list": lambda b, **o: rankwire.reduce_scatter(
+        b, [np.ones(at + 1) for at in range(b.world_size)], **o
+    ),
+    "all_to_all of lists": lambda b, **o: rankwire.all_to_all(
+        b, [own(b)] * b.world_size, out=[np.empty_like(own(b)) for _ in range(b.world_size)], **o
+    ),
+    "all_gather_coalesced": lambda b, **o: rankwire.all_gather_coalesced(b, [own(b)], **o),
+    "reduce_scatter_coalesced": lambda b, **o: rankwire.reduce_scatter_coalesced(b, [own(b)], **o),
     "barrier": lambda b, **o: rankwire.barrier(b, **o),
     "all_gather_object": lambda b, **o: rankwire.all_gather_object(b, 1, **o),
     "gather_object": lambda b, **o: rankwire.gather_object(b, 1, **o),

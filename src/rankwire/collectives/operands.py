@@ -166,7 +166,7 @@ def _carrier_of(dtype: Any, itemsize: int) -> tuple[np.dtype[Any], str, bool]:
     return np.dtype(f"i{itemsize}"), name, name != "bfloat16"
 
 
-class _Memory:
+class _TensorMemory:
     """The memory of a tensor. An array made of it holds this, and so the tensor."""
 
     __slots__ = ("__array_interface__", "tensor")
@@ -200,4 +200,4 @@ def _mapped(tensor: Any, carrier: np.dtype[Any], name: str) -> Array:
         "data": (tensor.data_ptr(), is_frozen),
         "version": 3,
     }
-    return np.asarray(_Memory(tensor, interface))
+    return np.asarray(_TensorMemory(tensor, interface))
