@@ -12,6 +12,7 @@ Each function checks its arguments and returns the operation's words and its ste
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -126,7 +127,10 @@ def all_to_all(backend: Backend, arrays: Sequence[Any], out: Any) -> Steps:
     if not is_list(out):
         raise ConfigurationError("a list of arrays to send wants out= as a list of arrays to fill")
     targets = targets_of(out, backend.world_size)
-    said = [[(part.array.nbytes, _digest_of(part)) for part in side] for side in (sources, targets)]
+    said = [
+        (part.array.nbytes, _digest_of(part.dtype_name, part.shape))
+        for part in (*sources, *targets)
+    ]
     table = np.array(said, np.int64).reshape(-1)
 
     def run(x: Exchange) -> Any:
@@ -147,11 +151,11 @@ def _agreed(x: Exchange, told: Sequence[Array]) -> list[list[int]]:
     Raises:
         CollectiveMismatchError: One of them expects something else.
     """
-    said = np.stack([table.reshape(2, x.size, 2) for table in told])
-    sent, expected = said[:, 0], said[:, 1].transpose(1, 0, 2)
-    wrong = np.argwhere((sent != expected).any(axis=2)).tolist()
-    if wrong:
-        src, dst = wrong[0]
+    said = np.concatenate(told).reshape(x.size, 2, x.size, 2)
+    sent, expected = said[:, 0], said[:, 1].swapaxes(0, 1)
+    is_same = sent == expected
+    if not is_same.all():
+        src, dst = np.argwhere(~is_same.all(axis=2))[0].tolist()
         sends, expects = int(sent[src, dst, 0]), int(expected[src, dst, 0])
         what = f"rank {src} sends {sends} bytes to rank {dst}, which expects {expects}"
         if sends == expects:
@@ -161,9 +165,10 @@ def _agreed(x: Exchange, told: Sequence[Array]) -> list[list[int]]:
     return sizes
 
 
-def _digest_of(value: Operand) -> int:
+@lru_cache(maxsize=1024)
+def _digest_of(dtype_name: str, shape: tuple[int, ...]) -> int:
     """Return a number for a dtype and shape."""
-    words = f"{value.dtype_name} {value.shape}".encode()
+    words = f"{dtype_name} {shape}".encode()
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little", signed=True)
 
 

@@ -144,17 +144,18 @@ def _tensor_operand(tensor: Any, name: str) -> Operand:
     if tensor.is_conj() or tensor.is_neg():
         call = ".resolve_conj()" if tensor.is_conj() else ".resolve_neg()"
         raise UnsupportedTypeError(name, "Tensor", f"It is a lazy view: call {call} first.")
-    carrier, dtype_name, is_opaque = _carrier_of(tensor.dtype, tensor.element_size())
+    code, itemsize, dtype_name, is_opaque = _carrier_of(tensor.dtype, tensor.element_size())
+    array = _mapped(tensor, code, itemsize, name)
     is_bfloat16 = dtype_name == "bfloat16"
-    array = _mapped(tensor, carrier, name)
     return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque)
 
 
 @lru_cache(maxsize=256)
-def _carrier_of(dtype: Any, itemsize: int) -> tuple[np.dtype[Any], str, bool]:
-    """Return what holds the elements of a torch dtype, its name, and whether they are only moved.
+def _carrier_of(dtype: Any, itemsize: int) -> tuple[str, int, str, bool]:
+    """Return numpy's code for the elements of a torch dtype, their size, and the dtype's name.
 
-    Where numpy has no such dtype, these are whole numbers of the same size.
+    Where numpy has no such dtype, that is of whole numbers of the same size; the last item is
+    whether they are only moved.
     """
     name = str(dtype).removeprefix("torch.")
     try:
@@ -162,8 +163,8 @@ def _carrier_of(dtype: Any, itemsize: int) -> tuple[np.dtype[Any], str, bool]:
     except TypeError:
         same = None
     if same is not None and dtype_code(same) is not None:
-        return same, name, False
-    return np.dtype(f"i{itemsize}"), name, name != "bfloat16"
+        return same.str, itemsize, name, False
+    return np.dtype(f"i{itemsize}").str, itemsize, name, name != "bfloat16"
 
 
 class _TensorMemory:
@@ -176,26 +177,26 @@ class _TensorMemory:
         self.__array_interface__ = interface
 
 
-def _mapped(tensor: Any, carrier: np.dtype[Any], name: str) -> Array:
+def _mapped(tensor: Any, code: str, itemsize: int, name: str) -> Array:
     """Return an array on a tensor's memory.
 
     It can not be written if some of its elements are the same memory, as of an expanded tensor.
     """
     shape, count = tuple(tensor.shape), tensor.numel()
     if not count:  # it need not have an address
-        return np.empty(shape, carrier)
+        return np.empty(shape, code)
     strides, is_frozen, reach = None, False, count
     if not tensor.is_contiguous():
         steps = tensor.stride()
-        strides = tuple(step * carrier.itemsize for step in steps)
+        strides = tuple(step * itemsize for step in steps)
         is_frozen = any(not step and extent > 1 for step, extent in zip(steps, shape, strict=True))
         reach = 1 + sum(step * (extent - 1) for step, extent in zip(steps, shape, strict=True))
-    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + reach) * carrier.itemsize:
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + reach) * itemsize:
         advice = "Its storage is smaller than the tensor: it has been freed or resized."
         raise UnsupportedTypeError(name, "Tensor", advice)
     interface = {
         "shape": shape,
-        "typestr": carrier.str,
+        "typestr": code,
         "strides": strides,
         "data": (tensor.data_ptr(), is_frozen),
         "version": 3,

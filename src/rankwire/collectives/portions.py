@@ -15,6 +15,7 @@ import importlib
 import math
 import struct
 from contextlib import suppress
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
@@ -60,10 +61,15 @@ def pack_portion(source: Operand, flat: Array) -> Message:
     """
     is_array = isinstance(source.value, np.ndarray)
     dtype = source.array.dtype.str if is_array else source.dtype_name
-    body = _encode(Portion(not is_array, dtype, source.shape))
-    head = _LENGTH.pack(len(body)) + body
-    head += bytes(-len(head) % _ALIGNMENT)
+    head = _head_of(not is_array, dtype, source.shape)
     return (head, flat.view(np.uint8).data), len(head) + flat.nbytes
+
+
+@lru_cache(maxsize=256)
+def _head_of(is_tensor: bool, dtype: str, shape: tuple[int, ...]) -> bytes:
+    body = _encode(Portion(is_tensor, dtype, shape))
+    head = _LENGTH.pack(len(body)) + body
+    return head + bytes(-len(head) % _ALIGNMENT)
 
 
 def unpack_portion(payload: Payload, out: Operand | None) -> Any:

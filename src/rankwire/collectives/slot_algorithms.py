@@ -173,23 +173,25 @@ def all_to_all_parts(
         check: Takes what all ranks say; returns how many bytes each has for each, or raises.
 
     Returns:
-        What each has for this one, as views of the slots; None if that of some rank does not fit.
+        What each has for this one; None if that of some rank does not fit.
     """
-    head, nbytes = table.nbytes, table.nbytes + sum(part.nbytes for part in sent)
+    others = [*sent[: x.rank], *sent[x.rank + 1 :]]  # what is its own, a rank has
+    head, nbytes = table.nbytes, table.nbytes + sum(part.nbytes for part in others)
     rows = shared.begin(x, _BYTES, shared.slot_nbytes)
     rows[x.rank][:head] = table.view(np.uint8)
-    if nbytes <= shared.slot_nbytes:
-        np.concatenate(sent, out=rows[x.rank][head:nbytes])
+    if others and nbytes <= shared.slot_nbytes:
+        np.concatenate(others, out=rows[x.rank][head:nbytes])
     shared.publish(x, nbytes)
     shared.meet(x)
     sizes = check([row[:head].view(table.dtype) for row in rows])
     if max(shared.sizes(x)) > shared.slot_nbytes:
         return None
-    starts = [head + sum(to_each[: x.rank]) for to_each in sizes]
-    return [
-        row[start : start + to_each[x.rank]]
-        for row, start, to_each in zip(rows, starts, sizes, strict=True)
-    ]
+    found = []
+    for src, to_each in enumerate(sizes):
+        before = sum(to_each[: x.rank]) - (to_each[src] if src < x.rank else 0)
+        found.append(rows[src][head + before : head + before + to_each[x.rank]])
+    found[x.rank] = sent[x.rank]
+    return found
 
 
 def all_to_all(x: Exchange, shared: SharedSlots, own: Array, out: Array) -> None:
