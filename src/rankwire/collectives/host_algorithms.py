@@ -17,7 +17,7 @@ How messages go across is up to the caller, who has the same choice of them as w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -234,8 +234,7 @@ def _pieces(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(array: Array, counts: list[int]) -> list[Array]:
-    ends = np.cumsum([0, *counts]).tolist()
-    return [array[start:stop] for start, stop in pairwise(ends)]
+    return [array[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
 def _folded(rows: list[list[Array]], ranks: list[int], r: Reduction) -> Array:
