@@ -11,6 +11,8 @@ import numpy  # noqa: F401  (first: in the middle of our own modules its import 
 
 from rankwire.backends.base import Backend
 from rankwire.backends.connect import connect
+from rankwire.backends.handles import MessageHandle
+from rankwire.backends.posting import ANY_RANK
 from rankwire.backends.tcp import TcpBackend
 from rankwire.codec.codec import Codec
 from rankwire.errors import *  # noqa: F403
@@ -48,11 +50,13 @@ if TYPE_CHECKING:
     from rankwire.links.security import Tls
 
 __all__ = [
+    "ANY_RANK",
     "Backend",
     "Call",
     "Codec",
     "DeviceMesh",
     "FaultPlan",
+    "MessageHandle",
     "RpcAgent",
     "RpcFuture",
     "SimulatedBackend",

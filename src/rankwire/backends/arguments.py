@@ -91,6 +91,18 @@ def flat_view(buffer: Any) -> memoryview:
     return flat
 
 
+def writable_view(buffer: Buffer) -> memoryview:
+    """Return a buffer to receive into as flat bytes, uncopied.
+
+    Raises:
+        ConfigurationError: It is read-only, has gaps, or holds references.
+    """
+    view = flat_view(buffer)
+    if view.readonly:
+        raise ConfigurationError("recv_into needs a writable buffer")
+    return view
+
+
 def as_buffers(data: Sendable) -> tuple[list[Buffer], int]:
     """Return the pieces as flat bytes, uncopied, and their total size."""
     pieces: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]

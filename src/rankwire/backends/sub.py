@@ -29,8 +29,8 @@ from rankwire.backends.calls import CallPort
 from rankwire.backends.events import OnLost, OnSuspected
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.sub_calls import SubCallPort
-from rankwire.backends.sub_messages import SubExpected, SubOffer
-from rankwire.backends.transport import Expected, Offer
+from rankwire.backends.sub_messages import SubExpected, SubExpectedFromAny, SubOffer
+from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -137,10 +137,25 @@ class SubBackend(Backend):
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
         """Send one message, but do not wait for a rank that reads it out of this one's memory."""
+        send = partial(self.parent.offer, check=check)
+        return self._offer_by(send, dst, envelope, message, deadline)
+
+    def begin(
+        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
+    ) -> Offer | None:
+        """Send one message without waiting for the rank to take it."""
+        return self._offer_by(self.parent.begin, dst, envelope, message, deadline)
+
+    def _offer_by(
+        self,
+        send: Callable[[int, Envelope, Message, Deadline], Offer | None],
+        dst: int,
+        *message: Any,
+    ) -> Offer | None:
         offer: Offer | None = None
         try:
             with self.translating(dst) as parent_rank:
-                offer = self.parent.offer(parent_rank, envelope, message, deadline, check=check)
+                offer = send(parent_rank, *message)
             return None if offer is None else SubOffer(self, dst, offer)
         except BaseException:
             if offer is not None:
@@ -173,17 +188,30 @@ class SubBackend(Backend):
         return self.take_patiently(src, envelope, deadline, take)
 
     def expect(
-        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> Expected:
         """Return the next message under an envelope before it has come."""
         with self.translating(src) as parent_rank:
             expected = self.parent.expect(parent_rank, envelope, nbytes=nbytes, into=into)
         return SubExpected(self, src, envelope, expected)
 
+    def expect_any(
+        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
+    ) -> ExpectedFromAny:
+        """Return the next message under an envelope from one of several ranks of this group."""
+        with self.translating(None):
+            members = [self._members[src] for src in sources]
+            expected = self.parent.expect_any(members, envelope, nbytes=nbytes)
+        return SubExpectedFromAny(self, envelope, expected)
+
     def take_patiently(
-        self, src: int, envelope: Envelope, deadline: Deadline, take: Callable[[Deadline], Payload]
+        self,
+        src: int | None,
+        envelope: Envelope,
+        deadline: Deadline,
+        take: Callable[[Deadline], Payload],
     ) -> Payload:
-        """Wait for a message of a rank of this group; errors name ranks of it."""
+        """Wait for a message of a rank of this group, or of any; errors name ranks of it."""
         with self._receiving(envelope[0]), self.translating(src):
             while True:
                 patience = deadline.sooner(_LOOK_UP_EVERY)
@@ -303,10 +331,13 @@ class SubBackend(Backend):
     # -- translation -------------------------------------------------------------------------------
 
     @contextmanager
-    def translating(self, rank: int) -> Iterator[int]:
-        """Give the parent rank of a rank; errors that pass get this group's ranks and a note."""
+    def translating(self, rank: int | None) -> Iterator[int]:
+        """Give the parent rank of a rank; errors that pass get this group's ranks and a note.
+
+        Without a rank, that of this process.
+        """
         self._raise_if_closed()
-        parent_rank = self.to_global(rank)
+        parent_rank = self.to_global(self.rank if rank is None else rank)
         try:
             yield parent_rank
         except RankwireError as error:
@@ -314,12 +345,12 @@ class SubBackend(Backend):
             raise
 
     def adopt(
-        self, peer: int, first: Callable[[RankwireError], None] | None, error: RankwireError
+        self, peer: int | None, first: Callable[[RankwireError], None] | None, error: RankwireError
     ) -> None:
         """Give an error this group's ranks, and a note.
 
         Args:
-            peer: The rank of this group that it is about.
+            peer: The rank of this group that it is about, if it is about one.
             first: What puts it into the terms of the parent, if that is a group too.
             error: With ranks of the parent.
         """
@@ -332,7 +363,9 @@ class SubBackend(Backend):
         if isinstance(error, DeadlineExceededError):
             ranks = map(self.to_local, error.waiting_for)
             error.waiting_for = [rank for rank in ranks if rank is not None]
-        self._note(error, [peer])
+        about = error.peer if peer is None else peer
+        if about is not None:
+            self._note(error, [about])
 
     def explained(self, error: RankwireError, *context: Any) -> RankwireError:
         """Add what was being done, and which ranks of the parent are missing."""
