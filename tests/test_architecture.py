@@ -188,6 +188,7 @@ WAITS_OF_THE_SYSTEM = {
     "links/dialer.py": "names the events of that poll",
     "links/tls_contexts.py": "names the events of that poll",
     "links/lender.py": "poll of sockets, while another process reads our memory",
+    "links/bells.py": "poll of several sockets; memory_bell is its twin in simulated worlds",
     "links/poller.py": "epoll; memory_poller is its twin in simulated worlds",
     "links/event_thread.py": "a selector of control connections",
     "links/acceptor.py": "names the events of that selector",

@@ -33,6 +33,7 @@ def test_every_module_says_what_it_is_for():
 def test_the_package_exports_the_public_names():
     public = {
         "TcpBackend", "SimulatedBackend", "SubBackend", "Backend", "FaultPlan", "connect",
+        "ANY_RANK", "MessageHandle",
         "RpcAgent", "RpcFuture", "Codec", "current_call", "Call", "__version__", "DeviceMesh",
         "Work", "Tls", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter",
         "reduce_scatter", "all_to_all", "barrier", "all_reduce_coalesced", "all_gather_object",

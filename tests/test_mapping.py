@@ -14,6 +14,8 @@ WITHOUT_OWN_TEST = {
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
     "wire/parser": "wire/test_frames.py",
+    "links/memory_bell": "links/test_bells.py",
+    "backends/posting": "backends/test_handles.py",
     "links/parked": "links/test_inbox.py",
     "links/shared_mailbox": "links/test_inbox.py",
     "rpc/caller": "rpc/test_agent.py",
@@ -43,6 +45,7 @@ SHOWN_IN = {
     "testing/conformance/collective_checks": "conformance/test_conformance.py",
     "testing/conformance/concurrency_checks": "conformance/test_conformance.py",
     "testing/conformance/group_checks": "conformance/test_conformance.py",
+    "testing/conformance/message_checks": "conformance/test_conformance.py",
     "testing/conformance/nested_call_checks": "conformance/test_conformance.py",
     "testing/conformance/peer_checks": "conformance/test_conformance.py",
     "testing/conformance/tools": "conformance/test_conformance.py",

@@ -82,8 +82,15 @@ class LentOffer(Offer):
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until it was read. What the peer cannot read is sent to it now."""
+        if self.lent.was_read:  # and whoever was told so was interrupted
+            return True
         try:
-            return self.connection.wait_for_receipt(self.lent, deadline, meanwhile=self.meanwhile)
+            is_read = self.connection.wait_for_receipt(
+                self.lent, deadline, meanwhile=self.meanwhile
+            )
+            if not is_read:
+                self.connection.look_for_end()  # that may be why: it takes all loans back
+            return is_read
         except LoanRefusedError:
             self.lent.revoke()
             limit = Deadline(self.again, self.meanwhile.clock)
@@ -122,31 +129,29 @@ class QueuedOffer(Offer):
         return not self.connection.withdraw(self.queued)
 
 
-def begin(
+def offer_of(
     peer: Peer,
     connection: Connection,
+    posted: Lent | Queued,
+    meanwhile: ReadingAll,
     envelope: Envelope,
     message: Message,
-    meanwhile: ReadingAll,
     again: float,
-) -> Offer | None:
-    """Send one message without waiting; what is lent to the peer is kept until it was read.
+) -> Offer:
+    """Return what to settle of a message that was posted and has not left, or is lent.
+
+    What is lent to the peer is kept until it was read.
 
     Args:
-        peer: The rank to send to.
+        peer: The rank it goes to.
         connection: To it.
-        envelope: Under which it is received.
-        message: What to send.
+        posted: What the connection has returned.
         meanwhile: What to read while it is waited for.
+        envelope: Under which it is received.
+        message: What is sent.
         again: Seconds for sending it by stream, if the peer cannot read it.
-
-    Returns:
-        What to settle before the buffers may change; None if they are free already.
     """
-    posted = connection.post(envelope, message)
     try:
-        if posted is None:
-            return None
         if not isinstance(posted, Lent):
             return QueuedOffer(connection, posted, meanwhile)
         peer.keep(posted)
@@ -154,7 +159,7 @@ def begin(
     except BaseException:
         if isinstance(posted, Lent):
             posted.revoke()  # interrupted: nobody else knows of it
-        elif posted is not None:
+        else:
             connection.withdraw(posted)
         raise
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, ForkedProcessError, RankwireError
-from rankwire.wire.frames import Payload
+from rankwire.wire.destinations import Destination
+from rankwire.wire.frames import Channel, Payload
 from rankwire.wire.loans import LoanRevokedError
 
 if TYPE_CHECKING:
@@ -36,16 +37,13 @@ class MessageHandle(ABC):
 
     __slots__ = ("_deadline", "_error", "_op", "_peer", "_ranks", "_tag", "source")
 
-    def __init__(
-        self, ranks: MessagePosting, op: str, peer: int | None, tag: int, deadline: Deadline | None
-    ) -> None:
-        self._ranks = ranks
-        self._op = op
-        self._peer = peer
-        self._tag = tag
-        self._deadline = deadline
-        self._error: RankwireError | None = None
-        self.source: int | None = None
+    _ranks: MessagePosting
+    _op: str
+    _peer: int | None
+    _tag: int
+    _deadline: Deadline | None  # None once it is done
+    _error: RankwireError | None
+    source: int | None
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until it is done; may be called again, also after an interrupt.
@@ -148,7 +146,13 @@ class Sending(MessageHandle):
         deadline: Deadline | None = None,
         offer: Offer | None = None,
     ) -> None:
-        super().__init__(ranks, op, dst, tag, deadline)
+        # Not by the class above: a message of 8 bytes there and back takes 13 us.
+        self._ranks = ranks
+        self._op = op
+        self._peer = dst
+        self._tag = tag
+        self._deadline = deadline
+        self._error = self.source = None
         self._offer = offer
 
     def _value(self) -> None:
@@ -187,11 +191,12 @@ class Receiving(MessageHandle):
         src: The rank it comes from; None for any.
         tag: Its tag.
         deadline: Of the call.
-        expect: Asks for the next message.
+        nbytes: Its size, if that is fixed.
+        into: Where it is to come, if it can.
         read: Makes what the user gets of it; may be called again until the payload is given back.
     """
 
-    __slots__ = ("_expect", "_expected", "_read", "_result")
+    __slots__ = ("_expected", "_into", "_nbytes", "_read", "_result")
 
     def __init__(
         self,
@@ -200,14 +205,32 @@ class Receiving(MessageHandle):
         src: int | None,
         tag: int,
         deadline: Deadline,
-        expect: Callable[[], Expected],
+        nbytes: int | None,
+        into: Destination | None,
         read: Callable[[Payload], Any],
     ) -> None:
-        super().__init__(ranks, op, src, tag, deadline)
-        self._expect = expect
+        self._ranks = ranks
+        self._op = op
+        self._peer = src
+        self._tag = tag
+        self._deadline = deadline
+        self._error = self.source = None
+        self._nbytes = nbytes
+        self._into = into
         self._read = read
         self._result: list[Any] = []
-        self._expected = expected = expect()
+        self._expect()
+
+    def _expect(self) -> None:
+        """Ask for the next message."""
+        ranks, src = self._ranks, self._peer
+        envelope = (ranks.group, Channel.MESSAGE, self._tag)
+        expected: Expected
+        if src is None:
+            expected = ranks.expect_any(ranks.others(), envelope, nbytes=self._nbytes)
+        else:
+            expected = ranks.expect(src, envelope, nbytes=self._nbytes, into=self._into)
+        self._expected = expected
         expected.post()
 
     def _value(self) -> Any:
@@ -220,8 +243,7 @@ class Receiving(MessageHandle):
                 self._use(payload)
             except LoanRevokedError:  # the sender's time was up: this message was never sent
                 self._result.clear()
-                self._expected = self._expect()
-                self._expected.post()
+                self._expect()
             else:
                 break
 

@@ -28,7 +28,7 @@ from rankwire.backends.bulk import (
     LentOffer,
     Link,
     ReadingAll,
-    begin,
+    offer_of,
 )
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import fall_by
@@ -39,7 +39,7 @@ from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
-from rankwire.links.bells import Bell
+from rankwire.links.bells import Bell, PollBell
 from rankwire.links.connection import Connection
 from rankwire.links.first_receive import FirstReceive
 from rankwire.links.poller import Poller
@@ -96,6 +96,7 @@ class Mesh(Backend):
         self._peers = peers
         self._losses = Losses()
         self._meanwhile = ReadingAll(self._peers, self.clock)
+        self._looking: Spin | None = None  # of receives from any rank
 
     # -- what differs ----------------------------------------------------------------------------
 
@@ -114,10 +115,6 @@ class Mesh(Backend):
     @abstractmethod
     def new_poller(self) -> Poller:
         """Return what a port waits with for calls."""
-
-    @abstractmethod
-    def new_bell(self) -> Bell:
-        """Return what a thread sleeps by that waits for several streams."""
 
     @abstractmethod
     def flush_when_possible(self, connection: Connection) -> None:
@@ -175,7 +172,11 @@ class Mesh(Backend):
         """Send one message without waiting for the peer to take it."""
         peer = self._peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
-        return begin(peer, connection, envelope, message, self._meanwhile, self.timeout)
+        posted = connection.post(envelope, message)
+        if posted is None:
+            return None
+        about = self._meanwhile, envelope, message, self.timeout
+        return offer_of(peer, connection, posted, *about)
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
@@ -195,6 +196,12 @@ class Mesh(Backend):
         """Return the next message under an envelope from one of several ranks."""
         inboxes = [self._peers[src].inbox for src in sources]
         return FirstOfAny(FirstReceive(inboxes, envelope, nbytes, self.new_bell))
+
+    def new_bell(self) -> Bell:
+        """Return what a thread sleeps by that waits for several streams."""
+        if self._looking is None:
+            self._looking = Spin(self.spin, self.clock)
+        return PollBell(self._looking)
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken."""

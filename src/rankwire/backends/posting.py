@@ -224,17 +224,13 @@ class MessagePosting(Transport):
                 if self.dropped:
                     self.give_up_dropped()
                 tag = check_tag(tag)
-                envelope = (self.group, Channel.MESSAGE, tag)
-                expect = partial(self.expect_any, self._others(), envelope, nbytes=nbytes)
-                return Receiving(self, op, None, tag, deadline, expect, read)
-            rank, tag = self._check(src, tag)
-            envelope = (self.group, Channel.MESSAGE, tag)
-            expect_one = partial(self.expect, rank, envelope, nbytes=nbytes, into=into)
-            return Receiving(self, op, rank, tag, deadline, expect_one, read)
+            else:
+                rank, tag = self._check(src, tag)
+            return Receiving(self, op, rank, tag, deadline, nbytes, into, read)
         except RankwireError as error:
             raise self.explained(error, op, deadline, rank, tag) from error.__cause__
 
-    def _others(self) -> list[int]:
+    def others(self) -> list[int]:
         """Return all other ranks, that behind the last source first."""
         if self.world_size == 1:
             raise ConfigurationError("there is no other rank to receive from")

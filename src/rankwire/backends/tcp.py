@@ -34,7 +34,6 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
-from rankwire.links.bells import PollBell
 from rankwire.links.connection import Connection
 from rankwire.links.listening import ListeningPlace
 from rankwire.links.poller import EpollPoller
@@ -261,10 +260,6 @@ class TcpBackend(Mesh):
     def new_poller(self) -> EpollPoller:
         """Return an epoll."""
         return EpollPoller()
-
-    def new_bell(self) -> PollBell:
-        """Return what rings in a poll."""
-        return PollBell()
 
     def flush_when_possible(self, connection: Connection) -> None:
         """Have the acceptor's thread send what a connection holds back."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rankwire.links.sleepers import Sleeper
+from rankwire.links.spin import Spin
 from rankwire.links.stream import Stream
 
 
@@ -29,11 +30,15 @@ class Bell(Sleeper, Protocol):
 class PollBell:
     """A descriptor beside those of streams.
 
+    Args:
+        spin: How long to look before sleeping.
+
     Lock: ``_lock`` guards the descriptor against being used once closed; its number may be another
     file's by then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spin: Spin) -> None:
+        self._spin = spin
         self._lock = threading.Lock()
         self._is_open = True
         self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -53,7 +58,22 @@ class PollBell:
         for stream in streams:
             if (number := stream.fileno()) >= 0:
                 poller.register(number, select.POLLIN)
-        poller.poll(int(seconds * 1000.0) + 1)
+        if not self._finds_input(poller):
+            poller.poll(int(seconds * 1000.0) + 1)
+
+    def _finds_input(self, poller: select.poll) -> bool:
+        """Look for a while, if that pays."""
+        spin = self._spin
+        if spin.budget <= 0.0:
+            spin.skipped()
+            return False
+        limit = spin.now() + spin.budget
+        while not poller.poll(0):
+            if spin.now() >= limit:
+                spin.wasted()
+                return False
+        spin.budget = spin.most
+        return True
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""

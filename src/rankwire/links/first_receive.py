@@ -65,7 +65,9 @@ class FirstReceive:
         """Ask for it. Idempotent; also if it was interrupted."""
         if self._is_posted:
             return
-        for inbox, receive in self._receives:
+        for number, (inbox, receive) in enumerate(self._receives):
+            if inbox.has_arrived(receive.envelope):
+                self._read(number)  # those before it have their turn, also if nobody has read them
             if self._first is not None:
                 break
             if not receive.posted:
@@ -88,10 +90,7 @@ class FirstReceive:
         while not self._has_come():
             if all(receive.done for _, receive in self._receives):
                 raise self._why_nobody()
-            for inbox, _ in self._receives:
-                inbox.read_available()
-                if self._first is not None:
-                    break
+            self._read(len(self._receives))
             if self._first is None and not self._has_come():
                 if deadline.expired:
                     missing = [inbox.peer for inbox, r in self._receives if not r.done]
@@ -105,6 +104,13 @@ class FirstReceive:
         """Ask for it no more: if it has come, it is for others. Idempotent."""
         for inbox, receive in self._receives:
             _take_back(inbox, receive)
+
+    def _read(self, count: int) -> None:
+        """Read what is there in the first inboxes, until it has come."""
+        for inbox, _ in self._receives[:count]:
+            if self._first is not None:
+                break
+            inbox.read_available()
 
     def _has_come(self) -> bool:
         """Whether it has come, also if a thread was interrupted before it could say so."""
