@@ -126,7 +126,7 @@ class QueuedOffer(Offer):
 
     def revoke(self) -> bool:
         """Be done with it: if nothing of it has left, it is as if it had not been sent."""
-        return not self.connection.withdraw(self.queued)
+        return self.connection.take_back(self.queued)
 
 
 def offer_of(
@@ -151,17 +151,10 @@ def offer_of(
         message: What is sent.
         again: Seconds for sending it by stream, if the peer cannot read it.
     """
-    try:
-        if not isinstance(posted, Lent):
-            return QueuedOffer(connection, posted, meanwhile)
-        peer.keep(posted)
-        return LentOffer(connection, posted, meanwhile, envelope, message, again)
-    except BaseException:
-        if isinstance(posted, Lent):
-            posted.revoke()  # interrupted: nobody else knows of it
-        else:
-            connection.withdraw(posted)
-        raise
+    if not isinstance(posted, Lent):
+        return QueuedOffer(connection, posted, meanwhile)
+    peer.keep(posted)
+    return LentOffer(connection, posted, meanwhile, envelope, message, again)
 
 
 class ExpectedMessage(Expected):

@@ -175,8 +175,12 @@ class Mesh(Backend):
         posted = connection.post(envelope, message)
         if posted is None:
             return None
-        about = self._meanwhile, envelope, message, self.timeout
-        return offer_of(peer, connection, posted, *about)
+        try:
+            about = self._meanwhile, envelope, message, self.timeout
+            return offer_of(peer, connection, posted, *about)
+        except BaseException:
+            connection.take_back(posted)  # interrupted: nobody else knows of it
+            raise
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None

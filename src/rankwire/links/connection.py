@@ -316,9 +316,11 @@ class Connection:
         """Send until something that waits to leave has; False if the deadline passes first."""
         return self._writer.finish(queued, deadline, meanwhile)
 
-    def withdraw(self, queued: Queued) -> bool:
-        """Take back what waits to leave; return whether nothing of it has. Its memory is free."""
-        return self._writer.withdraw(queued)
+    def take_back(self, posted: Lent | Queued) -> bool:
+        """Be done with what was posted: its memory is free. Return whether it arrives, or may."""
+        if isinstance(posted, Lent):
+            return posted.revoke()
+        return not self._writer.withdraw(posted)
 
     def settle(self, lent: Lent, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:
         """Wait until the peer has read what it borrowed; then the memory is free again.

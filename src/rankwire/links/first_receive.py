@@ -161,5 +161,7 @@ class FirstReceive:
 def _take_back(inbox: Inbox, receive: Receive) -> None:
     """Take back a receive; if it has its message, that is put back. Safe to repeat."""
     receive.on_done = None
-    if receive.posted and not inbox.withdraw(receive) and receive.payload is not None:
+    if receive.posted:
+        inbox.withdraw(receive)
+    if receive.payload is not None:  # also if another thread is about to put it back
         inbox.give_up(receive)
