@@ -24,10 +24,7 @@ def post(connection, data, tag=0):
 
 def read_all(connection, count):
     """Return tags and payloads of the next frames."""
-    frames = []
-    while len(frames) < count:
-        frames += read(connection)
-    return [(frame.envelope[2], bytes(frame.payload)) for frame in frames]
+    return [(frame.envelope[2], bytes(frame.payload)) for frame in read(connection, count)]
 
 
 def test_what_is_taken_at_once_has_left(connections):
