@@ -215,6 +215,7 @@ OWN_WAITS = {
     "testing/conformance/call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",
+    "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }
 # What has a ``wait`` of its own that is given a deadline, and so the clock.
 WAITS_BY_DEADLINE = {"reply", "offer", "_offer", "lent", "_inbox", "self"}

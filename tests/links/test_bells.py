@@ -46,7 +46,7 @@ def streams(kind, cleanup):
 
 def slept(bell, streams, seconds):
     before = time.monotonic()
-    bell.sleep(streams, seconds)
+    bell.listen(streams, seconds)
     return time.monotonic() - before
 
 

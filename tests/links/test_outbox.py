@@ -1,5 +1,6 @@
 """Messages that wait to leave: in order, whole, and out of memory that can be taken back."""
 
+import time
 from contextlib import suppress
 
 import pytest
@@ -25,6 +26,12 @@ def post(connection, data, tag=0):
 def read_all(connection, count):
     """Return tags and payloads of the next frames."""
     return [(frame.envelope[2], bytes(frame.payload)) for frame in read(connection, count)]
+
+
+def read_later(connection, count):
+    """Read when whoever sends has begun to wait for that."""
+    time.sleep(0.01)
+    return read_all(connection, count)
 
 
 def test_what_is_taken_at_once_has_left(connections):
@@ -112,12 +119,12 @@ def test_an_interrupt_anywhere_in_sending_what_waits(connections):
     near, far = connections
     near.lend_from = 1 << 60
     tags = iter(range(1 << 30))
-    data = bytes(5 * MIB)
+    data = bytes(16 * MIB)
 
     def run(interrupting):
         tag = next(tags)
         posted = [post(near, data, tag) for _ in range(2)]
-        reading = Running(read_all, far, 3)
+        reading = Running(read_later, far, 3)
         with suppress(Interrupt), interrupting:
             for one in posted:
                 if one is not None:

@@ -20,7 +20,7 @@ from rankwire.links.stream import Stream
 class Bell(Sleeper, Protocol):
     """What one thread sleeps by. ``release`` is safe from any thread, the rest for the sleeper."""
 
-    def sleep(self, streams: Sequence[Stream], seconds: float) -> None:
+    def listen(self, streams: Sequence[Stream], seconds: float) -> None:
         """Sleep until something can be read, the bell was rung, or the time has passed."""
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class PollBell:
             if self._is_open:
                 os.eventfd_write(self._number, 1)
 
-    def sleep(self, streams: Sequence[Stream], seconds: float) -> None:
+    def listen(self, streams: Sequence[Stream], seconds: float) -> None:
         """Sleep until something can be read, the bell was rung, or the time has passed."""
         if any(stream.look_away() for stream in streams):
             return

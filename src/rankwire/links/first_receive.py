@@ -145,7 +145,7 @@ class FirstReceive:
             # After that: whoever reads one of these, and leaves it, rings the bell.
             streams = [stream for inbox, _ in self._receives for stream in inbox.watch()]
             if not self._has_come():
-                bell.sleep(streams, seconds)
+                bell.listen(streams, seconds)
         finally:
             for inbox, receive in self._receives:
                 inbox.leave(receive, bell)

@@ -28,7 +28,7 @@ class MemoryBell:
         with suppress(RuntimeError):  # it was rung already
             self._lock.release()
 
-    def sleep(self, streams: Sequence[Stream], seconds: float) -> None:
+    def listen(self, streams: Sequence[Stream], seconds: float) -> None:
         """Sleep until something can be read, the bell was rung, or the time has passed."""
         pipes = [stream.incoming for stream in streams if isinstance(stream, MemoryStream)]
         try:

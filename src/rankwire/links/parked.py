@@ -29,7 +29,7 @@ class ParkedThreads:
             self.asleep.setdefault(receive, []).append(lock)
         return lock
 
-    def join(self, receive: Receive, bell: Sleeper) -> None:
+    def hang(self, receive: Receive, bell: Sleeper) -> None:
         """Have a bell rung as if a thread slept here, if there is something to wait for."""
         if not receive.done and receive.posted:
             self.asleep.setdefault(receive, []).append(bell)

@@ -118,7 +118,7 @@ class SharedMailbox:
     def park(self, receive: Receive, bell: Sleeper) -> None:
         """Have a bell rung when a receive is done, or somebody has to read here."""
         with self._mutex:
-            self._parked.join(receive, bell)
+            self._parked.hang(receive, bell)
 
     def leave(self, receive: Receive, bell: Sleeper) -> None:
         """Forget a bell; another thread may have to read now."""
