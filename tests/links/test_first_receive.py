@@ -134,3 +134,17 @@ def test_the_loss_of_some_does_not_end_it_that_of_all_does(several):
     waiting = Running(first.take, Deadline(PATIENCE))
     several.inboxes[2].fail(ChannelClosedError("it has left"))
     assert waiting.error().peer == 1
+
+
+def test_in_turn_no_inbox_is_starved_by_one_that_was_read_before(several):
+    for rank in range(3):
+        for _ in range(10):
+            several.send(rank, b"x")
+    got, last = [], 2
+    for _ in range(9):
+        order = [(last + step) % 3 for step in (1, 2, 3)]
+        first = several.receive(order)
+        first.take(Deadline(PATIENCE))
+        last = first.source
+        got.append(last)
+    assert got == [0, 1, 2] * 3
