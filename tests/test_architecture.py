@@ -12,7 +12,7 @@ import rankwire
 
 SOURCE = Path(rankwire.__file__).parent
 
-LEAVES = {"errors", "texts", "clock", "deadline", "fork", "shutdown"}
+LEAVES = {"errors", "texts", "clock", "conditions", "deadline", "fork", "shutdown"}
 # What each layer may import of ours (its own modules apart).
 MAY_IMPORT = {
     "errors": set(),
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "fork": {"errors"},
     "shutdown": {"errors"},
     "clock": set(),
+    "conditions": set(),
     "deadline": {"errors", "clock"},
     "codec": {"errors", "texts"},
     "wire": {"errors", "texts", "codec"},

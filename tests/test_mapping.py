@@ -46,6 +46,7 @@ SHOWN_IN = {
     "testing/conformance/nested_call_checks": "conformance/test_conformance.py",
     "testing/conformance/peer_checks": "conformance/test_conformance.py",
     "testing/conformance/tools": "conformance/test_conformance.py",
+    "conditions": "rpc/test_future.py",
     "fork": "faults/test_f_ending.py",
     "shutdown": "faults/test_f_ending.py",
     "backends/status": "conformance/test_conformance.py",
