@@ -35,3 +35,14 @@ def submit(background: Background, *args: Any, **options: Any) -> Work[Any]:
     task = new_task(background, *args, **options)
     background.submit(task)
     return task.work
+
+
+def keep_workers_away(monkeypatch: Any) -> None:
+    """Have no worker woken but for what an interrupted thread has left."""
+    rouse = Background._rouse
+
+    def rouse_for_what_is_left(background: Background) -> None:
+        if background._queue and background._queue[0].has_begun:
+            rouse(background)
+
+    monkeypatch.setattr(Background, "_rouse", rouse_for_what_is_left)

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from queued import NAME, new_background, new_task, submit
+from queued import NAME, keep_workers_away, new_background, new_task, submit
 from sums import on_all
 
 import rankwire
@@ -102,21 +102,21 @@ def test_an_idle_thread_keeps_no_result_alive(worker, monkeypatch):
 # -- those who wait --------------------------------------------------------------------------------
 
 
-def held_up(worker):
-    """Have a background whose worker is not woken; return what the next one to wait runs."""
-    worker._rouse = lambda: None
+@pytest.fixture
+def unattended(monkeypatch, worker):
+    """A background whose worker is not woken."""
+    keep_workers_away(monkeypatch)
     return worker
 
 
-def test_who_waits_runs_all_up_to_its_own_and_no_more(worker):
-    held_up(worker)
+def test_who_waits_runs_all_up_to_its_own_and_no_more(unattended):
     ran = []
 
     def run(number):
         ran.append((number, threading.current_thread()))
         return number
 
-    works = [submit(worker, partial(run, number)) for number in range(5)]
+    works = [submit(unattended, partial(run, number)) for number in range(5)]
     assert works[2].wait() == 2
     here = threading.current_thread()
     assert ran == [(0, here), (1, here), (2, here)]
@@ -124,9 +124,8 @@ def test_who_waits_runs_all_up_to_its_own_and_no_more(worker):
     assert [works[4].exception(), works[3].result()] == [None, 3]
 
 
-def test_an_error_of_an_earlier_one_is_not_raised_to_who_waits_for_a_later_one(worker):
-    held_up(worker)
-    failing, later = submit(worker, lambda: 1 / 0), submit(worker, lambda: "later")
+def test_an_error_of_an_earlier_one_is_not_raised_to_who_waits_for_a_later_one(unattended):
+    failing, later = submit(unattended, lambda: 1 / 0), submit(unattended, lambda: "later")
     assert later.wait() == "later"
     assert isinstance(failing.exception(0), ZeroDivisionError)
 
@@ -164,8 +163,8 @@ def test_who_waits_for_less_than_the_operation_may_take_does_not_run_it(worker, 
     assert work.wait(2 * PATIENCE) == (NAME, True)
 
 
-def test_who_waits_for_longer_than_the_operation_may_take_runs_it(worker):
-    work = submit(held_up(worker), threading.current_thread, limit=1.0)
+def test_who_waits_for_longer_than_the_operation_may_take_runs_it(unattended):
+    work = submit(unattended, threading.current_thread, limit=1.0)
     assert work.wait(2.0) is threading.current_thread()
 
 
@@ -173,9 +172,10 @@ def test_an_infinite_timeout_is_none(worker):
     assert submit(worker, lambda: 1, limit=float("inf")).wait(float("inf")) == 1
 
 
-def test_a_blocking_operation_runs_those_in_the_background_before_it(pair):
+def test_a_blocking_operation_runs_those_in_the_background_before_it(pair, monkeypatch):
+    keep_workers_away(monkeypatch)
+
     def each(backend):
-        held_up(rankwire.collectives.sequence.OperationSequence.of(backend)._background)
         work = rankwire.all_reduce(backend, np.ones(1), async_op=True)
         total = rankwire.all_reduce(backend, np.full(1, 2.0))
         return work.done(), work.result().tolist(), total.tolist()
@@ -207,13 +207,13 @@ def test_several_threads_may_wait_for_work_of_one_group(worker):
     assert log == list(range(400))
 
 
-def test_a_task_that_is_withdrawn_is_not_run(worker):
+def test_a_task_that_is_withdrawn_is_not_run(unattended):
     ran = []
-    task = new_task(held_up(worker), lambda: ran.append(1))
-    worker.submit(task)
-    assert worker.withdraw(task)
-    assert worker.withdraw(new_task(worker, list)), "it was never submitted"
-    submit(worker, lambda: None).wait()
+    task = new_task(unattended, lambda: ran.append(1))
+    unattended.submit(task)
+    assert unattended.withdraw(task)
+    assert unattended.withdraw(new_task(unattended, list)), "it was never submitted"
+    submit(unattended, lambda: None).wait()
     assert not ran
 
 
@@ -231,12 +231,11 @@ def test_a_task_that_runs_or_has_run_cannot_be_withdrawn(worker):
 # -- interrupts ------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_ends_the_wait_and_the_operation_that_it_fell_into(worker):
+def test_an_interrupt_ends_the_wait_and_the_operation_that_it_fell_into(unattended):
     def interrupted():
         raise KeyboardInterrupt
 
-    held_up(worker)
-    first, second, third = (submit(worker, run) for run in (int, interrupted, lambda: 3))
+    first, second, third = (submit(unattended, run) for run in (int, interrupted, lambda: 3))
     with pytest.raises(KeyboardInterrupt):
         third.wait()
     assert first.result(0) == 0
@@ -246,17 +245,19 @@ def test_an_interrupt_ends_the_wait_and_the_operation_that_it_fell_into(worker):
 
 
 @pytest.mark.fault(37, "after a caught interrupt while waiting for work the queue goes on")
+@pytest.mark.parametrize("is_attended", [True, False])
 @pytest.mark.parametrize("second_after", [None, 1, 7])
-def test_an_interrupt_anywhere_while_waiting_loses_no_work(worker, second_after):
-    def run(interrupting):
-        ran, gave_up, told = [], [], []
+def test_an_interrupt_anywhere_while_waiting_loses_no_work(
+    worker, second_after, is_attended, monkeypatch
+):
+    if not is_attended:
+        keep_workers_away(monkeypatch)
 
-        def give_up(error):
-            gave_up.append(error)
-            return error
+    def run(interrupting):
+        ran, told = [], []
 
         def submit_one(number):
-            work = submit(worker, lambda: ran.append(number) or number, give_up=give_up)
+            work = submit(worker, lambda: ran.append(number) or number)
             work.add_done_callback(lambda work: told.append(number))
             return work
 
@@ -264,7 +265,7 @@ def test_an_interrupt_anywhere_while_waiting_loses_no_work(worker, second_after)
         with suppress(Interrupt), interrupting:
             works[2].wait()
         for number, work in enumerate(works):
-            error = work.exception(PATIENCE)
+            error = work.exception(PATIENCE if is_attended else None)
             assert isinstance(error, Interrupt) if error else work.result(0) == number
         assert submit(worker, lambda: "goes on").wait() == "goes on"
         assert len({*ran}) == len(ran)

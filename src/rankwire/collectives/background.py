@@ -43,8 +43,8 @@ class Task:
 
     Args:
         number: Those of a group are ascending.
-        run: Runs the operation to its end.
-        give_up: Ends it instead, after an interrupt; returns why it has failed.
+        run: Runs the operation to its end, if it goes well.
+        give_up: Ends it after an error or an interrupt; returns why it has failed.
         deadline: That of the operation.
 
     Attributes:
@@ -91,17 +91,22 @@ class Task:
         try:
             self._outcome = (self._run(), None)
         except BaseException as error:
-            self._outcome = (None, error)
+            self._outcome = (None, self._failure(error))
         return self._end(*self._outcome)
 
     def conclude(self) -> None:
         """Bring it to its end, after who ran it was interrupted."""
         if self._outcome is None:
             try:
-                self._outcome = (None, self._give_up(self.interrupt))
+                self._outcome = (None, self._failure(self.interrupt))
             except BaseException as error:
                 self._outcome = (None, error)
         self._end(*self._outcome)
+
+    def _failure(self, error: BaseException) -> BaseException:
+        failure = self._give_up(error)
+        failure.__cause__ = error.__cause__
+        return failure
 
     def _end(self, result: Any, error: BaseException | None) -> BaseException | None:
         self.work.end(result, error)

@@ -114,13 +114,10 @@ class Operation(Exchange):
         return result
 
     def run_and_end(self, run: Run[T]) -> T:
-        """Do the steps, and let the next operation have its turn."""
-        try:
-            result = self.run(run)
-            self._operations.end(self)
-            return result
-        except BaseException as error:
-            raise self.give_up(error) from error.__cause__
+        """Do the steps, and let the next operation have its turn. After an error, ``give_up``."""
+        result = self.run(run)
+        self._operations.end(self)
+        return result
 
     @property
     def _number(self) -> int:

@@ -135,11 +135,7 @@ class OperationSequence:
                 if async_op:  # under the lock: they are queued in the order of their numbers
                     task = self._task(operation, run)
                     self._background.submit(task)
-            if task is not None:
-                return task.work
-            result = operation.run(run)
-            self.end(operation)
-            return result
+            return operation.run_and_end(run) if task is None else task.work
         except BaseException as error:
             if task is not None and not self._background.withdraw(task):
                 raise
