@@ -42,6 +42,14 @@ def test_a_result(worker):
     assert work.exception() is None
 
 
+def test_it_has_what_its_base_class_has():
+    base, work = Future(), Work("test()", new_background(), 0)
+    base.set_running_or_notify_cancel()
+    for name, value in vars(base).items():
+        assert vars(work)[name] == value or name == "_condition"
+    assert isinstance(work._condition, threading.Condition)
+
+
 def test_an_error(worker):
     work = submit(worker, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

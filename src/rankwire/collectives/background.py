@@ -169,6 +169,8 @@ class Background:
                 self._leave(visit)
                 if interrupt is not None:
                     raise interrupt
+                if task.number == number:
+                    return
         except BaseException as error:
             try:
                 self._leave(visit, error)

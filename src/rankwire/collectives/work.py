@@ -23,7 +23,7 @@ _log = logging.getLogger("rankwire")
 
 T = TypeVar("T")
 
-_FINISHED = "FINISHED"  # what the base class calls it
+_RUNNING, _FINISHED = "RUNNING", "FINISHED"  # what the base class calls them
 
 
 class _Group(Protocol):
@@ -52,13 +52,17 @@ class Work(Future[T]):
     """
 
     def __init__(self, description: str, group: _Group, number: int) -> None:
-        super().__init__()
-        self._condition = SafeCondition()  # the base class's could be left taken by an interrupt
+        # As the base class does (a test compares), but for the condition, and that it runs already.
+        self._state = _RUNNING
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._condition = SafeCondition()
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
         self.description = description
         self._group = group
         self._number = number
         self._callbacks: list[Callable[[Work[T]], object]] = []
-        self.set_running_or_notify_cancel()
         guard(self)
 
     def wait(self, timeout: float | None = None) -> T:
