@@ -34,6 +34,7 @@ from rankwire.backends.transport import Expected, Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
+    ConfigurationError,
     DeadlineExceededError,
     InvalidRankError,
     InvalidWorldSizeError,
@@ -51,7 +52,7 @@ _CLOSE_PATIENCE = 4 * _LOOK_UP_EVERY
 
 
 class SubBackend(Backend):
-    """Some of the ranks of a parent, numbered from 0 in the parent's order.
+    """Some of the ranks of a parent, numbered from 0 in the parent's order, or in a given one.
 
     Every method is safe from any thread. Buffers pass to the parent untouched.
 
@@ -66,6 +67,8 @@ class SubBackend(Backend):
         parent: The backend whose ranks these are. It is not closed with the group, and must stay
             open.
         members: Parent ranks, in any order; repeated ones count once.
+        keep_order: Whether rank i of the group is ``members[i]``; then none may be repeated. All
+            members must give the same order. Groups of other orders are other groups.
         timeout: Seconds for the agreement, and for every operation without a limit of its own; None
             is the parent's.
 
@@ -73,16 +76,22 @@ class SubBackend(Backend):
         InvalidWorldSizeError: There are no members.
         InvalidRankError: A member is not a rank of the parent, or the parent's own rank is not a
             member.
-        MembershipError: Another member has a different list.
+        ConfigurationError: A member is repeated, and the order is to be kept.
+        MembershipError: Another member has a different list, or another order of it.
         DeadlineExceededError: ``waiting_for`` has the parent ranks that did not confirm in time.
 
     Size: it has a method for each of ``Transport``'s, which translates and forwards.
     """
 
     def __init__(
-        self, parent: Backend, members: Iterable[int], *, timeout: float | None = None
+        self,
+        parent: Backend,
+        members: Iterable[int],
+        *,
+        keep_order: bool = False,
+        timeout: float | None = None,
     ) -> None:
-        chosen = _checked(parent, members)
+        chosen = _checked(parent, members, keep_order=keep_order)
         super().__init__(
             chosen.index(parent.rank),
             len(chosen),
@@ -105,7 +114,7 @@ class SubBackend(Backend):
 
     @property
     def members(self) -> list[int]:
-        """The parent ranks of this group, ascending; the index is the rank here."""
+        """The parent ranks of this group; the index is the rank here."""
         return list(self._members)
 
     def to_global(self, local: int) -> int:
@@ -352,12 +361,19 @@ class SubBackend(Backend):
             raise ChannelClosedError("this group is closed")
 
 
-def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
-    """Return the members, ascending and once each."""
-    chosen = list(members)
+def _checked(parent: Backend, members: Iterable[int], *, keep_order: bool) -> list[int]:
+    """Return the members once each: ascending, or as they were given."""
+    chosen = [check_rank(member, parent.world_size) for member in members]
     if not chosen:
         raise InvalidWorldSizeError(0)
-    chosen = sorted({check_rank(member, parent.world_size) for member in chosen})
+    ascending = sorted({*chosen})
+    if not keep_order:
+        chosen = ascending
+    elif len(chosen) > len(ascending):
+        repeated = min(rank for rank in ascending if chosen.count(rank) > 1)
+        raise ConfigurationError(
+            f"rank {repeated} is repeated in {chosen}: it cannot have two places in the order"
+        )
     if parent.rank not in chosen:
         error = InvalidRankError(parent.rank, len(chosen))
         error.message = f"rank {parent.rank} is not a member of the group {chosen}"
