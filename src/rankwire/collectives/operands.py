@@ -1,6 +1,6 @@
 """Operands: the user's arrays and tensors, as flat memory that the algorithms work on.
 
-The only place of this package that knows torch, which it never imports: who holds a tensor has.
+It knows torch, as ``half_types`` does, and never imports it: who holds a tensor has.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A reduction takes the pieces of all ranks in rank order and combines them in that order, so its
 result depends on nothing but them. float16 and bfloat16 are added up in float32 and rounded once.
-Pure: arrays in, arrays out.
+Pure: arrays in, arrays out. How the narrow ones become wide ones and back is ``half_types``'s.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from rankwire.collectives.half_types import (
+    from_bfloat16,
+    from_float16,
+    to_bfloat16,
+    to_float16,
+)
 from rankwire.errors import ConfigurationError
 
 Array = np.ndarray[Any, Any]
@@ -69,9 +75,9 @@ class Reduction:
         self._widen: Callable[[Array], Array] | None = None
         self._narrow: Callable[[Array, Array], None] = _copy
         if is_bfloat16:
-            self._widen, self._narrow = _from_bfloat16, _to_bfloat16
+            self._widen, self._narrow = from_bfloat16, to_bfloat16
         elif dtype.kind == "f" and dtype.itemsize == 2:
-            self._widen = _from_float16
+            self._widen, self._narrow = from_float16, to_float16
 
     def fold(
         self,
@@ -175,20 +181,3 @@ def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduc
 
 def _copy(source: Array, out: Array) -> None:
     np.copyto(out, source, casting="unsafe")
-
-
-def _from_float16(piece: Array) -> Array:
-    return piece.astype(np.float32)
-
-
-def _from_bfloat16(piece: Array) -> Array:
-    """bfloat16 is the upper half of a float32."""
-    return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_bfloat16(wide: Array, out: Array) -> None:
-    """Round to the nearest, halves to even; a NaN stays one."""
-    bits = wide.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    quiet_nan = (bits >> 16) | 0x0040
-    out.view(np.uint16)[...] = np.where(np.isnan(wide), quiet_nan, rounded)
