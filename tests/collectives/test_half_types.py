@@ -36,6 +36,13 @@ def folded(pieces, op, *, is_bfloat16):
     return out.view(np.uint16)
 
 
+def folded_two(first, second, op, *, is_bfloat16, in_place=None):
+    pieces = [first.copy(), second.copy()]
+    out = np.empty_like(first) if in_place is None else pieces[in_place]
+    reduction(op, out.dtype, is_bfloat16=is_bfloat16).fold_two(*pieces, out)
+    return out.view(np.uint16)
+
+
 # -- what they are ---------------------------------------------------------------------------------
 
 
@@ -59,7 +66,7 @@ def test_every_float16_comes_back():
     ids=["half to even", "half to even, up", "more than half", "too large"],
 )
 def test_bfloat16_is_rounded_to_the_nearest(value, expected):
-    values = np.full(5000, value, np.uint32).view(np.float32)
+    values = np.full(20_000, value, np.uint32).view(np.float32)
     assert set(narrowed(to_bfloat16, values, np.int16).tolist()) == {expected}
 
 
@@ -78,7 +85,7 @@ assert "torch" not in sys.modules
 
 def test_a_torch_that_is_only_half_loaded_is_not_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", type(sys)("torch"))
-    assert from_float16(np.ones(5000, np.float16)).tolist() == [1.0] * 5000
+    assert from_float16(np.ones(20_000, np.float16)).tolist() == [1.0] * 20_000
 
 
 # -- by torch --------------------------------------------------------------------------------------
@@ -89,9 +96,9 @@ def both(monkeypatch):
     """Return what a function gives with torch, after it has given the same bits without it."""
     pytest.importorskip("torch")
     conversions = []
-    convert = half_types._convert
+    parts = half_types._parts
     monkeypatch.setattr(
-        half_types, "_convert", lambda *args, **kw: [conversions.append(args), convert(*args, **kw)]
+        half_types, "_parts", lambda array: conversions.append(array) or parts(array)
     )
 
     def both(function, *args, by_torch=True, **kwargs):
@@ -138,12 +145,24 @@ def test_torch_reduces_three_to_the_same_bits(both, op, is_bfloat16, nans):
         if not nans:  # nor infinite ones
             bits[bits & exponent == exponent] = 0
         pieces.append(bits.view(dtype))
-    both(folded, pieces, op, is_bfloat16=is_bfloat16, by_torch=is_bfloat16 or not nans or None)
+    both(folded, pieces, op, is_bfloat16=is_bfloat16)
+    both(folded_two, *pieces[:2], op, is_bfloat16=is_bfloat16)
+
+
+@pytest.mark.parametrize("in_place", [None, 0, 1])
+@pytest.mark.parametrize("is_bfloat16", [True, False], ids=["bfloat16", "float16"])
+def test_torch_adds_every_value_to_others_with_the_same_bits(both, is_bfloat16, in_place):
+    """The parts with NaNs are left to numpy; here some have none."""
+    dtype = np.dtype(np.int16 if is_bfloat16 else np.float16)
+    for shift in (0, 1, 777, 0x1234, 0x8000):
+        first = np.sort(EVERY).view(dtype)
+        second = np.roll(EVERY, shift).view(dtype)
+        both(folded_two, first, second, "sum", is_bfloat16=is_bfloat16, in_place=in_place)
 
 
 @pytest.mark.parametrize("what", ["read-only", "with gaps", "of other byte order", "short"])
 def test_what_torch_cannot_use_well_numpy_converts(both, what):
-    piece = np.arange(5000).astype(np.float16)
+    piece = np.arange(20_000).astype(np.float16)
     if what == "read-only":
         piece.flags.writeable = False
     elif what == "with gaps":

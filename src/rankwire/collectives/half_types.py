@@ -16,7 +16,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-_LEAST = 1024  # elements from which torch is faster
+_LEAST = 8192  # elements from which torch is faster
 _MOST = 32767  # elements up to which torch uses no other thread
 
 
@@ -42,7 +42,7 @@ def from_bfloat16(piece: Array) -> Array:
     """Return float32 values of bfloat16 ones, of which each is the upper half of one."""
     if _can_torch(piece):
         wide = np.empty(piece.size, np.float32)
-        _convert(piece, wide, is_bfloat16=True)
+        _convert(piece, wide)
         return wide
     return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
@@ -50,12 +50,34 @@ def from_bfloat16(piece: Array) -> Array:
 def to_bfloat16(wide: Array, out: Array) -> None:
     """Round float32 values to bfloat16; a NaN stays one."""
     if _can_torch(out) and not _has_nan(wide):
-        _convert(wide, out, is_bfloat16=True)
+        _convert(wide, out)
         return
     bits = wide.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     quiet_nan = (bits >> 16) | 0x0040
     out.view(np.uint16)[...] = np.where(np.isnan(wide), quiet_nan, rounded)
+
+
+def add_by_torch(first: Array, second: Array, out: Array) -> list[slice] | None:
+    """Add two, of float16 or as int16 of bfloat16, into ``out``, which may be one of them.
+
+    torch does so in float32, too, and rounds once.
+
+    Returns:
+        The parts that are left as they were, those with NaNs; None if torch cannot do it.
+    """
+    if not (_can_torch(first) and _can_torch(second) and _can_torch(out)):
+        return None
+    left, start = [], 0
+    for one, other, place in zip(*map(_parts, (first, second, out)), strict=True):
+        total = one + other
+        largest = total.max().item()  # a NaN, if there is one
+        if largest == largest:
+            place.copy_(total)
+        else:
+            left.append(slice(start, start + len(one)))
+        start += len(one)
+    return left
 
 
 def _can_torch(narrow: Array) -> bool:
@@ -73,11 +95,15 @@ def _has_nan(wide: Array) -> bool:
     return bool(np.isnan(wide.max()))
 
 
-def _convert(source: Array, target: Array, *, is_bfloat16: bool = False) -> None:
-    torch = sys.modules["torch"]
-    tensors = [torch.from_numpy(array) for array in (source, target)]
-    if is_bfloat16:
-        wide = torch.float32
-        tensors = [t if t.dtype == wide else t.view(torch.bfloat16) for t in tensors]
-    for part, place in zip(*(tensor.split(_MOST) for tensor in tensors), strict=True):
+def _convert(source: Array, target: Array) -> None:
+    for part, place in zip(_parts(source), _parts(target), strict=True):
         place.copy_(part)
+
+
+def _parts(array: Array) -> Any:
+    """Return an array as tensors, each small enough; int16 is bfloat16."""
+    torch = sys.modules["torch"]
+    tensor = torch.from_numpy(array)
+    if tensor.dtype == torch.int16:
+        tensor = tensor.view(torch.bfloat16)
+    return tensor.split(_MOST)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rankwire.collectives.half_types import (
+    add_by_torch,
     from_bfloat16,
     from_float16,
     to_bfloat16,
@@ -106,7 +107,16 @@ class Reduction:
 
     def fold_two(self, first: Array, second: Array, out: Array) -> None:
         """Reduce the pieces of two ranks, in this order, into ``out``, which may be one of them."""
-        if self._widen is not None or self._mean:
+        if self._widen is not None and self.op == "sum":
+            left = add_by_torch(first, second, out)
+            if left is None:
+                self.fold((first, second), 2, out)
+            elif left:  # all of it: which of two NaNs numpy takes depends on where they are
+                total = np.empty_like(out)
+                self.fold((first, second), 2, total)
+                for part in left:
+                    out[part] = total[part]
+        elif self._widen is not None or self._mean:
             self.fold((first, second), 2, out)
         elif self._quiet:
             self._ufunc(first, second, out=out)
