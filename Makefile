@@ -10,9 +10,9 @@ WORKERS ?= 6
 SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
 TORCH_TESTS := tests/codec/test_torch_tensors.py tests/backends/test_torch_arrays.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
-	tests/backends/test_schedulers.py
+	tests/backends/test_schedulers.py tests/torch_programs
 
-.PHONY: help demo test test-all test-loaded check bench test-torch what-we-hold nightly format clean
+.PHONY: help demo test test-all test-loaded check bench test-torch test-torch-suites what-we-hold nightly format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,10 +53,14 @@ check: $(VENV)/can-check  ## lint and type-check
 bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the table and chart of the README
 	$(BENCH)/bin/python -m benchmarks.run
 	$(BENCH)/bin/python -m benchmarks.collectives.run
+	$(BENCH)/bin/python -m benchmarks.torch_backends
 	$(BENCH)/bin/python -m benchmarks.update_readme
 
 test-torch: $(BENCH)/ready  ## run the tests that need torch
 	$(BENCH)/bin/pytest $(TORCH_TESTS)
+
+test-torch-suites: $(BENCH)/ready  ## run torch's own tests of its backends on rankwire (2 minutes)
+	$(BENCH)/bin/python tools/torch_suites.py
 
 what-we-hold: $(VENV)/ready  ## run the tests of faults and renew docs/what-we-hold.md (needs root and iproute2)
 	$(VENV)/bin/pytest -m fault --what-we-hold=.what-we-hold.json

@@ -125,6 +125,49 @@ def _uneven(group, data, op, root):
     np.testing.assert_array_equal(result, np.concatenate(parts))
 
 
+def _cut(array, size):
+    """Cut an array into parts of different lengths; the first has nothing."""
+    return np.split(array, [part * len(array) // sum(range(size)) for part in _triangles(size)])
+
+
+def _triangles(size):
+    return [at * (at + 1) // 2 for at in range(size - 1)]
+
+
+def _lists(group, data, op, root):
+    size, rank = len(data), group.rank
+    if size == 1:
+        return
+    parts = [_cut(array, size) for array in data]
+    out = [np.full_like(parts[src][src], 9) for src in range(size)]
+    rankwire.all_gather(group, parts[rank][rank], out=out)
+    for src, array in enumerate(out):
+        np.testing.assert_array_equal(array, parts[src][src])
+    result = rankwire.reduce_scatter(group, parts[rank], op)
+    np.testing.assert_array_equal(result, _reduced([part[rank] for part in parts], op))
+    out = [np.full_like(part[rank], 9) for part in parts]
+    rankwire.all_to_all(group, parts[rank], out=out)
+    for src, array in enumerate(out):
+        np.testing.assert_array_equal(array, parts[src][rank])
+    part = rankwire.scatter(group, parts[root] if rank == root else None, root)
+    np.testing.assert_array_equal(part, parts[root][rank])
+    out = [np.full_like(array, 9) for array in data] if rank == root else None
+    rankwire.gather(group, data[rank], root, out=out)
+    for array, sent in zip(out or (), data, strict=False):
+        np.testing.assert_array_equal(array, sent)
+
+
+def _many(group, data, op, root):
+    size = len(data)
+    arrays = [data[group.rank], data[group.rank].astype("int32"), data[group.rank][:size]]
+    for at, whole in enumerate(rankwire.all_gather_coalesced(group, arrays)):
+        sent = [[array, array.astype("int32"), array[:size]][at] for array in data]
+        np.testing.assert_array_equal(whole, np.concatenate(sent))
+    for at, part in enumerate(rankwire.reduce_scatter_coalesced(group, arrays, op)):
+        sent = [[array, array.astype("int32"), array[:size]][at] for array in data]
+        np.testing.assert_array_equal(part, np.split(_reduced(sent, op), size)[group.rank])
+
+
 def _coalesced(group, data, op, root):
     arrays = [data[group.rank].copy(), data[group.rank].astype("int32"), data[group.rank][:1] + 1]
     rankwire.all_reduce_coalesced(group, arrays, op)
@@ -173,6 +216,8 @@ KINDS = {
     "all_to_all": _all_to_all,
     "uneven all_to_all": _uneven,
     "all_reduce_coalesced": _coalesced,
+    "lists": _lists,
+    "many at once": _many,
     "barrier": _barrier,
     "in the background": _in_background,
     "objects": _objects,

@@ -12,7 +12,7 @@ import rankwire
 
 SOURCE = Path(rankwire.__file__).parent
 
-LEAVES = {"errors", "texts", "clock", "deadline", "fork", "shutdown"}
+LEAVES = {"errors", "texts", "clock", "conditions", "deadline", "fork", "shutdown"}
 # What each layer may import of ours (its own modules apart).
 MAY_IMPORT = {
     "errors": set(),
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "fork": {"errors"},
     "shutdown": {"errors"},
     "clock": set(),
+    "conditions": set(),
     "deadline": {"errors", "clock"},
     "codec": {"errors", "texts"},
     "wire": {"errors", "texts", "codec"},
@@ -33,6 +34,7 @@ MAY_IMPORT = {
     "testing": {*LEAVES, "codec", "wire", "rendezvous", "backends", "rpc", "collectives"},
     "launch": {*LEAVES, "version", "wire", "links", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
+    "torch": {"errors", "backends", "collectives", "__init__"},
     "__main__": {"cli"},
     "__init__": {"errors", "version", "codec", "backends", "rpc", "collectives", "device_mesh"},
 }
@@ -188,6 +190,7 @@ WAITS_OF_THE_SYSTEM = {
     "links/dialer.py": "names the events of that poll",
     "links/tls_contexts.py": "names the events of that poll",
     "links/lender.py": "poll of sockets, while another process reads our memory",
+    "links/bells.py": "poll of several sockets; memory_bell is its twin in simulated worlds",
     "links/poller.py": "epoll; memory_poller is its twin in simulated worlds",
     "links/event_thread.py": "a selector of control connections",
     "links/acceptor.py": "names the events of that selector",
@@ -214,6 +217,8 @@ OWN_WAITS = {
     "testing/conformance/call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",
+    "torch/works.py": "a Work waits by its own clock",
+    "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }
 # What has a ``wait`` of its own that is given a deadline, and so the clock.
 WAITS_BY_DEADLINE = {"reply", "offer", "_offer", "lent", "_inbox", "self"}

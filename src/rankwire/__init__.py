@@ -11,6 +11,8 @@ import numpy  # noqa: F401  (first: in the middle of our own modules its import 
 
 from rankwire.backends.base import Backend
 from rankwire.backends.connect import connect
+from rankwire.backends.handles import MessageHandle
+from rankwire.backends.posting import ANY_RANK
 from rankwire.backends.tcp import TcpBackend
 from rankwire.codec.codec import Codec
 from rankwire.errors import *  # noqa: F403
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
     from rankwire.backends.faults import FaultPlan
     from rankwire.backends.simulated import SimulatedBackend
     from rankwire.backends.sub import SubBackend
+    from rankwire.collectives.coalesced import (
+        all_gather_coalesced,
+        all_reduce_coalesced,
+        reduce_scatter_coalesced,
+    )
     from rankwire.collectives.objects import (
         all_gather_object,
         all_to_all_object,
@@ -34,7 +41,6 @@ if TYPE_CHECKING:
     from rankwire.collectives.operations import (
         all_gather,
         all_reduce,
-        all_reduce_coalesced,
         all_to_all,
         barrier,
         broadcast,
@@ -43,16 +49,20 @@ if TYPE_CHECKING:
         reduce_scatter,
         scatter,
     )
+    from rankwire.collectives.premultiplied import PremulSum
     from rankwire.collectives.work import Work
     from rankwire.device_mesh import DeviceMesh
     from rankwire.links.security import Tls
 
 __all__ = [
+    "ANY_RANK",
     "Backend",
     "Call",
     "Codec",
     "DeviceMesh",
     "FaultPlan",
+    "MessageHandle",
+    "PremulSum",
     "RpcAgent",
     "RpcFuture",
     "SimulatedBackend",
@@ -62,6 +72,7 @@ __all__ = [
     "Work",
     "__version__",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_object",
     "all_reduce",
     "all_reduce_coalesced",
@@ -76,6 +87,7 @@ __all__ = [
     "gather_object",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_coalesced",
     "scatter",
     "scatter_object",
     *_errors,
@@ -88,8 +100,10 @@ _LOADED_LATER = {
     "device_mesh": "DeviceMesh",
     "links.security": "Tls",
     "collectives.work": "Work",
-    "collectives.operations": "all_gather all_reduce all_reduce_coalesced all_to_all barrier "
-    "broadcast gather reduce reduce_scatter scatter",
+    "collectives.coalesced": "all_gather_coalesced all_reduce_coalesced reduce_scatter_coalesced",
+    "collectives.operations": "all_gather all_reduce all_to_all barrier broadcast gather reduce "
+    "reduce_scatter scatter",
+    "collectives.premultiplied": "PremulSum",
     "collectives.objects": "all_gather_object all_to_all_object broadcast_object gather_object "
     "scatter_object",
 }

@@ -48,6 +48,9 @@ class Paper(Backend):
             raise SizeMismatchError(nbytes, len(found))
         return bytearray(found)
 
+    def expect_any(self, sources, envelope, *, nbytes=None):
+        raise NotImplementedError
+
     def abandon(self, group, cause):
         raise NotImplementedError
 

@@ -1,26 +1,31 @@
 import pickle
+import re
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import monotonic, sleep
 
 import msgspec
+import numpy as np
 import pytest
 
+import rankwire
 from rankwire.backends.calls import CallCancelled, CallerGone, IncomingCall
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import (
     ChannelClosedError,
+    ConfigurationError,
     DeadlineExceededError,
     InvalidMessageError,
     InvalidRankError,
     InvalidWorldSizeError,
     MembershipError,
     PeerLostError,
+    RankwireError,
     SelfSendError,
 )
-from rankwire.testing import in_parallel
+from rankwire.testing import in_parallel, run_ranks
 from rankwire.wire.frames import Channel
 from real_time import Deadline
 
@@ -70,6 +75,128 @@ def test_members_are_sorted_and_counted_once(make_world):
     group = make_group(make_world(4), [3, 2, 0, 2, 3])
     assert [view.members for view in group] == [[0, 2, 3]] * 3
     assert (group[1].rank, group[1].world_size) == (1, 3)
+
+
+# -- in a given order ------------------------------------------------------------------------------
+
+
+def make_ordered(world, members):
+    """Make a group in this order; return the members' views by their rank in the group."""
+    return in_parallel(
+        [partial(SubBackend, world[rank], members, keep_order=True) for rank in members]
+    )
+
+
+def test_members_can_be_numbered_in_a_given_order(make_world):
+    group = make_ordered(make_world(4), [3, 0, 2])
+    assert [view.members for view in group] == [[3, 0, 2]] * 3
+    assert [view.rank for view in group] == [0, 1, 2]
+    assert [view.parent.rank for view in group] == [3, 0, 2]
+    assert [group[1].to_global(rank) for rank in range(3)] == [3, 0, 2]
+    assert [group[1].to_local(rank) for rank in range(4)] == [1, None, 2, 0]
+    assert [group[0].world_rank_of(rank) for rank in range(3)] == [3, 0, 2]
+
+
+def test_any_iterable_gives_the_order(make_world):
+    world = make_world(3)
+    making = [partial(SubBackend, world[r], iter((2, 0)), keep_order=True) for r in (2, 0)]
+    assert [view.rank for view in in_parallel(making)] == [0, 1]
+
+
+def test_another_order_is_another_group_and_the_ascending_one_is_the_usual(make_world):
+    world = make_world(3)
+    orders = ([0, 1, 2], [2, 1, 0], [1, 0, 2])
+    ids = [{view.group for view in make_ordered(world, order)} for order in orders]
+    ids.append({view.group for view in make_group(world, [0, 1, 2])})
+    assert all(len(each) == 1 for each in ids), "all members know the same"
+    assert len(set.union(*ids)) == 4
+    again = [{view.group for view in make_ordered(make_world(3), order)} for order in orders]
+    assert again == ids[:3]
+
+
+@pytest.mark.fault(51, "members that disagree about the order of a group are all told")
+def test_another_order_is_a_disagreement(make_world, pool):
+    world = make_world(2)
+    making = [
+        pool.submit(SubBackend, world[0], [1, 0], keep_order=True, timeout=SOON),
+        pool.submit(SubBackend, world[1], [1, 0], timeout=SOON),
+    ]
+    for attempt in making:
+        error = attempt.exception(SOON)
+        assert isinstance(error, MembershipError)
+        assert "rank 0 says [1, 0]" in str(error)
+        assert "rank 1 says [0, 1]" in str(error)
+    assert [view.members for view in make_ordered(world, [1, 0])] == [[1, 0]] * 2
+
+
+@pytest.mark.parametrize("members", [[1, 0, 1], [0, 0]])
+def test_a_member_has_one_place_in_the_order(make_world, members):
+    world = make_world(2)
+    with pytest.raises(ConfigurationError, match=f"is repeated in {re.escape(str(members))}"):
+        SubBackend(world[0], members, keep_order=True)
+
+
+def test_messages_calls_and_errors_speak_of_ranks_in_the_order(make_world):
+    world = make_world(4)
+    first, second, third = make_ordered(world, [3, 0, 2])
+    first.send(b"from 3 to 0", 1)
+    assert second.recv(0) == b"from 3 to 0"
+    ports = [view.open_calls(7) for view in (first, second)]
+    waiting = call(ports[0], 1, 5)
+    (request,) = poll(ports[1])
+    assert request.src == 0
+    reply(ports[1], request, b"answer")
+    assert bytes(waiting.wait(Deadline(LATER))) == b"answer"
+    with pytest.raises(DeadlineExceededError) as caught:
+        third.recv(0, timeout=0.05)
+    assert (caught.value.rank, caught.value.peer) == (2, 0)
+    assert "rank 0 of the group [3, 0, 2] is rank 3 of its parent" in notes(caught.value)
+    world[3].close()
+    with pytest.raises(RankwireError) as gone:
+        second.recv(0, timeout=LATER)
+    assert gone.value.peer == 0
+    assert first.closed or second.failure_of(0) is not None
+
+
+def test_a_group_in_an_order_of_a_group_in_an_order(make_world):
+    world = make_world(4)
+    outer = make_ordered(world, [3, 0, 2])
+    inner = make_ordered(outer, [2, 0])
+    assert [view.world_rank_of(view.rank) for view in inner] == [2, 3]
+    inner[0].send(b"from 2 to 3", 1)
+    assert inner[1].recv(0) == b"from 2 to 3"
+    with pytest.raises(DeadlineExceededError) as caught:
+        inner[1].recv(0, timeout=0.05)
+    assert (caught.value.rank, caught.value.peer) == (1, 0)
+    assert notes(caught.value) == [
+        "rank 2 of the group [3, 0, 2] is rank 2 of its parent",
+        "rank 0 of the group [2, 0] is rank 2 of its parent",
+    ]
+
+
+@pytest.mark.parametrize("world", ["simulated", "auto", "tcp"])
+def test_collectives_go_by_the_order(world):
+    def each(backend):
+        with SubBackend(backend, [2, 0, 1], keep_order=True) as group:
+            mine = np.array([backend.rank])
+            gathered = rankwire.all_gather(group, mine)
+            sent = rankwire.broadcast(group, mine.copy(), root=0)
+            parts = rankwire.all_to_all(group, np.arange(3) + 10 * backend.rank)
+            late = _missing(group) if group.rank == 1 else None
+            backend.barrier(timeout=SOON)
+            return gathered.tolist(), sent.tolist(), parts.tolist(), late
+
+    results = run_ranks(3, each, backend=world)
+    assert [result[0] for result in results] == [[2, 0, 1]] * 3
+    assert [result[1] for result in results] == [[2]] * 3
+    assert [result[2] for result in results] == [[21, 1, 11], [22, 2, 12], [20, 0, 10]]
+    assert [result[3] for result in results] == [[0, 2], None, None]
+
+
+def _missing(group):
+    with pytest.raises(DeadlineExceededError) as caught:
+        rankwire.barrier(group, timeout=0.5)
+    return caught.value.waiting_for
 
 
 def test_ranks_are_mapped_both_ways(make_world):

@@ -209,7 +209,11 @@ def live(backend):
         group.barrier()
         assert all_reduce(group, np.ones(1)).tolist() == [2.0]
     assert all_reduce(backend, np.ones(1 << 16))[0] == 2.0
-    assert all_reduce(backend, np.ones(1), async_op=True).wait(30.0).tolist() == [2.0]
+    assert all_reduce(backend, np.ones(1), async_op=True).wait().tolist() == [2.0]
+    work, told = all_reduce(backend, np.ones(1), async_op=True, timeout=60.0), threading.Event()
+    work.add_done_callback(lambda _: told.set())
+    assert work.wait(30.0).tolist() == [2.0]  # less than its own limit: it is not run here
+    assert told.wait(30.0)
     with RpcAgent(backend, workers=2) as agent:
         agent.register("echo", lambda value: value)
         agent.register("nested", lambda: agent.rpc_sync(other, "echo", 1))

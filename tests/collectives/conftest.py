@@ -2,10 +2,11 @@
 
 import pytest
 
-from rankwire.collectives import work
+from rankwire.collectives import background, callbacks
 
 
 @pytest.fixture(autouse=True)
 def idle_threads_end_soon(monkeypatch):
     """No test must wait for them to be gone."""
-    monkeypatch.setattr(work, "_IDLE", 0.01)
+    monkeypatch.setattr(background, "_IDLE", 0.01)
+    monkeypatch.setattr(callbacks, "_IDLE", 0.01)

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from queued import keep_workers_away
 
 import rankwire
 from interrupts import interrupt_main_thread_in
@@ -437,6 +438,27 @@ def test_an_interrupt_ends_the_others(make_world, count):
             rankwire.all_reduce(world[0], np.ones(count))
         interrupted = interrupting.result()
         assert time.monotonic() - interrupted < SOON
+        check_aborted({1: waiting}, 0, "KeyboardInterrupt", interrupted)
+        late = Running(rankwire.all_reduce, world[2], np.ones(count))
+        check_late(world, [late], 3, 0, "KeyboardInterrupt")
+        check_works(world, count)
+
+
+@pytest.mark.fault(37, "an interrupt of who waits for background work ends the others")
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_an_interrupt_of_who_waits_for_work_ends_the_others(make_world, monkeypatch, count):
+    """It runs the operation itself, which fails as a blocking one does."""
+    keep_workers_away(monkeypatch)
+    with make_world(3) as world:
+        check_works(world)  # connected
+        waiting = Running(rankwire.all_reduce, world[1], np.ones(count))
+        work = rankwire.all_reduce(world[0], np.ones(count), async_op=True)
+        interrupting = Running(interrupt_main_thread_in, "help")
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        interrupted = interrupting.result()
+        assert time.monotonic() - interrupted < SOON
+        assert isinstance(work.exception(0), KeyboardInterrupt)
         check_aborted({1: waiting}, 0, "KeyboardInterrupt", interrupted)
         late = Running(rankwire.all_reduce, world[2], np.ones(count))
         check_late(world, [late], 3, 0, "KeyboardInterrupt")

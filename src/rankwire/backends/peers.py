@@ -22,6 +22,7 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
+from rankwire.links.lender import Lent
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.mailbox import Mailbox
 
@@ -75,6 +76,7 @@ class Peer:
         self.dial_lock = threading.Lock()
         self.messages: Connection | None = None
         self._lock = threading.Lock()
+        self._lent: list[Lent] = []
         self._connections: dict[Connection, bool] = {}  # and whether the peer has dialled
 
     def add(self, connection: Connection, *, incoming: bool = False) -> None:
@@ -110,6 +112,11 @@ class Peer:
             rank = self.member.rank
             _log.warning("rank %d has %d connections to this rank: no more", rank, count)
         return True
+
+    def keep(self, lent: Lent) -> None:
+        """Keep what is lent to it for as long as it may read that, whoever else forgets it."""
+        with self._lock:
+            self._lent = [*(other for other in self._lent if not other.is_over), lent]
 
     def send_on(self, connection: Connection) -> None:
         """Send messages on this connection from now on."""
@@ -229,3 +236,5 @@ class Peer:
         for connection in self.connections():
             connection.fail(cause)
             connection.close()
+        for lent in self._lent:
+            lent.revoke()

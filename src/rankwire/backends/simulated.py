@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Self
@@ -28,7 +28,7 @@ from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.simulated_network import Network
-from rankwire.backends.transport import Expected, Offer
+from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
@@ -39,6 +39,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
+from rankwire.links.memory_bell import MemoryBell
 from rankwire.links.memory_poller import MemoryPoller
 from rankwire.links.memory_stream import MemoryStream
 from rankwire.rendezvous.control_messages import Fallen, Member
@@ -159,6 +160,13 @@ class SimulatedBackend(Mesh):
         self._check_sending(message)
         return super().offer(dst, envelope, message, deadline, check=check)
 
+    def begin(
+        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
+    ) -> Offer | None:
+        """Send one message without waiting. What cannot leave now is not copied before it does."""
+        self._check_sending(message)
+        return super().begin(dst, envelope, message, deadline)
+
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
@@ -167,11 +175,18 @@ class SimulatedBackend(Mesh):
         return super().receive(src, envelope, deadline, nbytes=nbytes)
 
     def expect(
-        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> Expected:
         """Return the next message under an envelope before it has come."""
         self._check_alive()
         return super().expect(src, envelope, nbytes=nbytes, into=into)
+
+    def expect_any(
+        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
+    ) -> ExpectedFromAny:
+        """Return the next message under an envelope from one of several ranks."""
+        self._check_alive()
+        return super().expect_any(sources, envelope, nbytes=nbytes)
 
     def sources(self, envelope: Envelope) -> list[int]:
         """Return the ranks that have sent something, or are gone: asking all is what would cost."""
@@ -224,6 +239,10 @@ class SimulatedBackend(Mesh):
     def new_poller(self) -> MemoryPoller:
         """Return a poller of streams in memory."""
         return MemoryPoller(self.clock)
+
+    def new_bell(self) -> MemoryBell:
+        """Return what wakes a thread that sleeps at streams in memory."""
+        return MemoryBell(self.clock)
 
     def flush_when_possible(self, connection: Connection) -> None:
         """Have whoever reads at the other end send what a connection holds back."""

@@ -23,20 +23,18 @@ from functools import partial
 from typing import Any
 
 from rankwire.backends.agreement import group_id, service_of_group
-from rankwire.backends.arguments import check_rank
+from rankwire.backends.arguments import check_members, check_rank
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import CallPort
 from rankwire.backends.events import OnLost, OnSuspected
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.sub_calls import SubCallPort
-from rankwire.backends.sub_messages import SubExpected, SubOffer
-from rankwire.backends.transport import Expected, Offer
+from rankwire.backends.sub_messages import SubExpected, SubExpectedFromAny, SubOffer
+from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
-    InvalidRankError,
-    InvalidWorldSizeError,
     PeerLostError,
     RankwireError,
 )
@@ -51,7 +49,7 @@ _CLOSE_PATIENCE = 4 * _LOOK_UP_EVERY
 
 
 class SubBackend(Backend):
-    """Some of the ranks of a parent, numbered from 0 in the parent's order.
+    """Some of the ranks of a parent, numbered from 0 in the parent's order, or in a given one.
 
     Every method is safe from any thread. Buffers pass to the parent untouched.
 
@@ -66,6 +64,8 @@ class SubBackend(Backend):
         parent: The backend whose ranks these are. It is not closed with the group, and must stay
             open.
         members: Parent ranks, in any order; repeated ones count once.
+        keep_order: Whether rank i of the group is ``members[i]``; then none may be repeated. All
+            members must give the same order. Groups of other orders are other groups.
         timeout: Seconds for the agreement, and for every operation without a limit of its own; None
             is the parent's.
 
@@ -73,16 +73,22 @@ class SubBackend(Backend):
         InvalidWorldSizeError: There are no members.
         InvalidRankError: A member is not a rank of the parent, or the parent's own rank is not a
             member.
-        MembershipError: Another member has a different list.
+        ConfigurationError: A member is repeated, and the order is to be kept.
+        MembershipError: Another member has a different list, or another order of it.
         DeadlineExceededError: ``waiting_for`` has the parent ranks that did not confirm in time.
 
     Size: it has a method for each of ``Transport``'s, which translates and forwards.
     """
 
     def __init__(
-        self, parent: Backend, members: Iterable[int], *, timeout: float | None = None
+        self,
+        parent: Backend,
+        members: Iterable[int],
+        *,
+        keep_order: bool = False,
+        timeout: float | None = None,
     ) -> None:
-        chosen = _checked(parent, members)
+        chosen = check_members(parent.rank, parent.world_size, members, keep_order=keep_order)
         super().__init__(
             chosen.index(parent.rank),
             len(chosen),
@@ -105,7 +111,7 @@ class SubBackend(Backend):
 
     @property
     def members(self) -> list[int]:
-        """The parent ranks of this group, ascending; the index is the rank here."""
+        """The parent ranks of this group; the index is the rank here."""
         return list(self._members)
 
     def to_global(self, local: int) -> int:
@@ -137,10 +143,25 @@ class SubBackend(Backend):
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
         """Send one message, but do not wait for a rank that reads it out of this one's memory."""
+        send = partial(self.parent.offer, check=check)
+        return self._offer_by(send, dst, envelope, message, deadline)
+
+    def begin(
+        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
+    ) -> Offer | None:
+        """Send one message without waiting for the rank to take it."""
+        return self._offer_by(self.parent.begin, dst, envelope, message, deadline)
+
+    def _offer_by(
+        self,
+        send: Callable[[int, Envelope, Message, Deadline], Offer | None],
+        dst: int,
+        *message: Any,
+    ) -> Offer | None:
         offer: Offer | None = None
         try:
             with self.translating(dst) as parent_rank:
-                offer = self.parent.offer(parent_rank, envelope, message, deadline, check=check)
+                offer = send(parent_rank, *message)
             return None if offer is None else SubOffer(self, dst, offer)
         except BaseException:
             if offer is not None:
@@ -173,17 +194,30 @@ class SubBackend(Backend):
         return self.take_patiently(src, envelope, deadline, take)
 
     def expect(
-        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> Expected:
         """Return the next message under an envelope before it has come."""
         with self.translating(src) as parent_rank:
             expected = self.parent.expect(parent_rank, envelope, nbytes=nbytes, into=into)
         return SubExpected(self, src, envelope, expected)
 
+    def expect_any(
+        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
+    ) -> ExpectedFromAny:
+        """Return the next message under an envelope from one of several ranks of this group."""
+        with self.translating(None):
+            members = [self._members[src] for src in sources]
+            expected = self.parent.expect_any(members, envelope, nbytes=nbytes)
+        return SubExpectedFromAny(self, envelope, expected)
+
     def take_patiently(
-        self, src: int, envelope: Envelope, deadline: Deadline, take: Callable[[Deadline], Payload]
+        self,
+        src: int | None,
+        envelope: Envelope,
+        deadline: Deadline,
+        take: Callable[[Deadline], Payload],
     ) -> Payload:
-        """Wait for a message of a rank of this group; errors name ranks of it."""
+        """Wait for a message of a rank of this group, or of any; errors name ranks of it."""
         with self._receiving(envelope[0]), self.translating(src):
             while True:
                 patience = deadline.sooner(_LOOK_UP_EVERY)
@@ -303,10 +337,13 @@ class SubBackend(Backend):
     # -- translation -------------------------------------------------------------------------------
 
     @contextmanager
-    def translating(self, rank: int) -> Iterator[int]:
-        """Give the parent rank of a rank; errors that pass get this group's ranks and a note."""
+    def translating(self, rank: int | None) -> Iterator[int]:
+        """Give the parent rank of a rank; errors that pass get this group's ranks and a note.
+
+        Without a rank, that of this process.
+        """
         self._raise_if_closed()
-        parent_rank = self.to_global(rank)
+        parent_rank = self.to_global(self.rank if rank is None else rank)
         try:
             yield parent_rank
         except RankwireError as error:
@@ -314,12 +351,12 @@ class SubBackend(Backend):
             raise
 
     def adopt(
-        self, peer: int, first: Callable[[RankwireError], None] | None, error: RankwireError
+        self, peer: int | None, first: Callable[[RankwireError], None] | None, error: RankwireError
     ) -> None:
         """Give an error this group's ranks, and a note.
 
         Args:
-            peer: The rank of this group that it is about.
+            peer: The rank of this group that it is about, if it is about one.
             first: What puts it into the terms of the parent, if that is a group too.
             error: With ranks of the parent.
         """
@@ -332,7 +369,9 @@ class SubBackend(Backend):
         if isinstance(error, DeadlineExceededError):
             ranks = map(self.to_local, error.waiting_for)
             error.waiting_for = [rank for rank in ranks if rank is not None]
-        self._note(error, [peer])
+        about = error.peer if peer is None else peer
+        if about is not None:
+            self._note(error, [about])
 
     def explained(self, error: RankwireError, *context: Any) -> RankwireError:
         """Add what was being done, and which ranks of the parent are missing."""
@@ -350,16 +389,3 @@ class SubBackend(Backend):
     def _raise_if_closed(self) -> None:
         if self._closed:
             raise ChannelClosedError("this group is closed")
-
-
-def _checked(parent: Backend, members: Iterable[int]) -> list[int]:
-    """Return the members, ascending and once each."""
-    chosen = list(members)
-    if not chosen:
-        raise InvalidWorldSizeError(0)
-    chosen = sorted({check_rank(member, parent.world_size) for member in chosen})
-    if parent.rank not in chosen:
-        error = InvalidRankError(parent.rank, len(chosen))
-        error.message = f"rank {parent.rank} is not a member of the group {chosen}"
-        raise error
-    return chosen

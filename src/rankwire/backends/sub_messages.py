@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rankwire.backends.transport import Expected, Offer
+from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.deadline import Deadline
 from rankwire.wire.frames import Envelope, Payload
 
@@ -25,9 +25,13 @@ class SubOffer(Offer):
         with self.group.translating(self._dst):
             return self._offer.wait(deadline)
 
-    def revoke(self) -> None:
+    def is_over(self) -> bool:
+        """Whether nothing of it is needed here any more."""
+        return self._offer.is_over()
+
+    def revoke(self) -> bool:
         """Be done with it."""
-        self._offer.revoke()
+        return self._offer.revoke()
 
 
 class SubExpected(Expected):
@@ -47,6 +51,32 @@ class SubExpected(Expected):
     def take(self, deadline: Deadline) -> Payload:
         """Return it; errors name ranks of the group."""
         return self._group.take_patiently(self._src, self._envelope, deadline, self._expected.take)
+
+    def give_up(self) -> None:
+        """Expect it no more."""
+        self._expected.give_up()
+
+
+class SubExpectedFromAny(ExpectedFromAny):
+    """A message that ranks of a group may send."""
+
+    def __init__(self, group: SubBackend, envelope: Envelope, expected: ExpectedFromAny) -> None:
+        self._group = group
+        self._envelope = envelope
+        self._expected = expected
+
+    def post(self) -> None:
+        """Ask for it."""
+        with self._group.translating(None):
+            self._expected.post()
+
+    def take(self, deadline: Deadline) -> Payload:
+        """Return it; errors name ranks of the group."""
+        take = self._expected.take
+        payload = self._group.take_patiently(None, self._envelope, deadline, take)
+        source = self._expected.source
+        self.source = None if source is None else self._group.to_local(source)
+        return payload
 
     def give_up(self) -> None:
         """Expect it no more."""

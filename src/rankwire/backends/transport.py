@@ -19,15 +19,23 @@ from rankwire.wire.frames import WORLD_GROUP, Envelope, Message, Payload
 
 
 class Offer(ABC):
-    """A message whose receiver may still be reading it out of this rank's memory."""
+    """A message that is still in this rank's memory: it waits to leave, or is read there."""
 
     @abstractmethod
     def wait(self, deadline: Deadline) -> bool:
-        """Wait until it has been read; False if the deadline passes first, and it may still be."""
+        """Wait until it has been taken; False if the deadline passes first, and it may still be."""
 
     @abstractmethod
-    def revoke(self) -> None:
-        """Be done with it: if it was not read, it is as if it had not been sent. Idempotent."""
+    def is_over(self) -> bool:
+        """Whether nothing of it is needed here any more. A look: it does nothing."""
+
+    @abstractmethod
+    def revoke(self) -> bool:
+        """Be done with it: if it was not read, it is as if it had not been sent. Idempotent.
+
+        Returns:
+            Whether it arrives, or may.
+        """
 
 
 class Expected(ABC):
@@ -53,6 +61,16 @@ class Expected(ABC):
     @abstractmethod
     def give_up(self) -> None:
         """Expect it no more: it is for others, and its place is free on return. Idempotent."""
+
+
+class ExpectedFromAny(Expected):
+    """A message that several ranks may send.
+
+    Attributes:
+        source: Who has sent it, once it has come.
+    """
+
+    source: int | None = None
 
 
 class Transport(ABC):
@@ -97,6 +115,25 @@ class Transport(ABC):
         self.transmit(dst, envelope, message, deadline)
         return None
 
+    def begin(
+        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
+    ) -> Offer | None:
+        """Send one message without waiting for the peer to take it.
+
+        It leaves before what is sent to the same rank later, as soon as the peer takes it.
+
+        Args:
+            dst: The rank to send to.
+            envelope: Under which it is received.
+            message: What to send; it must not change before the offer is over.
+            deadline: For connecting, if that is necessary.
+
+        Returns:
+            What to settle before the buffers may change; None if they are free already.
+        """
+        self.transmit(dst, envelope, message, deadline)
+        return None
+
     @property
     def hosts(self) -> Sequence[object]:
         """One item a rank; those of ranks on one host are equal."""
@@ -134,7 +171,7 @@ class Transport(ABC):
         """
 
     def expect(
-        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> Expected:
         """Return the next message under an envelope before it has come.
 
@@ -142,10 +179,24 @@ class Transport(ABC):
             src: Who sends it.
             envelope: What it is sent under.
             nbytes: Its size, if that is fixed; otherwise as for ``receive``.
-            into: Where it is to come. It may come elsewhere: if it is small, or still lies with
-                its sender, or has come before it was asked for.
+            into: Where it is to come, if that matters. It may come elsewhere: if it is small, or
+                still lies with its sender, or has come before it was asked for.
         """
         return _Received(self, src, envelope, nbytes)
+
+    @abstractmethod
+    def expect_any(
+        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
+    ) -> ExpectedFromAny:
+        """Return the next message under an envelope from one of several ranks, before it has come.
+
+        It goes on while one of them is there. If several have sent one, the first of them is taken.
+
+        Args:
+            sources: Who may send it, those first whose turn it is.
+            envelope: What it is sent under.
+            nbytes: Its size, if that is fixed; one of another size ends it, and stays receivable.
+        """
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken. A look: it neither reads nor waits."""

@@ -211,8 +211,13 @@ def is_tensor(value: object) -> bool:
     return tensor is not None and isinstance(value, tensor)
 
 
-def tensor_advice(tensor: Any) -> str | None:
-    """Return what to do with a tensor that is not carried as it is, or None if it is carried."""
+def tensor_advice(tensor: Any, *, any_dtype: bool = False) -> str | None:
+    """Return what to do with a tensor that is not carried as it is, or None if it is carried.
+
+    Args:
+        tensor: Which.
+        any_dtype: Whether its elements are carried as bytes, whatever they are.
+    """
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
         return f"It is on {tensor.device}: call .cpu() first."
@@ -220,7 +225,7 @@ def tensor_advice(tensor: Any) -> str | None:
         return "It is a subclass: convert it to a plain torch.Tensor, such as by .detach()."
     if tensor.layout != torch.strided or tensor.is_quantized:
         return "It is not dense: call .to_dense() or .dequantize() first."
-    if _tensor_dtype(tensor) not in _TENSOR_CODES:
+    if not any_dtype and _tensor_dtype(tensor) not in _TENSOR_CODES:
         return f"Its dtype {tensor.dtype} is not carried: convert it with .to()."
     if tensor.ndim > _MAX_NDIM:
         return f"It has more than {_MAX_NDIM} dimensions: reshape it."

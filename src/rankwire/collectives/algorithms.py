@@ -36,6 +36,15 @@ def split(array: Array, parts: int) -> list[Array]:
     return [array[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
 
 
+def padded(array: Array, count: int) -> Array:
+    """Return an array of so many elements that begins with these; the array, if it has as many."""
+    if array.size == count:
+        return array
+    longer = np.zeros(count, array.dtype)
+    longer[: array.size] = array
+    return longer
+
+
 # -- meeting ---------------------------------------------------------------------------------------
 
 

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import groupby
 from typing import Any
 
 _DIGEST_NBYTES = 6
 _DIGEST_MASK = (1 << 8 * _DIGEST_NBYTES) - 1
 _STEP_BITS = 16
+# Of a list of arrays. Ranks tell each other only so much of a text (``notices``), and would take it
+# for another operation if it was cut.
+_MOST_WORDS = 1000
 # Odd, so that two numbers of one operation never meet; its bits are those of the golden ratio.
 _SPREAD = 0x9E3779B97F4B
 _EPOCH_SPREAD = 0xBB67AE8584CB  # the same of the root of 3
@@ -28,6 +32,22 @@ NOTICE_TAG = (1 << 64) - 1  # no step has its lower bits
 def describe(kind: str, *details: Any) -> str:
     """Return an operation in words, such as ``all_reduce(sum, <f4, (1024,))``."""
     return f"{kind}({', '.join(map(str, details))})"
+
+
+@lru_cache(maxsize=1024)
+def describe_many(kind: str, *details: Any, each: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
+    """Return an operation on many arrays in words: equal ones once, and no more than can be told.
+
+    Args:
+        kind: What it is.
+        *details: What else it says.
+        each: The dtype and shape of each array.
+    """
+    counted = ((words, len(list(same))) for words, same in groupby(f"{d} {s}" for d, s in each))
+    text = ", ".join(words if count == 1 else f"{count} x {words}" for words, count in counted)
+    if len(text) > _MOST_WORDS:
+        text = f"{text[:_MOST_WORDS]}..., {len(each)} in all, digest {_digest(text):x}"
+    return describe(kind, *details, f"[{text}]")
 
 
 @lru_cache(maxsize=1024)

@@ -16,8 +16,8 @@ How messages go across is up to the caller, who has the same choice of them as w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -96,44 +96,52 @@ def broadcast(
     broadcast(inside, array, place)
 
 
-def all_gather(x: Exchange, hosts: Hosts, own: Array, out: Array) -> None:
-    """Fill ``out`` with the parts of all ranks."""
+def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) -> None:
+    """Fill the parts of all ranks, which may be of different sizes."""
     inside, slots = hosts.inside(x), _slots(hosts)
-    ranks = [rank for group in hosts.groups for rank in group]
-    for start, stop in _pieces(own.size, hosts.slot_nbytes // own.itemsize // x.size):
-        count = stop - start
-        rows = slots.put(inside, own[start:stop])
-        slots.meet(inside)
-        results = slots.begin(inside, own.dtype, x.size * count)
+    longest = max(part.size for part in parts)
+    for start, stop in _pieces(longest, hosts.slot_nbytes // own.itemsize // x.size):
+        pieces = [part[start:stop] for part in parts]
+        mine = own[start:stop]
+        rows = slots.begin(inside, own.dtype, stop - start)
+        rows[inside.rank][: mine.size] = mine
+        _show(inside, slots)
+        results = slots.begin(inside, own.dtype, sum(piece.size for piece in pieces))
+        by_host = [[pieces[rank].size for rank in group] for group in hosts.groups]
         if hosts.place == 0:
-            across = hosts.across(x)
-            parts = _cut(results[0], [len(group) * count for group in hosts.groups])
-            np.concatenate(rows, out=parts[hosts.here])
-            algorithms.all_gather_directly(across, parts[hosts.here], parts)
+            whole = _cut(results[0], [sum(sizes) for sizes in by_host])
+            ours = zip(rows, by_host[hosts.here], strict=True)
+            np.concatenate([row[:size] for row, size in ours], out=whole[hosts.here])
+            algorithms.all_gather_directly(hosts.across(x), whole[hosts.here], whole)
             x.settle()
         _show(inside, slots)
-        for at, rank in enumerate(ranks):
-            first = rank * own.size
-            out[first + start : first + stop] = results[0][at * count : (at + 1) * count]
+        found = _cut(results[0], [size for sizes in by_host for size in sizes])
+        for rank, piece in zip(chain(*hosts.groups), found, strict=True):
+            pieces[rank][...] = piece
 
 
-def reduce_scatter(x: Exchange, hosts: Hosts, source: Array, out: Array, r: Reduction) -> None:
-    """Reduce the part of this rank into ``out``."""
+def reduce_scatter(
+    x: Exchange, hosts: Hosts, parts: Sequence[Array], out: Array, r: Reduction
+) -> None:
+    """Reduce the part of this rank into ``out``; those of other ranks may be of other sizes."""
     inside, slots = hosts.inside(x), _slots(hosts)
-    grid = source.reshape(x.size, out.size)
-    for start, stop in _pieces(out.size, hosts.slot_nbytes // out.itemsize // x.size):
-        count = stop - start
-        rows = slots.begin(inside, out.dtype, x.size * count)
-        rows[hosts.place].reshape(x.size, count)[...] = grid[:, start:stop]
+    longest = max(part.size for part in parts)
+    for start, stop in _pieces(longest, hosts.slot_nbytes // out.itemsize // x.size):
+        pieces = [part[start:stop] for part in parts]
+        sizes = [piece.size for piece in pieces]
+        rows = slots.begin(inside, out.dtype, sum(sizes))
+        np.concatenate(pieces, out=rows[hosts.place])
         _show(inside, slots)
-        results = slots.begin(inside, out.dtype, inside.size * count)
+        ours = [sizes[rank] for rank in hosts.groups[hosts.here]]
+        results = slots.begin(inside, out.dtype, sum(ours))
         if hosts.place == 0:
-            parts = [_folded(rows, group, count, r.of_parts) for group in hosts.groups]
-            algorithms.reduce_scatter_directly(hosts.across(x), parts, results[0], r.of_parts)
+            cut = [_cut(row, sizes) for row in rows]
+            by_host = [_folded(cut, group, r.of_parts) for group in hosts.groups]
+            algorithms.reduce_scatter_directly(hosts.across(x), by_host, results[0], r.of_parts)
             x.settle()
             r.finish(results[0], x.size)
         _show(inside, slots)
-        out[start:stop] = results[0][hosts.place * count : (hosts.place + 1) * count]
+        out[start:stop] = _cut(results[0], ours)[hosts.place]
 
 
 def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytearray] | None:
@@ -226,16 +234,15 @@ def _pieces(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(array: Array, counts: list[int]) -> list[Array]:
-    ends = np.cumsum([0, *counts]).tolist()
-    return [array[start:stop] for start, stop in pairwise(ends)]
+    return [array[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def _folded(rows: list[Array], ranks: list[int], count: int, r: Reduction) -> Array:
-    """Return what the rows have for some ranks, reduced."""
-    total = np.empty(len(ranks) * count, r.dtype)
-    for at, rank in enumerate(ranks):
-        parts = [row[rank * count : (rank + 1) * count] for row in rows]
-        _fold(parts, total[at * count : (at + 1) * count], r)
+def _folded(rows: list[list[Array]], ranks: list[int], r: Reduction) -> Array:
+    """Return what the rows have for some ranks, reduced and joined."""
+    counts = [rows[0][rank].size for rank in ranks]
+    total = np.empty(sum(counts), r.dtype)
+    for rank, part in zip(ranks, _cut(total, counts), strict=True):
+        _fold([row[rank] for row in rows], part, r)
     return total
 
 

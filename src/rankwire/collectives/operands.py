@@ -1,6 +1,10 @@
 """Operands: the user's arrays and tensors, as flat memory that the algorithms work on.
 
-The only place of this package that knows torch, which it never imports: who holds a tensor has.
+It knows torch, as ``half_types`` does, and never imports it: who holds a tensor has.
+
+A tensor is seen as an array on its memory, which holds the tensor as long as somebody uses it.
+Never ``tensor.numpy()``: after that torch refuses to resize the tensor's storage, for ever, and
+programs that free the memory of their parameters between two uses fail.
 """
 
 from __future__ import annotations
@@ -22,26 +26,53 @@ class Operand:
 
     Attributes:
         value: What the user passed.
-        array: An array on its memory; int16 for bfloat16.
+        array: An array on its memory; of whole numbers for what numpy has no dtype for.
         dtype_name: What to call its dtype.
         shape: Its shape.
         has_gaps: Whether its elements do not lie in C order, one after the other.
+        is_bfloat16: Whether its elements are that.
+        is_opaque: Whether they can be moved only, and not computed with.
     """
 
-    __slots__ = ("array", "dtype_name", "has_gaps", "is_bfloat16", "shape", "value")
+    __slots__ = (
+        "array",
+        "dtype_name",
+        "has_gaps",
+        "is_bfloat16",
+        "is_opaque",
+        "shape",
+        "value",
+    )
 
-    def __init__(self, value: Any, array: Array, dtype_name: str, *, is_bfloat16: bool) -> None:
+    def __init__(
+        self,
+        value: Any,
+        array: Array,
+        dtype_name: str,
+        *,
+        is_bfloat16: bool = False,
+        is_opaque: bool = False,
+    ) -> None:
         self.value = value
         self.array = array
         self.dtype_name = dtype_name
         self.shape = array.shape
         self.is_bfloat16 = is_bfloat16
+        self.is_opaque = is_opaque
         self.has_gaps = not array.flags.c_contiguous
 
     @property
     def rows(self) -> int:
         """The extent of dim 0; 1 if there is none."""
         return self.shape[0] if self.shape else 1
+
+    def part(self, flat: Array, shape: tuple[int, ...]) -> Operand:
+        """Return some of its elements as an operand of its kind, whose value is the whole."""
+        array = flat.reshape(shape)
+        is_bfloat16, is_opaque = self.is_bfloat16, self.is_opaque
+        return Operand(
+            self.value, array, self.dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque
+        )
 
     def flat(self) -> Array:
         """Return the elements in C order, one-dimensional: its own memory, or a copy if need be."""
@@ -80,9 +111,9 @@ def operand(value: Any, name: str = "array") -> Operand:
         if dtype_name is None:
             advice = f"Arrays of dtype {value.dtype} are not carried."
             raise UnsupportedTypeError(name, type(value).__qualname__, advice)
-        return Operand(value, value, dtype_name, is_bfloat16=False)
+        return Operand(value, value, dtype_name)
     if is_tensor(value):
-        obstacle = tensor_advice(value)
+        obstacle = tensor_advice(value, any_dtype=True)
         if obstacle is not None:
             raise UnsupportedTypeError(name, type(value).__qualname__, obstacle)
         return _tensor_operand(value, name)
@@ -110,12 +141,64 @@ def _name_of(dtype: np.dtype[Any]) -> str | None:
 
 
 def _tensor_operand(tensor: Any, name: str) -> Operand:
-    torch = sys.modules["torch"]
-    dense = tensor.detach()
-    is_bfloat16 = dense.dtype == torch.bfloat16
-    if dense.is_conj() or dense.is_neg():
-        call = ".resolve_conj()" if dense.is_conj() else ".resolve_neg()"
+    if tensor.is_conj() or tensor.is_neg():
+        call = ".resolve_conj()" if tensor.is_conj() else ".resolve_neg()"
         raise UnsupportedTypeError(name, "Tensor", f"It is a lazy view: call {call} first.")
-    array: Array = (dense.view(torch.int16) if is_bfloat16 else dense).numpy()
-    dtype_name = "bfloat16" if is_bfloat16 else _name_of(array.dtype) or array.dtype.name
-    return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16)
+    code, itemsize, dtype_name, is_opaque = _carrier_of(tensor.dtype, tensor.element_size())
+    array = _mapped(tensor, code, itemsize, name)
+    is_bfloat16 = dtype_name == "bfloat16"
+    return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque)
+
+
+@lru_cache(maxsize=256)
+def _carrier_of(dtype: Any, itemsize: int) -> tuple[str, int, str, bool]:
+    """Return numpy's code for the elements of a torch dtype, their size, and the dtype's name.
+
+    Where numpy has no such dtype, that is of whole numbers of the same size; the last item is
+    whether they are only moved.
+    """
+    name = str(dtype).removeprefix("torch.")
+    try:
+        same = np.dtype(name)
+    except TypeError:
+        same = None
+    if same is not None and dtype_code(same) is not None:
+        return same.str, itemsize, name, False
+    return np.dtype(f"i{itemsize}").str, itemsize, name, name != "bfloat16"
+
+
+class _TensorMemory:
+    """The memory of a tensor. An array made of it holds this, and so the tensor."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Any, interface: dict[str, Any]) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = interface
+
+
+def _mapped(tensor: Any, code: str, itemsize: int, name: str) -> Array:
+    """Return an array on a tensor's memory.
+
+    It can not be written if some of its elements are the same memory, as of an expanded tensor.
+    """
+    shape, count = tuple(tensor.shape), tensor.numel()
+    if not count:  # it need not have an address
+        return np.empty(shape, code)
+    strides, is_frozen, reach = None, False, count
+    if not tensor.is_contiguous():
+        steps = tensor.stride()
+        strides = tuple(step * itemsize for step in steps)
+        is_frozen = any(not step and extent > 1 for step, extent in zip(steps, shape, strict=True))
+        reach = 1 + sum(step * (extent - 1) for step, extent in zip(steps, shape, strict=True))
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + reach) * itemsize:
+        advice = "Its storage is smaller than the tensor: it has been freed or resized."
+        raise UnsupportedTypeError(name, "Tensor", advice)
+    interface = {
+        "shape": shape,
+        "typestr": code,
+        "strides": strides,
+        "data": (tensor.data_ptr(), is_frozen),
+        "version": 3,
+    }
+    return np.asarray(_TensorMemory(tensor, interface))

@@ -113,6 +113,12 @@ class Operation(Exchange):
         self.has_succeeded = True
         return result
 
+    def run_and_end(self, run: Run[T]) -> T:
+        """Do the steps, and let the next operation have its turn. After an error, ``give_up``."""
+        result = self.run(run)
+        self._operations.end(self)
+        return result
+
     @property
     def _number(self) -> int:
         assert self.sequence is not None
@@ -120,6 +126,7 @@ class Operation(Exchange):
 
     def _await_turn(self) -> None:
         """Wait for earlier operations to end, unless this one cannot succeed any more."""
+        self._operations.run_earlier(self._number, self.deadline)
         while not self._operations.is_turn_of(self._number, self.deadline.sooner(LOOK_EVERY)):
             if self.deadline.expired:
                 raise DeadlineExceededError(
@@ -140,6 +147,26 @@ class Operation(Exchange):
         return self._tags[-1]
 
     # -- failing -----------------------------------------------------------------------------------
+
+    def give_up(self, error: BaseException) -> BaseException:
+        """End it after an error or an interrupt; return what to raise. Safe to repeat."""
+        try:
+            try:
+                return self._fail(error)
+            except BaseException:  # interrupted: the others must know, and count this one too
+                self._fail(error)
+                raise
+        finally:
+            try:
+                self._operations.end(self)
+            except BaseException:
+                self._operations.end(self)  # interrupted: the group would stop at this number
+                raise
+
+    def _fail(self, error: BaseException) -> BaseException:
+        if self.sequence is None:
+            self._operations.refuse(self)
+        return error if self.has_succeeded else self.failed(error)
 
     def failed(self, error: BaseException) -> BaseException:
         """End it: tell the others unless they know, and return what to raise. Safe to repeat."""

@@ -16,36 +16,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
-from rankwire.backends.payloads import to_array
-from rankwire.collectives import algorithms, selection
-from rankwire.collectives.algorithms import split
+from rankwire.collectives import algorithms, lists, selection
 from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import describe
 from rankwire.collectives.operands import operand
+from rankwire.collectives.portions import pack_portion, unpack_portion
+from rankwire.collectives.premultiplied import PremulSum
 from rankwire.collectives.targets import (
     apart,
-    bundles,
     part_shape,
-    part_value,
     reduction_of,
     stored,
     target_at_root,
     target_for,
 )
 from rankwire.collectives.uneven import Uneven
-from rankwire.wire.array_messages import pack_array
 
 
 @collective
 def all_reduce(
     backend: Backend,
     array: Any,
-    op: str = "sum",
+    op: str | PremulSum | tuple[str, Any] = "sum",
     *,
     out: Any = None,
     ordered: bool = False,
@@ -58,7 +53,8 @@ def all_reduce(
         backend: The group.
         array: This rank's contribution, and the result.
         op: ``sum``, ``mean``, ``product``, ``min``, ``max``, ``bitwise_and``, ``bitwise_or`` or
-            ``bitwise_xor``. float16 and bfloat16 are added up in float32.
+            ``bitwise_xor``; or ``PremulSum(factor)`` or ``("premul_sum", factor)``: each rank
+            multiplies its contribution first. float16 and bfloat16 are added up in float32.
         out: Where the result goes instead; ``array`` is then unchanged.
         ordered: Whether to combine in the order of the ranks, whatever the size and the number of
             ranks. The result is the same on all ranks, bit for bit, either way.
@@ -85,11 +81,11 @@ def all_reduce(
         result = own if target is source else target.flat()
         if target is not source:
             own = apart(own, target)
-        selection.all_reduce(x, own, result, r, ordered=ordered)
+        selection.all_reduce(x, r.contribution(own), result, r, ordered=ordered)
         return stored(target, result)
 
     kind = "ordered all_reduce" if ordered else "all_reduce"
-    return describe(kind, op, source.dtype_name, source.shape), run, async_op, timeout
+    return describe(kind, r.op, source.dtype_name, source.shape), run, async_op, timeout
 
 
 @collective
@@ -97,7 +93,7 @@ def reduce(
     backend: Backend,
     array: Any,
     root: int = 0,
-    op: str = "sum",
+    op: str | PremulSum | tuple[str, Any] = "sum",
     *,
     out: Any = None,
     async_op: bool = False,
@@ -121,10 +117,10 @@ def reduce(
     def run(x: Exchange) -> Any:
         result = None if target is None else target.flat()
         own = source.flat() if target is None else apart(source.flat(), target)
-        selection.reduce(x, own, result, root, r)
+        selection.reduce(x, r.contribution(own), result, root, r)
         return stored(target, result)
 
-    what = describe("reduce", op, f"root {root}", source.dtype_name, source.shape)
+    what = describe("reduce", r.op, f"root {root}", source.dtype_name, source.shape)
     return what, run, async_op, timeout
 
 
@@ -169,9 +165,13 @@ def all_gather(
 ) -> Any:
     """Return the arrays of all ranks in rank order, joined along dim 0.
 
-    Arrays of shape ``(k, ...)`` give one of shape ``(N * k, ...)``; 0-d ones give ``(N,)``.
+    Arrays of shape ``(k, ...)`` give one of shape ``(N * k, ...)``; 0-d ones give ``(N,)``. If
+    ``out`` is a list of N arrays, that of rank i goes to ``out[i]`` instead, whose dtype and shape
+    it has: they may differ between ranks. They must not overlap.
     """
     source = operand(array)
+    if lists.is_list(out):
+        return *lists.all_gather(backend, source, out), async_op, timeout
     shape = (backend.world_size * source.rows, *source.shape[1:])
     target = target_for(source, shape, out)
 
@@ -194,8 +194,13 @@ def gather(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Return what ``all_gather`` returns at the root, and None elsewhere."""
+    """Return what ``all_gather`` returns at the root, and None elsewhere.
+
+    All arrays are alike, also if ``out`` at the root is a list of N arrays.
+    """
     source = operand(array)
+    if lists.is_list(out) and backend.rank == check_rank(root, backend.world_size):
+        return *lists.gather(backend, source, root, out), async_op, timeout
     shape = (backend.world_size * source.rows, *source.shape[1:])
     target = target_at_root(backend, source, shape, root, out)
 
@@ -223,7 +228,8 @@ def scatter(
 
     Args:
         backend: The group.
-        array: At the root: shape ``(N * k, ...)``. Elsewhere it is not looked at.
+        array: At the root: shape ``(N * k, ...)``; or a list of N arrays of any dtypes and shapes,
+            the i-th for rank i. Elsewhere it is not looked at.
         root: The rank that has it.
         out: Where this rank's part goes; dtype and shape must fit.
         async_op: Whether to return a ``Work`` at once.
@@ -231,11 +237,11 @@ def scatter(
     """
     root = check_rank(root, backend.world_size)
     if backend.rank == root:
-        source = operand(array)
-        shape = part_shape(backend, source)
-        mine = target_for(source, shape, out)
-    elif out is not None:
-        operand(out, "out").check_writable("out")
+        sources = lists.parts_of(backend, array)
+        mine = target_for(sources[root], sources[root].shape, out)
+    wanted = None if out is None else operand(out, "out")
+    if wanted is not None:
+        wanted.check_writable("out")
 
     def run(x: Exchange) -> Any:
         if x.rank != root:
@@ -243,14 +249,15 @@ def scatter(
             payload = (
                 x.receive(root, algorithms.SPREAD_STEP) if payloads is None else payloads[root]
             )
-            return to_array(payload, out)
-        parts = split(apart(source.flat(), mine), x.size)
-        messages = [pack_array(part_value(source, part, shape)) for part in parts]
+            return unpack_portion(payload, wanted)
+        flats = [apart(source.flat(), mine) for source in sources]
+        messages = [pack_portion(*part) for part in zip(sources, flats, strict=True)]
         if selection.distribute(x, messages) is None:
             for dst in x.others:
                 x.send_buffers(dst, algorithms.SPREAD_STEP, *messages[dst])
-        mine.array[...] = parts[root].reshape(shape)
-        return mine.value
+        result = mine.flat()
+        result[...] = flats[root]
+        return stored(mine, result)
 
     return describe("scatter", f"root {root}"), run, async_op, timeout
 
@@ -259,7 +266,7 @@ def scatter(
 def reduce_scatter(
     backend: Backend,
     array: Any,
-    op: str = "sum",
+    op: str | PremulSum | tuple[str, Any] = "sum",
     *,
     out: Any = None,
     async_op: bool = False,
@@ -269,12 +276,15 @@ def reduce_scatter(
 
     Args:
         backend: The group.
-        array: Shape ``(N * k, ...)``; unchanged.
+        array: Shape ``(N * k, ...)``; or a list of N arrays of one dtype, the i-th for rank i,
+            whose shapes may differ. Unchanged.
         op: As for ``all_reduce``.
-        out: Where the part goes, shape ``(k, ...)``.
+        out: Where the part goes, shape ``(k, ...)``, or that of this rank's array of the list.
         async_op: Whether to return a ``Work`` at once.
         timeout: Seconds for all of it; None is the backend's default.
     """
+    if lists.is_list(array):
+        return *lists.reduce_scatter(backend, array, op, out), async_op, timeout
     source = operand(array)
     shape = part_shape(backend, source)
     target = target_for(source, shape, out)
@@ -283,10 +293,10 @@ def reduce_scatter(
     def run(x: Exchange) -> Any:
         result = target.flat()
         own = apart(source.flat(), target)
-        selection.reduce_scatter(x, own, result, r)
+        selection.reduce_scatter(x, r.contribution(own), result, r)
         return stored(target, result)
 
-    what = describe("reduce_scatter", op, source.dtype_name, source.shape)
+    what = describe("reduce_scatter", r.op, source.dtype_name, source.shape)
     return what, run, async_op, timeout
 
 
@@ -305,16 +315,20 @@ def all_to_all(
 
     Args:
         backend: The group.
-        array: Shape ``(N * k, ...)``, or ``(sum(send_counts), ...)``; unchanged.
+        array: Shape ``(N * k, ...)``, or ``(sum(send_counts), ...)``; or a list of N arrays of any
+            dtypes and shapes, the i-th for rank i. Unchanged.
         send_counts: Rows for each rank, if the parts are not equal. On all ranks or on none.
         recv_counts: Rows from each rank; if given, they are checked against what the others send.
-        out: Where the result goes.
+        out: Where the result goes. With a list: a list of N arrays, the i-th of the dtype and shape
+            of what rank i sends to this one, which is checked.
         async_op: Whether to return a ``Work`` at once.
         timeout: Seconds for all of it; None is the backend's default.
 
     Returns:
-        An array of the same shape; with counts, of as many rows as the others send.
+        An array of the same shape; with counts, of as many rows as the others send. Or ``out``.
     """
+    if lists.is_list(array) and send_counts is recv_counts is None:
+        return *lists.all_to_all(backend, array, out), async_op, timeout
     source = operand(array)
     if send_counts is not None or recv_counts is not None:
         uneven = Uneven(source, send_counts, recv_counts, out, backend.world_size)
@@ -339,43 +353,3 @@ def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None =
     ``Backend.barrier`` sends one to every other rank instead; this one is for many ranks.
     """
     return "barrier()", selection.meet, async_op, timeout
-
-
-@collective
-def all_reduce_coalesced(
-    backend: Backend,
-    arrays: Sequence[Any],
-    op: str = "sum",
-    *,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Any:
-    """Reduce many arrays at once, in place: those of one dtype travel together.
-
-    Returns:
-        The list of the arrays, or the ``Work`` whose ``wait`` returns it.
-    """
-    targets = [operand(array) for array in arrays]
-    reductions = [reduction_of(op, target) for target in targets]
-    for target in targets:
-        target.check_writable("an array")
-
-    def run(x: Exchange) -> list[Any]:
-        if not targets:
-            selection.meet(x)
-        for part, indices in enumerate(bundles(targets)):
-            flats = [targets[index].flat() for index in indices]
-            joined = flats[0] if len(flats) == 1 else np.concatenate(flats)
-            x.begin_part(part)
-            selection.all_reduce(x, joined, joined, reductions[indices[0]], ordered=False)
-            x.settle()
-            start = 0
-            for index, flat in zip(indices, flats, strict=True):
-                if flat is not joined:
-                    flat[...] = joined[start : start + flat.size]
-                targets[index].store(flat)
-                start += flat.size
-        return [target.value for target in targets]
-
-    kinds = tuple((target.dtype_name, target.shape) for target in targets)
-    return describe("all_reduce_coalesced", op, kinds), run, async_op, timeout

@@ -2,7 +2,7 @@
 
 A reduction takes the pieces of all ranks in rank order and combines them in that order, so its
 result depends on nothing but them. float16 and bfloat16 are added up in float32 and rounded once.
-Pure: arrays in, arrays out.
+Pure: arrays in, arrays out. How the narrow ones become wide ones and back is ``half_types``'s.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from rankwire.collectives.half_types import (
+    add_by_torch,
+    from_bfloat16,
+    from_float16,
+    to_bfloat16,
+    to_float16,
+)
 from rankwire.errors import ConfigurationError
 
 Array = np.ndarray[Any, Any]
@@ -43,7 +50,7 @@ if _QUIET is not None:
     _QUIET.run(partial(np.seterr, all="ignore"))
 
 
-def _quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call a function with overflow and invalid operations silent."""
     if _QUIET is not None:
         _QUIET.copy().run(function, *args, **kwargs)
@@ -69,9 +76,13 @@ class Reduction:
         self._widen: Callable[[Array], Array] | None = None
         self._narrow: Callable[[Array, Array], None] = _copy
         if is_bfloat16:
-            self._widen, self._narrow = _from_bfloat16, _to_bfloat16
+            self._widen, self._narrow = from_bfloat16, to_bfloat16
         elif dtype.kind == "f" and dtype.itemsize == 2:
-            self._widen = _from_float16
+            self._widen, self._narrow = from_float16, to_float16
+
+    def contribution(self, own: Array) -> Array:
+        """Return what this rank contributes, of its own array; that itself in most ops."""
+        return own
 
     def fold(
         self,
@@ -96,16 +107,25 @@ class Reduction:
         if self._quiet:
             self._fold(pieces, count, out, own, spare)
         else:
-            _quietly(self._fold, pieces, count, out, own, spare)
+            quietly(self._fold, pieces, count, out, own, spare)
 
     def fold_two(self, first: Array, second: Array, out: Array) -> None:
         """Reduce the pieces of two ranks, in this order, into ``out``, which may be one of them."""
-        if self._widen is not None or self._mean:
+        if self._widen is not None and self.op == "sum":
+            left = add_by_torch(first, second, out)
+            if left is None:
+                self.fold((first, second), 2, out)
+            elif left:  # all of it: which of two NaNs numpy takes depends on where they are
+                total = np.empty_like(out)
+                self.fold((first, second), 2, total)
+                for part in left:
+                    out[part] = total[part]
+        elif self._widen is not None or self._mean:
             self.fold((first, second), 2, out)
         elif self._quiet:
             self._ufunc(first, second, out=out)
         else:
-            _quietly(self._ufunc, first, second, out=out)
+            quietly(self._ufunc, first, second, out=out)
 
     def _fold(
         self, pieces: Iterable[Array], count: int, out: Array, own: int, spare: Array | None
@@ -132,12 +152,12 @@ class Reduction:
     def merge(self, total: Array, piece: Array) -> None:
         """Add a contribution to a total, in place. Not for types that are added up wider."""
         assert self._widen is None
-        _quietly(self._ufunc, total, piece, out=total)
+        quietly(self._ufunc, total, piece, out=total)
 
     def finish(self, total: Array, count: int) -> None:
         """Turn a total of ``count`` merged contributions into the result, in place."""
         if self._mean:
-            _quietly(np.divide, total, count, out=total)
+            quietly(np.divide, total, count, out=total)
 
     @property
     def of_parts(self) -> Reduction:
@@ -175,20 +195,3 @@ def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduc
 
 def _copy(source: Array, out: Array) -> None:
     np.copyto(out, source, casting="unsafe")
-
-
-def _from_float16(piece: Array) -> Array:
-    return piece.astype(np.float32)
-
-
-def _from_bfloat16(piece: Array) -> Array:
-    """bfloat16 is the upper half of a float32."""
-    return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_bfloat16(wide: Array, out: Array) -> None:
-    """Round to the nearest, halves to even; a NaN stays one."""
-    bits = wide.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    quiet_nan = (bits >> 16) | 0x0040
-    out.view(np.uint16)[...] = np.where(np.isnan(wide), quiet_nan, rounded)

@@ -7,7 +7,7 @@ decides. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from rankwire.collectives import algorithms, host_algorithms, slot_algorithms
@@ -86,14 +86,22 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
     """Fill ``out`` with the parts of all ranks."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.gather(x, x.shared, own, out)
-        return
-    if x.hosts is not None and _passes(x, x.hosts, x.size * own.nbytes):
-        host_algorithms.all_gather(x, x.hosts, own, out)
-        return
-    parts = algorithms.split(out, x.size)
-    if x.size * own.nbytes <= GATHER_UP_TO:
-        for part, row in zip(parts, algorithms.all_gather_by_doubling(x, own), strict=True):
-            part[...] = row
+    else:
+        all_gather_parts(x, own, algorithms.split(out, x.size))
+
+
+def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
+    """Fill the parts of all ranks, which may be of different sizes and anywhere in memory."""
+    longest = max(part.size for part in parts)
+    most = longest * own.itemsize
+    if x.shared is not None and most <= x.shared.slot_nbytes:
+        slot_algorithms.gather_parts(x, x.shared, own, parts, longest)
+    elif x.hosts is not None and _passes(x, x.hosts, x.size * most):
+        host_algorithms.all_gather(x, x.hosts, own, parts)
+    elif x.size * most <= GATHER_UP_TO:
+        rows = algorithms.all_gather_by_doubling(x, algorithms.padded(own, longest))
+        for part, row in zip(parts, rows, strict=True):
+            part[...] = row[: part.size]
     else:
         algorithms.all_gather_directly(x, own, parts)
         parts[x.rank][...] = own
@@ -103,8 +111,15 @@ def gather(x: Exchange, own: Array, out: Array | None, root: int) -> None:
     """Fill ``out`` of the root with the parts of all ranks."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.gather(x, x.shared, own, out)
+    else:
+        gather_parts(x, own, None if out is None else algorithms.split(out, x.size), root)
+
+
+def gather_parts(x: Exchange, own: Array, parts: Sequence[Array] | None, root: int) -> None:
+    """Fill the parts of all ranks at the root: all of one size, but anywhere in memory."""
+    if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.gather_parts(x, x.shared, own, parts, own.size)
         return
-    parts = None if out is None else algorithms.split(out, x.size)
     algorithms.gather_directly(x, own, parts, root)
     if parts is not None:
         parts[root][...] = own
@@ -114,10 +129,22 @@ def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None
     """Reduce part i of ``source`` of all ranks into ``out`` of rank i."""
     if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.reduce_scatter(x, x.shared, source, out, r)
-    elif x.hosts is not None and _passes(x, x.hosts, source.nbytes) and not r.is_wide:
-        host_algorithms.reduce_scatter(x, x.hosts, source, out, r)
     else:
-        algorithms.reduce_scatter_directly(x, algorithms.split(source, x.size), out, r)
+        reduce_scatter_parts(x, algorithms.split(source, x.size), out, r)
+
+
+def reduce_scatter_parts(x: Exchange, parts: Sequence[Array], out: Array, r: Reduction) -> None:
+    """Reduce part i of all ranks into ``out`` of rank i; parts may be of different sizes."""
+    if x.shared is not None and sum(part.nbytes for part in parts) <= x.shared.slot_nbytes:
+        slot_algorithms.reduce_scatter_parts(x, x.shared, parts, out, r)
+    elif (
+        x.hosts is not None
+        and _passes(x, x.hosts, x.size * max(part.nbytes for part in parts))
+        and not r.is_wide
+    ):
+        host_algorithms.reduce_scatter(x, x.hosts, parts, out, r)
+    else:
+        algorithms.reduce_scatter_directly(x, parts, out, r)
 
 
 def all_to_all(x: Exchange, own: Array, out: Array) -> None:
@@ -127,6 +154,33 @@ def all_to_all(x: Exchange, own: Array, out: Array) -> None:
         return
     algorithms.meet_before_much(x, own.nbytes // x.size)
     algorithms.all_to_all_directly(x, algorithms.split(own, x.size), algorithms.split(out, x.size))
+
+
+def all_to_all_parts(
+    x: Exchange,
+    table: Array,
+    sent: Sequence[Array],
+    received: Sequence[Array],
+    check: Callable[[Sequence[Array]], list[list[int]]],
+) -> None:
+    """Give part i to rank i, once all ranks have agreed on all sizes.
+
+    Args:
+        x: The exchange.
+        table: What this rank has to say of its parts.
+        sent: Its bytes for each rank.
+        received: Where those for this one go.
+        check: Takes what all ranks say; returns how many bytes each has for each, or raises.
+    """
+    if x.shared is not None and table.nbytes <= x.shared.slot_nbytes:
+        found = slot_algorithms.all_to_all_parts(x, x.shared, table, sent, check)
+        if found is not None:
+            for part, bytes_of_it in zip(received, found, strict=True):
+                part[...] = bytes_of_it
+            return
+    else:
+        check(algorithms.all_gather_by_doubling(x, table))
+    algorithms.all_to_all_directly(x, sent, received)
 
 
 def meet(x: Exchange) -> None:

@@ -14,8 +14,8 @@ Those who know go on in another *epoch*, and messages of different epochs do not
 gets past the next operation; there the rank is told, and that operation fails on all. Afterwards
 all are in one epoch again.
 
-Locks: ``_lock`` guards numbers, turns and notices, for moments; only the worker's is taken under
-it, so that work is queued in the order of its numbers.
+Locks: ``_lock`` guards numbers, turns and notices, for moments; only that of ``Background`` is
+taken under it, so that work is queued in the order of its numbers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from typing import Any, ParamSpec
 from msgspec.structs import replace
 
 from rankwire.backends.base import Backend
+from rankwire.collectives.background import Background, Task
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import NOTICE_TAG, tag_of
 from rankwire.collectives.notices import Notice, pack, unpack
 from rankwire.collectives.operation import Operation, root_of
 from rankwire.collectives.sharing import Sharing
-from rankwire.collectives.work import OperationThread, Work
+from rankwire.collectives.work import Work
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -93,7 +94,7 @@ class OperationSequence:
         self._asking: list[int] = []  # who wants the roll
         self.failures: dict[int, dict[int, Notice]] = {}
         self._refused: dict[int, set[int]] = {}  # tags that others used for what was refused here
-        self._worker = OperationThread(f"rankwire-collectives-{backend.rank}", backend.clock)
+        self._background = Background(f"rankwire-collectives-{backend.rank}", backend.clock)
 
     @classmethod
     def of(cls, backend: Backend) -> OperationSequence:
@@ -121,7 +122,7 @@ class OperationSequence:
         if self.backend.closed:
             raise ChannelClosedError("this backend is closed")
         operation = Operation(self, name)
-        work: Work[Any] | None = None
+        task: Task | None = None
         try:
             description, run, async_op, timeout = prepare(*args, **kwargs)
             limit = self.backend.timeout if timeout is None else timeout
@@ -131,48 +132,35 @@ class OperationSequence:
             with self._lock:
                 operation.sequence = self._next
                 self._next += 1
-                if async_op:  # under the lock: the worker runs them in the order of their numbers
-                    work = Work(description, self.backend.clock)
-                    self._worker.submit(work, partial(self._run_and_end, operation, run))
-            return operation.run(run) if work is None else work
+                if async_op:  # under the lock: they are queued in the order of their numbers
+                    task = self._task(operation, run)
+                    self._background.submit(task)
+            return operation.run_and_end(run) if task is None else task.work
         except BaseException as error:
-            if work is not None:
+            if task is not None and not self._background.withdraw(task):
                 raise
-            try:
-                failure = self._fail(operation, error)
-            except BaseException:  # interrupted: the others must know, and count this one too
-                self._fail(operation, error)
-                raise
-            raise failure from error.__cause__
-        finally:
-            if work is None:
-                try:
-                    self._end(operation)
-                except BaseException:
-                    self._end(operation)  # interrupted: the group would stop at this number
-                    raise
+            raise operation.give_up(error) from error.__cause__
 
-    def _run_and_end(self, operation: Operation, run: Callable[[Exchange], Any]) -> Any:
-        """Do what ``call`` does, on the thread for it, which no signal interrupts."""
-        try:
-            return operation.run(run)
-        except BaseException as error:
-            raise operation.failed(error) from error.__cause__
-        finally:
-            self._end(operation)
+    def _task(self, operation: Operation, run: Callable[[Exchange], Any]) -> Task:
+        assert operation.sequence is not None
+        work: Work[Any] = Work(operation.description, self._background, operation.sequence)
+        steps = partial(operation.run_and_end, run)
+        return Task(operation.sequence, steps, operation.give_up, operation.deadline, work)
 
-    def _fail(self, operation: Operation, error: BaseException) -> BaseException:
-        """Give up an operation, which has or gets a number; return why. Safe to repeat."""
-        if operation.sequence is None:
-            with self._lock:
-                self._refused[self._next] = set()
-                operation.sequence = self._next
-                self._next += 1
-                while len(self._refused) > _MOST_REFUSED:
-                    del self._refused[min(self._refused)]
-        return operation.failed(error)
+    def run_earlier(self, sequence: int, deadline: Deadline) -> None:
+        """Run those in the background that come before a number here, if they are not running."""
+        self._background.help(sequence - 1, deadline)
 
-    def _end(self, operation: Operation) -> None:
+    def refuse(self, operation: Operation) -> None:
+        """Give an operation that cannot begin a number, as it has on the other ranks."""
+        with self._lock:
+            self._refused[self._next] = set()
+            operation.sequence = self._next
+            self._next += 1
+            while len(self._refused) > _MOST_REFUSED:
+                del self._refused[min(self._refused)]
+
+    def end(self, operation: Operation) -> None:
         """Let the next operation have its turn, once all before it have ended. Safe to repeat."""
         with self._lock:
             sequence = operation.sequence

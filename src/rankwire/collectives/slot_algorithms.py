@@ -10,7 +10,7 @@ But for ``all_reduce``, callers see to it that everything fits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -99,9 +99,19 @@ def reduce_scatter(
     rows = shared.put(x, source)
     shared.meet(x)
     start = x.rank * out.size
-    for low, high in blocks(out.size, out.dtype):
-        pieces = [row[start + low : start + high] for row in rows]
-        r.fold(pieces, x.size, out[low:high])
+    _fold([row[start : start + out.size] for row in rows], 0, out.size, out, r)
+
+
+def reduce_scatter_parts(
+    x: Exchange, shared: SharedSlots, parts: Sequence[Array], out: Array, r: Reduction
+) -> None:
+    """Reduce the part of this rank into ``out``; those of other ranks may be of other sizes."""
+    rows = shared.begin(x, out.dtype, sum(part.size for part in parts))
+    np.concatenate(parts, out=rows[x.rank])
+    shared.publish(x, rows[x.rank].nbytes)
+    shared.meet(x)
+    start = sum(part.size for part in parts[: x.rank])
+    _fold([row[start : start + out.size] for row in rows], 0, out.size, out, r)
 
 
 def broadcast(x: Exchange, shared: SharedSlots, array: Array, root: int) -> None:
@@ -124,6 +134,64 @@ def gather(x: Exchange, shared: SharedSlots, own: Array, out: Array | None) -> N
         count = own.size
         for rank, row in enumerate(rows):
             out[rank * count : (rank + 1) * count] = own if rank == x.rank else row
+
+
+def gather_parts(
+    x: Exchange, shared: SharedSlots, own: Array, parts: Sequence[Array] | None, most: int
+) -> None:
+    """Fill the parts of all ranks, where they are given.
+
+    Args:
+        x: The exchange.
+        shared: Where.
+        own: The part of this rank.
+        parts: Where those of all ranks go, which may be of different sizes.
+        most: The elements of the longest.
+    """
+    rows = shared.begin(x, own.dtype, most)
+    rows[x.rank][: own.size] = own
+    shared.publish(x, own.nbytes)
+    shared.meet(x)
+    for rank, part in enumerate(parts or ()):
+        part[...] = own if rank == x.rank else rows[rank][: part.size]
+
+
+def all_to_all_parts(
+    x: Exchange,
+    shared: SharedSlots,
+    table: Array,
+    sent: Sequence[Array],
+    check: Callable[[Sequence[Array]], list[list[int]]],
+) -> list[Array] | None:
+    """Tell all ranks what this one has for each, and give it to them.
+
+    Args:
+        x: The exchange.
+        shared: Where; a table must fit.
+        table: What this rank has to say of its parts.
+        sent: Its bytes for each rank.
+        check: Takes what all ranks say; returns how many bytes each has for each, or raises.
+
+    Returns:
+        What each has for this one; None if that of some rank does not fit.
+    """
+    others = [*sent[: x.rank], *sent[x.rank + 1 :]]  # what is its own, a rank has
+    head, nbytes = table.nbytes, table.nbytes + sum(part.nbytes for part in others)
+    rows = shared.begin(x, _BYTES, shared.slot_nbytes)
+    rows[x.rank][:head] = table.view(np.uint8)
+    if others and nbytes <= shared.slot_nbytes:
+        np.concatenate(others, out=rows[x.rank][head:nbytes])
+    shared.publish(x, nbytes)
+    shared.meet(x)
+    sizes = check([row[:head].view(table.dtype) for row in rows])
+    if max(shared.sizes(x)) > shared.slot_nbytes:
+        return None
+    found = []
+    for src, to_each in enumerate(sizes):
+        before = sum(to_each[: x.rank]) - (to_each[src] if src < x.rank else 0)
+        found.append(rows[src][head + before : head + before + to_each[x.rank]])
+    found[x.rank] = sent[x.rank]
+    return found
 
 
 def all_to_all(x: Exchange, shared: SharedSlots, own: Array, out: Array) -> None:

@@ -11,10 +11,11 @@ from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
 from rankwire.collectives.algorithms import Array
 from rankwire.collectives.operands import Operand, new_like, operand
+from rankwire.collectives.premultiplied import PremultipliedSum, factor_of
 from rankwire.collectives.reductions import Reduction, reduction
 from rankwire.errors import ConfigurationError
 
-# Arrays up to this size are sent together by all_reduce_coalesced; larger ones gain nothing.
+# Arrays up to this size are sent together by the coalesced operations; larger ones gain nothing.
 _COALESCE_UP_TO = 1 << 20
 
 
@@ -23,15 +24,17 @@ def apart(own: Array, target: Operand) -> Array:
     return own.copy() if np.may_share_memory(own, target.array) else own
 
 
-def reduction_of(op: str, source: Operand) -> Reduction:
+def reduction_of(op: Any, source: Operand) -> Reduction:
     """Return how to combine arrays of this kind.
 
     Raises:
         ConfigurationError: The op is not known, or means nothing for this dtype.
     """
-    if not isinstance(op, str):
-        raise ConfigurationError(f"an op is a name such as 'sum', not {op!r}")
-    return reduction(op, source.array.dtype, source.is_bfloat16)
+    if source.is_opaque:
+        raise ConfigurationError(f"{source.dtype_name} can be moved, but not reduced")
+    if isinstance(op, str):
+        return reduction(op, source.array.dtype, source.is_bfloat16)
+    return PremultipliedSum(source.array.dtype, factor_of(op), is_bfloat16=source.is_bfloat16)
 
 
 def target_at_root(
@@ -63,15 +66,6 @@ def part_shape(backend: Backend, source: Operand) -> tuple[int, ...]:
     return (source.shape[0] // count, *source.shape[1:])
 
 
-def part_value(source: Operand, flat: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Any:
-    """Return a flat part as an array or tensor that says what it is."""
-    if isinstance(source.value, np.ndarray):
-        return flat.reshape(shape)
-    part = new_like(source, shape)
-    part.array[...] = flat.reshape(shape)
-    return part.value
-
-
 def stored(target: Operand | None, flat: np.ndarray[Any, Any] | None) -> Any:
     """Return the user's view of a target, with a result in it; None where there is no target."""
     if target is None or flat is None:
@@ -81,16 +75,29 @@ def stored(target: Operand | None, flat: np.ndarray[Any, Any] | None) -> Any:
     return target.value
 
 
-def bundles(targets: Sequence[Operand]) -> list[list[int]]:
-    """Return the indices of arrays that travel together."""
+def bundles(
+    targets: Sequence[Operand], *, by_dtype: bool = True, most: int | None = None
+) -> list[list[int]]:
+    """Return the indices of arrays that travel together.
+
+    Args:
+        targets: The arrays.
+        by_dtype: Whether only those of one dtype can.
+        most: The most bytes that do, if there is a limit.
+    """
     bundles: list[list[int]] = []
-    open_bundles: dict[str, list[int]] = {}
+    open_bundles: dict[str, tuple[list[int], int]] = {}
     for index, target in enumerate(targets):
-        if target.array.nbytes > _COALESCE_UP_TO:
+        nbytes = target.array.nbytes
+        if nbytes > _COALESCE_UP_TO:
             bundles.append([index])
-        elif target.dtype_name in open_bundles:
-            open_bundles[target.dtype_name].append(index)
-        else:
-            open_bundles[target.dtype_name] = [index]
-            bundles.append(open_bundles[target.dtype_name])
+            continue
+        key = target.dtype_name if by_dtype else ""
+        bundle, total = open_bundles.get(key, ([], 0))
+        if bundle and most is not None and total + nbytes > most:
+            bundle, total = [], 0
+        if not bundle:
+            bundles.append(bundle)
+        bundle.append(index)
+        open_bundles[key] = bundle, total + nbytes
     return bundles

@@ -1,25 +1,20 @@
-"""Work: operations in the background, one after the other.
+"""Work: the handle of an operation in the background.
 
-A group has one worker thread, which runs its operations in the order in which they were begun. All
-ranks begin them in the same order, so the oldest one is running everywhere, and none waits for one
-that cannot start; groups do not wait for each other. The thread comes with the first operation and
-ends when there has been none for a while.
-
-Lock: the worker's ``_lock`` guards its queue and whether its thread runs; nothing else is taken
-under it.
+Who waits for it runs it, if no other thread has begun to (``background``). Callbacks run in a
+thread of their own (``callbacks``).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
+import math
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rankwire.clock import Clock
+from rankwire.conditions import SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
 from rankwire.fork import disown, guard
@@ -28,7 +23,19 @@ _log = logging.getLogger("rankwire")
 
 T = TypeVar("T")
 
-_IDLE = 0.5  # seconds until a thread without work ends
+_RUNNING, _FINISHED = "RUNNING", "FINISHED"  # what the base class calls them
+
+
+class _Group(Protocol):
+    """What runs the operations of a group."""
+
+    clock: Clock
+
+    def help(self, number: int, limit: Deadline | None) -> None:
+        """Run those up to a number here, as far as no other thread does."""
+
+    def call_back(self, work: Work[Any]) -> None:
+        """Have the callbacks of a work that is done called."""
 
 
 class Work(Future[T]):
@@ -37,13 +44,25 @@ class Work(Future[T]):
     A ``concurrent.futures.Future``, so ``done``, ``result``, ``exception`` and callbacks are as
     there; ``await`` works too. It cannot be cancelled: the other ranks count on it. If it is
     dropped, the operation still completes.
+
+    Who waits runs the group's operations up to this one itself, those that no other thread has
+    begun. An interrupt (Ctrl-C) then fails the one that it falls into as if it were a blocking one:
+    the other ranks are told, and its ``Work`` has the ``KeyboardInterrupt``. With a ``timeout``
+    that is shorter than what an operation's own limit leaves it, that one is waited for instead.
     """
 
-    def __init__(self, description: str, clock: Clock) -> None:
-        super().__init__()
+    def __init__(self, description: str, group: _Group, number: int) -> None:
+        # As the base class does (a test compares), but for the condition, and that it runs already.
+        self._state = _RUNNING
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._condition = SafeCondition()
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
         self.description = description
-        self._clock = clock
-        self.set_running_or_notify_cancel()
+        self._group = group
+        self._number = number
+        self._callbacks: list[Callable[[Work[T]], object]] = []
         guard(self)
 
     def wait(self, timeout: float | None = None) -> T:
@@ -77,11 +96,61 @@ class Work(Future[T]):
         self._await(timeout)
         return super().exception(0)
 
+    def done(self) -> bool:
+        """Whether it has a result or an error."""
+        return self._state == _FINISHED
+
     def _await(self, timeout: float | None) -> None:
-        """Wait by the world's clock, and not by that of ``Future``."""
-        if not self.done():
+        """Run it, or wait by the world's clock, and not by that of ``Future``."""
+        if self._state == _FINISHED:
+            return
+        clock = self._group.clock
+        if timeout is None:
+            self._group.help(self._number, None)
+        elif timeout > 0.0:
+            limit = Deadline(timeout, clock)
+            self._group.help(self._number, limit)
+            timeout = limit.remaining() if timeout < math.inf else None
+        if self._state != _FINISHED:
             with self._condition:
-                self._clock.wait_for(self._condition, self.done, timeout)
+                clock.wait_for(self._condition, self.done, timeout)
+
+    def add_done_callback(self, fn: Callable[[Work[T]], object]) -> None:
+        """Call ``fn(self)`` when it is done; at once, in this thread, if it is.
+
+        Otherwise in a thread for the callbacks of the group, in which they run one after the other
+        in the order in which operations end. They may begin operations of the group and wait for
+        them. What they raise is logged.
+        """
+        with self._condition:
+            if self._state != _FINISHED:
+                self._callbacks.append(fn)
+                return
+        try:
+            fn(self)
+        except Exception:
+            _log.exception("a callback of %r raised", self)
+
+    def end(self, result: Any, error: BaseException | None) -> None:
+        """End it, and tell all who wait for that. Safe to repeat, after an interrupt."""
+        if self._state == _FINISHED:
+            with self._condition:
+                self._condition.notify_all()
+        elif error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+        if self._callbacks:
+            self._group.call_back(self)
+
+    def call_back(self) -> None:
+        """Call its callbacks, each of them once. For one thread at a time."""
+        while self._callbacks:
+            callback = self._callbacks.pop(0)
+            try:
+                callback(self)
+            except BaseException:  # it must not end this thread
+                _log.exception("a callback of %r raised", self)
 
     def forsake(self) -> None:
         """Make every use of it in a forked child an error: no thread will end it there."""
@@ -97,53 +166,3 @@ class Work(Future[T]):
         if self.done():
             state = "done" if self.exception() is None else f"failed: {self.exception()}"
         return f"<Work {self.description}, {state}>"
-
-
-class OperationThread:
-    """Runs work in one thread, in order. Safe from any thread."""
-
-    def __init__(self, name: str, clock: Clock) -> None:
-        self._name = name
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._queue: deque[tuple[Work[Any], Callable[[], Any]]] = deque()
-        self._has_work = threading.Condition(self._lock)
-        self._is_running = False
-
-    def submit(self, work: Work[Any], run: Callable[[], Any]) -> None:
-        """Have ``run()`` end ``work``, after what was submitted before."""
-        with self._lock:
-            self._queue.append((work, run))
-            if self._is_running:
-                self._has_work.notify()
-            else:
-                self._is_running = True
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-
-    def _run(self) -> None:
-        while (item := self._next()) is not None:
-            try:
-                _end(*item)
-            except BaseException:  # a callback's, and it must not end this thread
-                _log.exception("a callback of %r raised", item[0])
-            del item  # or the result would live as long as the thread is idle
-
-    def _next(self) -> tuple[Work[Any], Callable[[], Any]] | None:
-        idle = Deadline(_IDLE, self._clock)
-        with self._lock:
-            while not self._queue:
-                was_notified = self._clock.wait(self._has_work, idle.sleep_limit())
-                if not was_notified and not self._queue:
-                    self._is_running = False
-                    return None
-            return self._queue.popleft()
-
-
-def _end(work: Work[Any], run: Callable[[], Any]) -> None:
-    """Run it, and end the work with what it returns or raises."""
-    try:
-        result = run()
-    except BaseException as error:
-        work.set_exception(error)
-    else:
-        work.set_result(result)

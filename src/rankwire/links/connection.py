@@ -1,6 +1,6 @@
 """One connection: whole frames out, whole frames in, over any stream.
 
-Writing is ``writer.FrameWriter``: any thread. A large payload to a process of this host is lent
+Writing is ``outbox.Outbox``: any thread. A large payload to a process of this host is lent
 instead (``lender``): the frame describes it, the peer copies it out of this process's memory. What
 the two ends say about that, and how a connection begins and ends, is ``wire.protocol``.
 
@@ -36,12 +36,12 @@ from rankwire.fork import guard
 from rankwire.links.allocation import allocate
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import Lent, Meanwhile, lend
+from rankwire.links.outbox import Outbox, Queued
 from rankwire.links.process_memory import probe
 from rankwire.links.shared_memory import CAN_SHARE, SharedMemory, open_shared
 from rankwire.links.spin import Spin
 from rankwire.links.stream import Stream, stream_of
 from rankwire.links.tcp_info import Unanswered
-from rankwire.links.writer import FrameWriter
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import (
     HEADER_NBYTES,
@@ -144,7 +144,7 @@ class Connection:
             cannot_borrow=cannot_borrow,
             max_nbytes=max_nbytes,
         )
-        self._writer = FrameWriter(
+        self._writer = Outbox(
             stream,
             peer=peer,
             seal=None if seals is None else seals.outgoing,
@@ -153,6 +153,7 @@ class Connection:
             explain=self._why_not_sent,
         )
         self.send_small = self._writer.send  # ``send`` for less than ``lend_from``, without a hop
+        self._at_once = Deadline(0.0, clock)
         self._farewell_nbytes = HEADER_NBYTES if seals is None else HEADER_NBYTES + SEAL_NBYTES
         self._parser = FrameParser(
             max_nbytes=max_nbytes,
@@ -282,6 +283,44 @@ class Connection:
                 return lent
         self._writer.send(envelope, message, deadline, False, meanwhile)
         return None
+
+    def post(self, envelope: Envelope, message: Message) -> Lent | Queued | None:
+        """Send one frame without waiting for anything; the buffers must not change meanwhile.
+
+        Returns:
+            The loan to ``settle``; or what waits to leave, to ``finish``; None if it has left.
+        """
+        loan = None
+        if message[1] >= self.lend_from and self._protocol.can_lend:
+            loan = lend(*message)
+        if loan is None:
+            return self._writer.post(envelope, message, self._at_once)
+        lent, description = loan
+        group, channel, tag = envelope
+        try:
+            parcel = (description,), len(description)
+            self._writer.post((group, channel | LOAN, tag), parcel, self._at_once)
+            return lent
+        except BaseException:
+            try:
+                lent.revoke()
+            finally:
+                lent.revoke()  # as in ``offer``
+            raise
+
+    def has_left(self, queued: Queued) -> bool:
+        """Whether all of what waited to leave has left."""
+        return self._writer.has_left(queued)
+
+    def finish(self, queued: Queued, deadline: Deadline, meanwhile: Meanwhile | None) -> bool:
+        """Send until something that waits to leave has; False if the deadline passes first."""
+        return self._writer.finish(queued, deadline, meanwhile)
+
+    def take_back(self, posted: Lent | Queued) -> bool:
+        """Be done with what was posted: its memory is free. Return whether it arrives, or may."""
+        if isinstance(posted, Lent):
+            return posted.revoke()
+        return not self._writer.withdraw(posted)
 
     def settle(self, lent: Lent, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:
         """Wait until the peer has read what it borrowed; then the memory is free again.

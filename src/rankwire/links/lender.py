@@ -143,6 +143,16 @@ class Lent:
         """Whether the receipt has come."""
         return self._pair[1] == self.number
 
+    @property
+    def was_read(self) -> bool:
+        """Whether it was ended here after it had been read."""
+        return self._was_read
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the receipt has come, or the loan was ended here."""
+        return self.is_settled or self._buffers is None
+
     def revoke(self) -> bool:
         """End the loan now; return whether it was read after all. Idempotent.
 

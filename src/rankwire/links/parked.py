@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from rankwire.links.sleepers import Sleepers, wake
+from rankwire.links.sleepers import Sleeper, Sleepers, wake
 from rankwire.wire.receive import Receive
 
 
@@ -29,7 +29,12 @@ class ParkedThreads:
             self.asleep.setdefault(receive, []).append(lock)
         return lock
 
-    def leave(self, receive: Receive, lock: threading.Lock) -> None:
+    def hang(self, receive: Receive, bell: Sleeper) -> None:
+        """Have a bell rung as if a thread slept here, if there is something to wait for."""
+        if not receive.done and receive.posted:
+            self.asleep.setdefault(receive, []).append(bell)
+
+    def leave(self, receive: Receive, lock: Sleeper) -> None:
         """Forget a thread that goes on without having been woken."""
         locks = self.asleep.get(receive)
         if locks is not None and lock in locks:

@@ -47,6 +47,7 @@ class _Chunk(NamedTuple):
         return len(self.counts) > self.nth
 
 
+_MOST_FLUSHERS = 2  # one that runs, and the next
 _NO_CHUNKS: deque[_Chunk] = deque()  # of all pipes that were never written to
 
 
@@ -168,8 +169,13 @@ class Pipe:
         return max(self._written_to - self._read_to, 0)
 
     def flush_when_possible(self, flush: Callable[[], None]) -> None:
-        """Have something called by whoever reads next, when there is room."""
-        self._flushers.append(flush)
+        """Have something called by whoever reads next, when there is room.
+
+        For the one who writes: if it is to be called already, that will do. But one may just be
+        running, and see no more of what is to be flushed now.
+        """
+        if len(self._flushers) < _MOST_FLUSHERS:
+            self._flushers.append(flush)
         self.wake_readers()  # there may be room already
 
     def lift_limit(self) -> None:

@@ -24,6 +24,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ForkedProcessError, RankwireError
 from rankwire.fork import guard
 from rankwire.links.parked import ParkedThreads
+from rankwire.links.sleepers import Sleeper
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.mailbox import ONCE, Mailbox
 from rankwire.wire.receive import Receive
@@ -113,6 +114,17 @@ class SharedMailbox:
                 raise
         self.call_back_due()
         return True
+
+    def park(self, receive: Receive, bell: Sleeper) -> None:
+        """Have a bell rung when a receive is done, or somebody has to read here."""
+        with self._mutex:
+            self._parked.hang(receive, bell)
+
+    def leave(self, receive: Receive, bell: Sleeper) -> None:
+        """Forget a bell; another thread may have to read now."""
+        with self._mutex:
+            self._parked.leave(receive, bell)
+            self._wake_next()
 
     def has_arrived(self, envelope: Envelope) -> bool:
         """Whether a message of this envelope was read and not taken."""

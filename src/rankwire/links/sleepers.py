@@ -13,10 +13,19 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import starmap
 from operator import methodcaller
+from typing import Protocol
 
 from rankwire.clock import Clock
 
-Sleepers = list[threading.Lock]
+
+class Sleeper(Protocol):
+    """What wakes a thread that sleeps: the lock it waits for, or a bell."""
+
+    def release(self) -> None:
+        """Wake it up."""
+
+
+Sleepers = list[Sleeper]
 
 _ONCE = ((),)
 _release = methodcaller("release")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
@@ -37,11 +38,13 @@ from rankwire.wire.protocol import BELL
 from rankwire.wire.ring import AWAKE, RingWriter
 from rankwire.wire.seals import SLICE_NBYTES, Seal, SealInProgress
 
+if TYPE_CHECKING:
+    from rankwire.links.outbox import Queued
+
 _log = logging.getLogger("rankwire")
 
-# Joining and one send() beat sendmsg() by 0.25 us at 60 bytes, are even from 4 to 16 KiB, and lose
-# 1.3 us at 64 KiB.
-_JOIN_NBYTES = 16384
+# Joining and one send() beat sendmsg() by 0.25 us at 60 bytes, and lose 1.3 us at 64 KiB.
+JOIN_NBYTES = 16384
 # POSIX promises only 16 vectors a call, Linux has 1024.
 _MAX_VECTORS = 512
 # More than this, and the peer would wait while it could already be working: with 64 calls in flight
@@ -82,6 +85,7 @@ class FrameWriter:
     Attributes:
         failure: Why nothing can be sent any more, if that is so. Set by the owner.
         ring: The lane beside the stream, if there is one. Set by the owner.
+        waiting: Messages that leave before the next frame; see ``outbox``.
     """
 
     def __init__(
@@ -107,11 +111,12 @@ class FrameWriter:
         self._journal: _Journal | None = None
         self.failure: RankwireError | None = None
         self.ring: RingWriter | None = None
+        self.waiting: list[Queued] = []
 
     @property
     def is_holding(self) -> bool:
         """Whether frames wait here to be flushed, or have to be put in order."""
-        return bool(self._outgoing[1]) or self._journal is not None
+        return bool(self._outgoing[1] or self.waiting) or self._journal is not None
 
     @property
     def frames_sent(self) -> int:
@@ -121,7 +126,8 @@ class FrameWriter:
     @property
     def held_nbytes(self) -> int:
         """Bytes that wait here."""
-        return sum(map(len, self._outgoing[1]))
+        waiting = [queued.message[1] for queued in self.waiting[:] if queued.number is None]
+        return sum(map(len, self._outgoing[1]), sum(waiting))
 
     def send(
         self,
@@ -151,8 +157,8 @@ class FrameWriter:
         ring, is_put = self.ring, False
         try:
             grip.extend(map(self._lock.acquire, (False,)))  # see Deadline.take
-            if self._journal is not None or self.failure is not None or not grip[0]:
-                self._begin(grip, deadline)
+            if self._journal or self.failure is not None or self.waiting or not grip[0]:
+                self._begin(grip, deadline, meanwhile)
             before = sequence, held = self._outgoing
             buffers, nbytes = message
             group, channel, tag = envelope
@@ -162,7 +168,7 @@ class FrameWriter:
                 buffers = seal.around(sequence, header, channel, buffers, nbytes)
             elif seal is not None:
                 buffers, coming = seal.begin_around(sequence, header, channel, buffers, nbytes)
-            frame = b"" if nbytes > _JOIN_NBYTES else b"".join((header, *buffers))
+            frame = b"" if nbytes > JOIN_NBYTES else b"".join((header, *buffers))
             if not frame:
                 self._write((header, *buffers), deadline, meanwhile, is_owned=False, coming=coming)
             elif hold and len(held) < _HOLD_FRAMES:
@@ -194,7 +200,7 @@ class FrameWriter:
                     self._put_in_order(True)
             raise
         finally:
-            if True in grip:
+            if grip[-1:] == [True]:
                 self._lock.release()
         # After the lock, which is a memory barrier.
         if is_put and ring is not None and not ring.words[AWAKE]:
@@ -217,7 +223,7 @@ class FrameWriter:
             return
         grip: list[bool] = []
         try:
-            self._begin(grip, deadline)
+            self._begin(grip, deadline, meanwhile)
             if self._outgoing[1]:
                 self._write((), deadline, meanwhile, is_owned=True)
         except BaseException:
@@ -238,21 +244,27 @@ class FrameWriter:
 
     def not_taken(self, deadline: Deadline) -> DeadlineExceededError:
         """Return the error of a frame that the peer does not take in time."""
-        return DeadlineExceededError(
-            deadline.limit, waiting_for=[self._peer], detail="it does not take more data"
-        )
+        detail = "it does not take more data"
+        return DeadlineExceededError(deadline.limit, waiting_for=[self._peer], detail=detail)
 
-    def _begin(self, grip: list[bool], deadline: Deadline) -> None:
+    def _begin(self, grip: list[bool], deadline: Deadline, meanwhile: Meanwhile | None) -> None:
+        """Take the send lock if it is not taken; then it is the next frame's turn."""
+        self._take_lock(grip, deadline)
+        while self.waiting and not self._sends_waiting(grip, deadline, meanwhile):
+            self._take_lock(grip, deadline)
+
+    def _sends_waiting(self, _: list[bool], _deadline: Deadline, _by: Meanwhile | None) -> bool:
+        """Send the messages that wait; False if the lock was let go of before. Here: none do."""
+        return True
+
+    def _take_lock(self, grip: list[bool], deadline: Deadline) -> None:
         """Take the send lock if it is not taken; then the stream is at a known place."""
         if self._reading == threading.get_ident():
             detail = "this thread is sending to it"
             raise DeadlineExceededError(deadline.limit, waiting_for=[self._peer], detail=detail)
         if grip[-1:] != [True] and not deadline.take(self._lock, grip):
-            raise DeadlineExceededError(
-                deadline.limit,
-                waiting_for=[self._peer],
-                detail="other threads are still sending to it",
-            )
+            detail = "other threads are still sending to it"
+            raise DeadlineExceededError(deadline.limit, waiting_for=[self._peer], detail=detail)
         if self._journal is not None:
             self._put_in_order(False)
         if self.failure is not None:
@@ -282,7 +294,7 @@ class FrameWriter:
             DeadlineExceededError: Nothing of the frame has left, or there was none.
         """
         held = self._outgoing[1]
-        if is_owned and held and frame and sum(map(len, held)) <= _JOIN_NBYTES:
+        if is_owned and held and frame and sum(map(len, (*held, *frame))) <= 2 * JOIN_NBYTES:
             pieces: Sequence[Buffer] = (b"".join((*held, *frame)),)
         else:
             pieces = (*held, *frame)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.calls import CallPort
+from rankwire.conditions import SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
 from rankwire.wire.receive import Receive
@@ -29,17 +28,6 @@ _log = logging.getLogger("rankwire")
 # What the base class calls them.
 _PENDING, _FINISHED = "PENDING", "FINISHED"
 _DONE = frozenset((_FINISHED, "CANCELLED", "CANCELLED_AND_NOTIFIED"))
-
-
-class _Condition(threading.Condition):
-    """One that is entered and left as its lock is, by one call of a C function.
-
-    The methods of ``Condition`` are in Python: an interrupt (Ctrl-C) that falls behind the lock's
-    own ``__enter__`` leaves it taken, and whoever looks at the future then waits for ever.
-    """
-
-    __enter__ = property(attrgetter("_lock.__enter__"))
-    __exit__ = property(attrgetter("_lock.__exit__"))
 
 
 class RpcFuture(Future[Any]):
@@ -59,7 +47,7 @@ class RpcFuture(Future[Any]):
         self._state = _PENDING
         self._result: Any = None
         self._exception: BaseException | None = None
-        self._made: _Condition | None = None
+        self._made: SafeCondition | None = None
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         self.caller = caller
@@ -72,7 +60,7 @@ class RpcFuture(Future[Any]):
         self.deadline = deadline
 
     @property
-    def _condition(self) -> _Condition:  # type: ignore[override]
+    def _condition(self) -> SafeCondition:  # type: ignore[override]
         """The base class's, made for the first who uses it.
 
         Most futures end before anyone waits, cancels or asks to be called back, and a condition
@@ -80,7 +68,7 @@ class RpcFuture(Future[Any]):
         those of many futures, in an order that no shared one could be part of.
         """
         if self._made is None:
-            made = _Condition()
+            made = SafeCondition()
             with self.caller.lock:
                 if self._made is None:
                     self._made = made

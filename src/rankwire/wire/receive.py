@@ -7,6 +7,7 @@ It ends exactly once, with a payload or with an error; which message it gets is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from rankwire.errors import RankwireError
 from rankwire.wire.destinations import Destination
@@ -65,10 +66,14 @@ class Receive:
 
     def fetch(self) -> None:
         """Bring the payload here, if it lies with its sender; it is gone if that took it back."""
-        try:
-            self._cell[:] = map(whole_of, self._cell)
-        except RankwireError:
-            self._cell.clear()
+        for payload in self._cell[:1]:
+            try:
+                whole = whole_of(payload)
+            except RankwireError:
+                self._cell.clear()
+            else:
+                with suppress(IndexError):  # another thread was faster, and has put it back
+                    self._cell[0] = whole
 
     def result(self) -> bytearray:
         """Return the payload in memory of the caller's own, or raise the error likewise."""

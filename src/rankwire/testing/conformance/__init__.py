@@ -15,6 +15,7 @@ from rankwire.testing.conformance import (
     collective_checks,
     concurrency_checks,
     group_checks,
+    message_checks,
     nested_call_checks,
     peer_checks,
 )
@@ -28,6 +29,7 @@ CHECKS: dict[str, Check] = {
     name: function
     for module in (
         basic_checks,
+        message_checks,
         peer_checks,
         group_checks,
         collective_checks,

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from rankwire.backends.base import Backend
-from rankwire.collectives import objects, operations
+from rankwire.collectives import coalesced, objects, operations
+from rankwire.collectives.premultiplied import PremulSum
 from rankwire.errors import (
     CollectiveMismatchError,
     ConfigurationError,
@@ -307,3 +308,66 @@ def wrong_counts_are_refused(make_world: MakeWorld) -> None:
             return expect(CollectiveMismatchError, call).message
 
         assert set(run_all(world, disagree)) == {"rank 0 sends 2 rows to rank 1, which expects 3"}
+
+
+def lists_have_an_array_for_each_rank(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        rank, size = backend.rank, backend.world_size
+        parts = [np.full(at, float(rank)) for at in range(size)]  # that of rank 0 is empty
+        out = [np.empty(at) for at in range(size)]
+        assert operations.all_gather(backend, parts[rank], out=out) is out
+        for src, array in enumerate(out):
+            assert has_values(array, np.full(src, float(src)))
+        total = np.full(rank, float(sum(range(size))))
+        assert has_values(operations.reduce_scatter(backend, parts), total)
+        out = [np.empty(rank) for _ in range(size)]
+        assert operations.all_to_all(backend, parts, out=out) is out
+        for src, array in enumerate(out):
+            assert has_values(array, np.full(rank, float(src)))
+        last = size - 1
+        part = operations.scatter(backend, parts if rank == last else None, last)
+        assert has_values(part, np.full(rank, float(last)))
+        out = [np.empty(2) for _ in range(size)]
+        operations.gather(backend, np.full(2, float(rank)), last, out=out if rank == last else None)
+        if rank == last:
+            assert [array.tolist() for array in out] == [[src, src] for src in range(size)]
+
+    run_in_worlds(make_world, each)
+
+
+def lists_that_disagree_are_named(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        out = [np.empty(2), np.empty(3 + backend.rank)]
+        gather = partial(operations.all_gather, backend, np.ones(2 + 2 * backend.rank), out=out)
+        message = expect(CollectiveMismatchError, gather).message
+        assert "(3,)" in message
+        assert "(4,)" in message
+        send = partial(operations.all_to_all, backend, [np.ones(1)] * 2)
+        message = expect(CollectiveMismatchError, partial(send, out=out)).message
+        assert "rank 0 sends 8 bytes to rank 0, which expects 16" in message
+
+    run_in_worlds(make_world, each, (2,))
+
+
+def many_arrays_travel_together(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        rank, size = backend.rank, backend.world_size
+        mine = [np.full(2, rank), np.full((1, 3), rank + 0.5)]
+        first, second = coalesced.all_gather_coalesced(backend, mine)
+        assert has_values(first, np.repeat(np.arange(size), 2))
+        assert has_values(second, np.repeat(np.arange(size) + 0.5, 3).reshape(size, 3))
+        wholes = [np.arange(size), np.arange(2.0 * size)]
+        first, second = coalesced.reduce_scatter_coalesced(backend, wholes)
+        assert has_values(first, np.array([size * rank]))
+        assert has_values(second, size * np.array([2.0 * rank, 2.0 * rank + 1]))
+
+    run_in_worlds(make_world, each)
+
+
+def factors_are_each_ranks_own(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> None:
+        size = backend.world_size
+        reduced = operations.all_reduce(backend, np.ones(3), PremulSum(backend.rank + 1))
+        assert has_values(reduced, np.full(3, size * (size + 1) / 2))
+
+    run_in_worlds(make_world, each)

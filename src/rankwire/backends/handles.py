@@ -1,0 +1,285 @@
+"""Handles: messages that are under way while their thread does something else.
+
+A handle makes no thread. What is sent leaves when the peer takes it; what is received is read by
+whoever waits for anything from the same rank, and by ``wait``. Each step may be interrupted and
+repeated: a handle that was interrupted is as it was before.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
+from rankwire.deadline import AT_ONCE, Deadline
+from rankwire.errors import DeadlineExceededError, ForkedProcessError, RankwireError
+from rankwire.wire.destinations import Destination
+from rankwire.wire.frames import Channel, Payload
+from rankwire.wire.loans import LoanRevokedError
+
+if TYPE_CHECKING:
+    from rankwire.backends.posting import MessagePosting
+
+
+class MessageHandle(ABC):
+    """A message that is being sent or received; made by ``isend``, ``irecv`` and their kin.
+
+    For one thread at a time. Its time limit counts from the call that made it.
+
+    If it is dropped before it is done: a message that is sent leaves all the same, and its buffers
+    must not change before it has; a receive is given up, and its message is for the next one.
+
+    Attributes:
+        source: The rank that has sent the message, once it has come; None for one that is sent.
+    """
+
+    __slots__ = ("_deadline", "_error", "_op", "_peer", "_ranks", "_tag", "source")
+
+    _ranks: MessagePosting
+    _op: str
+    _peer: int | None
+    _tag: int
+    _deadline: Deadline | None  # None once it is done
+    _error: RankwireError | None
+    source: int | None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until it is done; may be called again, also after an interrupt.
+
+        Args:
+            timeout: Seconds for this wait; the handle's own limit counts too. None is that limit.
+
+        Returns:
+            The message, the size of what is in the buffer, or the array, as the call that made it
+            says; None for a message that is sent, whose buffers may change from now on.
+
+        Raises:
+            DeadlineExceededError: It is not done. After ``timeout`` it goes on. After its own limit
+                it is over: a message that was to come stays receivable; of one that is sent
+                ``may_have_arrived`` tells whether it will arrive.
+            PeerLostError: The peer is gone. From any rank: all others are.
+            ChannelClosedError: The peer has left, or the backend is closed.
+        """
+        if self._deadline is None:
+            return self._value()
+        return self._wait(self._deadline, timeout)
+
+    def _wait(self, limit: Deadline, timeout: float | None) -> Any:
+        ranks = self._ranks
+        clock = ranks.clock  # in the child of a fork, that is the end
+        try:
+            if self._error is not None:
+                raise self._error.copy()
+            self._finish(limit if timeout is None else limit.sooner(Deadline(timeout, clock).limit))
+        except DeadlineExceededError as error:
+            if self._error is None and limit.expired:
+                self._end(error)
+            raise ranks.explained(error, self._op, limit, self._peer, self._tag) from None
+        except RankwireError as error:
+            self._error = self._error or error.kept()
+            raise ranks.explained(
+                error, self._op, limit, self._peer, self._tag
+            ) from error.__cause__
+        self._deadline = None
+        return self._value()
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once. Takes in what has come; does not wait."""
+        if self._deadline is None or self._error is not None:
+            return True
+        try:
+            return self._is_done()
+        except RankwireError:
+            return True  # as ``wait`` will say
+
+    def _end(self, error: DeadlineExceededError) -> None:
+        """Its time is over."""
+        try:
+            error.may_have_arrived = self._give_up() or error.may_have_arrived
+        finally:
+            self._give_up()  # an interrupt may have fallen into the first
+        self._error = error.kept()
+
+    @abstractmethod
+    def _value(self) -> Any:
+        """Return what it has brought."""
+
+    @abstractmethod
+    def _finish(self, deadline: Deadline) -> None:
+        """Wait until it is done."""
+
+    @abstractmethod
+    def _is_done(self) -> bool:
+        """Whether it is, or can be without waiting."""
+
+    @abstractmethod
+    def _give_up(self) -> bool:
+        """Be done with it; return whether the message is on its way all the same. Idempotent."""
+
+    def __repr__(self) -> str:
+        state = "under way" if self._deadline is not None and self._error is None else "done"
+        return f"<{self._op} of rank {self._ranks.rank}, tag {self._tag}, {state}>"
+
+
+class Sending(MessageHandle):
+    """A message that leaves.
+
+    Args:
+        ranks: The group.
+        op: What the user called, for errors.
+        dst: The rank it goes to.
+        tag: Its tag.
+        deadline: Of the call; None if it has left.
+        offer: What is left to do; None if it has left.
+    """
+
+    __slots__ = ("_offer",)
+
+    def __init__(
+        self,
+        ranks: MessagePosting,
+        op: str,
+        dst: int,
+        tag: int,
+        deadline: Deadline | None = None,
+        offer: Offer | None = None,
+    ) -> None:
+        # Not by the class above: a message of 8 bytes there and back takes 13 us.
+        self._ranks = ranks
+        self._op = op
+        self._peer = dst
+        self._tag = tag
+        self._deadline = deadline
+        self._error = self.source = None
+        self._offer = offer
+
+    def _value(self) -> None:
+        return None
+
+    def _finish(self, deadline: Deadline) -> None:
+        offer = self._offer
+        assert offer is not None
+        try:
+            is_taken = offer.wait(deadline)
+        except RankwireError:
+            offer.revoke()
+            raise
+        if not is_taken:
+            peers = [] if self._peer is None else [self._peer]
+            detail = "it does not take the message"
+            raise DeadlineExceededError(deadline.limit, waiting_for=peers, detail=detail)
+        offer.revoke()
+
+    def _is_done(self) -> bool:
+        offer, dst = self._offer, self._peer
+        if offer is None or offer.is_over():
+            return True
+        return dst is not None and self._ranks.failure_of(dst) is not None
+
+    def _give_up(self) -> bool:
+        return self._offer is not None and self._offer.revoke()
+
+
+class Receiving(MessageHandle):
+    """A message that comes.
+
+    Args:
+        ranks: The group.
+        op: What the user called, for errors.
+        src: The rank it comes from; None for any.
+        tag: Its tag.
+        deadline: Of the call.
+        nbytes: Its size, if that is fixed.
+        into: Where it is to come, if it can.
+        read: Makes what the user gets of it; may be called again until the payload is given back.
+    """
+
+    __slots__ = ("_expected", "_into", "_nbytes", "_read", "_result")
+
+    def __init__(
+        self,
+        ranks: MessagePosting,
+        op: str,
+        src: int | None,
+        tag: int,
+        deadline: Deadline,
+        nbytes: int | None,
+        into: Destination | None,
+        read: Callable[[Payload], Any],
+    ) -> None:
+        self._ranks = ranks
+        self._op = op
+        self._peer = src
+        self._tag = tag
+        self._deadline = deadline
+        self._error = self.source = None
+        self._nbytes = nbytes
+        self._into = into
+        self._read = read
+        self._result: list[Any] = []
+        self._expect()
+
+    def _expect(self) -> None:
+        """Ask for the next message."""
+        ranks, src = self._ranks, self._peer
+        envelope = (ranks.group, Channel.MESSAGE, self._tag)
+        expected: Expected
+        if src is None:
+            expected = ranks.expect_any(ranks.others(), envelope, nbytes=self._nbytes)
+        else:
+            expected = ranks.expect(src, envelope, nbytes=self._nbytes, into=self._into)
+        self._expected = expected
+        expected.post()
+
+    def _value(self) -> Any:
+        return self._result[0]
+
+    def _finish(self, deadline: Deadline) -> None:
+        while True:
+            payload = self._expected.take(deadline)
+            try:
+                self._use(payload)
+            except LoanRevokedError:  # the sender's time was up: this message was never sent
+                self._result.clear()
+                self._expect()
+            else:
+                break
+
+    def _use(self, payload: Payload) -> None:
+        expected = self._expected
+        if isinstance(expected, ExpectedFromAny) and expected.source is not None:
+            self.source = self._ranks.last_source = expected.source
+        else:
+            self.source = self._peer
+        if isinstance(payload, bytearray):
+            self._result[:] = (self._read(payload),)
+            return
+        try:
+            if not self._result:
+                self._result[:] = (self._read(payload),)
+        except LoanRevokedError:
+            raise
+        except RankwireError:
+            payload.give_back()  # what cannot be read is dropped
+            raise
+        payload.give_back()
+
+    def _is_done(self) -> bool:
+        try:
+            self._expected.take(AT_ONCE)
+        except DeadlineExceededError:
+            return False
+        return True
+
+    def _give_up(self) -> bool:
+        self._expected.give_up()
+        return False
+
+    def __del__(self) -> None:
+        # It may run anywhere, also where locks are held: so others do it, when they next receive.
+        expected = getattr(self, "_expected", None)  # none, if an interrupt fell into its making
+        if expected is not None and self._deadline is not None and self._error is None:
+            with suppress(ForkedProcessError):
+                self._ranks.dropped.append(expected)

@@ -1,0 +1,277 @@
+"""Messages without waiting: what ``Backend`` offers of them, and the checks of all messages."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from typing import Any, Final
+
+from rankwire.backends.arguments import (
+    Sendable,
+    as_buffers,
+    check_rank,
+    check_tag,
+    writable_view,
+)
+from rankwire.backends.handles import MessageHandle, Receiving, Sending
+from rankwire.backends.payloads import check_out, destination_of, read_array, read_to
+from rankwire.backends.transport import Expected, Transport
+from rankwire.clock import Clock
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ConfigurationError,
+    MessageTooLargeError,
+    RankwireError,
+    SelfSendError,
+)
+from rankwire.wire.array_messages import pack_array
+from rankwire.wire.destinations import PLACED_FROM, Destination
+from rankwire.wire.frames import Buffer, Channel, Message, Payload
+from rankwire.wire.loans import whole_of
+
+
+class AnyRank(Enum):
+    """The type of ``ANY_RANK``."""
+
+    ANY_RANK = "any rank"
+
+    def __repr__(self) -> str:
+        return "ANY_RANK"
+
+
+ANY_RANK: Final = AnyRank.ANY_RANK
+"""In place of a rank to receive from: whichever sends."""
+
+Source = int | AnyRank
+
+
+class MessagePosting(Transport):
+    """Messages that go on while their thread does something else.
+
+    Attributes:
+        clock: By which everything in its world waits.
+        timeout: Seconds for every operation that is not given its own limit.
+        max_message_nbytes: Largest message sent or accepted.
+        dropped: Receives whose handles are gone, to be given up before the next one is made.
+        last_source: Of a receive from any rank: the next one looks behind it first.
+    """
+
+    clock: Clock
+    timeout: float
+    max_message_nbytes: int
+
+    def __init__(self) -> None:
+        self.dropped: list[Expected] = []
+        self.last_source = -1
+
+    def isend(
+        self, data: Sendable, dst: int, tag: int = 0, timeout: float | None = None
+    ) -> MessageHandle:
+        """Send one message without waiting for the peer to take it.
+
+        What the peer does not take now leaves as soon as it does. Messages to one rank leave in
+        the order of the calls of ``isend`` and ``send``; a ``send`` waits for what was posted
+        before. The first message to a rank connects to it.
+
+        Args:
+            data: As for ``send``. Not copied: it must not change before the handle's ``wait`` has
+                returned.
+            dst: The rank to send to.
+            tag: Only a receive with the same tag takes it.
+            timeout: Seconds from now until when ``wait`` must have returned; None is the backend's
+                default.
+
+        Returns:
+            A handle, whose ``wait`` returns None once the data may be changed again: a small
+            message has then left, a large one has been taken by the peer.
+
+        Raises:
+            PeerLostError: The peer is gone; nothing was sent.
+            MessageTooLargeError: Nothing was sent.
+            ConfigurationError: It is no such buffer; nothing was sent.
+        """
+        return self._post("isend", data, dst, tag, timeout)
+
+    def isend_array(
+        self, array: Any, dst: int, tag: int = 0, timeout: float | None = None
+    ) -> MessageHandle:
+        """Send an array or tensor as ``send_array`` does, without waiting as ``isend`` does.
+
+        Raises:
+            UnsupportedTypeError: It is neither, or of a dtype that is not carried.
+        """
+        return self._post("isend_array", array, dst, tag, timeout)
+
+    def _post(self, op: str, data: Any, dst: int, tag: int, timeout: float | None) -> MessageHandle:
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
+        try:
+            dst, tag = self._check(dst, tag)
+            message = self._as_message(data if op == "isend" else pack_array(data)[0])
+            offer = self.begin(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
+        except RankwireError as error:
+            raise self.explained(error, op, deadline, dst, tag) from error.__cause__
+        if offer is None:
+            return Sending(self, op, dst, tag)
+        try:
+            return Sending(self, op, dst, tag, deadline, offer)
+        except BaseException:
+            offer.revoke()  # interrupted: nobody else knows of it
+            raise
+
+    def irecv(self, src: Source, tag: int = 0, timeout: float | None = None) -> MessageHandle:
+        """Ask for the next message from ``src`` with this tag, but do not wait for it.
+
+        Receives are served in the order in which they were asked for. From ``ANY_RANK``: the next
+        one that comes from whichever rank; those of one rank in their order, and no rank is
+        starved. It goes on while one of the others is there.
+
+        Args:
+            src: The rank to receive from, or ``ANY_RANK``.
+            tag: The tag it was sent with.
+            timeout: Seconds from now until when ``wait`` must have returned; None is the backend's
+                default.
+
+        Returns:
+            A handle, whose ``wait`` returns the message, a ``bytearray`` that the caller owns.
+        """
+        return self._ask("irecv", src, tag, timeout, None, whole_of)
+
+    def irecv_into(
+        self, buffer: Buffer, src: Source, tag: int = 0, timeout: float | None = None
+    ) -> MessageHandle:
+        """Ask for the next message to come into ``buffer``, which has its size.
+
+        Until ``wait`` has returned the size, what the buffer holds means nothing. A large message
+        of one rank comes straight to its place while the thread reads anything from that rank.
+
+        Raises:
+            ConfigurationError: The buffer is read-only, has gaps, or holds references.
+        """
+        return self._ask_into("irecv_into", buffer, src, tag, timeout)
+
+    def irecv_array(
+        self, src: Source, tag: int = 0, timeout: float | None = None, *, out: Any = None
+    ) -> MessageHandle:
+        """Ask for the next array; ``wait`` returns it, as ``recv_array`` does.
+
+        Args:
+            src: The rank to receive from, or ``ANY_RANK``.
+            tag: The tag it was sent with.
+            timeout: As for ``irecv``.
+            out: As for ``recv_array``; what it holds means nothing until ``wait`` has returned.
+        """
+        return self._ask_array("irecv_array", src, tag, timeout, out)
+
+    def recv_any(self, tag: int = 0, timeout: float | None = None) -> tuple[int, bytearray]:
+        """Return the next message with this tag from whichever rank, behind its rank.
+
+        Args:
+            tag: The tag it was sent with.
+            timeout: Seconds; 0 takes only what has arrived; None is the backend's default.
+
+        Raises:
+            DeadlineExceededError: None came in time; a later receive still gets it.
+            PeerLostError: All other ranks are gone, and left nothing.
+        """
+        handle = self._ask("recv_any", ANY_RANK, tag, timeout, None, whole_of)
+        message = handle.wait()
+        assert handle.source is not None
+        return handle.source, message
+
+    # -- how they are asked for --------------------------------------------------------------------
+
+    def _ask_into(
+        self, op: str, buffer: Buffer, src: Source, tag: int, timeout: float | None
+    ) -> MessageHandle:
+        try:
+            view = writable_view(buffer)
+        except RankwireError as error:
+            raise error.during(op=op, rank=self.rank, tag=tag) from error.__cause__
+
+        def read(payload: Payload) -> int:
+            read_to(payload, view)
+            return view.nbytes
+
+        into = Destination(view) if view.nbytes >= PLACED_FROM else None
+        return self._ask(op, src, tag, timeout, into, read, nbytes=view.nbytes)
+
+    def _ask_array(
+        self, op: str, src: Source, tag: int, timeout: float | None, out: Any
+    ) -> MessageHandle:
+        try:
+            check_out(out)
+            into = destination_of(out)
+        except RankwireError as error:
+            raise error.during(op=op, rank=self.rank, tag=tag) from error.__cause__
+        return self._ask(op, src, tag, timeout, into, partial(read_array, out=out))
+
+    def _ask(
+        self,
+        op: str,
+        src: Source,
+        tag: int,
+        timeout: float | None,
+        into: Destination | None,
+        read: Any,
+        *,
+        nbytes: int | None = None,
+    ) -> MessageHandle:
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
+        rank: int | None = None
+        try:
+            if isinstance(src, AnyRank):
+                if self.dropped:
+                    self.give_up_dropped()
+                tag = check_tag(tag)
+            else:
+                rank, tag = self._check(src, tag)
+            return Receiving(self, op, rank, tag, deadline, nbytes, into, read)
+        except RankwireError as error:
+            raise self.explained(error, op, deadline, rank, tag) from error.__cause__
+
+    def others(self) -> list[int]:
+        """Return all other ranks, that behind the last source first."""
+        if self.world_size == 1:
+            raise ConfigurationError("there is no other rank to receive from")
+        first = self.last_source + 1
+        ranks = [*range(first, self.world_size), *range(first)]
+        return [rank for rank in ranks if rank != self.rank]
+
+    def give_up_dropped(self) -> None:
+        """Give up the receives whose handles are gone: their messages are for others."""
+        while self.dropped:
+            with suppress(IndexError, ValueError):  # another thread was faster
+                first = self.dropped[0]
+                first.give_up()  # after an interrupt, somebody does it again
+                self.dropped.remove(first)
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _as_message(self, data: Sendable) -> Message:
+        buffers, nbytes = as_buffers(data)
+        if nbytes > self.max_message_nbytes:
+            raise MessageTooLargeError(nbytes, self.max_message_nbytes)
+        return buffers, nbytes
+
+    def _check(self, peer: int, tag: int) -> tuple[int, int]:
+        if self.dropped:
+            self.give_up_dropped()
+        return self._check_peer(peer), check_tag(tag)
+
+    def _check_peer(self, peer: int) -> int:
+        peer = check_rank(peer, self.world_size)
+        if peer == self.rank:
+            raise SelfSendError(self.rank)
+        return peer
+
+    def explained(
+        self,
+        error: RankwireError,
+        op: str,
+        deadline: Deadline,
+        peer: int | None = None,
+        tag: int | None = None,
+    ) -> RankwireError:
+        """Add what this operation knows to an error that passes."""
+        return error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)

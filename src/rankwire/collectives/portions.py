@@ -1,0 +1,150 @@
+"""Portions: what the root of a scatter has for a rank, as a message that says what it is.
+
+Ranks but the root need not know what they are to get. Layout, little-endian::
+
+    u32 length of the description | description | padding
+
+and then the elements, from a multiple of 64 on. The description is a msgpack array of whether it is
+a tensor, the dtype and the shape. Elements of any dtype of torch travel, as bytes. What a
+description claims is checked before memory is made for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import struct
+from contextlib import suppress
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from rankwire.backends.payloads import copy_into
+from rankwire.codec.arrays import ArrayHead, dtype_code, view_array
+from rankwire.collectives.operands import Array, Operand, operand
+from rankwire.errors import ConfigurationError, InvalidMessageError
+from rankwire.wire.frames import Message, Payload
+from rankwire.wire.loans import LoanRevokedError, whole_of
+
+_LENGTH = struct.Struct("<I")
+_ALIGNMENT = 64
+_HEAD_NBYTES = 512  # a description of 32 extents of 9 bytes each has 330
+_Extent = Annotated[int, msgspec.Meta(ge=0)]
+# Not every byte is a bool or a character: these are looked at before the user has them.
+_CHECKED_KINDS = "bU"
+
+
+class Portion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a message holds.
+
+    Attributes:
+        is_tensor: Whether it is a tensor.
+        dtype: Its name, as torch has it; of an array the code, as numpy has it.
+        shape: Its shape.
+    """
+
+    is_tensor: bool
+    dtype: str
+    shape: Annotated[tuple[_Extent, ...], msgspec.Meta(max_length=32)]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Portion).decode
+
+
+def pack_portion(source: Operand, flat: Array) -> Message:
+    """Return the message that carries an operand, whose elements are ``flat``.
+
+    These must not change before they are sent.
+    """
+    is_array = isinstance(source.value, np.ndarray)
+    dtype = source.array.dtype.str if is_array else source.dtype_name
+    head = _head_of(not is_array, dtype, source.shape)
+    return (head, flat.view(np.uint8).data), len(head) + flat.nbytes
+
+
+@lru_cache(maxsize=256)
+def _head_of(is_tensor: bool, dtype: str, shape: tuple[int, ...]) -> bytes:
+    body = _encode(Portion(is_tensor, dtype, shape))
+    head = _LENGTH.pack(len(body)) + body
+    return head + bytes(-len(head) % _ALIGNMENT)
+
+
+def unpack_portion(payload: Payload, out: Operand | None) -> Any:
+    """Return the array or tensor of a message, in ``out`` if that is given.
+
+    Raises:
+        InvalidMessageError: It is none.
+        ConfigurationError: ``out`` has another dtype or shape.
+    """
+    try:
+        return _unpack_portion(payload, out)
+    except BaseException:
+        if not isinstance(payload, bytearray):
+            with suppress(LoanRevokedError):
+                payload.give_back()
+        raise
+
+
+def _unpack_portion(payload: Payload, out: Operand | None) -> Any:
+    portion, start = _unpack_head(payload)
+    target = _new(portion, len(payload) - start) if out is None else out
+    is_array = isinstance(target.value, np.ndarray)
+    dtype = target.array.dtype.str if is_array else target.dtype_name
+    if Portion(not is_array, dtype, target.shape) != portion:
+        kind = "tensor" if portion.is_tensor else "array"
+        raise ConfigurationError(
+            f"out is {dtype} {target.shape}, "
+            f"the message holds a {kind} {portion.dtype} {portion.shape}"
+        )
+    _check_size(portion, target.array.itemsize, len(payload) - start)
+    flat = target.flat()
+    if flat.dtype.kind in _CHECKED_KINDS:
+        head = ArrayHead(flat.dtype, flat.shape, False, flat.nbytes)
+        flat[...] = view_array(head, whole_of(payload), start)
+    else:
+        copy_into(payload, flat.view(np.uint8).data, start)
+    target.store(flat)
+    return target.value
+
+
+def _unpack_head(payload: Payload) -> tuple[Portion, int]:
+    """Return what a message holds, and where the elements begin."""
+    if isinstance(payload, bytearray):
+        beginning = payload
+    else:
+        beginning = bytearray(min(_HEAD_NBYTES, len(payload)))
+        payload.read_into(0, memoryview(beginning))
+    try:
+        (length,) = _LENGTH.unpack_from(beginning)
+        end = _LENGTH.size + length
+        portion = _decode(memoryview(beginning)[_LENGTH.size : end])
+    except (struct.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidMessageError(f"not what a root scatters: {error}") from error
+    return portion, end + -end % _ALIGNMENT
+
+
+def _new(portion: Portion, nbytes: int) -> Operand:
+    """Return memory for what a message holds, of its kind, if it has just so many bytes."""
+    try:
+        if portion.is_tensor:
+            torch = importlib.import_module("torch")
+            empty = torch.empty(0, dtype=getattr(torch, portion.dtype))
+            _check_size(portion, empty.element_size(), nbytes)
+            return operand(empty.new_empty(portion.shape))
+        dtype = np.dtype(portion.dtype)
+        if dtype_code(dtype) != portion.dtype:
+            raise InvalidMessageError(f"arrays of dtype {portion.dtype[:32]!r} are not carried")
+        _check_size(portion, dtype.itemsize, nbytes)
+        return operand(np.empty(portion.shape, dtype))
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise InvalidMessageError(
+            f"nothing here for {portion.dtype[:32]!r} {portion.shape}: {error}"
+        ) from error
+
+
+def _check_size(portion: Portion, itemsize: int, nbytes: int) -> None:
+    if itemsize * math.prod(portion.shape) != nbytes:
+        raise InvalidMessageError(f"{nbytes} bytes for {portion.dtype[:32]!r} {portion.shape}")

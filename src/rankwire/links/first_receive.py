@@ -1,0 +1,167 @@
+"""One message from whichever of several inboxes has one first.
+
+It is asked for in all of them. The first that comes is taken; the receives in the other inboxes are
+taken back at that moment, by whichever thread has read it, so that none holds what is for others.
+If a second one has come by then, that is put back to the head of its queue.
+
+Who waits reads the connections that nobody else reads, and sleeps at all of them at once. In each
+inbox it hangs a bell among the threads that are parked there: so it hears of a message that
+another thread has read, of a connection that has come, and when a reading role is left.
+
+Locks: ``_lock`` guards the choice alone; nothing is done under it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    DeadlineExceededError,
+    PeerLostError,
+    RankwireError,
+    SizeMismatchError,
+)
+from rankwire.links.bells import Bell
+from rankwire.links.inbox import Inbox
+from rankwire.wire.frames import Envelope, Payload
+from rankwire.wire.receive import Receive
+
+_LONGEST_SLEEP = 0.1  # seconds; who was interrupted may have left a bell unrung
+
+
+class FirstReceive:
+    """A receive in several inboxes. For one thread at a time, but others may read for it.
+
+    Args:
+        inboxes: Where it may come, in the order in which they are looked at.
+        envelope: The one it must have.
+        nbytes: The size it must have, if that is fixed.
+        new_bell: Makes what the thread sleeps by.
+    """
+
+    def __init__(
+        self,
+        inboxes: Sequence[Inbox],
+        envelope: Envelope,
+        nbytes: int | None,
+        new_bell: Callable[[], Bell],
+    ) -> None:
+        receives = (Receive(envelope, self._came, nbytes=nbytes) for _ in inboxes)
+        self._receives = list(zip(inboxes, receives, strict=True))
+        self._new_bell = new_bell
+        self._lock = threading.Lock()
+        self._first: Receive | None = None
+        self._is_posted = False
+
+    @property
+    def source(self) -> int | None:
+        """The rank it came from, once it has."""
+        found = (inbox.peer for inbox, receive in self._receives if receive is self._first)
+        return next(found, None)
+
+    def post(self) -> None:
+        """Ask for it. Idempotent; also if it was interrupted."""
+        if self._is_posted:
+            return
+        for number, (inbox, receive) in enumerate(self._receives):
+            if inbox.has_arrived(receive.envelope):
+                self._read(number)  # those before it have their turn, also if nobody has read them
+            if self._first is not None:
+                break
+            if not receive.posted:
+                inbox.post(receive)
+            if receive.done:
+                self._came(receive)
+        self._is_posted = True
+        if self._first is not None:
+            self._take_back_others()
+
+    def take(self, deadline: Deadline) -> Payload:
+        """Return it.
+
+        Raises:
+            DeadlineExceededError: It has not come, and is still asked for.
+            SizeMismatchError: The first that came has another size, and stays receivable.
+            RankwireError: All those who might send it are gone.
+        """
+        self.post()
+        while not self._has_come():
+            if all(receive.done for _, receive in self._receives):
+                raise self._why_nobody()
+            self._read(len(self._receives))
+            if self._first is None and not self._has_come():
+                if deadline.expired:
+                    missing = [inbox.peer for inbox, r in self._receives if not r.done]
+                    raise DeadlineExceededError(deadline.limit, waiting_for=missing)
+                self._sleep(min(deadline.sleep_limit(), _LONGEST_SLEEP))
+        self._take_back_others()
+        assert self._first is not None
+        return self._first.take()
+
+    def give_up(self) -> None:
+        """Ask for it no more: if it has come, it is for others. Idempotent."""
+        for inbox, receive in self._receives:
+            _take_back(inbox, receive)
+
+    def _read(self, count: int) -> None:
+        """Read what is there in the first inboxes, until it has come."""
+        for inbox, _ in self._receives[:count]:
+            if self._first is not None:
+                break
+            inbox.read_available()
+
+    def _has_come(self) -> bool:
+        """Whether it has come, also if a thread was interrupted before it could say so."""
+        if self._first is None:
+            for _, receive in self._receives:
+                if receive.done:
+                    self._came(receive)
+        return self._first is not None
+
+    def _came(self, receive: Receive) -> None:
+        """Choose a receive that is done, unless there is one; those of ranks that are gone apart.
+
+        Called by any thread.
+        """
+        if receive.payload is None and not isinstance(receive.error, SizeMismatchError):
+            return
+        with self._lock:
+            if self._first is None and receive.posted:
+                self._first = receive
+        self._take_back_others()
+
+    def _take_back_others(self) -> None:
+        for inbox, receive in self._receives:
+            if receive is not self._first:
+                _take_back(inbox, receive)
+
+    def _sleep(self, seconds: float) -> None:
+        bell = self._new_bell()
+        try:
+            for inbox, receive in self._receives:
+                inbox.park(receive, bell)
+            # After that: whoever reads one of these, and leaves it, rings the bell.
+            streams = [stream for inbox, _ in self._receives for stream in inbox.watch()]
+            if not self._has_come():
+                bell.listen(streams, seconds)
+        finally:
+            for inbox, receive in self._receives:
+                inbox.leave(receive, bell)
+            bell.close()
+
+    def _why_nobody(self) -> RankwireError:
+        """Return why nobody sends it any more: the first loss, if there was one."""
+        errors = [receive.error for _, receive in self._receives if receive.error is not None]
+        lost = (error for error in errors if isinstance(error, PeerLostError))
+        return next(lost, errors[0]).copy()
+
+
+def _take_back(inbox: Inbox, receive: Receive) -> None:
+    """Take back a receive; if it has its message, that is put back. Safe to repeat."""
+    receive.on_done = None
+    if receive.posted:
+        inbox.withdraw(receive)
+    if receive.payload is not None:  # also if another thread is about to put it back
+        inbox.give_up(receive)

@@ -1,0 +1,195 @@
+"""The outbox: messages that are sent without waiting, and leave when the peer takes them.
+
+Who posts a message tries at once. What the peer does not take now waits here, in the memory of its
+owner, which does not change until it has left. It goes on whenever somebody sends to the same peer,
+waits for it, or the stream takes more (``on_rest``): no thread is made for that.
+
+Order: a message that waits leaves before any frame that is sent later. So whoever sends, sends
+first what waits. It lets go of the send lock now and then, so that the owner of a message whose
+time is up can take its memory back.
+
+A message stays in ``waiting`` until all of it has left. Its frame's number tells whether a part
+has: that is so once the writer has used the number, and nothing else can use it before.
+"""
+
+from __future__ import annotations
+
+from itertools import starmap
+
+from rankwire.deadline import Deadline
+from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.links.lender import Meanwhile
+from rankwire.links.writer import JOIN_NBYTES, FrameWriter
+from rankwire.wire.frames import HEADER, SEQUENCE_MASK, Buffer, Envelope, Message
+from rankwire.wire.mailbox import ONCE
+from rankwire.wire.seals import SLICE_NBYTES, SealInProgress
+
+_TURN = 0.05  # seconds that one thread has the send lock for what others have posted
+_PAUSE = 0.0005  # and then lets go of it
+
+
+class Queued:
+    """A message that waits to be sent.
+
+    Attributes:
+        envelope: Under which it is received.
+        message: The payload.
+        number: That of its frame, from when it is tried.
+        is_withdrawn: Whether its owner has taken it back.
+    """
+
+    __slots__ = ("envelope", "is_withdrawn", "message", "number")
+
+    def __init__(self, envelope: Envelope, message: Message) -> None:
+        self.envelope = envelope
+        self.message = message
+        self.number: int | None = None
+        self.is_withdrawn = False
+
+
+class Outbox(FrameWriter):
+    """The outgoing direction of a connection, with messages that wait to leave."""
+
+    def post(self, envelope: Envelope, message: Message, at_once: Deadline) -> Queued | None:
+        """Send one message without waiting.
+
+        Args:
+            envelope: Under which it is received.
+            message: The payload; it must not change until it has left.
+            at_once: A deadline that is over, of the connection's world.
+
+        Returns:
+            What to wait for; None if it has left, or is in memory of our own.
+
+        Raises:
+            RankwireError: The connection has failed; the message is not sent.
+        """
+        if message[1] <= JOIN_NBYTES and not self.waiting:
+            try:
+                self.send(envelope, message, at_once)
+                return None
+            except DeadlineExceededError:  # nothing of it has left
+                pass
+        queued = Queued(envelope, message)
+        try:
+            self.waiting.append(queued)
+            try:
+                self.flush(at_once)
+            except DeadlineExceededError:
+                if self._on_rest is not None:
+                    self._on_rest()
+            return None if self.has_left(queued) else queued
+        except BaseException:
+            try:
+                self.withdraw(queued)
+            finally:
+                self.withdraw(queued)  # an interrupt may have fallen into the first
+            raise
+
+    def has_left(self, queued: Queued) -> bool:
+        """Whether all of a message has left."""
+        number = queued.number
+        sent, held = self._outgoing
+        return number is not None and (number + 1 < sent or (number + 1 == sent and not held))
+
+    def finish(self, queued: Queued, deadline: Deadline, meanwhile: Meanwhile | None) -> bool:
+        """Send until all of a message has left; False if the deadline passes first.
+
+        Raises:
+            RankwireError: The connection has failed before that.
+        """
+        grip: list[bool] = []
+        try:
+            while not self.has_left(queued):
+                try:
+                    self._take_lock(grip, deadline.sooner(_TURN))
+                    if self._sends_waiting(grip, deadline, meanwhile, queued):
+                        break
+                except DeadlineExceededError:
+                    if deadline.expired:
+                        break
+            return self.has_left(queued)
+        except BaseException:
+            if grip[-1:] == [True]:
+                try:
+                    self._put_in_order(True)
+                finally:  # as in ``send``
+                    self._put_in_order(True)
+            raise
+        finally:
+            if grip[-1:] == [True]:
+                self._lock.release()
+
+    def withdraw(self, queued: Queued) -> bool:
+        """Take a message back, and its memory; return whether nothing of it has left. Idempotent.
+
+        If a part of it has, the rest is copied, and follows.
+        """
+        queued.is_withdrawn = True
+        if queued.number is None:  # and whoever is about to try it sees that it is withdrawn
+            return True
+        with self._lock:
+            if self._journal is not None:
+                self._put_in_order(True)
+            number, (sent, held) = queued.number, self._outgoing
+            if number is None or number >= sent:
+                return True
+            if self.waiting and self.waiting[0] is queued:
+                self._outgoing = (sent, tuple(map(bytes, held)))
+                del self.waiting[0]
+        return False
+
+    def _sends_waiting(
+        self,
+        grip: list[bool],
+        deadline: Deadline,
+        meanwhile: Meanwhile | None,
+        last: Queued | None = None,
+    ) -> bool:
+        """Send what waits, up to the last that is wanted; False if its turn was over first.
+
+        Then the lock is not taken any more.
+        """
+        turn = deadline.sooner(_TURN)
+        try:
+            while self.waiting and not (last is not None and self.has_left(last)):
+                self._send_first(self.waiting[0], turn, meanwhile)
+                del self.waiting[0]
+            return True
+        except DeadlineExceededError:
+            if turn is deadline:
+                raise
+            grip.extend(starmap(self._lock.release, ONCE))  # type: ignore[arg-type]
+            deadline.clock.sleep(_PAUSE)
+            return False
+
+    def _send_first(self, queued: Queued, turn: Deadline, meanwhile: Meanwhile | None) -> None:
+        """Send what is left of the message whose turn it is, unless it is withdrawn."""
+        sent = self._outgoing[0]
+        if queued.number is None or queued.number >= sent:
+            queued.number = sent
+            if queued.is_withdrawn:
+                queued.number = None
+                return
+            try:
+                frame, coming = self._frame_of(queued)
+                self._write(frame, turn, meanwhile, is_owned=True, coming=coming)
+            except RankwireError:
+                if self._outgoing[0] == sent:
+                    queued.number = None
+                raise
+        if self._outgoing[1]:
+            self._write((), turn, meanwhile, is_owned=True)
+
+    def _frame_of(self, queued: Queued) -> tuple[list[Buffer], SealInProgress | None]:
+        sequence = self._outgoing[0]
+        group, channel, tag = queued.envelope
+        buffers, nbytes = queued.message
+        header = HEADER.pack(channel, sequence & SEQUENCE_MASK, group, tag, nbytes)
+        seal = self._seal
+        if seal is None:
+            return [header, *buffers], None
+        if nbytes <= SLICE_NBYTES:
+            return [header, *seal.around(sequence, header, channel, buffers, nbytes)], None
+        pieces, coming = seal.begin_around(sequence, header, channel, buffers, nbytes)
+        return [header, *pieces], coming

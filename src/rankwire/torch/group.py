@@ -1,0 +1,393 @@
+"""The process group: every operation of ``torch.distributed``, on a rankwire backend.
+
+torch makes a group by ``create_group``. Its own code, in Python and C++ (DDP, functional
+collectives, compiled graphs), calls the methods below by these names, and the older ones of the
+same operations. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread, everything
+else in the background. Errors are torch's (``translation``).
+
+Size: torch's interface has so many methods; each of them names the operation and its arguments.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import rankwire
+from rankwire.backends.base import Backend
+from rankwire.backends.posting import ANY_RANK
+from rankwire.backends.sub import SubBackend
+from rankwire.collectives.operands import operand
+from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.torch.devices import Devices, plain
+from rankwire.torch.forming import form_world
+from rankwire.torch.launching import take_formed
+from rankwire.torch.reduce_ops import op_of
+from rankwire.torch.sparse import add_sparse
+from rankwire.torch.translation import as_torch, translated
+from rankwire.torch.works import DoneWork, MessageWork, PendingWork, seconds_of
+
+Tensors = Sequence[torch.Tensor]
+
+
+def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
+    """Make the process group that torch asks for.
+
+    Groups of a world that is rankwire's are groups of it; any other is a world of its own, which
+    its ranks form through the store.
+
+    Args:
+        options: torch's: store, rank, size, the ranks in the default group, time limit.
+        backend_options: None are known.
+    """
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    world = dist.group.WORLD if dist.is_initialized() else None
+    with as_torch():
+        if isinstance(world, RankwireGroup):
+            members = list(options.global_ranks_in_group)
+            seconds = timeout.total_seconds()
+            ranks: Backend = SubBackend(world.ranks, members, keep_order=True, timeout=seconds)
+        else:
+            formed = take_formed(rank, size) if world is None else None
+            ranks = formed or form_world(options.store, rank, size, timeout)
+            ranks.timeout = timeout.total_seconds()
+    return RankwireGroup(ranks, options.store)
+
+
+def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Have an operation take tensors of other devices too."""
+    name = operation.__name__
+
+    @wraps(operation)
+    def route(group: RankwireGroup, *args: Any, **kwargs: Any) -> Any:
+        device = group.devices.device_of(args)
+        if device == "cpu":
+            return operation(group, *args, **kwargs)
+        return group.devices.run(name, device, partial(operation, group), args, kwargs)
+
+    return route
+
+
+class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group of torch on a backend. Safe from any thread.
+
+    Args:
+        ranks: The group.
+        store: torch's, which others may want.
+
+    Attributes:
+        ranks: The backend, for what torch has no word for: calls, messages of any kind.
+        devices: What happens to tensors that are not on the CPU.
+
+    Size: as for its module.
+    """
+
+    def __init__(self, ranks: Backend, store: Any) -> None:
+        super().__init__(ranks.rank, ranks.world_size)
+        self.ranks = ranks
+        self.devices = Devices(self, timedelta(seconds=ranks.timeout))
+        self._store = store
+        self._name = ""
+        self._description = "undefined"
+        weakref.finalize(self, ranks.close)
+
+    # -- who it is ---------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """Return its name."""
+        return "rankwire"
+
+    def get_group_store(self) -> Any:
+        """Return the store that it was formed by."""
+        return self._store
+
+    def getGroupName(self) -> str:
+        """Return the name that torch has given to it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that torch gives to it."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """Return what torch says it is for."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take what torch says it is for."""
+        self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices that it has a backend for."""
+        return [torch.device(device) for device in ("cpu", *self.devices.others())]
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    # -- collectives -------------------------------------------------------------------------------
+
+    @_on_any_device
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce a tensor over all ranks, in place."""
+        tensor = _only(tensors)
+        opts = _options(c10d.AllreduceOptions, opts)
+        if tensor.is_sparse:
+            with as_torch():
+                add_sparse(self.ranks, tensor, op_of(opts.reduceOp), seconds_of(opts.timeout))
+            return DoneWork([tensor])
+        return self._run(opts, [tensor], rankwire.all_reduce, tensor, op_of(opts.reduceOp))
+
+    @_on_any_device
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        """Reduce many tensors over all ranks, in place."""
+        opts = _options(c10d.AllreduceCoalescedOptions, opts)
+        op = op_of(opts.reduceOp)
+        return self._run(opts, tensors, rankwire.all_reduce_coalesced, [*map(plain, tensors)], op)
+
+    @_on_any_device
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce a tensor over all ranks into that of the root."""
+        tensor = _only(tensors)
+        opts = _options(c10d.ReduceOptions, opts)
+        root, op = opts.rootRank, op_of(opts.reduceOp)
+        out = tensor if self.ranks.rank == root else None
+        return self._run(opts, [tensor], rankwire.reduce, tensor, root, op, out=out)
+
+    @_on_any_device
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        """Copy the root's tensor to all ranks."""
+        tensor = _only(tensors)
+        opts = _options(c10d.BroadcastOptions, opts)
+        return self._run(opts, [tensor], rankwire.broadcast, tensor, opts.rootRank)
+
+    @_on_any_device
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give every rank the tensors of all, each in one of its own."""
+        out, tensor = _only_list(outputs), _only(inputs)
+        opts = _options(c10d.AllgatherOptions, opts)
+        return self._run(opts, out, rankwire.all_gather, tensor, out=out)
+
+    @_on_any_device
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Any:
+        """Give every rank the tensors of all, in one."""
+        opts = _options(c10d.AllgatherOptions, opts)
+        return self._run(opts, [output], rankwire.all_gather, _flat(source), out=_flat(output))
+
+    @_on_any_device
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Give every rank many tensors of all, each in one."""
+        opts = _options(c10d.AllgatherOptions, opts)
+        flat, out = [_flat(each) for each in inputs], [_flat(each) for each in outputs]
+        return self._run(opts, outputs, rankwire.all_gather_coalesced, flat, out=out)
+
+    @_on_any_device
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Give every rank all tensors of all ranks, by rank and then by tensor."""
+        opts = _options(c10d.AllgatherOptions, opts)
+        works = [
+            self._run(opts, out, rankwire.all_gather, tensor, out=list(out))
+            for tensor, out in zip(inputs, zip(*output_lists, strict=True), strict=True)
+        ]
+        return works[-1] if works else DoneWork()
+
+    @_on_any_device
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give the root the tensors of all ranks, each in one of its own."""
+        tensor = _only(inputs)
+        opts = _options(c10d.GatherOptions, opts)
+        out = _only_list(outputs) if self.ranks.rank == opts.rootRank else None
+        held = [tensor] if out is None else out
+        return self._run(opts, held, rankwire.gather, tensor, opts.rootRank, out=out)
+
+    @_on_any_device
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give each rank one of the root's tensors."""
+        out = _only(outputs)
+        opts = _options(c10d.ScatterOptions, opts)
+        tensors = _only_list(inputs) if self.ranks.rank == opts.rootRank else None
+        return self._run(opts, [out], rankwire.scatter, tensors, opts.rootRank, out=out)
+
+    @_on_any_device
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce one tensor for each rank over all ranks; each gets its own."""
+        out, tensors = _only(outputs), _only_list(inputs)
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        op = op_of(opts.reduceOp)
+        return self._run(opts, [out], rankwire.reduce_scatter, tensors, op, out=out)
+
+    @_on_any_device
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Any:
+        """Reduce a tensor over all ranks; each gets its part."""
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        op, out = op_of(opts.reduceOp), _flat(output)
+        return self._run(opts, [output], rankwire.reduce_scatter, _flat(source), op, out=out)
+
+    @_on_any_device
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Reduce many tensors over all ranks; each gets its part of all of them."""
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        op = op_of(opts.reduceOp)
+        flat, out = [_flat(each) for each in inputs], [_flat(each) for each in outputs]
+        return self._run(opts, outputs, rankwire.reduce_scatter_coalesced, flat, op, out=out)
+
+    @_on_any_device
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Any:
+        """Give rank i part i of dim 0, of equal or of these sizes."""
+        opts = _options(c10d.AllToAllOptions, opts)
+        if not output_sizes and not input_sizes:
+            return self._run(opts, [output], rankwire.all_to_all, _flat(source), out=_flat(output))
+        size = self.ranks.world_size
+        parts = _cut(source, input_sizes or [source.shape[0] // size] * size)
+        out = _cut(output, output_sizes or [output.shape[0] // size] * size)
+        return self._run(opts, [output], rankwire.all_to_all, parts, out=out)
+
+    @_on_any_device
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """Give rank i tensor i, and get one from every rank."""
+        opts = _options(c10d.AllToAllOptions, opts)
+        return self._run(
+            opts, outputs, rankwire.all_to_all, [*map(plain, inputs)], out=[*map(plain, outputs)]
+        )
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Meet."""
+        return self._run(_options(c10d.BarrierOptions, opts), [], rankwire.barrier)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Meet; rank 0 names who does not come in time.
+
+        ``torch.distributed.monitored_barrier`` itself is for Gloo only.
+        """
+        with as_torch():
+            rankwire.barrier(self.ranks, timeout=seconds_of(timeout))
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        """Send a tensor to a rank; it must not change before the work is done."""
+        own = operand(_only(tensors))
+        with as_torch():
+            return MessageWork(self.ranks.isend(_bytes(own.flat()), dst, tag), own, None)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        """Receive a tensor from a rank."""
+        return self._receive(tensors, src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Receive a tensor from whichever rank sends one; the work tells which it was."""
+        return self._receive(tensors, ANY_RANK, tag)
+
+    def _receive(self, tensors: Any, src: Any, tag: int) -> Any:
+        target = operand(_only(tensors))
+        flat = target.flat()
+        with as_torch():
+            return MessageWork(self.ranks.irecv_into(_bytes(flat), src, tag), target, flat)
+
+    # The older names of the same.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Leave the group in good order."""
+        self.ranks.close()
+
+    def abort(self) -> None:
+        """Leave the group at once: what waits in it ends with an error, here and elsewhere."""
+        self.ranks.close(error=RuntimeError("the process group was aborted"))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the limit of operations without one of their own."""
+        self.ranks.timeout = timeout.total_seconds()
+
+    def __repr__(self) -> str:
+        return f"<RankwireGroup {self._name!r} on {self.ranks!r}>"
+
+    def _run(
+        self, opts: Any, tensors: Tensors, operation: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run an operation here, or begin it."""
+        is_async = getattr(opts, "asyncOp", True)
+        limit = seconds_of(opts.timeout)
+        try:
+            work = operation(self.ranks, *args, async_op=is_async, timeout=limit, **kwargs)
+        except RankwireError as error:
+            raise translated(error) from error
+        return PendingWork(work, tensors) if is_async else DoneWork(tensors)
+
+
+def _options(kind: Callable[[], Any], given: Any) -> Any:
+    """Return options as torch gives them; the older forms of a call give an op, or nothing."""
+    if given is None:
+        return kind()
+    if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        options = kind()
+        options.reduceOp = given
+        return options
+    return given
+
+
+def _only(tensors: Any) -> torch.Tensor:
+    """Return the one tensor that a call is about."""
+    if isinstance(tensors, torch.Tensor):
+        return plain(tensors)
+    if len(tensors) != 1:
+        raise ConfigurationError(f"one tensor a rank, not {len(tensors)}")
+    return plain(tensors[0])
+
+
+def _only_list(lists: Any) -> list[torch.Tensor]:
+    """Return the one list of tensors that a call is about."""
+    if lists and isinstance(lists[0], torch.Tensor):
+        return [plain(tensor) for tensor in lists]
+    if len(lists) != 1:
+        raise ConfigurationError(f"one list of tensors a rank, not {len(lists)}")
+    return [plain(tensor) for tensor in lists[0]]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = plain(tensor)
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
+def _bytes(flat: Any) -> memoryview:
+    view: memoryview = flat.view(np.uint8).data
+    return view
+
+
+def _cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    return list(torch.split(tensor, list(sizes)))

@@ -1,0 +1,83 @@
+"""Launching: torch programs under every launcher that ``rankwire.connect`` knows.
+
+torch's own ``env://`` needs ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where
+they are missing and another launcher has started this process (``rankwire run``, ``mpiexec``,
+``srun``), the world is formed by rankwire first, with its own authentication; torch's store comes
+after it and carries no secret. Within one host the store is a file that only this user can read,
+between hosts it is torch's, over TCP. ``init_method="rankwire://"`` asks for it by name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from rankwire.backends.connect import connect
+from rankwire.backends.tcp import TcpBackend
+from rankwire.collectives.objects import broadcast_object
+
+_SCHEME = "rankwire"
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_formed: list[TcpBackend] = []  # the world that waits for its process group, if there is one
+
+
+def take_formed(rank: int, size: int) -> TcpBackend | None:
+    """Return the world that was formed for the default group; None if torch's store is the way."""
+    if _formed and (_formed[0].rank, _formed[0].world_size) == (rank, size):
+        return _formed.pop()
+    return None
+
+
+def register_launchers() -> None:
+    """Have torch find the worlds of other launchers: by name, and where ``env://`` cannot work."""
+    # As an attribute of its package it is a function of the same name.
+    handlers = getattr(import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+    if _SCHEME in handlers:
+        return
+    dist.register_rendezvous_handler(_SCHEME, _meet)
+    of_environment = handlers.get("env")
+    if of_environment is not None:
+
+        def meet(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
+            is_torchs = all(name in os.environ for name in _VARIABLES) or "?" in url
+            return (of_environment if is_torchs else _meet)(url, **_given(timeout), **options)
+
+        handlers["env"] = meet
+
+
+def _given(timeout: timedelta | None) -> dict[str, timedelta]:
+    return {} if timeout is None else {"timeout": timeout}
+
+
+def _meet(
+    url: str, timeout: timedelta | None = None, **options: Any
+) -> Iterator[tuple[Any, int, int]]:
+    """Form the world, and yield a store, the rank and the number of ranks, as torch wants them."""
+    limit = {} if timeout is None else {"join_timeout": timeout.total_seconds()}
+    backend = connect(**limit)
+    _formed[:] = [backend]
+    yield _store(backend), backend.rank, backend.world_size
+
+
+def _store(backend: TcpBackend) -> Any:
+    """Return a store that all ranks share."""
+    hosts = backend.hosts
+    is_first = backend.rank == 0
+    if all(host == hosts[0] for host in hosts):
+        folder = tempfile.mkdtemp(prefix="rankwire-store-") if is_first else None
+        if folder is not None:
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return dist.FileStore(f"{broadcast_object(backend, folder)}/store", backend.world_size)
+    host = backend.address.rpartition(":")[0].strip("[]")
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
+    port = broadcast_object(backend, None if store is None else store.port)
+    return store or dist.TCPStore(host, port, is_master=False)

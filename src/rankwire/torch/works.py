@@ -1,0 +1,203 @@
+"""Works: what torch waits for.
+
+A blocking operation is done when it returns; one in the background is a ``rankwire`` one, of which
+torch wants to wait, to know its state, and to have a future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankwire.backends.handles import MessageHandle
+from rankwire.collectives.operands import Operand
+from rankwire.collectives.work import Work
+from rankwire.torch.translation import as_torch, translated
+
+_NO_LIMIT = timedelta(0)
+
+
+def seconds_of(limit: timedelta | None) -> float | None:
+    """Return a time limit of torch in seconds; None if it says none (unset is below zero)."""
+    if limit is None or limit <= _NO_LIMIT:
+        return None
+    return limit.total_seconds()
+
+
+class DoneWork(dist._Work):  # type: ignore[misc]
+    """An operation that is done.
+
+    Args:
+        tensors: Its result, for the future.
+        source: The rank that a message came from.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), source: int = -1) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._source = source
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It is."""
+        return True
+
+    def exception(self) -> None:
+        """There is none."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Return its tensors."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future that is done."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class PendingWork(dist._Work):  # type: ignore[misc]
+    """An operation in the background.
+
+    Args:
+        work: What runs it.
+        tensors: Its result; they are held until it is done.
+    """
+
+    def __init__(self, work: Work[Any], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._work = work
+        self._tensors = list(tensors)
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Wait until it is done.
+
+        Raises:
+            DistBackendError: It has failed, or is not done in time.
+        """
+        with as_torch():
+            self._work.wait(seconds_of(timeout))
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._work.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._work.done() and self._work.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return its error, if it has ended with one."""
+        error = self._work.exception() if self._work.done() else None
+        return None if error is None else translated(error)
+
+    def synchronize(self) -> None:
+        """Wait until it is done."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return its tensors."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future that ends with it; its callbacks may use the group."""
+        if self._future is None:
+            ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            # Only what raises in a callback of torch's is an error for its C++ code as well: DDP's
+            # reads the exception of ``set_exception`` as if it were tensors, and crashes.
+            self._future = ended.then(lambda _: self._outcome())
+            self._work.add_done_callback(lambda _: ended.set_result([]))
+        return self._future
+
+    def _outcome(self) -> list[torch.Tensor]:
+        error = self._work.exception()
+        if error is not None:
+            raise translated(error) from error
+        return self._tensors
+
+
+class MessageWork(dist._Work):  # type: ignore[misc]
+    """A tensor on its way from or to another rank.
+
+    Args:
+        handle: The message.
+        operand: The tensor.
+        flat: Where its elements come, if it is received.
+    """
+
+    def __init__(self, handle: MessageHandle, operand: Operand, flat: Any) -> None:
+        super().__init__()
+        self._handle = handle
+        self._operand = operand
+        self._flat = flat
+        self._is_done = False
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Wait until it is there, or has left.
+
+        Raises:
+            DistBackendError: It cannot come any more, or not in time.
+        """
+        if not self._is_done:
+            with as_torch():
+                self._handle.wait(seconds_of(timeout))
+            if self._flat is not None:
+                self._operand.store(self._flat)
+            self._is_done = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is there, has left, or cannot any more."""
+        return self._is_done or self._handle.done()
+
+    def is_success(self) -> bool:
+        """Whether it is there, or has left."""
+        return self._is_done
+
+    def synchronize(self) -> None:
+        """Wait until it is there, or has left."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the rank that it came from."""
+        source = self._handle.source
+        return -1 if source is None else source
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensor."""
+        return [self._operand.value]
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future that is done: whoever wants it waits for the message here."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        try:
+            self.wait()
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self.result())
+        return future

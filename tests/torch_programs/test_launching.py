@@ -1,0 +1,40 @@
+"""Torch programs find their world under every launcher."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+import rankwire.torch
+dist.init_process_group("rankwire")
+tensor = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(tensor)
+sys.stdout.write(f"sum {tensor.item()} {dist.get_backend()}\\n")
+dist.destroy_process_group()
+"""
+TOOLS = Path(sys.executable).parent
+LAUNCHERS = {
+    "rankwire run": [sys.executable, "-m", "rankwire", "run", "-n", "2", "--no-prefix"],
+    "torchrun": [str(TOOLS / "torchrun"), "--nproc-per-node", "2"],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_program_runs_under(launcher, tmp_path):
+    command = LAUNCHERS[launcher]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3.0 rankwire") == 2

@@ -1,0 +1,100 @@
+"""Training by torch's own means gives the losses that it gives on Gloo, bit for bit."""
+
+import os
+import signal
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.distributed import init_device_mesh  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch_ranks import on_both, run_ranks  # noqa: E402
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    )
+
+
+def losses(rank, trained, steps=6):
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1, momentum=0.9)
+    torch.manual_seed(rank + 1)
+    found = []
+    for _ in range(steps):
+        loss = trained(torch.randn(8, 16)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def by_ddp(**options):
+    return lambda: DistributedDataParallel(model(), **options)
+
+
+def with_hook():
+    trained = DistributedDataParallel(model())
+    trained.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return trained
+
+
+def by_fsdp2():
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    trained = model()
+    for layer in trained[::2]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(trained, mesh=mesh)
+
+
+WAYS = {
+    "ddp": by_ddp(),
+    "ddp, small buckets": by_ddp(bucket_cap_mb=0.001),
+    "ddp, static graph": by_ddp(static_graph=True),
+    "ddp, unused parameters": by_ddp(find_unused_parameters=True),
+    "ddp, fp16 hook": with_hook,
+    "fsdp2": by_fsdp2,
+    "fsdp1": lambda: FullyShardedDataParallel(model(), device_id=torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_those_of_gloo(way):
+    gloo, ours = on_both(2, lambda rank: losses(rank, WAYS[way]()))
+    assert gloo == ours
+
+
+def test_hybrid_sharding_on_a_grid_gives_the_losses_of_gloo():
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        trained = model()
+        fully_shard(trained[0], mesh=mesh)
+        return losses(rank, fully_shard(trained, mesh=mesh), steps=3)
+
+    gloo, ours = on_both(4, run)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(gloo), rtol=1e-6, atol=0)
+
+
+def test_a_rank_that_is_killed_in_training_is_named_by_the_others_at_once():
+    def run(rank):
+        trained = DistributedDataParallel(model())
+        optimizer = torch.optim.SGD(trained.parameters(), 0.01)
+        for step in range(1000):
+            if (rank, step) == (1, 57):
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                trained(torch.randn(4, 16)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            except RuntimeError as error:
+                return step, "rank 1" in str(error)
+        return None
+
+    first, _, third = run_ranks(3, run, killed=[1])
+    assert first == third == (57, True)
