@@ -3,16 +3,20 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH := .venv-bench
+DOCS := .venv-docs
 N ?= 4
 # A third of the seconds of a test is the processor's, the rest is waiting (measured over the suite:
 # 421 of 1,338 s), so three workers for a core. A worker that has nothing left takes from the others.
 WORKERS ?= 6
+# Of torch's own tests of RPC, run only every so many-th.
+EVERY_RPC ?= 1
 SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
-TORCH_TESTS := tests/codec/test_torch_tensors.py tests/backends/test_torch_arrays.py \
+TORCH_TESTS := tests/codec/test_torch_tensors.py tests/codec/test_torch_constants.py \
+	tests/backends/test_torch_arrays.py tests/test_what_can_i_send.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
 	tests/backends/test_schedulers.py tests/torch_programs
 
-.PHONY: help demo test test-all test-loaded check bench test-torch test-torch-suites what-we-hold nightly format clean
+.PHONY: help demo test test-all test-loaded check bench test-torch test-torch-suites docs what-we-hold nightly format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +33,11 @@ $(VENV)/can-check: $(VENV)/ready
 $(BENCH)/ready: pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
+	touch $@
+
+$(DOCS)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	touch $@
 
 demo: $(VENV)/ready  ## train a model with a parameter server on N=4 ranks of this machine
@@ -50,17 +59,23 @@ check: $(VENV)/can-check  ## lint and type-check
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the table and chart of the README
+bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the tables and charts of the pages
 	$(BENCH)/bin/python -m benchmarks.run
 	$(BENCH)/bin/python -m benchmarks.collectives.run
 	$(BENCH)/bin/python -m benchmarks.torch_backends
-	$(BENCH)/bin/python -m benchmarks.update_readme
+	$(BENCH)/bin/python -m benchmarks.torch_rpc
+	$(BENCH)/bin/python -m benchmarks.update_pages
 
 test-torch: $(BENCH)/ready  ## run the tests that need torch
 	$(BENCH)/bin/pytest $(TORCH_TESTS)
 
-test-torch-suites: $(BENCH)/ready  ## run torch's own tests of its backends on rankwire (2 minutes)
+test-torch-suites: $(BENCH)/ready  ## run torch's own tests of its backends and of RPC on rankwire (7 minutes)
 	$(BENCH)/bin/python tools/torch_suites.py
+	$(BENCH)/bin/python tools/torch_suites.py --of rpc --every $(EVERY_RPC)
+	$(BENCH)/bin/python tools/torch_suites.py --of rpc-pickle --every $(EVERY_RPC)
+
+docs: $(DOCS)/ready  ## build the site into site/, strictly: links and names are checked
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 what-we-hold: $(VENV)/ready  ## run the tests of faults and renew docs/what-we-hold.md (needs root and iproute2)
 	$(VENV)/bin/pytest -m fault --what-we-hold=.what-we-hold.json
@@ -75,4 +90,4 @@ format: $(VENV)/can-check  ## format the code
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(BENCH) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

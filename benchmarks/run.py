@@ -52,7 +52,7 @@ examples:
   python -m benchmarks.run                        the real thing: about 3 minutes, saves all
   python -m benchmarks.run --quick                does everything work? under 30 s, saves nothing
   python -m benchmarks.run --only rankwire,torch  while tuning; saves nothing
-  python -m benchmarks.update_readme              put the saved figures into the README
+  python -m benchmarks.update_pages               put the saved figures into the pages
 
 A library that is not installed is left out and said to be. Keep the machine idle meanwhile: on
 two cores, anything else that runs is in the figures.

@@ -15,7 +15,6 @@ worth on each field.
 import argparse
 import contextlib
 import queue
-import threading
 import time
 
 import numpy as np
@@ -97,7 +96,8 @@ def learn(backend: rankwire.Backend, agent: rankwire.RpcAgent, updates: int) -> 
             recent = np.mean(rewards[-200:])
             print(f"policy {version:4}, {len(rewards):6} episodes, mean reward {recent:+.2f}")
 
-    played = {actor: agent.rpc_sync(actor, "stop") for actor in actors}
+    agent.stop(*actors)
+    played = {actor: agent.to(actor).played() for actor in actors}
     print(f"episodes played: {', '.join(f'{n} by rank {actor}' for actor, n in played.items())}")
     for row, line in enumerate(WORLD):
         best = values[row * SIZE : (row + 1) * SIZE].argmax(axis=1)
@@ -108,7 +108,7 @@ def learn(backend: rankwire.Backend, agent: rankwire.RpcAgent, updates: int) -> 
 def act(backend: rankwire.Backend, agent: rankwire.RpcAgent) -> None:
     random = np.random.default_rng(backend.rank)
     policy = np.zeros((SIZE * SIZE, len(MOVES))), 1.0
-    is_stopped, played = threading.Event(), 0
+    count = 0
 
     @agent.register
     def set_policy(values: np.ndarray, curiosity: float) -> None:
@@ -116,14 +116,13 @@ def act(backend: rankwire.Backend, agent: rankwire.RpcAgent) -> None:
         policy = values, curiosity  # arrays that a call brings belong to the callee
 
     @agent.register
-    def stop() -> int:
-        is_stopped.set()
-        return played
+    def played() -> int:
+        return count
 
     backend.barrier()
-    while not is_stopped.is_set():
+    while not agent.stopped:
         agent.rpc_sync(0, "submit", *play(*policy, random))
-        played += 1
+        count += 1
 
 
 if __name__ == "__main__":

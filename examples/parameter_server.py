@@ -3,7 +3,8 @@
     rankwire run -n 4 examples/parameter_server.py
 
 Rank 0 holds the parameters. Every other rank trains on a shard of its own: it pulls the parameters,
-computes a gradient and pushes it, without waiting for the others. Any number of ranks from 2 on.
+computes a gradient and pushes it, without waiting for the others, unless it is too far ahead of the
+slowest (``--staleness``). Any number of ranks from 2 on.
 
 The model is a real one, a network with one hidden layer that learns to read digits. The data set is
 generated, from fixed seeds: seven-segment digits at random places, with random contrast, in noise.
@@ -17,6 +18,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import argparse
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 from rich.console import Console
@@ -77,12 +79,18 @@ def gradient(parameters: Arrays, images: np.ndarray, labels: np.ndarray) -> tupl
 
 
 class ParameterServer:
-    """What rank 0 lets the workers call. Calls of several workers run at once, hence the lock."""
+    """What rank 0 lets the workers call: each public method is a function of that name.
 
-    def __init__(self, steps: int) -> None:
+    Calls of several workers run at once, hence the lock.
+    """
+
+    def __init__(self, steps: int, workers: int, staleness: int) -> None:
         self.parameters = new_parameters()
         self.step, self.steps, self.loss = 0, steps, 0.0
-        self.is_trained = threading.Event()
+        self.staleness = staleness
+        self.pushed = dict.fromkeys(range(1, workers + 1), 0)
+        self.waiting: dict[int, Future[bool]] = {}  # workers that are too far ahead
+        self.reports: list[dict[str, np.ndarray]] = []
         self.lock = threading.Lock()
 
     def pull(self) -> Arrays:
@@ -90,27 +98,44 @@ class ParameterServer:
         with self.lock:
             return [array.copy() for array in self.parameters]
 
-    def push(self, gradients: Arrays, loss: float) -> bool:
-        """Apply a gradient; return whether to go on."""
+    def push(self, gradients: Arrays, loss: float) -> "bool | Future[bool]":
+        """Apply a gradient; return whether to go on.
+
+        To a worker that is too far ahead of the slowest, that is said later: what is returned is
+        a future, and no thread waits meanwhile.
+        """
+        worker = rankwire.current_call().src
         with self.lock:
             for array, change in zip(self.parameters, gradients, strict=True):
                 array -= RATE * change
             self.step += 1
             self.loss += (loss - self.loss) * (0.01 if self.step > 1 else 1)
-            if self.step == self.steps:
-                self.is_trained.set()
-            return self.step < self.steps
+            self.pushed[worker] += 1
+            goes_on = self.step < self.steps
+            newest = min(self.pushed.values()) + self.staleness if goes_on else self.step
+            released = [each for each in self.waiting if self.pushed[each] <= newest]
+            futures = [self.waiting.pop(each) for each in released]
+            answer = goes_on if self.pushed[worker] <= newest else Future()
+            if isinstance(answer, Future):
+                self.waiting[worker] = answer
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_result(goes_on)
+        return answer
+
+    def ping(self) -> None:
+        """Do nothing: to measure what a call costs."""
+
+    def report(self, latencies: dict[str, np.ndarray]) -> None:
+        """Keep what a worker has measured."""
+        self.reports.append(latencies)
 
 
-def serve(backend: rankwire.Backend, agent: rankwire.RpcAgent, steps: int) -> None:
+def serve(backend: rankwire.Backend, agent: rankwire.RpcAgent, steps: int, staleness: int) -> None:
     console = Console(highlight=False)
     images, labels = draw_digits(2000, seed=0)
-    server = ParameterServer(steps)
-    reports: list[dict[str, np.ndarray]] = []
-    agent.register(server.pull)
-    agent.register(server.push)
-    agent.register("ping", lambda: None)  # to measure what a call costs
-    agent.register("report", reports.append)
+    server = ParameterServer(steps, backend.world_size - 1, staleness)
+    agent.register("parameters", server)
 
     def show_progress() -> str:
         share = (predict(server.pull(), images)[1].argmax(axis=1) == labels).mean()
@@ -121,7 +146,7 @@ def serve(backend: rankwire.Backend, agent: rankwire.RpcAgent, steps: int) -> No
     backend.barrier()  # from here on, the workers call
     console.print(f"workers: {backend.world_size - 1}; data: seven-segment digits, generated")
     started = time.monotonic()
-    while not server.is_trained.wait(0.5):
+    while not agent.serve(timeout=0.5):  # until a worker says stop
         show_progress()
     seconds = time.monotonic() - started
     result = show_progress()
@@ -129,7 +154,7 @@ def serve(backend: rankwire.Backend, agent: rankwire.RpcAgent, steps: int) -> No
     nbytes = sum(array.nbytes for array in server.parameters)
     table = Table("call", "carries", "p50", "p99", title="latency, all workers at once")
     for name, size in (("ping", 0), ("pull", nbytes), ("push", nbytes)):
-        taken = np.concatenate([report[name] for report in reports])
+        taken = np.concatenate([report[name] for report in server.reports])
         p50, p99 = np.percentile(taken, [50, 99]) * 1e6
         table.add_row(name, f"{size:,} bytes", f"{p50:.0f} µs", f"{p99:.0f} µs")
     console.print(table)
@@ -144,7 +169,7 @@ def work(backend: rankwire.Backend, agent: rankwire.RpcAgent) -> None:
 
     def timed(name: str, *args: object) -> object:
         start = time.perf_counter()
-        result = agent.rpc_sync(0, name, *args)
+        result = agent.rpc_sync(0, f"parameters.{name}", *args)
         latencies[name].append(time.perf_counter() - start)
         return result
 
@@ -153,17 +178,25 @@ def work(backend: rankwire.Backend, agent: rankwire.RpcAgent) -> None:
     while is_going_on:
         batch = random.integers(0, len(labels), BATCH)
         is_going_on = timed("push", *gradient(timed("pull"), images[batch], labels[batch]))
+    agent.stop(0)  # training is over
     for _ in range(PINGS):
         timed("ping")
-    agent.rpc_sync(0, "report", {name: np.array(taken) for name, taken in latencies.items()})
+    taken = {name: np.array(seconds) for name, seconds in latencies.items()}
+    agent.to(0).parameters.report(taken)
     backend.barrier()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12_000, help="gradients to apply in all")
-    steps = parser.parse_args().steps
+    parser.add_argument(
+        "--staleness", type=int, default=16, help="how far a worker may be ahead of the slowest"
+    )
+    arguments = parser.parse_args()
     with rankwire.connect() as backend, rankwire.RpcAgent(backend) as agent:
         if backend.world_size < 2:
             raise SystemExit("a parameter server needs a worker: run with -n 2 or more")
-        serve(backend, agent, steps) if backend.rank == 0 else work(backend, agent)
+        if backend.rank == 0:
+            serve(backend, agent, arguments.steps, arguments.staleness)
+        else:
+            work(backend, agent)

@@ -59,16 +59,17 @@ def talk(backend: rankwire.Backend) -> None:
         # A call that calls back, which calls back: each rank waits and serves at the same time.
         say(f"the way of a nested call: {agent.rpc_sync(other, 'bounce', [me], 6)}")
 
-        # What the function raises comes back, with the traceback of where it happened.
+        # What the function raises comes back, with the traceback of where it happened. It is a
+        # ZeroDivisionError too.
         try:
-            agent.rpc_sync(other, "divide", 1, 0)
+            agent.rpc_sync(other, divide, 1, 0)
         except rankwire.RemoteError as error:
             say(f"{error.remote_type} at rank {other}; its traceback:\n{error.remote_traceback}")
 
         # A call ends when its time is over, and the callee learns that nobody waits any more.
         start = time.monotonic()
         try:
-            agent.rpc_sync(other, "sleep", 30.0, timeout=0.3)
+            agent.to(other, timeout=0.3).sleep(30.0)
         except TimeoutError as error:
             say(f"{type(error).__name__} after {time.monotonic() - start:.1f} s")
 

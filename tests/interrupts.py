@@ -27,7 +27,7 @@ from faults.sizes import QUICK
 LIBRARY = str(Path(rankwire.__file__).parent)
 _LOOKS = ("CALL", "JUMP_BACKWARD")
 _SIGNAL = signal.SIGUSR2
-_QUICK_STEP = 3
+_QUICK_STEP = 7
 _PATIENCE = 20.0  # seconds until the main thread must be where it is to be interrupted
 _MOMENT = 0.05  # seconds that it then has to send, and to begin to wait
 
@@ -156,7 +156,7 @@ def every_interrupt(
     Args:
         run: Runs the operation within ``with interrupting:`` and checks what holds afterwards.
         second_after: So many places after each interrupt comes another one.
-        step: 2 tries every other place, and so on. ``make test`` tries a third of them.
+        step: 2 tries every other place, and so on. ``make test`` tries a seventh.
         apart_from: Names of files whose places are not tried.
     """
     for number in _numbers(step * _QUICK_STEP if QUICK else step):

@@ -30,6 +30,8 @@ from rankwire.errors import (
     PeerLostError,
     PeerUnresponsiveError,
     ProtocolError,
+    RankFailedError,
+    RanksStuckError,
     RankwireError,
     RemoteError,
     RendezvousError,
@@ -108,6 +110,16 @@ EXAMPLES = [
         lambda: CollectiveAbortedError(3, "all_reduce(sum): no memory"),
         RuntimeError,
         {"peer": 3, "reason": "all_reduce(sum): no memory"},
+    ),
+    (
+        lambda: RankFailedError(1, "it was killed", killed=True),
+        RuntimeError,
+        {"rank": 1, "reason": "it was killed", "killed": True, "outcomes": []},
+    ),
+    (
+        lambda: RanksStuckError(2.0, {3: "there", 1: "here"}),
+        TimeoutError,
+        {"limit": 2.0, "ranks": [1, 3], "stacks": {1: "here", 3: "there"}, "outcomes": []},
     ),
     (lambda: MembershipError("rank 2 is not in it"), RuntimeError, {}),
 ]

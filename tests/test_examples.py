@@ -96,3 +96,28 @@ def test_what_to_do_with_one_rank(name):
     done = Child(command).result(50)
     assert done.returncode == 1
     assert "run with -n 2" in done.stderr
+
+
+def test_router():
+    """Workers die on their way; every question is answered all the same."""
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "4", "--no-prefix"]
+    command += ["--on-failure", "restart", "--max-restarts", "20"]
+    command += [str(EXAMPLES / "router.py"), "--batches", "150", "--crash", "0.02"]
+    done = Child(command).result(50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "150 batches in" in done.stdout
+    assert "100.0% right" in done.stdout
+    deaths = done.stderr.count("it starts again in")
+    assert len(done.stderr.splitlines()) == deaths
+    asked_again = re.search(r"asked again: (\d+)", done.stdout)
+    # A worker that is lost just when it is free is asked in vain too.
+    assert (int(asked_again[1]) if asked_again else 0) >= deaths - 3
+
+
+def test_evaluation_farm():
+    """A rank dies half-way; every checkpoint is scored on every shard all the same."""
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "4", "--no-prefix"]
+    command += ["--on-failure", "continue", str(EXAMPLES / "evaluation_farm.py"), "--kill"]
+    done = Child(command).result(50)
+    assert "rank 3 is lost" in done.stdout, done.stdout + done.stderr
+    assert "20 checkpoints scored, the best is number 19: 92.6%" in done.stdout

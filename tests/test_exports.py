@@ -34,12 +34,12 @@ def test_every_module_says_what_it_is_for():
 def test_the_package_exports_the_public_names():
     public = {
         "TcpBackend", "SimulatedBackend", "SubBackend", "Backend", "FaultPlan", "connect",
-        "ANY_RANK", "MessageHandle",
+        "ANY_RANK", "MessageHandle", "TakeContext", "BuildContext", "message",
         "RpcAgent", "RpcFuture", "Codec", "current_call", "Call", "__version__", "DeviceMesh",
         "Work", "Tls", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter",
         "reduce_scatter", "all_to_all", "barrier", "all_reduce_coalesced", "all_gather_object",
         "gather_object", "broadcast_object", "scatter_object", "all_to_all_object", "PremulSum",
-        "all_gather_coalesced", "reduce_scatter_coalesced",
+        "all_gather_coalesced", "reduce_scatter_coalesced", "local", "LocalWorld",
     }  # fmt: skip
     assert public | set(errors.__all__) == set(rankwire.__all__)
     for name in rankwire.__all__:

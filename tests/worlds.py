@@ -206,6 +206,26 @@ def deaf(backend: TcpBackend) -> Iterator[None]:
         awake.set()
 
 
+def greet_all(backend: Any, tag: int = (1 << 63) - 1) -> None:
+    """Send something to every other rank, and receive what they send."""
+    others = [rank for rank in range(backend.world_size) if rank != backend.rank]
+    for rank in others:
+        backend.send(b"", rank, tag)
+    for rank in others:
+        backend.recv(rank, tag)
+
+
+def introduce(*ranks: "RankProcess", timeout: float = PATIENCE) -> None:
+    """Have every rank connected to every other."""
+    for greeting in [rank.start("eval", "greet_all(backend)") for rank in ranks]:
+        greeting.result(timeout)
+
+
+def until_in_a_barrier(rank: "RankProcess") -> None:
+    """Wait until a rank is in a barrier."""
+    eventually(lambda: rank.call("eval", "backend.status().operation") == "barrier()")
+
+
 def joined_ranks() -> set[int]:
     """Return the ranks that have joined the world that is forming around this process's rank 0.
 

@@ -56,7 +56,7 @@ examples:
   python -m benchmarks.collectives.run --only rankwire,gloo  while tuning; saves nothing
   python -m benchmarks.collectives.run --ranks 2             only these worlds; saves nothing
   python -m benchmarks.collectives.counting                  only the numbers of messages
-  python -m benchmarks.update_readme                         put what is saved into the README
+  python -m benchmarks.update_pages                          put what is saved into the pages
 
 A library that is not installed is left out and said to be; Open MPI needs the package mpi4py and
 the program mpirun (Debian, Ubuntu: apt install openmpi-bin). Keep the machine idle meanwhile: on

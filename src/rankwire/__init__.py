@@ -14,7 +14,9 @@ from rankwire.backends.connect import connect
 from rankwire.backends.handles import MessageHandle
 from rankwire.backends.posting import ANY_RANK
 from rankwire.backends.tcp import TcpBackend
+from rankwire.codec.classes import message
 from rankwire.codec.codec import Codec
+from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
 from rankwire.rpc.agent import RpcAgent
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from rankwire.collectives.work import Work
     from rankwire.device_mesh import DeviceMesh
     from rankwire.links.security import Tls
+    from rankwire.local_world.handle import LocalWorld, local
 
 __all__ = [
     "ANY_RANK",
@@ -61,10 +64,13 @@ __all__ = [
     "Codec",
     "DeviceMesh",
     "FaultPlan",
+    "LocalWorld",
     "MessageHandle",
     "PremulSum",
+    "BuildContext",
     "RpcAgent",
     "RpcFuture",
+    "TakeContext",
     "SimulatedBackend",
     "SubBackend",
     "TcpBackend",
@@ -85,6 +91,8 @@ __all__ = [
     "current_call",
     "gather",
     "gather_object",
+    "local",
+    "message",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_coalesced",
@@ -99,6 +107,7 @@ _LOADED_LATER = {
     "backends.sub": "SubBackend",
     "device_mesh": "DeviceMesh",
     "links.security": "Tls",
+    "local_world.handle": "LocalWorld local",
     "collectives.work": "Work",
     "collectives.coalesced": "all_gather_coalesced all_reduce_coalesced reduce_scatter_coalesced",
     "collectives.operations": "all_gather all_reduce all_to_all barrier broadcast gather reduce "
@@ -108,6 +117,15 @@ _LOADED_LATER = {
     "scatter_object",
 }
 _HOME = {name: module for module, names in _LOADED_LATER.items() for name in names.split()}
+
+
+def _meet(backend: Backend, timeout: float | None) -> None:
+    from rankwire.collectives.operations import barrier
+
+    barrier(backend, timeout=timeout)
+
+
+Backend.meeting = _meet
 
 
 def __getattr__(name: str) -> Any:
@@ -120,4 +138,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    modules = {"testing", "torch"} & globals().keys()  # once they are imported
+    dunders = {name for name in globals() if name.startswith("__")}
+    return sorted({*__all__, *modules, *dunders})

@@ -13,6 +13,7 @@ import typer
 
 from rankwire.errors import ConfigurationError
 from rankwire.launch.certificates import DEFAULT_DAYS, make_certificates
+from rankwire.launch.restarts import DEFAULT_MAX_RESTARTS, OnFailure
 from rankwire.launch.run import DEFAULT_GRACE
 from rankwire.launch.run import run as run_ranks
 from rankwire.version import __version__
@@ -105,6 +106,32 @@ def run(
             min=0, metavar="N", help="After a failure, start all ranks anew, at most N times."
         ),
     ] = 0,
+    on_failure: Annotated[
+        OnFailure,
+        typer.Option(
+            help="When a rank fails: stop the others; let them continue without it; or restart"
+            " that rank alone, which joins the same world again."
+        ),
+    ] = OnFailure.STOP,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="With --on-failure restart: how many times for each rank; one more failure of it"
+            " stops the job.",
+        ),
+    ] = DEFAULT_MAX_RESTARTS,
+    debugged: Annotated[
+        int | None,
+        typer.Option(
+            "--debug-rank",
+            min=0,
+            metavar="R",
+            help="Give this rank the terminal, for breakpoint(); operations of all ranks then wait"
+            " without a limit.",
+        ),
+    ] = None,
     grace: Annotated[
         float,
         typer.Option(min=0.0, metavar="SECONDS", help="From the request to stop until SIGKILL."),
@@ -126,11 +153,12 @@ def run(
     train.py`. Ranks are numbered by node.
 
     In the program, `rankwire.connect()` joins the world. RANKWIRE_RANK and RANKWIRE_WORLD_SIZE tell
-    each rank its number and how many there are, RANKWIRE_RESTART_COUNT which attempt this is; the
-    job's secret comes by file descriptor.
+    each rank its number and how many there are, RANKWIRE_RESTART_COUNT how many times it was
+    started before; the job's secret comes by file descriptor.
 
-    When a rank fails, the others get SIGTERM, and SIGKILL after the grace. The exit code is that of
-    the rank that failed first. Ctrl-C interrupts all ranks, a second one kills them.
+    When a rank fails, the others get SIGTERM, and SIGKILL after the grace, unless --on-failure says
+    otherwise. The exit code is that of the rank that failed first; a rank that was started anew has
+    not failed if its last process ends well. Ctrl-C interrupts all ranks, a second one kills them.
     """
     if not is_module and not Path(program).is_file():
         raise ConfigurationError(f"no script {program!r}{_module_hint(program)}")
@@ -149,6 +177,9 @@ def run(
         secret_file=secret_file,
         tls_dir=tls_dir,
         restarts=restarts,
+        on_failure=on_failure,
+        max_restarts=max_restarts,
+        debugged=debugged,
         grace=grace,
         has_prefix=has_prefix,
         log_dir=log_dir,

@@ -19,17 +19,21 @@ Tree::
       PeerLostError(ConnectionError)          .reason .root .remote_traceback .may_have_run: it died
         PeerUnresponsiveError                 alive for the kernel, silent for too long
       ChannelClosedError(ConnectionError)     this side, or the peer in good order, has closed
-      DeadlineExceededError(TimeoutError)     .limit .waiting_for .may_have_run .may_have_arrived
+      DeadlineExceededError(TimeoutError)     .limit .waiting_for .culprits .may_have_run
+                                              .may_have_arrived
       OverloadedError(RuntimeError)           a stated limit was reached; the call did not run
       ResourceError(RuntimeError)              out of file descriptors
       CircularCallError(RuntimeError)         .circle .may_have_run: calls wait for each other
       CallCancelledError(RuntimeError)        the call that this one served is not wanted any more
       ForkedProcessError(RuntimeError)        used in a child of the process that made it
-      FunctionNotFoundError(LookupError)      .name .known
+      FunctionNotFoundError(LookupError)      .name .known .reason
       RemoteError(RuntimeError)               .remote_type .remote_message .remote_traceback
+                                              .remote_bases; also of the class that was raised
       CollectiveMismatchError(RuntimeError)   ranks disagree on what they are doing
       CollectiveAbortedError(RuntimeError)    .reason: another rank failed in the operation
       MembershipError(RuntimeError)           the members of a group disagree on its members
+      RankFailedError(RuntimeError)           .rank .reason .remote_traceback .killed .outcomes
+      RanksStuckError(TimeoutError)           .limit .ranks .stacks .outcomes
 
 Contract: an error carries its data as attributes and survives pickling. The context that every
 operation knows (``op``, ``rank``, ``peer``, ``tag``, ``waited``) is in the base class and printed
@@ -41,7 +45,7 @@ Size: users look for all errors in one place, and the tree above is of no use wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 __all__ = [
@@ -65,6 +69,8 @@ __all__ = [
     "PeerLostError",
     "PeerUnresponsiveError",
     "ProtocolError",
+    "RankFailedError",
+    "RanksStuckError",
     "RankwireError",
     "RemoteError",
     "RendezvousError",
@@ -336,6 +342,7 @@ class DeadlineExceededError(RankwireError, TimeoutError):
     Attributes:
         limit: The limit in seconds.
         waiting_for: The ranks that were waited for.
+        culprits: The same as ranks of the whole world, also in a group.
         detail: What else is known, as text.
         may_have_arrived: For a message that was sent: whether a part of it had left by then. The
             rest follows, so it arrives unless the peer is lost first. If not, it never arrives.
@@ -348,6 +355,7 @@ class DeadlineExceededError(RankwireError, TimeoutError):
     def __init__(self, limit: float, *, waiting_for: Sequence[int] = (), detail: str = "") -> None:
         self.limit = limit
         self.waiting_for = list(waiting_for)
+        self.culprits = list(waiting_for)
         self.detail = detail
         super().__init__(self._text())
 
@@ -408,34 +416,58 @@ class ForkedProcessError(RankwireError, RuntimeError):
 
 
 class FunctionNotFoundError(RankwireError, LookupError):
-    """No function of that name is registered at the rank that was called.
+    """The rank that was called has no function of that name, or does not let it be called.
 
     Attributes:
         name: The name asked for.
-        known: The names registered there.
+        known: The names registered there, if no reason was given.
+        reason: Why not, in the words of the callee's resolver; else empty.
     """
 
-    def __init__(self, name: str, known: Sequence[str] = ()) -> None:
-        listed = ", ".join(known) or "none"
-        super().__init__(f"no function {name!r} is registered there (registered: {listed})")
+    reason: str = ""
+
+    def __init__(self, name: str, known: Sequence[str] = (), *, reason: str = "") -> None:
+        if reason:
+            text = f"no function {name!r} can be called there: {reason}"
+        else:
+            listed = ", ".join(known) or "none"
+            text = f"no function {name!r} is registered there (registered: {listed})"
+        super().__init__(text)
         self.name = name
         self.known = list(known)
+        self.reason = reason
 
 
 class RemoteError(RankwireError, RuntimeError):
     """The called function raised. The text of the remote traceback is part of the message.
 
+    If it raised a builtin exception, or one that the caller has registered
+    (``RpcAgent.register_error``), or a class derived from such, then this error is also of that
+    class: ``except KeyError`` catches it. What the class itself would have as attributes, such as
+    ``errno``, has not travelled: there is the text.
+
     Attributes:
+        peer: The rank that was called, where the function raised.
         remote_type: Name of the remote exception's class.
         remote_message: Its text.
         remote_traceback: The remote traceback as text.
+        remote_bases: Names of the classes that the remote one is derived from, nearest first;
+            without ``Exception``. Empty for an error of rankwire itself.
     """
 
-    def __init__(self, remote_type: str, remote_message: str, remote_traceback: str) -> None:
+    def __init__(
+        self,
+        remote_type: str,
+        remote_message: str,
+        remote_traceback: str,
+        *,
+        remote_bases: Iterable[str] = (),
+    ) -> None:
         super().__init__(f"{remote_type}: {remote_message}")
         self.remote_type = remote_type
         self.remote_message = remote_message
         self.remote_traceback = remote_traceback
+        self.remote_bases = tuple(remote_bases)
 
     def __str__(self) -> str:
         where = f"rank {self.peer}" if self.peer is not None else "the remote rank"
@@ -451,15 +483,70 @@ class CollectiveAbortedError(RankwireError, RuntimeError):
 
     Attributes:
         reason: What that rank said.
+        waiting_for: The ranks for which it waited until its time was up; empty if it failed
+            otherwise.
     """
 
     peer: int
 
-    def __init__(self, peer: int, reason: str) -> None:
+    def __init__(self, peer: int, reason: str, *, waiting_for: Iterable[int] = ()) -> None:
         super().__init__(f"rank {peer} failed in {reason}")
         self.peer = peer
         self.reason = reason
+        self.waiting_for = list(waiting_for)
 
 
 class MembershipError(RankwireError, RuntimeError):
     """The members of a group disagree on who its members are."""
+
+
+class RankFailedError(RankwireError, RuntimeError):
+    """What was run on a rank of a world failed there: it raised, was killed, or its process died.
+
+    Attributes:
+        rank: The rank because of which it failed, as far as is known.
+        reason: What happened, in one line.
+        remote_traceback: The traceback on that rank, as text; empty if it raised nothing.
+        killed: Whether the rank was killed.
+        outcomes: What became of each rank that has ended, in rank order.
+    """
+
+    rank: int
+
+    def __init__(
+        self, rank: int, reason: str, *, remote_traceback: str = "", killed: bool = False
+    ) -> None:
+        super().__init__(f"rank {rank} failed: {reason}")
+        self.rank = rank
+        self.reason = reason
+        self.remote_traceback = remote_traceback
+        self.killed = killed
+        self.outcomes: list[Any] = []
+
+    def __str__(self) -> str:
+        text = self.message if self.op is None else super().__str__()  # its rank is in the message
+        if self.remote_traceback:
+            text += f"\n\ntraceback on rank {self.rank}:\n{self.remote_traceback.rstrip()}"
+        return text
+
+
+class RanksStuckError(RankwireError, TimeoutError):
+    """Ranks did not finish what was run on them within its limit.
+
+    Attributes:
+        limit: The limit in seconds.
+        ranks: Those that did not finish.
+        stacks: The stacks of all their threads at that moment, as text, by rank.
+        outcomes: What became of the others, in rank order.
+    """
+
+    def __init__(self, limit: float, stacks: Mapping[int, str]) -> None:
+        self.limit = limit
+        self.ranks = sorted(stacks)
+        self.stacks = {rank: stacks[rank] for rank in self.ranks}
+        self.outcomes: list[Any] = []
+        super().__init__(f"ranks {self.ranks} did not finish within {limit:g} s")
+
+    def __str__(self) -> str:
+        parts = [f"rank {rank}:\n{self.stacks[rank].rstrip()}" for rank in self.ranks]
+        return "\n\n".join([super().__str__(), *parts])

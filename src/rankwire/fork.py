@@ -19,26 +19,36 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
-from weakref import WeakSet
+from operator import methodcaller
+from typing import Any, NoReturn, Protocol, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 from rankwire.errors import ForkedProcessError
 
 
 class Forkable(Protocol):
-    """What is guarded. It must be hashable by identity and weakly referable."""
+    """What is guarded. It must be hashable by identity and weakly referable.
+
+    Where that would be one more method for users to see, ``guard`` is given a function instead.
+    """
 
     def forsake(self) -> None:
         """In a child: close descriptors and leave locks, threads and peers alone. No waiting."""
 
 
-_guarded: WeakSet[Any] = WeakSet()
+T = TypeVar("T")
+
+_guarded: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
 _disowned: dict[type, type] = {}
 
 
-def guard(thing: Forkable) -> None:
-    """Have ``forsake`` called in every child that is forked while this exists."""
-    _guarded.add(thing)
+@overload
+def guard(thing: Forkable) -> None: ...
+@overload
+def guard(thing: T, forsake: Callable[[T], None]) -> None: ...
+def guard(thing: Any, forsake: Callable[[Any], None] = methodcaller("forsake")) -> None:
+    """Have ``forsake`` called with this in every child that is forked while it exists."""
+    _guarded[thing] = forsake
 
 
 def renew_in_child(lock: threading.Lock) -> None:
@@ -57,10 +67,10 @@ def disown(thing: object) -> None:
 
 
 def _in_child() -> None:
-    inherited = list(_guarded)
+    inherited = list(_guarded.items())
     _guarded.clear()
-    for thing in inherited:
-        thing.forsake()
+    for thing, forsake in inherited:
+        forsake(thing)
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 from rankwire.errors import ChannelClosedError
@@ -27,7 +27,10 @@ _log = logging.getLogger("rankwire")
 
 
 class Leaving(Protocol):
-    """What is closed when the interpreter ends."""
+    """What is closed when the interpreter ends.
+
+    Where that would be one more method for users to see, ``close_at_exit`` is given a function.
+    """
 
     def leave_at_exit(self, error: BaseException | None) -> None:
         """Close, without waiting for long. If it is closed already, do nothing.
@@ -37,20 +40,31 @@ class Leaving(Protocol):
         """
 
 
-_leaving: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in the order of their making
+T = TypeVar("T")
+Leave = Callable[[T, BaseException | None], None]
+
+_leaving: WeakKeyDictionary[Any, Leave[Any]] = WeakKeyDictionary()  # in the order of their making
 
 
-def close_at_exit(thing: Leaving) -> None:
+def _leave(thing: Leaving, error: BaseException | None) -> None:
+    thing.leave_at_exit(error)
+
+
+@overload
+def close_at_exit(thing: Leaving) -> None: ...
+@overload
+def close_at_exit(thing: T, leave: Leave[T]) -> None: ...
+def close_at_exit(thing: Any, leave: Leave[Any] = _leave) -> None:
     """Have something closed at the end of the interpreter, if it still exists then."""
-    _leaving[thing] = None
+    _leaving[thing] = leave
 
 
 def _close_at_exit() -> None:
     threading.excepthook = _without_farewells(threading.excepthook)
     error = _uncaught()
-    for thing in reversed(list(_leaving)):
+    for thing, leave in reversed(list(_leaving.items())):
         try:
-            thing.leave_at_exit(error)
+            leave(thing, error)
         except Exception as trouble:  # the others leave all the same
             _log.warning("something went wrong while leaving: %s", trouble)
 

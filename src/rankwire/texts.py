@@ -47,7 +47,11 @@ def one_line(text: str, longest: int = MAX_REASON) -> str:
 
 def type_name(value: object) -> str:
     """Return the name of a value's type, with its module unless that is ``builtins``."""
-    kind = type(value)
+    return class_name(type(value))
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class, with its module unless that is ``builtins``."""
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"
 

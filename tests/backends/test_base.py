@@ -1,8 +1,6 @@
-"""What every backend does alike: checks, deadlines, the barrier, and the context in errors."""
+"""What every backend does alike: checks, deadlines, and the context in errors."""
 
 import math
-import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from rankwire.errors import (
     SizeMismatchError,
 )
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Channel
-from worlds import Running
 
 
 class Paper(Backend):
@@ -99,7 +96,6 @@ def test_a_time_limit_below_zero_is_refused(timeout):
         lambda: Paper().send(b"", 1, timeout=timeout),
         lambda: Paper().recv(1, timeout=timeout),
         lambda: Paper().recv_into(bytearray(), 1, timeout=timeout),
-        lambda: Paper().barrier(timeout=timeout),
     ):
         with pytest.raises(ConfigurationError):
             operation()
@@ -372,85 +368,18 @@ def test_an_error_keeps_its_cause():
 # -- the barrier
 
 
-def enter(backend: Paper, *ranks: int, epoch: int = 0) -> None:
-    for rank in ranks:
-        backend.give(rank, b"", tag=epoch, channel=Channel.BARRIER)
-
-
-def test_a_barrier_tells_every_other_rank_on_a_channel_of_its_own():
-    backend = Paper(1, 4)
-    enter(backend, 0, 2, 3)
-    backend.barrier()
-    assert sorted(sent[:4] for sent in backend.sent) == [
-        (rank, WORLD_GROUP, Channel.BARRIER, 0) for rank in (0, 2, 3)
-    ]
-
-
-def test_every_barrier_has_its_own_number_also_after_a_failure():
-    backend = Paper(0, 2)
-    with pytest.raises(DeadlineExceededError):
-        backend.barrier(timeout=0.0)
-    enter(backend, 1, epoch=1)
-    backend.barrier()
-    assert [sent[3] for sent in backend.sent] == [0, 1]
-
-
-def test_a_message_of_a_user_is_no_barrier():
-    backend = Paper(0, 2)
-    backend.give(1, b"")
-    with pytest.raises(DeadlineExceededError):
-        backend.barrier(timeout=0.0)
-
-
-@pytest.mark.parametrize("entered", [(), (1,), (4,), (1, 3), (1, 2, 3), (2, 4)])
-def test_a_barrier_that_times_out_names_exactly_the_missing_ranks(entered):
-    backend = Paper(0, 5)
-    enter(backend, *entered)
-    with pytest.raises(DeadlineExceededError) as caught:
-        backend.barrier(timeout=0.125)
-    error = caught.value
-    assert error.waiting_for == [rank for rank in range(1, 5) if rank not in entered]
-    assert (error.op, error.rank, error.limit) == ("barrier", 0, 0.125)
-
-
 def test_a_barrier_alone_returns_at_once():
     backend = Paper(0, 1)
     backend.barrier(timeout=0.0)
     assert backend.sent == []
 
 
-def test_a_lost_rank_ends_a_barrier_with_its_name():
-    backend = Paper(0, 4)
-    enter(backend, 1, 3)
-    backend.give(2, PeerLostError(2, "gone"), channel=Channel.BARRIER)
-    with pytest.raises(PeerLostError) as caught:
-        backend.barrier()
-    assert (caught.value.peer, caught.value.op) == (2, "barrier")
-
-
-def test_the_deadline_of_a_barrier_also_counts_while_another_thread_is_in_one():
-    """One total deadline covers lock waits too."""
-    release = threading.Event()
-
-    class Slow(Paper):
-        def receive(self, src, envelope, deadline, *, nbytes=None):
-            if not release.wait(deadline.remaining()):
-                raise DeadlineExceededError(deadline.limit, waiting_for=[src])
-            return bytearray()
-
-    backend = Slow(0, 2)
-    first = Running(backend.barrier, timeout=30.0)
-    while not backend.sent:
-        time.sleep(0.001)
-    second = Running(backend.barrier, timeout=0.2)
-    try:
-        error = second.error()
-        assert isinstance(error, DeadlineExceededError)
-        assert (error.limit, error.op) == (0.2, "barrier")
-        assert second.seconds < 8.0
-    finally:
-        release.set()
-        first.result()
+def test_a_barrier_is_the_one_of_the_collectives(monkeypatch):
+    met = []
+    monkeypatch.setattr(Paper, "meeting", lambda *args: met.append(args), raising=False)
+    backend = Paper()
+    backend.barrier(timeout=3.0)
+    assert met == [(backend, 3.0)]
 
 
 # -- integers of all kinds
@@ -486,4 +415,4 @@ def test_a_timeout_that_is_none_is_a_configuration_error(timeout):
     with pytest.raises(ConfigurationError):
         Paper(timeout=timeout)
     with pytest.raises(ConfigurationError):
-        Paper().barrier(timeout=timeout)
+        Paper().recv(1, timeout=timeout)

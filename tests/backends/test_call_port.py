@@ -187,6 +187,26 @@ def test_a_callback_runs_without_locks_once_the_reply_is_read(make_world):
     assert world[1].recv(0) == b"from the callback"
 
 
+def test_a_reply_that_is_attended_to_is_polled_for_whoever_reads_meanwhile(make_ports, pool):
+    caller, callee = make_ports(2)
+    told = []
+    attended = call(caller, 1, 1, on_reply=told.append)
+    waiting = pool.submit(wait, call(caller, 1, 2))
+    requests = {request.request_id: request for request in poll(callee, count=2)}
+    (inbox,) = caller._calls.inboxes()
+    until(lambda: inbox.is_read)
+    caller.attend_to(1, attended)
+    assert not inbox.is_armed  # whoever reads will do that
+    reply(callee, requests[2], b"second")
+    assert waiting.result(SOON) == b"second"
+    until(lambda: inbox.is_armed)
+    reply(callee, requests[1], b"first")
+    (due,) = poll(caller)
+    due.call_back()
+    assert told == [attended]
+    assert not inbox.is_armed
+
+
 @pytest.mark.fault(37, "a reply that an interrupted thread has read is not forgotten")
 def test_who_looks_after_replies_calls_back_what_an_interrupted_thread_has_left(make_ports):
     """It was interrupted between reading and calling back."""
@@ -400,6 +420,15 @@ def test_a_cancelled_call_is_an_event_after_its_request(make_ports):
     caller.cancel(1, 4)
     request, cancelled = poll(callee, count=2)
     assert (request.request_id, cancelled) == (4, CallCancelled(0, 4))
+
+
+def test_a_cancel_says_whether_the_time_was_up(make_ports):
+    caller, callee = make_ports(2)
+    call(caller, 1, 4)
+    caller.cancel(1, 4, expired=True)
+    caller.cancel(0, 5, expired=True)  # of a call to oneself
+    assert poll(callee, count=2)[1] == CallCancelled(0, 4, expired=True)
+    assert poll(caller) == [CallCancelled(0, 5, expired=True)]
 
 
 def test_cancelling_where_nobody_listens_is_harmless(make_world):

@@ -222,11 +222,13 @@ def test_a_removed_callback_is_not_called():
 def test_the_status_tells_what_is_waited_for_and_what_is_queued():
     with tcp_world(3, transport="tcp") as (zero, one, two):
         waiting = [Running(zero.recv, 1, 7), Running(zero.barrier)]
-        eventually(lambda: len(zero.status().peers[1].waiting_for) == 2)
+        eventually(lambda: zero.status().peers[1].waiting_for and zero.status().operation)
         status = zero.status()
-        assert set(status.peers[1].waiting_for) == {"a message with tag 7", "barrier 0"}
+        assert "a message with tag 7" in status.peers[1].waiting_for
+        assert status.operation == "barrier()"
         assert status.waiting_on in ([1], [1, 2])
         assert "waited for: a message with tag 7" in str(status)
+        assert "rank 0 of 3, in barrier()" in str(status)
         for _ in range(64):
             two.send(bytes(1 << 14), 0, tag=3)
         assert two.status().peers[0].queued_nbytes > 1 << 14  # nobody reads it

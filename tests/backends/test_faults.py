@@ -103,6 +103,9 @@ def test_a_delay_concerns_only_the_ranks_it_names():
         lambda plan: plan.kill(0, after_seconds=-1),
         lambda plan: plan.partition([[0, 1], [1, 2]]),
         lambda plan: plan.slow_reader(0, -0.1),
+        lambda plan: plan.fail(0),
+        lambda plan: plan.fail(0, call=0),
+        lambda plan: plan.fail(0, message=1.0),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused(add):
@@ -530,3 +533,99 @@ def test_whatever_goes_wrong_everybody_ends_and_is_told_why(make_world, pool, se
         error = running.exception(LATER)
         assert error is None or isinstance(error, RankwireError)
         assert not isinstance(error, DeadlineExceededError)
+
+
+# -- operations that fail --------------------------------------------------------------------------
+
+
+def test_the_nth_message_of_a_rank_fails_and_nothing_of_it_arrives(make_world):
+    first, second = make_world(2, FaultPlan().fail(0, message=2))
+    first.send(b"one", 1)
+    with pytest.raises(rankwire.NoConnectionError, match="message 2 of rank 0"):
+        first.send(b"two", 1)
+    first.isend(b"three", 1).wait()
+    assert [bytes(second.recv(0)) for _ in range(2)] == [b"one", b"three"]
+    second.send(b"of another rank", 0)
+
+
+def test_the_nth_call_of_a_rank_fails_with_the_error_of_ones_choice(make_world):
+    plan = FaultPlan().fail(0, call=2, error=PeerLostError(1, "on purpose")).fail(0, call=4)
+    agents = [RpcAgent(backend) for backend in make_world(2, plan)]
+    with agents[0], agents[1]:
+        agents[1].register("double", lambda value: 2 * value)
+        assert agents[0].rpc_sync(1, "double", 1) == 2
+        with pytest.raises(PeerLostError, match="on purpose"):
+            agents[0].rpc_sync(1, "double", 2)
+        assert agents[0].rpc_async(1, "double", 3).result() == 6
+        with pytest.raises(rankwire.NoConnectionError, match="call 4 of rank 0"):
+            agents[0].rpc_async(1, "double", 4).result()
+        assert agents[0].rpc_sync(1, "double", 5) == 10
+
+
+def test_a_call_that_waits_for_its_turn_counts_once(make_world):
+    agents = [
+        RpcAgent(backend, max_in_flight=1) for backend in make_world(2, FaultPlan().fail(0, call=3))
+    ]
+    go_on = threading.Event()
+    with agents[0], agents[1]:
+        agents[1].register("wait", lambda: go_on.wait(LATER))
+        waiting = agents[0].rpc_async(1, "wait")
+        threading.Timer(0.05, go_on.set).start()
+        assert agents[0].rpc_sync(1, "wait")
+        assert waiting.result()
+        with pytest.raises(rankwire.NoConnectionError, match="call 3"):
+            agents[0].rpc_sync(1, "wait")
+
+
+def test_the_nth_collective_of_a_rank_fails_on_all_and_the_group_stays_in_step(make_world):
+    world = make_world(3, FaultPlan().fail(1, collective=2))
+
+    def sum_three_times(backend):
+        found = []
+        for number in range(3):
+            array = np.full(4, float(number))
+            try:
+                rankwire.all_reduce(backend, array)
+                found.append(array[0])
+            except RankwireError as error:
+                found.append(type(error).__name__)
+        return found
+
+    assert in_parallel([partial(sum_three_times, backend) for backend in world]) == [
+        [0.0, "CollectiveAbortedError", 6.0],
+        [0.0, "NoConnectionError", 6.0],
+        [0.0, "CollectiveAbortedError", 6.0],
+    ]
+
+
+def test_a_collective_of_a_group_counts_as_one_of_the_rank(make_world):
+    world = make_world(3, FaultPlan().fail(2, collective=1))
+
+    def meet(backend):
+        with rankwire.SubBackend(backend, [1, 2]) as group:
+            try:
+                rankwire.all_reduce(group, np.ones(1))
+            except RankwireError as error:
+                return type(error).__name__
+
+    assert in_parallel([partial(meet, backend) for backend in world[1:]]) == [
+        "CollectiveAbortedError",
+        "NoConnectionError",
+    ]
+
+
+def test_those_who_ask_hear_of_every_kill(make_world):
+    killed = []
+    world = make_world(4, FaultPlan().kill(1).kill(2, after=1))
+    world[0].network.on_kill(killed.append)
+    assert killed == [1]
+    world[2].send(b"last words", 0)
+    world[0].network.kill(3)
+    assert in_time(lambda: sorted(killed) == [1, 2, 3])
+
+
+def in_time(condition):
+    end = monotonic() + SOON
+    while not condition() and monotonic() < end:
+        sleep(0.001)
+    return condition()

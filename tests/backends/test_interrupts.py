@@ -195,7 +195,7 @@ def test_an_interrupt_anywhere_in_waiting_for_a_future(agents):
             futures[1].result()
         assert [future.result(SOON) for future in futures] == [0, 1, 2]
 
-    assert every_interrupt(run) >= 5  # more of them where the replies are not there yet
+    assert every_interrupt(run) >= 3  # more of them where the replies are not there yet
 
 
 @pytest.mark.fault(37, "after a caught interrupt in cancelling nothing is kept of the call")

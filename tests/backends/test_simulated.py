@@ -15,6 +15,7 @@ from interrupts import interrupt_main_thread_in
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.errors import (
     ChannelClosedError,
+    CollectiveAbortedError,
     ConfigurationError,
     DeadlineExceededError,
     InvalidRankError,
@@ -380,7 +381,9 @@ def test_a_barrier_names_the_missing(make_world, pool):
     world = make_world(4)
     waiting = [pool.submit(world[rank].barrier, 0.5) for rank in (0, 3)]
     assert [future.exception(SOON).waiting_for for future in waiting] == [[1, 2], [1, 2]]
-    in_parallel([world[1].barrier, world[2].barrier])  # late, but all have entered
+    for late in (1, 2):  # it is the same barrier
+        with pytest.raises(CollectiveAbortedError):
+            world[late].barrier()
     in_parallel([backend.barrier for backend in world])
 
 
@@ -476,15 +479,17 @@ def test_a_kill_fails_all_that_is_pending_and_names_the_rank(make_world, pool):
             second.barrier,
         )
     ]
-    until(lambda: [one._peers[2].inbox.in_flight for one in (first, second)] == [3, 1])
+    until(lambda: first._peers[2].inbox.in_flight >= 2)
+    until(lambda: all(one.status().operation == "barrier()" for one in (first, second)))
     third.network.kill(2)
     errors = [future.exception(SOON) for future in waiting]
     assert [(type(error), error.peer) for error in errors] == [(PeerLostError, 2)] * 5
     for action in (lambda: first.recv(2), lambda: first.send(b"x", 2)):
         with pytest.raises(PeerLostError):
             action()
+    received = pool.submit(second.recv, 0)  # it may have to read what ranks say of the barrier
     first.send(b"we go on", 1)
-    assert second.recv(0) == b"we go on"
+    assert received.result(SOON) == b"we go on"
 
 
 def test_the_killed_rank_itself_sees_its_death(make_world, pool):
@@ -629,14 +634,6 @@ class WorldMachine(RuleBasedStateMachine):
         buffer = bytearray(len(queue[0]) + 1)
         outcome = self.outcome(lambda: self.world[dst].recv_into(buffer, src, tag, timeout=0))
         assert outcome is SizeMismatchError
-
-    @rule(rank=RANKS)
-    def poll_a_barrier(self, rank):
-        others = [peer for peer in range(3) if peer != rank]
-        expected = {self.expected_failure(rank, peer) for peer in others} - {None}
-        self.is_unread.update({(rank, peer): True for peer in others})
-        outcome = self.outcome(lambda: self.world[rank].barrier(timeout=0))
-        assert outcome in (expected or {None, DeadlineExceededError})
 
     @precondition(lambda self: len(self.left | self.killed) < 2)
     @rule(rank=RANKS)

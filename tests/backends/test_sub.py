@@ -322,7 +322,55 @@ def test_the_members_agree_on_the_highest_count(make_world):
     SubBackend(world[0], [0, 1])
     announce(7)
     SubBackend(world[0], [0, 1])
-    assert [announced() for _ in range(3)] == [[[0, 1], 0], [[0, 1], 6], [[0, 1], 7]]
+    assert [announced() for _ in range(3)] == [[[0, 1], 0, []], [[0, 1], 6, []], [[0, 1], 7, []]]
+
+
+def test_an_attempt_that_only_one_side_had_heard_of_leaves_both_in_step(make_world):
+    """Rank 1 gives up before rank 0 has begun; rank 0 hears its word, and then gives up for rank 2.
+
+    Each has said its word once, and one of them has heard the other's.
+    """
+    world = make_world(3)
+    for rank in (1, 0):
+        with pytest.raises(DeadlineExceededError):
+            SubBackend(world[rank], [0, 1, 2], timeout=0.05)
+    groups = make_group(world, [0, 1, 2], timeout=SOON)
+    assert len({group.group for group in groups}) == 1
+    groups = make_group(world, [0, 1], timeout=SOON)  # and nothing is left of all that
+    groups[0].send(b"x", 1)
+    assert groups[1].recv(0) == b"x"
+
+
+def test_a_word_on_a_group_with_a_rank_that_is_lost_is_not_taken_for_one_without(make_world):
+    world = make_world(3)
+    with pytest.raises(DeadlineExceededError):
+        SubBackend(world[0], [0, 1, 2], timeout=0.05)
+    world[0].network.kill(2)
+    groups = make_group(world, [0, 1], timeout=SOON)
+    groups[0].send(b"x", 1)
+    assert groups[1].recv(0) == b"x"
+
+
+def test_a_member_that_hears_later_of_a_new_process_is_in_step_at_the_next_attempt(
+    make_world, pool, monkeypatch
+):
+    """Rank 2 was started anew. Rank 1 does not know it, and makes the group with the old one."""
+    world = make_world(3)
+
+    def hear_of_it(rank):
+        monkeypatch.setattr(world[rank], "incarnation_of", lambda other: int(other == 2))
+
+    for rank in (0, 2):
+        hear_of_it(rank)
+    making = [pool.submit(SubBackend, world[rank], [0, 1, 2], timeout=SOON) for rank in (0, 2)]
+    with pytest.raises(PeerLostError, match="started anew, as another member says") as caught:
+        SubBackend(world[1], [0, 1, 2], timeout=SOON)
+    assert caught.value.peer == 2
+    assert not any(future.done() for future in making)  # what it said does not count
+    hear_of_it(1)
+    group = SubBackend(world[1], [0, 1, 2], timeout=SOON)
+    assert {future.result(SOON).group for future in making} == {group.group}
+    make_group(world, [0, 1])  # nothing of the past is left over
 
 
 def test_a_member_that_was_late_is_in_step_at_the_next_attempt(make_world):
@@ -451,7 +499,7 @@ def test_a_timeout_names_ranks_of_the_group_and_notes_the_parents(make_world):
 def test_a_barrier_names_the_missing_and_notes_the_parents(make_world):
     group = make_group(make_world(6), [1, 3, 5])
     with pytest.raises(DeadlineExceededError) as caught:
-        group[0].barrier(timeout=0)
+        group[0].barrier(timeout=0.1)
     assert caught.value.waiting_for == [1, 2]
     assert notes(caught.value)[-2:] == [
         "rank 1 of the group [1, 3, 5] is rank 3 of its parent",

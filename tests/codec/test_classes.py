@@ -5,13 +5,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
-from rankwire.errors import ConfigurationError, InvalidMessageError
+from rankwire.codec import classes
+from rankwire.codec.classes import ClassTable, EnumClass, RecordClass, message
+from rankwire.codec.codec import Codec
+from rankwire.errors import ConfigurationError, InvalidMessageError, UnsupportedTypeError
 
 
 class Colour(enum.Enum):
@@ -67,7 +70,7 @@ class AlsoList(list[int]):
 def record_class(cls: type) -> RecordClass:
     table = ClassTable()
     table.add(cls, None)
-    carried = table.by_class[cls]
+    carried = table.of_class(cls)
     assert isinstance(carried, RecordClass)
     return carried
 
@@ -75,7 +78,7 @@ def record_class(cls: type) -> RecordClass:
 def enum_class(cls: type) -> EnumClass:
     table = ClassTable()
     table.add(cls, None)
-    carried = table.by_name[cls.__qualname__]
+    carried = table.of_name(cls.__qualname__)
     assert isinstance(carried, EnumClass)
     return carried
 
@@ -125,7 +128,7 @@ def test_a_value_that_is_no_flag_is_refused(key):
         object,
         int,
         dict,
-        collections.namedtuple("Coordinates", "x"),
+        time.struct_time,
         type("Ordinary", (), {}),
         NeedsMore,
         OwnConstructor,
@@ -144,9 +147,9 @@ def test_other_kinds_of_classes_cannot_be_registered(cls):
 def test_registering_twice_is_harmless():
     table = ClassTable()
     table.add(Frozen, None)
-    carried = table.by_class[Frozen]
+    carried = table.of_class(Frozen)
     table.add(Frozen, "Frozen")
-    assert table.by_class[Frozen] is carried
+    assert table.of_class(Frozen) is carried
 
 
 def test_a_class_has_one_name_and_a_name_one_class():
@@ -163,7 +166,9 @@ def test_a_class_has_one_name_and_a_name_one_class():
         with pytest.raises(ConfigurationError):
             table.add(cls, name)
     table.add(Keywords, "C")
-    assert set(table.by_class) == {Frozen, Colour, Keywords}
+    assert [table.of_class(cls).cls for cls in (Frozen, Colour, Keywords)]
+    assert table.of_class(Access) is None
+    assert table.of_name("D") is None
 
 
 class Option(enum.IntFlag):
@@ -178,3 +183,124 @@ def test_a_flag_of_thousands_of_bits_is_refused():
     assert carried.member_of(1 << 200 | 1) == 1 << 200 | 1
     with pytest.raises(InvalidMessageError, match="no such member"):
         carried.member_of(1 << 30_000)
+
+
+# -- namedtuples -----------------------------------------------------------------------------------
+
+Coordinates = collections.namedtuple("Coordinates", "x y", defaults=[None])
+Renamed = collections.namedtuple("Renamed", "a class a", rename=True)
+
+
+class Step(NamedTuple):
+    number: int
+    loss: float = 0.0
+
+
+class Checked(collections.namedtuple("Checked", "x")):
+    __slots__ = ()
+
+    def __new__(cls, x):
+        if x < 0:
+            raise ValueError("negative")
+        return super().__new__(cls, x)
+
+
+@pytest.mark.parametrize(
+    "value", [Coordinates(1), Coordinates((1,), 2), Renamed(1, 2, 3), Step(1, 2.5), Checked(0)]
+)
+def test_namedtuples_are_built_equal(value):
+    codec = Codec([type(value)])
+    arrived = codec.decode(bytearray().join(codec.encode([value])[0]))[0]
+    assert type(arrived) is type(value)
+    assert arrived == value
+
+
+def test_the_constructor_of_a_namedtuple_checks_what_arrives():
+    codec = Codec([Checked])
+    payload = bytearray().join(codec.encode(Checked(1))[0])
+    assert payload.endswith(b"\x91\x01")
+    payload[-1] = 0xFF
+    with pytest.raises(InvalidMessageError, match="the constructor of 'Checked' raised ValueError"):
+        codec.decode(payload)
+
+
+def test_a_namedtuple_that_is_not_registered_is_no_tuple():
+    with pytest.raises(UnsupportedTypeError, match=r"@rankwire\.message above class Step"):
+        Codec().encode(Step(1))
+
+
+# -- all codecs of a process -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared():
+    """What is registered for all codecs, without what other tests leave there."""
+    classes.SHARED.__init__()
+    yield classes.SHARED
+    classes.SHARED.__init__()
+
+
+def through(codec: Codec, value: Any) -> Any:
+    return codec.decode(bytearray().join(codec.encode(value)[0]))
+
+
+def test_a_message_is_known_to_every_codec(shared):
+    before = Codec()
+
+    @message
+    @dataclasses.dataclass
+    class Point:
+        x: int
+
+    @message(name="C")
+    class Choice(enum.Enum):
+        YES = 1
+
+    assert message(Step) is Step
+    values = [Point(1), Choice.YES, Step(2)]
+    for codec in (before, Codec(), Codec([Frozen])):
+        assert through(codec, values) == values
+    assert bytearray().join(before.encode(Choice.YES)[0]).count(b"\xa1C") == 1
+
+
+def test_a_class_of_another_kind_is_no_message(shared):
+    for cls in (object, int, Frozen(1)):
+        with pytest.raises(ConfigurationError):
+            message(cls)
+
+
+def test_two_messages_cannot_share_a_name(shared):
+    message(Step)
+    with pytest.raises(ConfigurationError, match="another class is registered as 'Step'"):
+        message(Coordinates, name="Step")
+    with pytest.raises(ConfigurationError, match="another class is registered as 'Step'"):
+        Codec().register(Coordinates, name="Step")
+    with pytest.raises(ConfigurationError, match="already"):
+        Codec().register(Step, name="other")
+    Codec([Step])  # the same once more
+
+
+def test_a_class_that_is_defined_again_takes_the_place_of_the_former(shared):
+    def define() -> Any:
+        @message
+        @dataclasses.dataclass
+        class Cell:
+            x: int
+
+        return Cell
+
+    first, second = define(), define()
+    codec = Codec()
+    assert type(through(codec, second(1))) is second
+    with pytest.raises(UnsupportedTypeError):
+        codec.encode(first(1))
+
+
+def test_a_name_that_a_codec_has_given_away_does_not_arrive_as_the_other_class(shared):
+    codec = Codec()
+    codec.register(Coordinates, name="Step")
+    message(Step)
+    assert through(codec, Coordinates(1, 2)) == Coordinates(1, 2)
+    with pytest.raises(UnsupportedTypeError):
+        codec.encode(Step(1))
+    assert through(Codec(), Step(1)) == Step(1)

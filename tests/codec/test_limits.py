@@ -6,7 +6,10 @@ import dataclasses
 import struct
 import sys
 import tracemalloc
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import pytest
@@ -83,8 +86,11 @@ def test_honest_keys_pass(keys):
         [*"abc", *[i * PRIME for i in range(1, 130)]],
         [tuple(-1 - (i >> bit & 1) for bit in range(9)) for i in range(400)],
         [complex(-1000003 * i, i) for i in range(400)],
+        [Decimal(i * PRIME) for i in range(1, 130)],
+        [Fraction(i * PRIME) for i in range(1, 130)],
+        [UUID(int=i * PRIME) for i in range(1, 130)],
     ],
-    ids=["primes", "strings and primes", "tuples", "complex"],
+    ids=["primes", "strings and primes", "tuples", "complex", "decimals", "fractions", "uuids"],
 )
 def test_many_keys_of_one_hash_are_refused(keys):
     with pytest.raises(InvalidMessageError, match="same hash"):
@@ -118,6 +124,24 @@ def test_what_the_fields_of_a_key_hold_is_counted():
     KeyCheck(1025, lambda _: None).check(keys)
     with pytest.raises(InvalidMessageError, match="too long to compare"):
         KeyCheck(1025, lambda key: [key.name, key.content]).check(keys)
+
+
+def test_a_wide_number_counts_as_many_steps_as_it_has_parts():
+    top = 1 << 8 * 65_536 - 9
+    keys = [(top + PRIME * n,) for n in range(100)]
+    assert len(set(map(hash, keys))) == 1
+    with pytest.raises(InvalidMessageError, match="too long to compare"):
+        KeyCheck(1025, lambda _: None).check(keys)
+    KeyCheck(100 * 65_536, lambda _: None).check(keys)
+
+
+def test_what_a_tuple_of_another_class_holds_is_counted():
+    class Size(tuple[Any, ...]):
+        __slots__ = ()
+
+    keys = [Size([7 + PRIME * i for i in range(200)] + [PRIME * n]) for n in range(120)]
+    with pytest.raises(InvalidMessageError, match="too long to compare"):
+        KeyCheck(1025, lambda _: None).check(keys)
 
 
 def test_the_budget_is_for_the_whole_message():

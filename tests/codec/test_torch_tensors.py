@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -19,6 +20,10 @@ from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 torch = pytest.importorskip("torch")
 
 DTYPES = [getattr(torch, name) for name in arrays._TENSOR_CODES if hasattr(torch, name)]
+
+
+class Marked(torch.Tensor):
+    """A subclass, which may mean more."""
 
 
 def payload_of(value: Any) -> bytearray:
@@ -104,12 +109,12 @@ def test_a_tensor_on_another_device_says_call_cpu():
 @pytest.mark.parametrize(
     ("tensor", "advice"),
     [
-        (torch.nn.Parameter(torch.ones(2)), "detach"),
+        (torch.nn.Parameter(torch.ones(2)).as_subclass(Marked), "detach"),
         (torch.ones(2, 2).to_sparse(), "to_dense"),
         (torch.ones(2).to(torch.float8_e5m2), "dtype"),
         (torch.ones((1,) * 33), "dimensions"),
     ],
-    ids=["parameter", "sparse", "float8", "33 dimensions"],
+    ids=["subclass", "sparse", "float8", "33 dimensions"],
 )
 def test_other_tensors_are_refused_with_advice(tensor, advice):
     with pytest.raises(UnsupportedTypeError, match=advice):
@@ -147,3 +152,105 @@ def test_the_codec_does_not_import_torch_to_send():
         "Codec().encode([numpy.ones(2), (1,), numpy.float32(1)]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+def test_a_tensor_that_was_encoded_can_still_be_resized():
+    """What ``Tensor.numpy`` forbids for ever."""
+    for tensor in (torch.ones(8), torch.ones(8, dtype=torch.bfloat16), torch.ones(8).conj()):
+        assert_same(roundtrip(tensor), tensor)
+        tensor.untyped_storage().resize_(0)
+
+
+def test_a_hook_goes_before_the_own_way_of_tensors():
+    codec = Codec()
+    codec.register(
+        torch.Tensor,
+        take=lambda tensor, _: (tensor.detach().numpy(), tensor.requires_grad),
+        build=lambda state, _: torch.from_numpy(state[0]).requires_grad_(state[1]),
+    )
+    tensor = torch.arange(3.0, requires_grad=True)
+    arrived = codec.decode(bytearray().join(codec.encode([tensor])[0]))[0]
+    assert_same(arrived, tensor)
+    assert arrived.requires_grad
+    assert not roundtrip(tensor).requires_grad
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_a_parameter_arrives_as_one(dtype, requires_grad):
+    parameter = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype), requires_grad=requires_grad)
+    (parameter * 2).sum().abs().backward() if requires_grad else None
+    arrived = roundtrip([parameter])[0]
+    assert type(arrived) is torch.nn.Parameter
+    assert arrived.requires_grad is requires_grad
+    assert arrived.is_leaf
+    assert arrived.grad is None
+    assert_same(arrived.data, parameter.data)
+
+
+def test_a_parameter_is_sent_from_where_it_is():
+    parameter = torch.nn.Parameter(torch.ones(2000))
+    buffers = Codec().encode(parameter)[0]
+    assert np.frombuffer(buffers[-1], np.uint8).ctypes.data == parameter.data_ptr()
+
+
+def test_the_description_of_a_parameter_has_its_gradient_in_front():
+    packed = msgspec.msgpack.encode([True, "float32", 2])
+    payload = payload_of(torch.nn.Parameter(torch.ones(2)))
+    assert bytes(Ext(44, packed).data) in payload
+
+
+@pytest.mark.parametrize(
+    "description",
+    [[], [True], [1, "float32", 2], ["float32", 2], [True, "int32", 2], [True, "object", 2]],
+    ids=str,
+)
+def test_a_malformed_parameter_is_refused(description):
+    head = msgspec.msgpack.encode(Ext(44, msgspec.msgpack.encode(description)))
+    payload = struct.pack("<I", len(head)) + head
+    payload += bytes(-len(payload) % 16) + bytes(8)
+    with pytest.raises(InvalidMessageError):
+        Codec().decode(bytearray(payload))
+
+
+# -- whole states ----------------------------------------------------------------------------------
+
+
+def model() -> Any:
+    layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    return torch.nn.Sequential(*layers)
+
+
+def test_the_state_of_a_module_arrives_whole():
+    first, second = model(), model()
+    state = roundtrip({"state": first.state_dict()})["state"]
+    assert type(state) is OrderedDict
+    assert state._metadata == first.state_dict()._metadata
+    second.load_state_dict(state, strict=True)
+    for name, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value)
+    for value in roundtrip(first.state_dict(keep_vars=True)).values():
+        assert type(value) in (torch.nn.Parameter, torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta"])
+def test_the_state_of_an_optimizer_arrives_whole(name):
+    def trained() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        net = model()
+        optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for _ in range(3):
+            net(torch.ones(5, 3)).sum().backward()
+            optimizer.step()
+            schedule.step()
+        return optimizer, schedule
+
+    (first, schedule), (second, other) = trained(), trained()
+    second.load_state_dict(roundtrip(first.state_dict()))
+    other.load_state_dict(roundtrip(schedule.state_dict()))
+    assert str(second.state_dict()) == str(first.state_dict())
+    assert other.state_dict() == schedule.state_dict()

@@ -1,6 +1,7 @@
 """Operations in the background: order, the worker, and those who wait and help it."""
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ from sums import on_all
 import rankwire
 from interrupts import Interrupt, every_interrupt
 from rankwire.collectives import background as background_module
+from rankwire.errors import ConfigurationError
 from rankwire.testing import simulated_world
 from worlds import PATIENCE, eventually
 
@@ -172,10 +174,13 @@ def test_an_infinite_timeout_is_none(worker):
     assert submit(worker, lambda: 1, limit=float("inf")).wait(float("inf")) == 1
 
 
-def test_a_blocking_operation_runs_those_in_the_background_before_it(pair, monkeypatch):
-    keep_workers_away(monkeypatch)
+@pytest.mark.parametrize("waits_before", [0, 20])
+def test_a_blocking_operation_has_those_in_the_background_run_before_it(pair, waits_before):
+    """Also where the worker leaves them to whoever waits, because all were waited for so far."""
 
     def each(backend):
+        for _ in range(waits_before):
+            rankwire.all_reduce(backend, np.ones(1), async_op=True).wait()
         work = rankwire.all_reduce(backend, np.ones(1), async_op=True)
         total = rankwire.all_reduce(backend, np.full(1, 2.0))
         return work.done(), work.result().tolist(), total.tolist()
@@ -289,3 +294,25 @@ def test_an_interrupt_anywhere_in_submitting_loses_no_other_work(worker):
         assert ran == ([] if is_interrupted else ["task"])
 
     assert every_interrupt(run) >= 2
+
+
+def test_a_signal_handler_that_waits_for_later_work_is_told_that_its_thread_runs_an_earlier(
+    unattended,
+):
+    """It would wait for itself: the earlier one stands still as long as the handler runs."""
+    told = []
+
+    def handle(number, frame):
+        with pytest.raises(ConfigurationError, match="signal handler"):
+            later.wait()
+        told.append(number)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        earlier = submit(unattended, lambda: signal.raise_signal(signal.SIGUSR1))
+        later = submit(unattended, lambda: "later")
+        earlier.wait()
+        assert told == [signal.SIGUSR1]
+        assert later.wait() == "later"
+    finally:
+        signal.signal(signal.SIGUSR1, before)

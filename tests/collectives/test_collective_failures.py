@@ -518,10 +518,10 @@ def test_a_value_that_one_rank_cannot_decode_ends_the_others(monkeypatch):
         codec = rankwire.Codec()
         decode = codec.decode
 
-        def picky(payload):
+        def picky(payload, **options):
             if threading.current_thread().name == "picky":
                 raise rankwire.InvalidMessageError("not to my taste")
-            return decode(payload)
+            return decode(payload, **options)
 
         codec.decode = picky
 

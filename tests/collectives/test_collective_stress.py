@@ -128,6 +128,7 @@ def test_groups_threads_messages_barriers_and_calls_at_once(make_world):
                 if backend.rank in members
             ]
             seeds = [seed for seed, members in enumerate(GROUPS) if backend.rank in members]
+            meeting = rankwire.SubBackend(backend, range(4))  # a thread a group: both are in order
             with rankwire.RpcAgent(backend) as agent:
                 agent.register("add", lambda x, src: x + backend.rank)
                 backend.barrier()
@@ -135,7 +136,7 @@ def test_groups_threads_messages_barriers_and_calls_at_once(make_world):
                     *(partial(collectives, s, g) for s, g in zip(seeds, groups, strict=True)),
                     partial(collectives, 99, backend),
                     partial(messages, backend),
-                    partial(barriers, backend),
+                    partial(barriers, meeting),
                     partial(calls, agent, backend),
                 ]
                 with ThreadPoolExecutor(len(tasks)) as pool:

@@ -76,7 +76,7 @@ def test_all_name_exactly_the_missing_at_a_few_messages_for_each(size, absent):
         for rank, run in runs.items():
             error = run.error()
             assert isinstance(error, (DeadlineExceededError, CollectiveAbortedError))
-            assert error.message.endswith(text), (rank, error.message[:300])
+            assert text in error.message, (rank, error.message[:300])
         assert notices_of(world, size.bit_length() - 1) - before < MOST_NOTICES
 
 
@@ -104,6 +104,7 @@ def test_a_disagreement_of_many_is_found_by_all(odd):
         check_works(world)
 
 
+@pytest.mark.slow
 def test_one_of_many_that_gives_up_ends_the_others():
     with counting(64) as world:
         runs = start(
@@ -186,7 +187,7 @@ def test_many_ranks_over_sockets():
             for run in runs.values():
                 error = run.error()
                 assert isinstance(error, (DeadlineExceededError, CollectiveAbortedError))
-                assert error.message.endswith(f"waiting for rank {absent}")
+                assert error.waiting_for == [absent]
             with contextlib.suppress(CollectiveAbortedError):
                 rankwire.barrier(world[absent])
                 for run in start(world, rankwire.barrier).values():  # it hears of it here

@@ -51,7 +51,7 @@ def folded(arrays, places, op="sum"):
 # -- results ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("places", PLACES[:2] if QUICK else PLACES, ids=str)
 @pytest.mark.parametrize(
     "dtype",
     ["float64", *(pytest.param(d, marks=SLOW) for d in ("int32", "complex64", "float16", "bool"))],

@@ -314,3 +314,66 @@ def test_what_is_sent():
     assert counts(lambda b: rankwire.gather_object(b, 1, 2)) == [3, 3, 2, 3]
     assert counts(lambda b: rankwire.broadcast_object(b, 1, 2)) == [2, 2, 5, 2]
     assert counts(lambda b: rankwire.scatter_object(b, [1] * 4, 2)) == [2, 2, 5, 2]
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+class Handle:
+    def __init__(self, key):
+        self.key = key
+
+
+def hooked():
+    """A codec for handles, who was to have them, and who sent them."""
+    held, came_from = [], []
+
+    def take(handle, sending):
+        held.append(sending.peer)
+        sending.undo(lambda: held.remove(sending.peer))
+        return handle.key
+
+    def build(key, receiving):
+        came_from.append(receiving.peer)
+        return Handle(key)
+
+    codec = rankwire.Codec()
+    codec.register(Handle, take=take, build=build)
+    return codec, held, came_from
+
+
+def test_hooks_learn_who_gets_a_value_and_who_sent_it():
+    def each(backend):
+        rank, others = backend.rank, [r for r in range(3) if r != backend.rank]
+        codec, held, came_from = hooked()
+
+        def seen():
+            ranks = (sorted(held, key=str), sorted(came_from))
+            held.clear(), came_from.clear()
+            return ranks
+
+        values = [Handle((rank, dst)) for dst in range(3)]
+        received = rankwire.all_to_all_object(backend, values, codec=codec)
+        assert [handle.key for handle in received] == [(src, rank) for src in range(3)]
+        assert seen() == (others, others)
+        scattered = rankwire.scatter_object(backend, values if rank == 1 else None, 1, codec=codec)
+        assert scattered.key == (1, rank)
+        assert seen() == (([0, 2], []) if rank == 1 else ([], [1]))
+        rankwire.gather_object(backend, Handle(rank), 2, codec=codec)
+        assert seen() == ([2], [0, 1] if rank == 2 else [])
+        rankwire.all_gather_object(backend, Handle(rank), codec=codec)
+        assert seen() == ([None], others)
+        rankwire.broadcast_object(backend, Handle(rank), 0, codec=codec)
+        assert seen() == ([None] if rank == 0 else [], [] if rank == 0 else [0])
+
+    run(3, each)
+
+
+def test_values_that_cannot_all_be_sent_are_undone():
+    def each(backend):
+        codec, held, _ = hooked()
+        with pytest.raises(UnsupportedTypeError, match=r"values\[1\]"):
+            rankwire.all_to_all_object(backend, [Handle(0), object()], codec=codec)
+        assert held == []
+
+    run(2, each)

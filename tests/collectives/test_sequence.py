@@ -229,6 +229,22 @@ def test_an_interrupt_anywhere_in_work_that_its_waiter_runs_is_told_too(monkeypa
     assert len(failed) > 3
 
 
+@pytest.mark.fault(37, "a second interrupt while an operation begins stops nothing")
+@pytest.mark.parametrize("second_after", [1, 2, 3, 5])
+def test_two_interrupts_while_an_operation_begins_do_not_stop_the_group(second_after):
+    """The second one falls into taking back what the first has left in the queue."""
+
+    def run(interrupting):
+        with contextlib.suppress(Interrupt), interrupting:
+            mine.call("nothing", lambda: ("nothing()", lambda x: None, True, None))
+        mine.call("nothing", lambda: ("nothing()", lambda x: None, False, SOON))
+        eventually(lambda: mine.turn == mine._next)
+
+    with simulated_world(2, timeout=TIMEOUT) as world:
+        mine = OperationSequence.of(world[0])
+        assert every_interrupt(run, second_after=second_after) >= 5
+
+
 def test_a_rank_that_is_ahead_is_found_out(pair):
     """It has done with an operation of which the other waits for its messages: they disagree."""
     OperationSequence.of(pair[0]).call(
@@ -583,9 +599,17 @@ def test_what_disagreements_left_is_forgotten(kind):
             assert kept_nbytes(backend, 1 - rank) < 3 * 160_000
 
 
-def test_an_operation_whose_turn_has_not_come_ends_with_the_others():
-    """An earlier one still waits for somebody, here and there; this one has been given up there."""
+@pytest.mark.parametrize("waits_before", [0, 20])
+def test_an_operation_whose_turn_has_not_come_ends_with_the_others(waits_before):
+    """An earlier one still waits for somebody, here and there; this one has been given up there.
+
+    Where all work was waited for at once, the worker leaves the earlier one to whoever waits.
+    """
     with simulated_world(3, timeout=TIMEOUT) as world:
+        for _ in range(waits_before):
+            begun = [rankwire.all_reduce(b, np.ones(3), async_op=True) for b in world]
+            for run in [Running(work.wait) for work in begun]:
+                run.result()
         earlier = [rankwire.all_reduce(b, np.ones(3), async_op=True) for b in world[:2]]
         runs = [
             Running(rankwire.barrier, backend, timeout=timeout)

@@ -52,6 +52,10 @@ def total_of(tensors):
     return total
 
 
+class Marked(torch.Tensor):
+    """A subclass, which may mean more."""
+
+
 # -- every operation -------------------------------------------------------------------------------
 
 
@@ -308,12 +312,12 @@ def test_an_operand_is_on_the_tensors_own_memory():
     ("make", "advice"),
     [
         (lambda: torch.ones(2).to_sparse(), "to_dense"),
-        (lambda: torch.nn.Parameter(torch.ones(2)), "subclass"),
+        (lambda: torch.ones(2).as_subclass(Marked), "subclass"),
         (lambda: torch.ones(2, device="meta"), "cpu"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
     ],
-    ids=["sparse", "Parameter", "meta", "conjugate", "negative"],
+    ids=["sparse", "subclass", "meta", "conjugate", "negative"],
 )
 def test_tensors_that_are_no_plain_memory_are_refused_with_advice(make, advice):
     with pytest.raises(UnsupportedTypeError, match=advice) as caught:
@@ -622,3 +626,51 @@ def test_tensors_are_multiplied_before_they_are_added_up(dtype, factor):
         assert equal(rankwire.all_reduce(backend, mine, rankwire.PremulSum(factor)), expected)
 
     run(2, each)
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["simulated", "auto"])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_parameters_are_operands_as_tensors_are(backend, requires_grad):
+    tensors = tensors_of(3)
+    total = total_of(tensors)
+
+    def parameter(rank):
+        return torch.nn.Parameter(tensors[rank].clone(), requires_grad=requires_grad)
+
+    def each(backend):
+        rank = backend.rank
+        mine = parameter(rank)
+        assert rankwire.all_reduce(backend, mine) is mine
+        assert type(mine) is torch.nn.Parameter
+        assert mine.requires_grad is requires_grad
+        assert torch.equal(mine.detach(), total)
+        assert rankwire.broadcast(backend, mine := parameter(rank), 1) is mine
+        assert torch.equal(mine.detach(), tensors[1])
+        mine = parameter(rank)
+        assert equal(rankwire.all_gather(backend, mine), torch.cat(tensors))
+        assert equal(rankwire.reduce_scatter(backend, mine), total[2 * rank : 2 * rank + 2])
+        rankwire.all_reduce_coalesced(backend, [mine, mine.detach().clone()])
+        assert torch.equal(mine.detach(), total)
+        values = rankwire.all_gather_object(backend, {"w": parameter(rank)})
+        for value, expected in zip(values, tensors, strict=True):
+            assert type(value["w"]) is torch.nn.Parameter
+            assert torch.equal(value["w"].detach(), expected)
+
+    run(3, each, backend=backend)
+
+
+def test_a_model_is_trained_after_its_parameters_were_averaged():
+    def each(backend):
+        torch.manual_seed(backend.rank)
+        net = torch.nn.Linear(2, 1)
+        for parameter in net.parameters():
+            rankwire.broadcast(backend, parameter)
+        net(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(net.parameters(), 0.1).step()
+        return [parameter.detach().tolist() for parameter in net.parameters()]
+
+    first, second = run(2, each)
+    assert first == second

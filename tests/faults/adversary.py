@@ -23,9 +23,10 @@ PRIME = sys.hash_info.modulus  # ints that differ by a multiple of it have the s
 _pack = msgspec.msgpack.Encoder().encode
 
 # The codes of extensions, as in codec/scalars.py and codec/values.py.
-_INT, _COMPLEX, _TIMEDELTA = 1, 2, 6
+_INT, _COMPLEX, _TIMEDELTA, _DECIMAL, _FRACTION, _UUID, _RANGE, _PATH = 1, 2, 6, 7, 8, 9, 50, 51
 _TUPLE, _SET, _FROZENSET, _DICT = 10, 11, 12, 13
-_ENUM, _RECORD, _ARRAY, _NUMPY_SCALAR = 30, 31, 40, 41
+_ORDERED_DICT, _DEFAULT_DICT, _COUNTER, _DEQUE, _SLICE = 14, 15, 16, 17, 18
+_ENUM, _RECORD, _HOOKED, _ARRAY, _NUMPY_SCALAR, _STRUCTURED = 30, 31, 32, 40, 41, 43
 
 Item = object
 _SIZES = (1000, 10_000, 30_000, 100_000)
@@ -57,6 +58,7 @@ class Adversary:
             self._odd_keys_of_native_maps,
             self._maps_in_descriptions,
             self._wide_numbers,
+            self._many_fields,
         ]
 
     def payload(self) -> bytearray:
@@ -118,13 +120,14 @@ class Adversary:
     # -- what is hard ------------------------------------------------------------------------------
 
     def _keyed(self, keys: list[Item]) -> Item:
-        """Return a set, a frozenset or a dict of these keys."""
-        code = self._chance.choice([_SET, _FROZENSET, _DICT])
-        return Ext(code, _pack([keys, keys]) if code == _DICT else _pack(keys))
+        """Return a set or a dict of these keys, of any kind."""
+        dicts = {_DICT: [], _ORDERED_DICT: [], _COUNTER: [], _DEFAULT_DICT: ["list"]}
+        code = self._chance.choice([_SET, _FROZENSET, *dicts])
+        return Ext(code, _pack([keys, keys, *dicts[code]]) if code in dicts else _pack(keys))
 
     def _of_one_hash(self, count: int) -> list[Item]:
         """Return different keys that are not containers, all with one hash."""
-        kind = self._chance.randrange(4)
+        kind = self._chance.randrange(6)
         if kind == 0:
             return [_number(n) for n in range(count)]
         if kind == 1:  # -1 and -2 have one hash, so do tuples of them
@@ -138,6 +141,10 @@ class Adversary:
             ]
         if kind == 2:
             return [Ext(_COMPLEX, struct.pack("<dd", -1000003.0 * n, n)) for n in range(count)]
+        if kind == 3:
+            return [Ext(_DECIMAL, b"%d" % (7 + PRIME * n)) for n in range(count)]
+        if kind == 4:
+            return [_fraction(7 + PRIME * n, 1) for n in range(count)]
         return [
             Ext(_NUMPY_SCALAR, _pack(["<i8", _number(n).to_bytes(8, "little")])) for n in range(4)
         ]
@@ -189,6 +196,17 @@ class Adversary:
             Ext(_ARRAY, _pack(["<f4", False, 0])),
             Ext(_NUMPY_SCALAR, _pack(["<f4", bytes(4)])),
             Ext(_TIMEDELTA, bytes(12)),
+            Ext(_DECIMAL, b"0"),
+            _fraction(1, 3),
+            Ext(_UUID, bytes(16)),
+            Ext(_RANGE, bytes(16) + b"\x01" + bytes(7)),
+            Ext(_PATH, b"\0a"),
+            Ext(_ORDERED_DICT, _pack([[], []])),
+            Ext(_DEFAULT_DICT, _pack([[], [], None])),
+            Ext(_COUNTER, _pack([[], []])),
+            Ext(_DEQUE, _pack([[], None])),
+            Ext(_SLICE, _pack([0, 0, 0])),
+            Ext(_STRUCTURED, _pack([[1, False, ["a", 0, "|i1"]], False, 0])),
             Raw(b"\x90"),
             Raw(b"\x80"),
             Raw(b"\x00"),
@@ -235,14 +253,43 @@ class Adversary:
     def _maps_in_descriptions(self, size: int) -> Item:
         """Return what should describe an array, a number, or a member of an enum, and is a map."""
         wide = _raw_map([(n << 44) % PRIME for n in range(size)])
-        code = self._chance.choice([_ARRAY, 42, _NUMPY_SCALAR, _ENUM, _RECORD])
+        code = self._chance.choice(
+            [_ARRAY, 42, _NUMPY_SCALAR, _ENUM, _RECORD, _HOOKED, _STRUCTURED, 44, 45, 46]
+        )
         return Ext(code, _pack(["<f4", False, wide]))
+
+    def _many_fields(self, size: int) -> Item:
+        """Return empty arrays with as many fields as are allowed, side by side and nested."""
+        fields = [[str(n), n, self._chance.choice(["|i1", "|b1"])] for n in range(256)]
+        wide = [256, False, *fields]
+        deep: Item = [1, False, ["a", 0, "|i1"]]
+        for _ in range(3):
+            deep = [1, False, ["a", 0, deep]]
+        twice = [512, False, ["a", 0, wide], ["b", 256, wide]]
+        described = self._chance.choice([wide, deep, twice])
+        shape = self._chance.choice([[0], [2**31, 0], []])
+        return [Ext(_STRUCTURED, _pack([described, False, *shape])) for _ in range(size // 500)]
 
     def _wide_numbers(self, size: int) -> Item:
         """Return numbers that are as wide as is allowed, as values, keys and flags."""
-        numbers = [
-            Ext(_INT, (n + (1 << 32_000)).to_bytes(4096, "little")) for n in range(size // 200)
-        ]
+        kind = self._chance.randrange(4)
+        if kind == 0:  # whose digits agree but for the last ones
+            nbytes = self._chance.choice([4096, 65_536])
+            top = 1 << 8 * nbytes - 8
+            count = min(size // 200, (8 << 20) // nbytes)
+            numbers = [
+                Ext(_INT, (top + n * PRIME).to_bytes(nbytes, "little")) for n in range(count)
+            ]
+        elif kind == 1:
+            numbers = [
+                Ext(_INT, (n + (1 << 32_000)).to_bytes(4096, "little")) for n in range(size // 200)
+            ]
+        elif kind == 2:
+            odd = self._chance.getrandbits(8000) | 1
+            numbers = [_fraction((1 << 8100) + 2 * n, odd) for n in range(size // 100)]
+        else:
+            digits = b"1" * 4090
+            numbers = [Ext(_DECIMAL, digits + b"%d" % (n % 10**6)) for n in range(size // 200)]
         if self._enums and self._chance.random() < 0.5:
             name = self._chance.choice(self._enums)
             return [Ext(_ENUM, _pack([name, number])) for number in numbers]
@@ -274,6 +321,13 @@ def _number(number: int) -> Item:
     if value < 2**64:
         return value
     return Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _fraction(numerator: int, denominator: int) -> Item:
+    parts = [
+        n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True) for n in (numerator, denominator)
+    ]
+    return Ext(_FRACTION, struct.pack("<H", len(parts[0])) + b"".join(parts))
 
 
 def _signs(number: int, width: int) -> bytes:

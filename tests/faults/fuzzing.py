@@ -17,10 +17,13 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
+from uuid import UUID
 
 if __name__ == "__main__":  # a script has its own folder on the path, not the one above
     sys.path[0] = str(Path(__file__).parents[1])
@@ -95,7 +98,22 @@ class Label:
     number: Any = dataclasses.field(hash=False)
 
 
-CODEC = Codec([Color, Point, Pair, Option, Label])
+class Step(NamedTuple):
+    number: Any
+    loss: Any = None
+
+
+class Handle:
+    """Has hooks."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+
+STATE: OrderedDict[str, Any] = OrderedDict(w=1)
+STATE._metadata = {"version": 1}  # type: ignore[attr-defined]
+CODEC = Codec([Color, Point, Pair, Option, Label, Step])
+CODEC.register(Handle, take=lambda value, _: value.key, build=lambda key, _: Handle(key))
 VALUES: list[Any] = [
     None, True, 7, -(1 << 40), 1 << 80, 1.5, 2j, "text", "äöü", b"bytes", b"x" * 3000,
     bytearray(b"y"), [1, [2, [3]]], (1, "two", 3.0), {"a": 1, 2: [None]}, {1, 2}, frozenset("ab"),
@@ -106,6 +124,11 @@ VALUES: list[Any] = [
     np.array([True, False]), np.arange(3, dtype=">f8"), np.datetime64("2024-01-01"),
     np.array([1 + 2j]), np.asfortranarray(np.ones((3, 2))), [np.arange(2), (np.ones(1), "x")],
     list(range(100)), {str(n): n for n in range(50)}, [0.5] * 200,
+    Decimal("-1.5E+10"), Decimal("sNaN1"), Fraction(-22, 7), UUID(int=5), range(3, 9, 2),
+    slice(1, 2),
+    PurePosixPath("/a/b"), PureWindowsPath("c:/x"), STATE, defaultdict(list, {1: [2]}),
+    Counter("hello"), deque([1, (2,)], 5), Step(1, 2.5), Handle([1, {"k": Handle(2)}]),
+    np.zeros(3, "i4,?,U2"), np.zeros((2, 2), [("a", "i1"), ("b", [("c", "f8", (2,))])]),
 ]  # fmt: skip
 
 
@@ -268,7 +291,7 @@ def _replies() -> list[bytes]:
     replies = [rpc.encode_result(CODEC, value) for value in VALUES]
     replies += [
         rpc.encode_failure(CODEC, ValueError("no")),
-        rpc.encode_reply(CODEC, rpc.Outcome.NOT_FOUND, ["f", ["g", "h"]]),
+        rpc.encode_reply(CODEC, rpc.Outcome.NOT_FOUND, ["f", ["g", "h"], ""]),
         *(rpc.encode_reply(CODEC, outcome, "text") for outcome in rpc.Outcome),
         rpc.encode_reply(CODEC, rpc.Outcome.TOO_LARGE, [5, 4]),
     ]
@@ -304,7 +327,7 @@ TARGETS = {
         hard=Adversary.payload,
     ),
     "array": Target(
-        [joined(pack_array(v)) for v in VALUES if isinstance(v, np.ndarray)],
+        [joined(pack_array(v)) for v in VALUES if isinstance(v, np.ndarray) and not v.dtype.names],
         _feed_array,
         errors.InvalidMessageError,
         hard=Adversary.array,

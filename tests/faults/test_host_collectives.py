@@ -44,7 +44,7 @@ def test_random_collectives_of_two_hosts_give_what_numpy_gives():
         assert all(rank.call("eval", BY_HOSTS) for rank in ranks)
 
 
-@pytest.mark.parametrize("count", [10, 600_000])
+@pytest.mark.parametrize("count", [10, pytest.param(600_000, marks=pytest.mark.slow)])
 def test_if_a_host_vanishes_all_ranks_of_the_other_one_name_one_of_its_ranks(count):
     with two_by_two() as (hosts, ranks):
         running = [rank.start("eval", FOR_EVER.format(count=count)) for rank in ranks]

@@ -7,7 +7,7 @@ import pytest
 from faults import netns
 from faults.sizes import NIGHTLY, trials
 from rankwire import DeadlineExceededError, PeerLostError
-from worlds import SECRET, eventually
+from worlds import SECRET, eventually, introduce
 
 pytestmark = [pytest.mark.usefixtures("several_hosts"), pytest.mark.timeout(120)]
 
@@ -23,12 +23,6 @@ def lost(command, peer, timeout=20.0):
     assert isinstance(error, PeerLostError), repr(error)
     assert error.peer == peer
     return error
-
-
-def introduce(*ranks):
-    entering = [rank.start("barrier") for rank in ranks]
-    for entered in entering:
-        entered.result()
 
 
 @pytest.mark.fault(5, "a host that vanishes is lost for all others, on idle links")
@@ -114,7 +108,7 @@ RETRANSMITTED = """
 
 
 @pytest.mark.fault(9, "lost packets change no bit of any result, and lose no rank")
-@pytest.mark.parametrize("share", [0.01, 0.05])
+@pytest.mark.parametrize("share", [0.01, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_f09_packets_are_lost(share, measured):
     rounds = trials(60, 600)
     with netns.world(2, timeout=60.0) as (hosts, ranks):

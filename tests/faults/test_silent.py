@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from faults.sizes import time_limit, trials
 from rankwire import DeadlineExceededError, PeerUnresponsiveError
 from rankwire.rendezvous.control_messages import DEFAULT_PATIENCE
-from worlds import eventually, process_world
+from worlds import eventually, introduce, process_world
 
 pytestmark = pytest.mark.timeout(time_limit(60, 600))
 
@@ -23,12 +23,6 @@ globals().__setitem__("suspected", []) or backend.on_peer_suspected(
     lambda rank, seconds: suspected.append((rank, time.monotonic()))) and None
 """
 HOLD_THE_INTERPRETER = "__import__('ctypes').PyDLL(None).usleep(int({seconds} * 1e6))"
-
-
-def introduce(*ranks):
-    entering = [rank.start("barrier") for rank in ranks]
-    for entered in entering:
-        entered.result()
 
 
 def resident(rank):

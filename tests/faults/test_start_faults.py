@@ -6,7 +6,7 @@ import pytest
 
 from faults.sizes import QUICK, time_limit, trials
 from rankwire import RendezvousError
-from worlds import free_port, process_world, spawn_ranks
+from worlds import free_port, introduce, process_world, spawn_ranks
 
 pytestmark = pytest.mark.timeout(time_limit(90, 600))
 
@@ -29,13 +29,11 @@ def test_f23_a_rank_does_not_come(missing, measured):
 
 @pytest.mark.fault(56, "64 ranks that start at once are all connected to each other soon")
 def test_f56_64_processes_connect_all_pairs(measured):
-    """In a barrier every rank sends to every other: 4,032 connections; ``make test`` has 992."""
+    """Every rank sends to every other: 4,032 connections; ``make test`` has 992."""
     size = 32 if QUICK else 64
     for _ in range(trials(1, 5)):
         began = time.monotonic()
         with process_world(size, timeout=60.0, join_timeout=60.0) as ranks:
             measured("64 ranks up", time.monotonic() - began)
-            entering = [rank.start("barrier") for rank in ranks]
-            for entered in entering:
-                entered.result(60.0)
+            introduce(*ranks, timeout=60.0)
             measured("64 ranks up, all pairs connected", time.monotonic() - began, limit=15.0)

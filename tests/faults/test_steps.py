@@ -156,7 +156,9 @@ def assert_named(kill: Kill, during: Outcome) -> None:
 @pytest.mark.fault(48, "a rank killed at any step of a collective in shared memory is named by all")
 @pytest.mark.fault(32, "nothing is left of the segment of a group in which a rank was killed")
 @pytest.mark.fault(33, "of a slot whose writer is killed before it is published nothing is read")
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [0, *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[1:])]
+)
 def test_a_rank_is_killed_at_a_step_of_a_collective(place):
     """A few of all steps: in each operation one, in each place another operation."""
     names = OPERATIONS[place :: len(PLACES)]

@@ -566,3 +566,52 @@ def test_a_host_without_the_files_of_its_ranks_ends_the_job(hosts, tls_dir, tmp_
     assert "no rank-3.key" in stderr
     assert "no rank-3.key" in other_stderr
     assert stdout == ""
+
+
+def test_a_rank_of_another_host_is_started_anew_there(hosts):
+    launched = hosts.start(
+        """
+import threading
+import rankwire
+ready()
+back = threading.Event()
+with rankwire.connect(timeout=30.0) as backend:
+    backend.on_peer_joined(lambda *joined: back.set())
+    if rank == 3 and backend.incarnation == 0:
+        backend.send(b"pid", 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        backend.recv(3)
+        assert back.wait(30.0)
+        backend.send(b"hello again", 3)
+    elif rank == 3:
+        print("got", bytes(backend.recv(0)).decode(), flush=True)
+""",
+        "--on-failure",
+        "restart",
+    )
+    ends = [host.wait(60.0) for host in launched]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert "[rank 3] got hello again" in ends[1][1]
+    assert "rank 3 failed (killed by SIGKILL" in ends[0][2]
+    assert ", on node 1" in ends[0][2]
+
+
+def test_all_ranks_of_another_host_are_started_anew_and_the_last_failure_ends_all(hosts):
+    launched = hosts.start(
+        """
+import rankwire
+ready()
+if rank >= 2:
+    sys.exit(5)
+time.sleep(60)
+""",
+        "--on-failure",
+        "restart",
+        "--max-restarts",
+        "1",
+    )
+    ends = [host.wait(60.0) for host in launched]
+    assert [code for code, _, _ in ends] == [5, 5], ends
+    assert ends[1][1].count("pid") == 2, ends[1]  # two were read when they started at first
+    assert "restart 1 of 1" in ends[0][2]

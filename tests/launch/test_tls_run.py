@@ -119,3 +119,24 @@ def test_a_job_inside_a_job_has_tls_only_if_asked_for(run, tls_dir, tmp_path, in
     )  # fmt: skip
     inner = "RANKWIRE_TLS_DIR" if inner_has_tls else ""
     assert done.stdout == f"RANKWIRE_TLS_DIR\n{inner}\n", done.stderr
+
+
+def test_a_rank_that_is_started_anew_joins_inside_tls(run, tls_dir):
+    done = run(
+        """
+import threading
+import rankwire
+back = threading.Event()
+with rankwire.connect(timeout=20.0) as backend:
+    backend.on_peer_joined(lambda *joined: back.set())
+    if rank == 1 and backend.incarnation == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        assert back.wait(20.0)
+        backend.send(b"hello again", 1)
+    else:
+        print(backend.security, bytes(backend.recv(0)).decode(), flush=True)
+""",
+        "--no-prefix", "--tls", str(tls_dir), "--on-failure", "restart",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "tls hello again\n"), done.stderr

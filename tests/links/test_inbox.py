@@ -1443,8 +1443,8 @@ def test_a_deadline_in_the_middle_of_a_message_gives_the_memory_back_and_loses_n
 def test_a_thread_that_reads_for_another_leaves_its_memory_when_that_gives_up(post):
     receive, memory = want_into(post, 3)
     reader = post.start(4)  # has the reading role, and keeps it
+    post.inbox.post(receive)  # before anything comes: then it is known where that is wanted
     go_on, sending = send_halves(post, 3, block(7))
-    post.inbox.post(receive)
     eventually(lambda: memory[0] == 7, SOON)
     with pytest.raises(DeadlineExceededError):
         post.inbox.wait(receive, Deadline(0.05))

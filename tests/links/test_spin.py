@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from rankwire.clock import REAL_TIME
-from rankwire.links.spin import DEFAULT_SPIN, Spin, default_spin
+from rankwire.links.spin import Spin, share_cores
 
 
 def test_begins_with_the_whole_budget():
@@ -58,15 +58,30 @@ def test_no_budget_stays_none():
         assert spin.budget == spin.most == 0.0
 
 
-def test_ranks_that_have_to_share_cores_do_not_spin(monkeypatch):
+def test_who_shares_cores_lets_others_run_between_two_looks(monkeypatch):
+    yielded = []
+    near, far = socket.socketpair()
+    with near, far:
+
+        def run_another():
+            yielded.append(None)
+            if len(yielded) == 3:
+                far.send(b"x")
+
+        monkeypatch.setattr(os, "sched_yield", run_another)
+        assert Spin(10.0, REAL_TIME, yields=True).finds_input(near.fileno())
+        assert Spin(10.0, REAL_TIME).finds_input(near.fileno())
+    assert len(yielded) == 3
+
+
+def test_more_ranks_than_cores_share_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5, 7})
-    assert default_spin(1) == default_spin(4) == DEFAULT_SPIN > 0.0
-    assert default_spin(5) == default_spin(1000) == 0.0
+    assert [share_cores(count) for count in (1, 4, 5, 1000)] == [False, False, True, True]
 
 
 def test_cores_are_counted_where_affinity_is_not_known(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert (default_spin(2), default_spin(3)) == (DEFAULT_SPIN, 0.0)
+    assert (share_cores(2), share_cores(3)) == (False, True)
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert (default_spin(1), default_spin(2)) == (DEFAULT_SPIN, 0.0)
+    assert (share_cores(1), share_cores(2)) == (False, True)

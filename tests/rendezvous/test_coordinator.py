@@ -19,10 +19,14 @@ from rankwire.links.sockets import wait_for
 from rankwire.rendezvous import coordinator as coordinator_module
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
+    Ask,
+    Doing,
     Failed,
     Fallen,
     Gone,
     Join,
+    Joined,
+    Known,
     Member,
     Waiting,
     World,
@@ -62,6 +66,7 @@ class Meeting:
         self.world_size = world_size
         self.worlds: list[World] = []
         self.gone: list[Gone] = []
+        self.doing: list[tuple[int, Doing]] = []
         self.told_before_formed: list[int] = []
         self._members: list[tuple[int, Connection]] = []
         self._backlog: dict[Connection, list[Any]] = {}
@@ -71,7 +76,11 @@ class Meeting:
             world_size,
             self.acceptor,
             key_of=key_of,
-            told=Told(on_formed=self._formed, on_gone=self.gone.append),
+            told=Told(
+                on_formed=self._formed,
+                on_gone=self.gone.append,
+                on_doing=lambda rank, doing: self.doing.append((rank, doing)),
+            ),
         )
         self.acceptor.start()
 
@@ -526,3 +535,134 @@ def test_closing_says_farewell(meet):
     meeting.coordinator.close()
     with pytest.raises(ChannelClosedError, match="rank 0 has left"):
         one.read(Deadline(PATIENCE))
+
+
+# -- coming back
+
+
+def formed(meeting: Meeting) -> list[Connection]:
+    members = [meeting.join(rank) for rank in range(1, meeting.world_size)]
+    for connection in members:
+        meeting.hear_until(connection, World)
+    return members
+
+
+def lose(meeting: Meeting, rank: int, connection: Connection) -> None:
+    connection.close()
+    eventually(lambda: rank in [gone.rank for gone in meeting.gone])
+
+
+def is_told_nothing(connection: Connection, kind: type) -> bool:
+    frames = connection.read(Deadline(0.1))
+    return not any(isinstance(unpack(frame.payload), kind) for frame in frames)
+
+
+def test_a_lost_rank_is_welcome_only_after_its_new_process_was_started(meet):
+    meeting = meet(3)
+    one, _ = formed(meeting)
+    assert meeting.admit(1) == (Status.DUPLICATE_RANK, 1001)
+    lose(meeting, 1, one)
+    assert meeting.admit(1) == (Status.NOT_EXPECTED, 0)
+    meeting.on_thread(meeting.coordinator.expect_again, 1)
+    assert meeting.admit(1) == (Status.WELCOME, 0)
+    assert meeting.admit(2)[0] == Status.DUPLICATE_RANK
+    meeting.enter(1)
+    assert meeting.admit(1)[0] == Status.DUPLICATE_RANK
+
+
+def test_a_rank_that_is_back_is_told_the_world_once_all_members_know_it(meet):
+    meeting = meet(4)
+    one, two, three = formed(meeting)
+    lose(meeting, 1, one)
+    meeting.on_thread(meeting.coordinator.expect_again, 1)
+    back = meeting.join(1)
+    for member_of_it in (two, three):
+        joined = meeting.hear_until(member_of_it, Joined)
+        assert joined.member.rank == 1
+    say(two, Known(1, 0))
+    assert is_told_nothing(back, World)
+    say(three, Known(1, 0))
+    world = meeting.hear_until(back, World)
+    assert world.late == [1]
+    assert world.epoch == meeting.worlds[0].epoch
+
+
+def test_a_member_that_dies_meanwhile_is_not_waited_for_and_is_told_as_gone(meet):
+    meeting = meet(4)
+    one, two, three = formed(meeting)
+    lose(meeting, 1, one)
+    meeting.on_thread(meeting.coordinator.expect_again, 1)
+    back = meeting.join(1)
+    for connection in (two, three):
+        meeting.hear_until(connection, Joined)
+    say(two, Known(1, 0))
+    three.close()
+    meeting.hear_until(back, World)
+    assert meeting.hear_until(back, Gone).rank == 3
+
+
+def test_two_ranks_come_back_one_after_the_other(meet):
+    meeting = meet(4)
+    one, two, three = formed(meeting)
+    for rank, connection in ((1, one), (2, two)):
+        lose(meeting, rank, connection)
+        meeting.on_thread(meeting.coordinator.expect_again, rank)
+    first, second = meeting.join(1), meeting.join(2)
+    assert meeting.hear_until(three, Joined).member.rank == 1
+    assert is_told_nothing(three, Joined)
+    say(three, Known(1, 0))
+    meeting.hear_until(first, World)
+    assert meeting.hear_until(first, Gone).rank == 2  # as it is for now
+    for connection in (first, three):
+        assert meeting.hear_until(connection, Joined).member.rank == 2
+        say(connection, Known(2, 0))
+    assert meeting.hear_until(second, World).late == [1, 2]
+
+
+def test_a_connection_that_outlives_its_process_does_not_keep_its_place(meet):
+    """A child of the rank may hold it open."""
+    meeting = meet(3)
+    formed(meeting)
+    meeting.on_thread(meeting.coordinator.expect_again, 1)
+    assert [gone.rank for gone in meeting.gone] == [1]
+    assert "its process has ended" in meeting.gone[0].reason
+    assert meeting.admit(1) == (Status.WELCOME, 0)
+
+
+def test_a_rank_that_is_back_may_fall_again_and_is_judged_by_its_silence(meet):
+    meeting = meet(3)
+    one, two = formed(meeting)
+    say(one, Fallen("it raised", ""))
+    meeting.hear_until(two, Gone)
+    meeting.on_thread(meeting.coordinator.expect_again, 1)
+    back = meeting.join(1)
+    meeting.hear_until(two, Joined)
+    say(two, Known(1, 0))
+    meeting.hear_until(back, World)
+    say(back, Fallen("and again", ""))
+    assert meeting.hear_until(two, Gone).reason == "and again"
+
+
+# -- what a rank does for which others wait
+
+
+def test_who_was_waited_for_is_asked_before_anyone_hears_of_the_fall(meet):
+    meeting = meet(4)
+    one, two, three = formed(meeting)
+    say(one, Fallen("its time was up", "", waited_for=[2, 99, -1, 1]))
+    assert isinstance(meeting.hear(two), Ask)
+    gone = meeting.hear_until(two, Gone)
+    assert gone.waited_for == [2, 1]  # ranks that there are
+    say(two, Doing("MainThread:", waits_for=[3, 2]))
+    assert isinstance(meeting.hear_until(three, Ask), Ask)
+    eventually(lambda: meeting.doing == [(2, Doing("MainThread:", waits_for=[3, 2]))])
+
+
+def test_who_answers_twice_is_given_up(meet):
+    meeting = meet(4)
+    one, two, _ = formed(meeting)
+    say(one, Fallen("its time was up", "", waited_for=[2]))
+    for _ in range(2):
+        say(two, Doing("MainThread:", waits_for=[2]))
+    eventually(lambda: [gone.rank for gone in meeting.gone] == [1, 2])
+    assert "what it does, unasked" in meeting.gone[1].reason

@@ -7,11 +7,15 @@ import pytest
 
 from rankwire.rendezvous import rights
 from rankwire.rendezvous.control_messages import (
+    Ask,
     Beat,
+    Doing,
     Failed,
     Fallen,
     Gone,
     Join,
+    Joined,
+    Known,
     Member,
     Message,
     Patience,
@@ -34,7 +38,8 @@ FORMED = JOINED._replace(is_formed=True)
 ABSENT = FORMED._replace(was_absent=True)
 LAUNCHED = ABSENT._replace(coordinator=-1)
 FALLEN = FORMED._replace(has_fallen=True)
-EVERYONE = [FORMING, JOINED, FORMED, ABSENT, LAUNCHED, FALLEN]
+ASKED = FORMED._replace(was_asked=True)
+EVERYONE = [FORMING, JOINED, FORMED, ABSENT, LAUNCHED, FALLEN, ASKED]
 
 
 def member(rank):
@@ -57,7 +62,12 @@ ROWS = [
     ("a sign of life", Beat(), set(EVERYONE)),
     ("the silence of others", Beat([(2, 9.0)]), set()),
     ("its own silence", Beat([(1, 9.0)]), set()),
-    ("its fall", Fallen("it raised", ""), {FORMED, ABSENT, LAUNCHED}),
+    ("its fall", Fallen("it raised", ""), {FORMED, ABSENT, LAUNCHED, ASKED}),
+    ("whom it knows", Known(2, 1), {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED}),
+    ("what it does", Doing("MainThread:"), {ASKED}),
+    ("who is back", Joined(member(2)), set()),
+    ("that it is back itself", Joined(member(1)), set()),
+    ("a question", Ask(), set()),
     ("rank 0 was silent", Gone(0, **SILENT), {ABSENT}),
     ("the launcher was silent", Gone(-1, **SILENT), {LAUNCHED}),
     ("the coordinator died", Gone(0, "its connection ended"), set()),

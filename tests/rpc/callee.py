@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Callee:
 
     _FUNCTIONS = (
         "echo", "note", "meet", "nap", "hold", "watch", "wait_for", "outer", "ask", "fail", "leave",
-        "unsendable",
+        "unsendable", "defer", "settle",
     )  # fmt: skip
 
     def __init__(self, backend: Any, **limits: Any) -> None:
@@ -39,6 +40,7 @@ class Callee:
         self._gates: dict[int, threading.Event] = {}
         self._barriers: dict[int, threading.Barrier] = {}
         self._own: list[Any] = []
+        self._deferred: dict[Any, Future[Any]] = {}
         for name in self._FUNCTIONS:
             self.agent.register(name, getattr(self, f"_{name}"))
 
@@ -81,6 +83,14 @@ class Callee:
     def open(self, gate: int) -> None:
         """Let ``wait_for(gate)`` end."""
         self._gate(gate).set()
+
+    def deferred(self) -> list[Any]:
+        """Return the names of the calls of ``defer`` whose futures are not done."""
+        return [name for name, future in list(self._deferred.items()) if not future.done()]
+
+    def abandoned(self) -> list[Any]:
+        """Return the names of the calls of ``defer`` whose futures were cancelled."""
+        return [name for name, future in list(self._deferred.items()) if future.cancelled()]
 
     def call_itself(self, name: str, *args: Any) -> None:
         """Call a function of this very rank."""
@@ -171,6 +181,19 @@ class Callee:
 
     def _leave(self) -> None:
         raise SystemExit("a function that wants to end its process")
+
+    def _defer(self, name: Any) -> Future[Any]:
+        """Return a future that ``settle`` ends."""
+        future: Future[Any] = Future()
+        self._deferred[name] = future
+        return future
+
+    def _settle(self, value: Any) -> int:
+        """End all futures of ``defer`` that wait; return how many those were."""
+        waiting = self.deferred()
+        for name in waiting:
+            self._deferred[name].set_result(value)
+        return len(waiting)
 
     def _unsendable(self) -> Any:
         return {"inside": threading.Lock()}

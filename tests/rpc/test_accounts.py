@@ -1,5 +1,10 @@
 """What a rank tells of the calls that it serves."""
 
+import re
+import threading
+from concurrent.futures import Future
+from typing import NamedTuple
+
 from rankwire.clock import REAL_TIME
 from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
@@ -12,7 +17,20 @@ from real_time import Deadline
 RANK = 1
 
 
+class Deferred(NamedTuple):
+    future: Future
+
+
+class Worker:
+    ident = 0  # of no thread
+
+
 class Job(Call):
+    deferred = made = task = None
+
+    def made_for(self, future):
+        return self.made
+
     def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):
         self.src, self.name, self.deadline = 0, name, Deadline(5.0)
         self.depth = depth
@@ -39,8 +57,15 @@ def needs(call):
 
 
 def test_a_call_that_runs_needs_nothing():
-    told = account({1: Job(worker=object())}, 1)
+    told = account({1: Job(worker=Worker())}, 1)
     assert (told[1].name, told[1].doing, told[1].needs) == ("f", "is running", ())
+
+
+def test_a_call_that_runs_says_where_its_thread_is_in_the_program():
+    worker = Worker()
+    worker.ident = threading.get_ident()
+    place = r"is running: it is in of\(\), called in account \(.*test_accounts.py:\d+\)"
+    assert re.fullmatch(place, account({1: Job(worker=worker)}, 1)[1].doing)
 
 
 def test_what_is_not_served_is_not_told_of():
@@ -48,14 +73,30 @@ def test_what_is_not_served_is_not_told_of():
 
 
 def test_calls_in_flight_are_mentioned():
-    job = Job(worker=object())
+    job = Job(worker=Worker())
     job.began(made_call(77))
     assert account({1: job}, 1)[1].doing == "is running and has calls in flight: rank 2 'g'"
     assert account({1: job}, 1)[1].needs == ()
 
 
+def test_a_call_that_returned_a_future_waits_for_it_and_needs_nothing_that_is_known():
+    job = Job()
+    job.deferred = Deferred(Future())
+    told = account({1: job}, 1)[1]
+    assert (told.doing, told.needs) == ("waits for the future that it returned", ())
+
+
+def test_a_call_that_returned_the_future_of_a_call_needs_that_one():
+    job = Job()
+    job.made = made_call(77)
+    job.deferred = Deferred(Future())
+    told = account({1: job}, 1)[1]
+    assert told.doing == "waits for the future that it returned, of rank 2 'g'"
+    assert needs(told) == [(2, RANK, 77)]
+
+
 def test_a_call_that_waited_until_its_deadline_says_for_whom():
-    job = Job(worker=object())
+    job = Job(worker=Worker())
     job.began(made_call(77))
     job.deadline = Deadline(0.0)
     job.ended(77)
@@ -64,21 +105,21 @@ def test_a_call_that_waited_until_its_deadline_says_for_whom():
 
 
 def test_a_call_that_was_answered_in_time_is_not_mentioned():
-    job = Job(worker=object())
+    job = Job(worker=Worker())
     job.began(made_call(77))
     job.ended(77)
     assert account({1: job}, 1)[1].doing == "is running"
 
 
 def test_a_call_that_waits_needs_the_call_it_made():
-    told = account({1: Job(worker=object(), waiting=Wait(5, 2, "g", [77]))}, 1)
+    told = account({1: Job(worker=Worker(), waiting=Wait(5, 2, "g", [77]))}, 1)
     assert needs(told[1]) == [(2, RANK, 77)]
     assert (told[1].wait, told[1].doing) == (5, "waits for rank 2 'g'")
 
 
 def test_a_call_that_waits_for_its_turn_needs_one_of_those_in_flight():
     wait = Wait(5, 2, "g", [7, 8], is_for_room=True)
-    told = account({1: Job(worker=object(), waiting=wait)}, 1)
+    told = account({1: Job(worker=Worker(), waiting=wait)}, 1)
     assert needs(told[1]) == [(2, RANK, 7), (2, RANK, 8)]
 
 
@@ -86,9 +127,9 @@ def test_a_queued_call_needs_one_of_those_that_have_all_the_places():
     queued = Job()
     jobs = {
         1: queued,
-        2: Job(worker=object()),
-        3: Job(worker=object()),
-        4: Job(worker=object(), depth=1),
+        2: Job(worker=Worker()),
+        3: Job(worker=Worker()),
+        4: Job(worker=Worker(), depth=1),
     }
     told = account(jobs, 1, queued=[queued])
     assert needs(told[1]) == [(RANK, 0, 2), (RANK, 0, 3)]

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import enum
+import functools
 import gc
 import math
 import os
@@ -62,6 +63,52 @@ def test_the_readme_forms_of_register(agents):
     assert agents[1].functions() == ["add", "subtract", "times"]
     assert agents[0].rpc_sync(1, "times", 3, b=4) == 12
     assert agents[1].lookup("add") is add
+
+
+class Server:
+    def __init__(self):
+        self.value = 0
+
+    def push(self, value):
+        self.value += value
+
+    async def pull(self):
+        return self.value
+
+
+def test_an_object_is_registered_by_its_methods(agents):
+    server = Server()
+    assert agents[1].register("params", server) is server
+    assert agents[1].register(Server()) is not None
+    names = ["Server.pull", "Server.push", "params.pull", "params.push"]
+    assert agents[1].functions() == names
+    agents[0].rpc_sync(1, "params.push", 4)
+    agents[0].to(1).params.push(3)
+    assert agents[0].to(1).params.pull() == 7
+    assert agents[0].rpc_sync(1, "Server.pull") == 0
+    agents[1].unregister("params")
+    assert agents[1].functions() == names[:2]
+
+
+@pytest.mark.parametrize("thing", [7, [1, 2], {"a": 1}, object(), np.zeros(2), 3.5])
+def test_what_is_neither_a_function_nor_has_methods_is_refused(agents, thing):
+    with pytest.raises(ConfigurationError, match="cannot be registered"):
+        agents[0].register(thing)
+    with pytest.raises(ConfigurationError, match="cannot be registered"):
+        agents[0].register("thing", thing)
+    with pytest.raises(ConfigurationError, match="cannot be registered"):
+        agents[0].register("thing")(thing)
+    with pytest.raises(ConfigurationError, match="cannot be registered"):
+        agents[0].register("thing", None)
+    assert agents[0].functions() == []
+
+
+def test_a_function_without_a_name_needs_one(agents):
+    nameless = functools.partial(max, 3)
+    with pytest.raises(ConfigurationError, match="has no name of its own"):
+        agents[1].register(nameless)
+    agents[1].register("most", nameless)
+    assert agents[0].rpc_sync(1, "most", 5) == 5
 
 
 def test_a_function_registered_at_both_ends_stands_for_its_name(agents):

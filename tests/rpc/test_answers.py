@@ -16,6 +16,7 @@ from rankwire.errors import (
     PeerLostError,
     RemoteError,
 )
+from rankwire.rpc import answers
 from rankwire.rpc.answers import Answers
 from rankwire.rpc.messages import Outcome, decode_reply
 from real_time import Deadline
@@ -242,3 +243,74 @@ def test_replies_that_a_caller_does_not_take_are_bounded(desk):
     eventually(lambda: desk.errands)
     desk.errands.pop()()
     assert desk.sent()[-1] == 1001
+
+
+# -- what hooks are told ---------------------------------------------------------------------------
+
+
+class Handle:
+    pass
+
+
+def hooked(desk):
+    """Let handles be sent; return the list of the ranks that have them."""
+    held = []
+
+    def take(handle, sending):
+        held.append(sending.peer)
+        sending.undo(lambda: held.remove(sending.peer))
+
+    desk.codec.register(Handle, take=take, build=lambda state, _: Handle())
+    return held
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_reply_that_is_sent_stays_as_it_is(desk, copies):
+    held = hooked(desk)
+    desk.answers.send(call_of(1), desk.answers.value(Handle(), peer=3, copies=copies), Deadline(5))
+    assert held == [3]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("left", [0.0, 5.0])
+def test_a_reply_that_is_not_sent_is_undone(desk, copies, left):
+    held = hooked(desk)
+    message = desk.answers.value(Handle(), peer=3, copies=copies)
+    desk.port.reply = lambda *_: (_ for _ in ()).throw(PeerLostError(3, "it died"))
+    desk.answers.send(call_of(1), message, Deadline(left))
+    assert held == []
+
+
+def test_a_reply_of_which_a_part_has_left_is_not_undone(desk):
+    held = hooked(desk)
+    error = DeadlineExceededError(1.0)
+    error.may_have_arrived = True
+    desk.port.reply = lambda *_: (_ for _ in ()).throw(error)
+    desk.answers.send(call_of(1), desk.answers.value(Handle(), peer=3), Deadline(5))
+    assert held == [3]
+
+
+def test_a_result_that_is_too_large_is_undone(desk):
+    held = hooked(desk)
+    desk.answers.value([Handle(), bytes(2 * MIB)], peer=3)
+    assert held == []
+
+
+def test_replies_that_are_kept_stay_and_those_that_are_dropped_are_undone(desk, monkeypatch):
+    held = hooked(desk)
+    monkeypatch.setattr(answers, "_MOST_KEPT_NBYTES", 2500)
+    desk.port.refuse = too_late
+    for number in range(3):
+        desk.answers.send_at_once(call_of(number), desk.answers.value(Handle(), peer=number))
+    assert held == [0, 1]
+    desk.errands.pop()()
+    assert desk.sent() == [0, 1]
+    assert held == [0, 1]
+
+
+def test_a_callback_that_raises_is_logged(desk, caplog):
+    desk.codec.register(
+        Handle, take=lambda _, sending: sending.undo(lambda: 1 // 0), build=lambda state, _: None
+    )
+    desk.answers.discard(desk.answers.value(Handle()))
+    assert "a hook could not undo a reply" in caplog.text

@@ -12,6 +12,7 @@ import pytest
 
 from rankwire import DeadlineExceededError, RemoteError, RpcAgent
 from rankwire.testing import simulated_world, tcp_world
+from worlds import Running, eventually
 
 
 @pytest.fixture(params=[simulated_world, tcp_world], ids=["simulated", "tcp"])
@@ -38,12 +39,30 @@ def test_as_completed_works_although_nobody_waits_for_a_result(agents):
 
 def test_a_future_has_what_the_base_class_gives_it(agents):
     """It makes its own attributes; in a newer Python there may be others."""
-    future = agents[0].rpc_async(1, "add", 1, 2)
+    future = agents[0].rpc_async(1, "wait")
     for name, value in vars(concurrent.futures.Future()).items():
         assert type(getattr(future, name)) is type(value) or name == "_condition"
     assert isinstance(future._condition, threading.Condition)
     assert future._condition is future._condition
-    assert future.result(10) == 3
+    agents[0].go_on.set()
+    assert future.result(10) is True
+
+
+def test_a_reply_is_decoded_once_whoever_reads_it(agents):
+    """The thread that calls and the one that reads may both see it, and what hooks do counts."""
+    built = []
+    codec = agents[0].codec
+    codec.register(
+        Counted, take=lambda value, _: 1, build=lambda _, __: built.append(1) or Counted()
+    )
+    agents[0].register("make", Counted)
+    futures = [agents[0].rpc_async(0, "make") for _ in range(500)]
+    assert all(type(future.result(10)) is Counted for future in futures)
+    assert len(built) == 500
+
+
+class Counted:
+    """Travels by hooks."""
 
 
 def test_threads_may_wait_for_futures_of_several_agents_in_any_order(agents):
@@ -212,3 +231,143 @@ def test_no_interrupt_falls_between_taking_the_lock_of_a_future_and_knowing_it(a
     assert inspect.isbuiltin(future._condition.__enter__)
     assert inspect.isbuiltin(future._condition.__exit__)
     assert future.result() == 2
+
+
+# -- replies that no thread waits for --------------------------------------------------------------
+
+
+def without_looks(agent):
+    """Keep the standby from looking after replies: whoever reads them has to be told by others."""
+    agent._caller.look = lambda: False
+
+
+@pytest.mark.parametrize("way", ["wait", "as_completed", "callback", "await"])
+def test_a_reply_is_read_as_it_comes_although_no_thread_waits_for_it(agents, way):
+    without_looks(agents[0])
+    for number in range(50):
+        future = agents[0].rpc_async(1, "add", number, 1)
+        if way == "wait":
+            assert concurrent.futures.wait([future], 10).done == {future}
+        elif way == "as_completed":
+            assert list(concurrent.futures.as_completed([future], 10)) == [future]
+        elif way == "callback":
+            told = threading.Event()
+            future.add_done_callback(lambda _, told=told: told.set())
+            assert told.wait(10)
+        else:
+
+            async def main(future=future):
+                return await asyncio.wait_for(future, 10)
+
+            assert asyncio.run(main()) == number + 1
+
+
+def test_a_thread_that_stops_reading_leaves_replies_to_those_who_read_on(agents):
+    """It had the reading role when somebody else asked to be called back."""
+    without_looks(agents[0])
+    gates = [threading.Event(), threading.Event()]
+    agents[1].register("pass", lambda gate: gates[gate].wait(20))
+    for _ in range(20):
+        for gate in gates:
+            gate.clear()
+        attended = agents[0].rpc_async(1, "pass", 0)
+        reader = Running(agents[0].rpc_sync, 1, "pass", 1)
+        eventually(lambda: any(inbox.is_read for inbox in agents[0]._port._calls.inboxes()))
+        told = threading.Event()
+        attended.add_done_callback(lambda _, told=told: told.set())
+        gates[1].set()
+        assert reader.result() is True
+        gates[0].set()
+        assert told.wait(10)
+
+
+def test_calls_that_are_done_do_not_pile_up_behind_one_that_is_not(agents):
+    waiting = agents[0].rpc_async(1, "wait")
+    waiting.add_done_callback(lambda _: None)
+    for number in range(200):
+        concurrent.futures.wait([agents[0].rpc_async(1, "add", number, 1)], 10)
+    (inbox,) = agents[0]._port._calls.inboxes()
+    assert len(inbox._attended) <= 12
+    assert not waiting.done()
+
+
+def test_many_callbacks_are_called_while_threads_call_and_wait(agents):
+    """Readers come and go, and the poller is one of them."""
+    without_looks(agents[0])
+    told = threading.Semaphore(0)
+
+    def call_back():
+        for number in range(200):
+            agents[0].rpc_async(1, "add", number, 1).add_done_callback(lambda _: told.release())
+
+    def call():
+        return [agents[0].rpc_sync(1, "add", number, 2) for number in range(200)]
+
+    running = [Running(call_back), Running(call), Running(call_back), Running(call)]
+    assert running[1].result() == running[3].result() == list(range(2, 202))
+    for _ in range(400):
+        assert told.acquire(timeout=10)
+
+
+# -- errors that nobody has asked for --------------------------------------------------------------
+
+
+def logged(caplog):
+    return [r.getMessage() for r in caplog.records if "nobody has asked" in r.getMessage()]
+
+
+def test_an_error_that_nobody_has_asked_for_is_logged_once(agents, caplog):
+    future = agents[0].rpc_async(1, "fail")
+    eventually(future.done)
+    assert logged(caplog) == []
+    del future
+    (text,) = logged(caplog)
+    assert "ZeroDivisionError" in text
+    assert "rpc_async 'fail'" in text
+    assert "peer 1" in text
+    agents[0].rpc_async(1, "fail")  # dropped before it ends
+    eventually(lambda: len(logged(caplog)) == 2)
+
+
+def ask_for_the_result(future):
+    with pytest.raises(RemoteError):
+        future.result(10)
+
+
+def ask_in_a_callback(future):
+    told = threading.Event()
+    future.add_done_callback(lambda done: (done.exception(), told.set()))
+    assert told.wait(10)
+
+
+def ask_by_awaiting(future):
+    with pytest.raises(RemoteError):
+        asyncio.run(awaited(future))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda future: future.exception(10), ask_for_the_result, ask_in_a_callback, ask_by_awaiting],
+    ids=["exception", "result", "callback", "await"],
+)
+def test_an_error_that_somebody_has_asked_for_is_not_logged(agents, caplog, ask):
+    ask(agents[0].rpc_async(1, "fail"))
+    assert logged(caplog) == []
+
+
+async def awaited(future):
+    return await future
+
+
+def test_what_was_cancelled_or_ended_by_closing_is_not_logged(agents, caplog):
+    agents[0].rpc_async(1, "wait").cancel()
+    agents[0].rpc_async(1, "wait")
+    agents[0].close(grace=0.0)
+    assert logged(caplog) == []
+
+
+def test_a_result_that_nobody_asks_for_is_not_logged(agents, caplog):
+    future = agents[0].rpc_async(1, "add", 1, 1)
+    eventually(future.done)
+    del future
+    assert logged(caplog) == []

@@ -99,8 +99,16 @@ def test_a_failure_round_trips_with_type_text_and_traceback():
     assert "something went wrong" in error.remote_traceback
 
 
+def test_the_classes_by_which_an_error_may_be_caught_are_told():
+    assert raised(failure(KeyError("x"))).remote_bases == ("LookupError",)
+    assert raised(failure(Nasty())).remote_bases == ()
+    assert raised(failure(SystemExit(3))).remote_bases == ()
+    assert raised(failure(OverloadedError("full"))).remote_bases == ()  # of rankwire: text alone
+
+
 def test_a_failure_that_was_remote_already_keeps_its_type():
-    error = raised(failure(RemoteError("KeyError", "'x'", "far away")))
+    error = raised(failure(RemoteError("KeyError", "'x'", "far away", remote_bases=["A", "B"])))
+    assert error.remote_bases == ("A", "B")
     assert (error.remote_type, error.remote_message) == ("KeyError", "'x'")
     assert "far away" in error.remote_traceback
 
@@ -149,13 +157,18 @@ def test_a_reason_that_repeats_what_the_caller_said_is_bounded():
 
 def test_texts_of_a_callee_that_keeps_to_nothing_are_bounded_and_harmless():
     escape, long = "\x1b[2J", "x" * 10**6
-    error = raised(encode_reply(CODEC, Outcome.RAISED, [escape + long, escape + long, long]))
+    error = raised(
+        encode_reply(CODEC, Outcome.RAISED, [escape + long] * 2 + [long, [escape + long] * 100])
+    )
     assert len(error.remote_type) <= 500
     assert len(error.remote_message) <= 65_536
     assert len(error.remote_traceback) <= 65_536
     assert "\x1b" not in str(error)
+    assert max(map(len, error.remote_bases)) <= 500
+    assert len(error.remote_bases) <= 32
+    assert "\x1b" not in "".join(error.remote_bases)
     error = raised(
-        encode_reply(CODEC, Outcome.NOT_FOUND, [long, [escape] * 10**5 + [long, 10**5000]])
+        encode_reply(CODEC, Outcome.NOT_FOUND, [long, [escape] * 10**5 + [long, 10**5000], long])
     )
     assert len(str(error)) < 20_000
     assert "\x1b" not in str(error)
@@ -177,7 +190,7 @@ def test_a_number_that_cannot_be_printed_is_a_protocol_error(record):
 @pytest.mark.parametrize(
     ("outcome", "details", "kind"),
     [
-        (Outcome.NOT_FOUND, ["f", ["g"]], FunctionNotFoundError),
+        (Outcome.NOT_FOUND, ["f", ["g"], ""], FunctionNotFoundError),
         (Outcome.BAD_REQUEST, "why", InvalidMessageError),
         (Outcome.OVERLOADED, "why", OverloadedError),
         (Outcome.TOO_LARGE, [2, 1], MessageTooLargeError),

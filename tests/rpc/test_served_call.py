@@ -18,6 +18,7 @@ from rankwire.errors import (
 )
 from rankwire.rpc.answers import Answers
 from rankwire.rpc.call import current_call, serving
+from rankwire.rpc.deferred import DeferredReplies
 from rankwire.rpc.event_loop import EventLoop
 from rankwire.rpc.messages import Request, decode_reply
 from rankwire.rpc.registry import Function
@@ -70,6 +71,7 @@ class FakeServer:
         self.flushed = 0
         self.late = []
         self.errands = []
+        self.deferred = DeferredReplies(REAL_TIME, run_soon=self.run_soon, expect_work=lambda: None)
 
     def reply(self, call, message, deadline, hold=False):
         self.replies.append((bytearray().join(message[0]), hold))

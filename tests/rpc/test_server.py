@@ -322,3 +322,38 @@ def test_a_decorator_may_ask_for_the_copy(pair):
     assert functions["other"].copies
     assert not functions["sync"].copies
     assert (pair[0].rpc_sync(1, "first"), pair[0].rpc_sync(1, "other")) == (1, 2)
+
+
+def test_closing_names_the_functions_that_still_run(agents, caplog):
+    entered, leave = threading.Semaphore(0), threading.Event()
+
+    def hold():
+        entered.release()
+        leave.wait(20.0)
+
+    for name in ("first", "second"):
+        agents[1].register(name, hold)
+        agents[0].rpc_async(1, name)
+        assert entered.acquire(timeout=10.0)
+    try:
+        agents[1].close(grace=0.05)
+    finally:
+        leave.set()
+    assert "'first' and 'second' still run while its agent is closed" in caplog.text
+
+
+def test_closing_without_a_grace_says_nothing_of_functions_that_still_run(agents, caplog):
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        entered.set()
+        leave.wait(20.0)
+
+    agents[1].register("hold", hold)
+    agents[0].rpc_async(1, "hold")
+    assert entered.wait(10.0)
+    try:
+        agents[1].close(grace=0.0)
+    finally:
+        leave.set()
+    assert caplog.text == ""

@@ -139,7 +139,6 @@ def test_channels_have_these_numbers_on_the_wire():
     assert {channel.name: int(channel) for channel in Channel} == {
         "MESSAGE": 1,
         "COLLECTIVE": 2,
-        "BARRIER": 3,
         "CALL": 4,
         "REPLY": 5,
         "CANCEL": 6,
@@ -289,7 +288,7 @@ def tampered(offset, value, *, sequence=0):
     return bytes(header)
 
 
-@pytest.mark.parametrize("channel", [0, len(Channel) + 1, 127, 128, 255])
+@pytest.mark.parametrize("channel", [0, 3, max(Channel) + 1, 127, 128, 255])
 def test_an_unknown_channel_is_refused(channel):
     with pytest.raises(ProtocolError, match=f"channel {channel}"):
         feed(FrameParser(), tampered(0, channel))

@@ -279,7 +279,7 @@ def test_a_greeting_with_reserved_bytes_is_refused(index):
         Hello.unpack(bytes(greeting))
 
 
-@pytest.mark.parametrize("purpose", [0, 5, 255, 65535])
+@pytest.mark.parametrize("purpose", [0, 6, 255, 65535])
 def test_a_greeting_with_an_unknown_purpose_is_refused(purpose):
     greeting = bytearray(HELLO.pack(NONCE_I))
     greeting[10:12] = struct.pack("<H", purpose)

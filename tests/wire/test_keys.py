@@ -13,9 +13,11 @@ from rankwire.wire.keys import (
     KEY_NBYTES,
     SALT_NBYTES,
     RankKey,
+    pair_key,
     pair_keys,
     rank_key,
     unwrap,
+    unwrap_one,
     wrap,
 )
 
@@ -25,7 +27,7 @@ SALT = b"s" * SALT_NBYTES
 
 
 def keys_of(rank, world_size, world_key=WORLD_KEY):
-    wrapped = wrap(rank_key(SECRET, rank), pair_keys(world_key, rank, world_size), SALT)
+    wrapped = wrap(rank_key(SECRET, rank), pair_keys(world_key, rank, [0] * world_size), SALT)
     return unwrap(rank_key(SECRET, rank), wrapped, rank, world_size)
 
 
@@ -60,7 +62,7 @@ def test_another_world_has_other_keys():
 
 
 def test_keys_are_wrapped_for_one_rank_and_with_one_salt():
-    keys = pair_keys(WORLD_KEY, 1, 3)
+    keys = pair_keys(WORLD_KEY, 1, [0] * 3)
     wrapped = wrap(rank_key(SECRET, 1), keys, SALT)
     assert wrapped[:SALT_NBYTES] == SALT
     assert len(wrapped) == SALT_NBYTES + len(keys)
@@ -74,8 +76,33 @@ def test_keys_are_wrapped_for_one_rank_and_with_one_salt():
 
 @pytest.mark.parametrize("cut", [0, 1, SALT_NBYTES, -1])
 def test_keys_for_another_number_of_ranks_are_refused(cut):
-    wrapped = wrap(rank_key(SECRET, 1), pair_keys(WORLD_KEY, 1, 3), SALT)
+    wrapped = wrap(rank_key(SECRET, 1), pair_keys(WORLD_KEY, 1, [0] * 3), SALT)
     with pytest.raises(InvalidMessageError, match="keys of a world of 3"):
         unwrap(rank_key(SECRET, 1), wrapped[:cut], 1, 3)
     with pytest.raises(InvalidMessageError, match="keys of a world of 4"):
         unwrap(rank_key(SECRET, 1), wrapped, 1, 4)
+
+
+def test_every_incarnation_of_a_rank_has_another_key():
+    assert rank_key(SECRET, 1, 0) == rank_key(SECRET, 1)
+    assert len({rank_key(SECRET, rank, life) for rank in range(9) for life in range(9)}) == 81
+
+
+def test_a_rank_that_is_started_anew_has_another_key_with_everyone():
+    before, after = [0, 0, 0], [0, 1, 0]
+    for other in (0, 2):
+        keys = {pair_key(WORLD_KEY, other, 1, lives) for lives in (before, after)}
+        assert len(keys) == 2
+        assert pair_key(WORLD_KEY, 1, other, after) in keys
+    assert pair_key(WORLD_KEY, 0, 2, before) == pair_key(WORLD_KEY, 0, 2, after)
+    # Which of the two is the new one matters.
+    assert pair_key(WORLD_KEY, 0, 1, [1, 0]) != pair_key(WORLD_KEY, 0, 1, [0, 1])
+
+
+def test_one_key_is_wrapped_as_all_are():
+    wrapped = wrap(rank_key(SECRET, 1), WORLD_KEY, SALT)
+    assert unwrap_one(rank_key(SECRET, 1), wrapped) == WORLD_KEY
+    assert unwrap_one(rank_key(SECRET, 1, 1), wrapped) != WORLD_KEY
+    for other in (wrapped[:-1], wrapped + b"x", b""):
+        with pytest.raises(InvalidMessageError, match="key of two ranks"):
+            unwrap_one(rank_key(SECRET, 1), other)

@@ -130,7 +130,6 @@ def test_of_bulk_it_covers_the_crc(channel):
         (Channel.CALL, BULK_NBYTES + 1),
         (Channel.REPLY, BULK_NBYTES + 1),
         (Channel.CONTROL, BULK_NBYTES + 1),
-        (Channel.BARRIER, BULK_NBYTES + 1),
     ],
     ids=str,
 )

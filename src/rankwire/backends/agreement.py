@@ -17,7 +17,12 @@ import msgspec
 
 from rankwire.backends.transport import Transport
 from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import DeadlineExceededError, InvalidMessageError, MembershipError
+from rankwire.errors import (
+    DeadlineExceededError,
+    InvalidMessageError,
+    MembershipError,
+    PeerLostError,
+)
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 
@@ -25,26 +30,49 @@ _AGREEMENT_TAG = 0
 
 
 class _Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a member tells the others: who it thinks they are, and how many such groups it has."""
+    """What a member tells the others: who it thinks they are, and how many such groups it has.
+
+    Attributes:
+        members: Who they are.
+        ordinal: How many groups of these members it has made.
+        incarnations: Which process each of them is, if one was started anew; else empty.
+    """
 
     members: list[int]
     ordinal: int
+    incarnations: list[int] = []
 
 
 _DECODER = msgspec.msgpack.Decoder(_Announcement)
 
 
+class _Attempt(msgspec.Struct):
+    """What two members have said to each other of a group that is not made yet.
+
+    Attributes:
+        payload: What this rank says; another attempt is one for the same group if it says the same.
+        heard: What the other one said.
+    """
+
+    payload: bytes
+    heard: _Announcement | None = None
+
+
 class Agreement:
     """How the groups of one parent come to be, on this rank.
 
-    An announcement that was sent and not answered in time is not sent again by the next attempt for
-    the same group: the late member finds one, not two, and both are in step afterwards.
+    Each member says its word to each other once for every group. An attempt that fails, because one
+    is late or lost, leaves what was said and heard to the next attempt for the same group: it is
+    not said again, and not waited for again. So whoever gave up when, all are in step afterwards.
+
+    A word is void if it is about a member that is lost by now, or about the old process of one that
+    was started anew: who has said it has failed with that attempt, and will say another.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made: Counter[tuple[int, ...]] = Counter()
-        self._unanswered: dict[int, bytes] = {}
+        self._attempts: dict[int, _Attempt] = {}  # with each member
 
     def reach(self, parent: Transport, members: list[int], deadline: Deadline) -> int:
         """Return the ordinal of a new group, the same on all members. Safe from any thread."""
@@ -53,7 +81,9 @@ class Agreement:
             if not deadline.take(self._lock, grip):
                 detail = "another thread is making a group"
                 raise DeadlineExceededError(deadline.limit, detail=detail)
-            ours = _Announcement(members, self._made[tuple(members)])
+            incarnations = [parent.incarnation_of(member) for member in members]
+            ordinal = self._made[tuple(members)]
+            ours = _Announcement(members, ordinal, incarnations if any(incarnations) else [])
             others = [rank for rank in members if rank != parent.rank]
             self._announce(parent, ours, others, deadline)
             ordinal = max([ours.ordinal, *self._collect(parent, ours, others, deadline)])
@@ -63,45 +93,100 @@ class Agreement:
             if grip[-1:] == [True]:
                 self._lock.release()
 
+    def forget(self, rank: int) -> None:
+        """A rank was started anew: it knows nothing of what was announced to its old process."""
+        self._attempts.pop(rank, None)
+
     def _announce(
         self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
     ) -> None:
         payload = msgspec.msgpack.encode(ours)
         for dst in others:
-            if self._unanswered.get(dst) != payload:
+            attempt = self._attempts.get(dst)
+            if attempt is None or attempt.payload != payload:
                 envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
                 parent.transmit(dst, envelope, ((payload,), len(payload)), deadline)
-                self._unanswered[dst] = payload
+                heard = None if attempt is None else attempt.heard
+                is_early = heard is not None and _are_of_one_group(heard, ours)
+                self._attempts[dst] = _Attempt(payload, heard if is_early else None)
 
     def _collect(
         self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
     ) -> list[int]:
         """Return the others' ordinals; all are asked first, so that an error names all."""
-        ordinals: list[int] = []
+        heard: dict[int, _Announcement] = {}
         differing: list[str] = []
         missing: list[int] = []
         for src in others:
             try:
                 # Once a disagreement is certain, nobody is waited for any more.
-                patience = AT_ONCE if differing else deadline
-                envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
-                payload = parent.receive(src, envelope, patience)
+                theirs = self._hear(parent, src, ours, AT_ONCE if differing else deadline)
             except DeadlineExceededError:
                 missing.append(src)
                 continue
-            self._unanswered.pop(src, None)
-            theirs = _decoded(whole_of(payload), src)
-            ordinals.append(theirs.ordinal)
+            if theirs.members == ours.members and not _are_of_one_group(theirs, ours):
+                raise _not_heard_of_yet(theirs, ours)
+            heard[src] = theirs
             if theirs.members != ours.members:
                 differing.append(f"rank {src} says {theirs.members}")
-        if differing:
-            views = [f"rank {parent.rank} says {ours.members}", *differing]
-            raise MembershipError(f"the members disagree: {', '.join(views)}")
-        if missing:
+        if missing and not differing:
             raise DeadlineExceededError(
                 deadline.limit, waiting_for=missing, detail=f"to confirm the group {ours.members}"
             )
-        return ordinals
+        for src in heard:  # this is over, for better or for worse
+            self._attempts.pop(src, None)
+        if differing:
+            views = [f"rank {parent.rank} says {ours.members}", *differing]
+            raise MembershipError(f"the members disagree: {', '.join(views)}")
+        return [theirs.ordinal for theirs in heard.values()]
+
+    def _hear(
+        self, parent: Transport, src: int, ours: _Announcement, deadline: Deadline
+    ) -> _Announcement:
+        """Return what a member says of the group, now or in an attempt before."""
+        attempt = self._attempts.get(src)
+        if attempt is not None and attempt.heard is not None:
+            return attempt.heard
+        envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
+        while True:
+            theirs = _decoded(whole_of(parent.receive(src, envelope, deadline)), src)
+            if _are_of_one_group(theirs, ours) or not _is_void(parent, theirs):
+                break
+        if attempt is not None:
+            attempt.heard = theirs
+        return theirs
+
+
+def _are_of_one_group(one: _Announcement, other: _Announcement) -> bool:
+    """Whether two words are about the same processes."""
+    return (one.members, one.incarnations) == (other.members, other.incarnations)
+
+
+def _not_heard_of_yet(theirs: _Announcement, ours: _Announcement) -> PeerLostError:
+    """Return the error of a group with an old process, while another member knows the new one.
+
+    What that one has said stays for the next attempt, by which this rank knows too.
+    """
+    before = ours.incarnations or [0] * len(ours.members)
+    after = theirs.incarnations or [0] * len(ours.members)
+    pairs = zip(ours.members, before, after, strict=False)
+    rank = next((member for member, old, new in pairs if old != new), ours.members[0])
+    return PeerLostError(rank, "its process was started anew, as another member says; try again")
+
+
+def _is_void(parent: Transport, said: _Announcement) -> bool:
+    """Whether a word is about a member that is lost, or whose process is another one by now."""
+    known = [member for member in said.members if 0 <= member < parent.world_size]
+    if any(
+        member != parent.rank and isinstance(parent.failure_of(member), PeerLostError)
+        for member in known
+    ):
+        return True
+    incarnations = said.incarnations or [0] * len(said.members)
+    return any(
+        incarnation < parent.incarnation_of(member)
+        for member, incarnation in zip(known, incarnations, strict=False)
+    )
 
 
 def group_id(parent_group: int, members: list[int], ordinal: int) -> int:

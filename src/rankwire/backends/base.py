@@ -1,22 +1,19 @@
 """Backend: what every way of joining ranks offers.
 
 Implementations provide a ``Transport``. Everything users call is written once, here, on top of it:
-argument checks, deadlines, arrays, the barrier, and the context in errors. So all backends behave
-alike.
+argument checks, deadlines, arrays, and the context in errors. So all backends behave alike. The
+barrier is a collective: the layer above says how ranks meet (``meeting``).
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from rankwire.backends.agreement import Agreement
 from rankwire.backends.arguments import Sendable, check_world, writable_view
-from rankwire.backends.barrier import meet
-from rankwire.backends.events import OnLost, OnSuspected, PeerEvents
+from rankwire.backends.events import OnJoined, OnLost, OnSuspected, PeerEvents
 from rankwire.backends.payloads import (
     check_out,
     copy_into,
@@ -30,7 +27,6 @@ from rankwire.backends.status import WorldStatus
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
-    ChannelClosedError,
     DeadlineExceededError,
     RankwireError,
 )
@@ -62,9 +58,20 @@ class Backend(MessagePosting):
         agreement: How groups of its ranks come to be.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
+        ranks_return: Whether a rank that is lost may be started anew alone, and come back.
+        meeting: The barrier of the collectives, which are a layer above; the package puts it here.
     """
 
+    _SHOWN: ClassVar[tuple[str, ...]] = (
+        *("rank", "world_size", "timeout", "max_message_nbytes", "clock", "security"),
+        *("send", "recv", "recv_into", "recv_any", "send_array", "recv_array", "sendrecv"),
+        *("isend", "irecv", "irecv_into", "isend_array", "irecv_array", "barrier"),
+        *("alive", "status", "on_peer_lost", "on_peer_suspected", "close", "closed"),
+    )
+
     security: str = "local"
+    ranks_return: bool = False
+    meeting: ClassVar[Callable[[Backend, float | None], None]]
 
     def __init__(
         self,
@@ -80,12 +87,11 @@ class Backend(MessagePosting):
         self.clock = clock
         self.timeout = Deadline(timeout, clock).limit
         self.max_message_nbytes = max_message_nbytes
-        # What the collectives keep about this group; theirs alone, but for ``release`` at the end.
+        # What the collectives keep about this group; theirs alone, but for ``release`` at the end
+        # and ``now``, the words of the one that is under way.
         self.operations: Any = None
         self.agreement = Agreement()
         self._events = PeerEvents()
-        self._barriers = itertools.count()
-        self._barrier_lock = threading.Lock()
         guard(self)
 
     # -- what users call ---------------------------------------------------------------------------
@@ -273,29 +279,17 @@ class Backend(MessagePosting):
                     offer.revoke()  # an interrupt may have fallen into the first
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Return once every rank has entered.
+        """Return once every rank has entered: ``rankwire.barrier(self)``.
 
-        All ranks enter their barriers in the same order, one thread at a time. Every rank tells
-        every other that it is here, so a rank that waits in vain knows exactly who is missing.
+        It is one of the group's collectives: all ranks begin those in the same order.
 
         Raises:
-            DeadlineExceededError: ``waiting_for`` lists the ranks that did not enter. The next
-                barrier is not affected.
-            PeerLostError: A rank is gone.
+            DeadlineExceededError: ``waiting_for`` lists the ranks that did not enter.
+            CollectiveAbortedError: Another rank has given up.
+            CollectiveMismatchError: Another rank is in another operation.
+            PeerLostError: A rank is gone, or was started anew since this group was made.
         """
-        deadline = Deadline.of(timeout, self.timeout, self.clock)
-        grip: list[bool] = []
-        try:
-            if not deadline.take(self._barrier_lock, grip):
-                raise DeadlineExceededError(deadline.limit, detail="another thread is in a barrier")
-            if self.closed:
-                raise ChannelClosedError("this backend is closed")
-            meet(self, next(self._barriers), deadline)
-        except RankwireError as error:
-            raise self.explained(error, "barrier", deadline) from error.__cause__
-        finally:
-            if grip[-1:] == [True]:
-                self._barrier_lock.release()
+        type(self).meeting(self, timeout)
 
     # -- the other ranks ---------------------------------------------------------------------------
 
@@ -311,15 +305,15 @@ class Backend(MessagePosting):
     def status(self) -> WorldStatus:
         """Return what this rank knows of each peer: whether it is up, and what is waited for."""
         others = (rank for rank in range(self.world_size) if rank != self.rank)
-        return WorldStatus(
-            self.rank, self.world_size, {rank: self.status_of(rank) for rank in others}
-        )
+        peers = {rank: self.status_of(rank) for rank in others}
+        operation = "" if self.operations is None else self.operations.now()
+        return WorldStatus(self.rank, self.world_size, peers, operation)
 
     def on_peer_lost(self, callback: OnLost) -> Callable[[], None]:
         """Have ``callback(error)`` called once for each peer that is lost, also before now.
 
-        Not for a peer that leaves in good order. Callbacks run one after the other on a thread of
-        their own.
+        Not for a peer that leaves in good order, nor for one that was lost before now and is back.
+        Callbacks run one after the other on a thread of their own.
 
         Returns:
             A function that removes the callback.
@@ -332,6 +326,18 @@ class Backend(MessagePosting):
         And with 0.0 seconds when it is heard again. Otherwise as ``on_peer_lost``.
         """
         return self._events.on_suspected(callback)
+
+    def on_peer_joined(self, callback: OnJoined) -> Callable[[], None]:
+        """Have ``callback(rank, incarnation)`` called when a peer was started anew and is back.
+
+        Also for those that are back already, and always after the ``on_peer_lost`` of the process
+        before it. From now on messages and calls to the rank go to the new process, whose
+        ``incarnation`` is 1, 2 and so on; those to the old one have failed. Barriers and
+        collectives of this group are over: they need a new one (``SubBackend``), which all its
+        members make. ``rankwire run --on-failure restart`` starts ranks anew. Otherwise as
+        ``on_peer_lost``.
+        """
+        return self._events.on_joined(callback)
 
     def __enter__(self) -> Self:
         return self

@@ -125,6 +125,10 @@ class Losses:
             reason = error.reason + _after(begin, peer)
         return _blaming(error, root, reason, begin.traceback)
 
+    def forget(self, rank: int) -> None:
+        """A rank is back: what befalls it from now on has nothing to do with its old end."""
+        self._known.pop(rank, None)
+
     def _first(self) -> _Loss | None:
         return next(iter(list(self._known.values())), None)
 

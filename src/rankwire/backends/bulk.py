@@ -30,6 +30,7 @@ class Link(NamedTuple):
     single_copy: bool  # whether it reads large ones straight out of this process's memory
     reason: str  # why not, if it does not
     shared_memory: bool = False  # whether collectives with it meet in memory that both share
+    incarnation: int = 0  # how many times its process was started anew alone
 
 
 class ReadingAll:

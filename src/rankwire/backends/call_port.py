@@ -2,11 +2,14 @@
 
 Outgoing calls are in ``outgoing_calls``. Incoming connections are those that other ranks' agents
 dialled; they are read only in ``poll``, by one thread at a time, through one poller. Replies of
-calls that no thread waits for (``rpc_async``) are read there too, on request (``attend``): an
-outgoing connection is then armed in the same poller for one shot, so that a thread that reads it
-meanwhile is not disturbed again and again.
+calls that no thread waits for (``rpc_async``) are read there too, on request (``attend``,
+``attend_to``): an outgoing connection is then armed in the same poller for one shot, so that a
+thread that reads it meanwhile is not disturbed again and again. Of a reply that is attended to,
+whoever leaves the connection arms it again (``Inbox.on_unread``).
 
 Lock: ``_lock`` guards the poller and the incoming connections; nothing else is taken under it.
+
+Size: as for its class.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from rankwire.backends.calls import (
     IncomingCall,
     PortEvent,
     RepliesDue,
+    Serving,
 )
-from rankwire.backends.outgoing_calls import OutgoingCalls
+from rankwire.backends.outgoing_calls import EXPIRED, OutgoingCalls
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, ForkedProcessError, RankwireError
 from rankwire.fork import guard
@@ -34,7 +38,6 @@ from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.links.lender import Lent
 from rankwire.links.reply import Reply
-from rankwire.links.spin import Spin
 from rankwire.wire.frames import Channel, Envelope, Message
 from rankwire.wire.loans import LoanRefusedError, whole_of
 from rankwire.wire.receive import Receive
@@ -58,23 +61,33 @@ class MeshCallPort(CallPort):
         mesh: Dials, and knows the peers.
         service: Which agent this is for.
 
+    Attributes:
+        serving: Returns the calls that are being served.
+
     Size: it has a method for each of ``CallPort``'s.
     """
 
     def __init__(self, mesh: Mesh, service: int) -> None:
         self.service = service
+        self.serving: Callable[[], list[Serving]] = list
         self._mesh = mesh
         self._lock = threading.Lock()
         self._closed: ChannelClosedError | None = None
         self._ended: RankwireError | None = None
-        self._calls = OutgoingCalls(mesh, service, serve_own=self._serve_own, forget=self._unattend)
+        self._calls = OutgoingCalls(
+            mesh,
+            service,
+            serve_own=self._serve_own,
+            forget=self._unattend,
+            on_unread=self._arm,
+        )
         self._own_events: deque[PortEvent] = deque()
         self._incoming: set[Connection] = set()
         self._holding: set[Connection] = set()  # these have something to be flushed
         self._lent: dict[tuple[Connection, int], Lent] = {}  # replies that are being read
         self._turns: dict[int, int] = {}
         self._is_polled = False
-        self._spin = Spin(mesh.spin, mesh.clock)
+        self._spin = mesh.new_spin()
         self._poller = mesh.new_poller()
         guard(self)
 
@@ -109,12 +122,12 @@ class MeshCallPort(CallPort):
                 self.cancel(dst, request_id)  # another one may have fallen into the first
             raise
 
-    def cancel(self, dst: int, request_id: int) -> None:
+    def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
         """Tell the callee that the reply is not wanted: now, or as soon as that can be sent."""
         if dst == self._mesh.rank:
-            self._own_events.append(CallCancelled(dst, request_id))
+            self._own_events.append(CallCancelled(dst, request_id, expired))
             self.wake()
-        elif not self._calls.cancel(dst, request_id):
+        elif not self._calls.cancel(dst, request_id, expired=expired):
             self.wake()  # whoever polls tries again
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
@@ -129,6 +142,10 @@ class MeshCallPort(CallPort):
     def in_flight(self) -> int:
         """Return how many calls wait for a reply of another rank."""
         return sum(inbox.in_flight for inbox in self._calls.inboxes())
+
+    def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
+        """Say how to learn which calls are being served."""
+        self.serving = serving
 
     def _serve_own(self, request_id: int, payload: bytearray) -> None:
         self._own_events.append(IncomingCall(self._mesh.rank, request_id, payload, OWN))
@@ -194,12 +211,15 @@ class MeshCallPort(CallPort):
                         continue  # the caller gave up, or is gone: the next read says so
                 events.append(IncomingCall(connection.peer, tag, payload, connection))
             elif channel == _CANCEL:
-                events.append(CallCancelled(connection.peer, tag))
+                expired = type(payload) is bytearray and payload == EXPIRED
+                events.append(CallCancelled(connection.peer, tag, expired))
         return events
 
     def _read_replies(self, ready: object) -> list[PortEvent]:
         """Read replies that no thread waits for."""
         assert isinstance(ready, Inbox)
+        with self._lock:  # before it reads: who attends to a reply after that arms it again
+            ready.is_armed = False
         ready.read_quietly()
         if ready.in_flight and not ready.is_read:
             self._arm(ready)
@@ -300,6 +320,19 @@ class MeshCallPort(CallPort):
                 self._arm(inbox)
         return outstanding
 
+    def attend_to(self, dst: int, reply: Reply) -> None:
+        """Have a reply that no thread waits for read as soon as it comes."""
+        inbox = self._calls.inbox_of(dst)
+        if inbox is None or inbox.connection is None:
+            return  # a call to oneself needs no reader
+        inbox.attend_to(reply)
+        inbox.send_held(AT_ONCE)
+        if inbox.is_read:
+            return  # whoever reads sees that it is attended to, and arms the poller in leaving
+        if inbox.connection.stream.look_away():
+            self._read_what_is_left(inbox)
+        self._arm(inbox)
+
     def _read_what_is_left(self, inbox: Inbox) -> None:
         """Read what the poller cannot see: taken by an interrupted thread, or in a ring."""
         inbox.read_quietly()
@@ -308,10 +341,13 @@ class MeshCallPort(CallPort):
             self.wake()
 
     def _arm(self, inbox: Inbox) -> None:
+        if inbox.is_armed:
+            return
         with self._lock:
             if self._closed is None and self._calls.inbox_of(inbox.peer) is inbox:
                 assert inbox.connection is not None
                 self._poller.arm(inbox.connection.stream, inbox)
+                inbox.is_armed = True  # last: an interrupt must not leave it unarmed for ever
 
     def _unattend(self, inbox: Inbox) -> None:
         assert inbox.connection is not None

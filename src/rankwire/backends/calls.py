@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -50,10 +50,11 @@ class IncomingCall(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class CallCancelled:
-    """The caller does not want the reply any more."""
+    """The caller does not want the reply any more; ``expired`` if its time is up."""
 
     src: int
     request_id: int
+    expired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,20 @@ class RepliesDue:
 
 
 PortEvent = IncomingCall | CallCancelled | CallerGone | RepliesDue
+
+
+class Serving(NamedTuple):
+    """A call that is being served.
+
+    Attributes:
+        src: The rank that made it.
+        name: The function's name.
+        seconds: Since it arrived.
+    """
+
+    src: int
+    name: str
+    seconds: float
 
 
 class CallPort(ABC):
@@ -106,8 +121,14 @@ class CallPort(ABC):
         """
 
     @abstractmethod
-    def cancel(self, dst: int, request_id: int) -> None:
-        """Tell the callee that the reply is not wanted: now, or as soon as that can be sent."""
+    def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
+        """Tell the callee that the reply is not wanted: now, or as soon as that can be sent.
+
+        Args:
+            dst: The callee.
+            request_id: The call.
+            expired: Whether that is because the caller's time is up.
+        """
 
     @abstractmethod
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
@@ -133,6 +154,13 @@ class CallPort(ABC):
         """
 
     @abstractmethod
+    def attend_to(self, dst: int, reply: Reply) -> None:
+        """Have a reply of ``dst`` that no thread waits for read as soon as it comes.
+
+        That is done by whoever reads its connection then, or is in ``poll``.
+        """
+
+    @abstractmethod
     def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
         """Return what other ranks ask, or nothing at the deadline or after ``wake``.
 
@@ -145,6 +173,10 @@ class CallPort(ABC):
     @abstractmethod
     def wake(self) -> None:
         """Make ``poll`` return."""
+
+    @abstractmethod
+    def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
+        """Say how to learn which calls are being served; asked in any thread, without waiting."""
 
     @abstractmethod
     def reply(

@@ -15,6 +15,7 @@ works again after the first world was closed.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Mapping, MutableMapping
@@ -45,6 +46,8 @@ TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 SEGMENT = "RANKWIRE_SEGMENT"
+# The rank that is debugged: who waits for it waits for as long as that takes.
+DEBUG_RANK = "RANKWIRE_DEBUG_RANK"
 _SETTINGS = {"security": SECURITY, "listen": LISTEN, "advertise": ADVERTISE}
 
 # Between two tries to join while the last world still stands.
@@ -193,6 +196,8 @@ def _read_settings(environ: Environment, known: Mapping[str, Any]) -> dict[str, 
     found: dict[str, Any] = {
         name: environ[variable] for name, variable in _SETTINGS.items() if environ.get(variable)
     }
+    if environ.get(DEBUG_RANK):
+        found["timeout"] = math.inf
     if environ.get(SEGMENT):
         found["segment_nbytes"] = read_integer(environ, SEGMENT)
     if "listen" in found and known["rank"] == 0 and not known["has_coordinator"]:

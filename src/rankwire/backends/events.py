@@ -1,4 +1,4 @@
-"""Events: telling the user's callbacks that a peer is lost or silent.
+"""Events: telling the user's callbacks that a peer is lost, silent, or back.
 
 Callbacks run one at a time, in order, on a thread of their own that exists only while there is
 something to tell: the thread that notices a loss must not wait for a callback. This module knows
@@ -21,6 +21,7 @@ _log = logging.getLogger("rankwire")
 
 OnLost = Callable[[PeerLostError], object]
 OnSuspected = Callable[[int, float], object]
+OnJoined = Callable[[int, int], object]
 
 
 class PeerEvents:
@@ -30,7 +31,9 @@ class PeerEvents:
         self._lock = threading.Lock()
         self._on_lost: list[OnLost] = []
         self._on_suspected: list[OnSuspected] = []
-        self._losses: list[PeerLostError] = []
+        self._on_joined: list[OnJoined] = []
+        self._losses: list[PeerLostError] = []  # of ranks that are not back
+        self._joined: dict[int, int] = {}  # the incarnations of ranks that are back
         self._untold: deque[Callable[[], object]] = deque()
         self._is_telling = False
 
@@ -48,10 +51,27 @@ class PeerEvents:
             self._on_suspected.append(callback)
         return partial(self._remove, self._on_suspected, callback)
 
+    def on_joined(self, callback: OnJoined) -> Callable[[], None]:
+        """Add a callback, and tell it of those who are back; return what removes it."""
+        with self._lock:
+            self._on_joined.append(callback)
+            calls = [partial(callback, *joined) for joined in self._joined.items()]
+        self._tell(calls)
+        return partial(self._remove, self._on_joined, callback)
+
+    def joined(self, rank: int, incarnation: int) -> None:
+        """Tell that a peer was started anew, and is back."""
+        with self._lock:
+            self._losses = [loss for loss in self._losses if loss.peer != rank]
+            self._joined[rank] = incarnation
+            calls = [partial(callback, rank, incarnation) for callback in self._on_joined]
+        self._tell(calls)
+
     def lost(self, error: PeerLostError) -> None:
         """Tell that a peer is lost."""
         with self._lock:
             self._losses.append(error)
+            self._joined.pop(error.peer, None)
             calls = [partial(callback, error.copy()) for callback in self._on_lost]
         self._tell(calls)
 
@@ -77,7 +97,7 @@ class PeerEvents:
         try:
             threading.Thread(target=self._run, name="rankwire-events", daemon=True).start()
         except RuntimeError as error:  # the thread that noticed the loss must go on
-            _log.warning("callbacks for lost and silent peers must wait: %s", error)
+            _log.warning("callbacks for lost, silent and returned peers must wait: %s", error)
             with self._lock:
                 self._is_telling = False  # the next one tries again, and tells all
 
@@ -91,4 +111,4 @@ class PeerEvents:
             try:
                 call()
             except (Exception, SystemExit):  # a user's callback may raise anything
-                _log.exception("a callback for a lost or silent peer raised")
+                _log.exception("a callback for a lost, silent or returned peer raised")

@@ -2,12 +2,13 @@
 
 An error that passes a backend's ``with`` block is that rank's fall: the others are told which
 error it was, with the traceback, and do not take it for an orderly end. If the rank fell because
-it lost another, they are told which one (see ``blame``).
+it lost another, they are told which one (see ``blame``); if its time was up, for whom it waited.
 """
 
 from __future__ import annotations
 
-from rankwire.backends.blame import is_consequence, root_of
+from rankwire.backends.blame import chain, is_consequence, root_of
+from rankwire.errors import DeadlineExceededError
 from rankwire.rendezvous.control_messages import Fallen
 from rankwire.texts import one_line, printable, text_of, traceback_of
 
@@ -41,7 +42,14 @@ def fall_by(
         printable(traceback_of(error)),
         cause,
         _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
+        _waited_for(error),
     )
+
+
+def _waited_for(error: BaseException) -> list[int]:
+    """Return the ranks of the world that were waited for, if an error says that time was up."""
+    late = (link for link in chain(error) if isinstance(link, DeadlineExceededError))
+    return next((link.culprits for link in late), [])
 
 
 def describe(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """Faults: which ones a simulated world has, and the thread that makes them happen in time.
 
 ``FaultPlan`` is data and decisions: it draws the delay of each message and says after how many
-messages or seconds something breaks. Every decision depends on the seed and on the place (source,
-destination, kind of traffic) alone, never on how threads happen to run: the n-th message of a link
-is delayed alike in every run with the same seed.
+messages or seconds something breaks, and which operations fail. Every decision depends on the seed
+and on the place (source, destination, kind of traffic) alone, never on how threads happen to run:
+the n-th message of a link is delayed alike in every run with the same seed.
 
 ``Timetable`` does things at their time, in the one thread that a world with timed faults has.
 
@@ -20,12 +20,13 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self, cast
 
 from rankwire.backends.arguments import check_rank
 from rankwire.clock import Clock
-from rankwire.errors import ConfigurationError
+from rankwire.errors import ConfigurationError, NoConnectionError
 
+Operation = Literal["call", "message", "collective"]  # what a rank begins, and a plan can fail
 Link = tuple[int, int]  # two ranks, the lower first: both directions
 
 _LONGEST_SLEEP = 86_400.0  # condition variables do not take any number of seconds
@@ -66,6 +67,7 @@ class FaultPlan:
         self.kill_after_seconds: dict[int, float] = {}
         self.break_after_messages: dict[Link, int] = {}
         self.break_after_seconds: dict[Link, float] = {}
+        self.failures: dict[tuple[int, Operation], dict[int, Exception]] = {}
         self._delays: list[_Delay] = []
         self._ranks: set[int] = set()
         self._count = 0
@@ -134,6 +136,41 @@ class FaultPlan:
     def slow_reader(self, rank: int, seconds_per_message: float) -> Self:
         """Let a rank take one message at a time, so that its senders feel the full queue."""
         self.reader_seconds[rank] = _seconds(seconds_per_message)
+        return self._added((rank,))
+
+    def fail(
+        self,
+        rank: int,
+        *,
+        call: int | None = None,
+        message: int | None = None,
+        collective: int | None = None,
+        error: Exception | None = None,
+    ) -> Self:
+        """Let one operation of a rank fail before anything of it has left. The rank lives on.
+
+        Written ``fail(1, call=3)``: the third call that rank 1 makes raises. Operations are counted
+        from 1, in the order in which the rank begins them, to whomever; repeated tries count too.
+
+        Args:
+            rank: Whose operation it is.
+            call: Which of the calls that it makes, with ``rpc_sync`` or ``rpc_async``.
+            message: Which of the messages that it sends, with ``send`` and its kin.
+            collective: Which of the collectives that it takes part in, of any group. The other
+                ranks of that one fail too, with ``CollectiveAbortedError``, and all are in step
+                afterwards.
+            error: What is raised; without it a ``NoConnectionError``.
+        """
+        given = {"call": call, "message": message, "collective": collective}
+        chosen = [(kind, number) for kind, number in given.items() if number is not None]
+        if not chosen:
+            raise ConfigurationError("say which operation fails: call=, message= or collective=")
+        for kind, number in chosen:
+            if not isinstance(number, int) or number < 1:
+                raise ConfigurationError(f"operations are counted from 1, not {number!r}")
+            text = f"the fault plan fails {kind} {number} of rank {rank}"
+            failing = self.failures.setdefault((rank, cast(Operation, kind)), {})
+            failing[number] = NoConnectionError(text) if error is None else error
         return self._added((rank,))
 
     # -- what the simulated network asks -----------------------------------------------------------

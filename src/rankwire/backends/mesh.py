@@ -31,23 +31,32 @@ from rankwire.backends.bulk import (
     offer_of,
 )
 from rankwire.backends.call_port import MeshCallPort
+from rankwire.backends.calls import Serving
 from rankwire.backends.exit_report import fall_by
+from rankwire.backends.inquiries import answer, describe, inquire
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.backends.ports import Ports
 from rankwire.backends.status import PeerStatus
-from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
+from rankwire.backends.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    RankwireError,
+)
 from rankwire.links.bells import Bell, PollBell
 from rankwire.links.connection import Connection
 from rankwire.links.first_receive import FirstReceive
+from rankwire.links.inbox import Inbox
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
 from rankwire.rendezvous.control_messages import Fallen
+from rankwire.stacks import places
 from rankwire.wire.destinations import Destination
-from rankwire.wire.frames import Envelope, Message, Payload
-from rankwire.wire.handshake import Hello, Purpose, Status
+from rankwire.wire.frames import Channel, Envelope, Message, Payload
+from rankwire.wire.handshake import BETWEEN_RANKS, Hello, Purpose, Status
 from rankwire.wire.receive import Receive
 from rankwire.wire.seals import Seals
 
@@ -74,7 +83,8 @@ class Mesh(Backend):
         single_copy: Whether memory of ranks on this host may be read.
     """
 
-    spin = 0.0
+    spin = 0.0  # seconds that a waiting thread looks before it sleeps
+    shares_cores = False  # whether there are more ranks on this host than cores
 
     def __init__(
         self,
@@ -199,13 +209,28 @@ class Mesh(Backend):
     ) -> ExpectedFromAny:
         """Return the next message under an envelope from one of several ranks."""
         inboxes = [self._peers[src].inbox for src in sources]
-        return FirstOfAny(FirstReceive(inboxes, envelope, nbytes, self.new_bell))
+        return FirstOfAny(
+            FirstReceive(inboxes, envelope, nbytes, self.new_bell, self._successor_of)
+        )
+
+    def _successor_of(self, inbox: Inbox) -> Inbox:
+        """Return the inbox of the rank that another one was of: the same unless it is back."""
+        return self._peers[inbox.peer].inbox
 
     def new_bell(self) -> Bell:
         """Return what a thread sleeps by that waits for several streams."""
         if self._looking is None:
-            self._looking = Spin(self.spin, self.clock)
+            self._looking = self.new_spin()
         return PollBell(self._looking)
+
+    def new_spin(self) -> Spin:
+        """Return how a thread looks before it sleeps."""
+        return Spin(self.spin, self.clock, yields=self.shares_cores)
+
+    @property
+    def spin_in_segments(self) -> float:
+        """How long a rank looks into shared memory before it sleeps; 0 yields between two looks."""
+        return 0.0 if self.shares_cores else self.spin
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken."""
@@ -232,7 +257,7 @@ class Mesh(Backend):
                 )
             if peer.messages is not None:
                 return peer.messages
-            return self.dial(peer.member.rank, Purpose.MESSAGES, 0, deadline, peer.send_on)
+            return self.dial(peer, Purpose.MESSAGES, 0, deadline, peer.send_on)
         finally:
             if grip[-1:] == [True]:
                 peer.dial_lock.release()
@@ -241,7 +266,7 @@ class Mesh(Backend):
 
     def open_calls(self, service: int) -> MeshCallPort:
         """Return the port by which an agent calls and is called."""
-        port = MeshCallPort(self, service)
+        port = self.new_port(service)
         try:
             waiting = self._ports.open(port)
         except RankwireError:
@@ -251,15 +276,23 @@ class Mesh(Backend):
             port.adopt(connection)
         return port
 
+    def new_port(self, service: int) -> MeshCallPort:
+        """Return a port that nobody knows yet."""
+        return MeshCallPort(self, service)
+
     def forget_port(self, port: MeshCallPort) -> None:
         """Let go of a port that is closed."""
         self._ports.forget(port)
 
     # -- connections -----------------------------------------------------------------------------
 
+    def peer(self, rank: int) -> Peer:
+        """Return who is another rank now; a process that is started anew is another peer."""
+        return self._peers[rank]
+
     def dial(
         self,
-        rank: int,
+        peer: Peer,
         purpose: Purpose,
         service: int,
         deadline: Deadline,
@@ -268,7 +301,7 @@ class Mesh(Backend):
         """Open a connection of our own to a peer.
 
         Args:
-            rank: The peer.
+            peer: To whom.
             purpose: What the connection is for.
             service: Which agent it is for.
             deadline: For all of it.
@@ -280,7 +313,6 @@ class Mesh(Backend):
             ChannelClosedError: It has left, or this backend is closed.
             DeadlineExceededError: No answer in time.
         """
-        peer = self._peers[rank]
         stream, seals = self.open_stream(peer, purpose, service, deadline)
         try:
             connection = self._wrap(peer, stream, seals)
@@ -317,7 +349,8 @@ class Mesh(Backend):
             raise self.explained(error, "link_to", deadline, rank) from error.__cause__
         can_lend, is_local = bool(connection.can_lend), connection.transport == "unix"
         shares = is_local and not self.why_nothing_shared()
-        return Link(connection.transport, can_lend, connection.why_not_lend, shares)
+        incarnation = peer.member.incarnation
+        return Link(connection.transport, can_lend, connection.why_not_lend, shares, incarnation)
 
     def why_nothing_shared(self) -> str:
         """Return why collectives do not meet in shared memory; empty if they can, from here."""
@@ -336,7 +369,7 @@ class Mesh(Backend):
             peer=peer.member.rank,
             max_nbytes=self.max_message_nbytes,
             clock=self.clock,
-            spin=Spin(self.spin, self.clock),
+            spin=self.new_spin(),
             on_lost=peer.fail,
             on_left=peer.explain_farewell,
             on_rest=self.flush_when_possible,
@@ -357,7 +390,7 @@ class Mesh(Backend):
         if self._closed:
             return Status.CLOSED, 0
         peer = self._peers.get(hello.rank)
-        is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
+        is_of_a_rank = hello.purpose in BETWEEN_RANKS
         if peer is None or hello.peer != self.rank or not is_of_a_rank:
             return Status.INVALID_RANK, self.world_size
         if hello.purpose is Purpose.MESSAGES:
@@ -372,6 +405,9 @@ class Mesh(Backend):
 
     def enter(self, hello: Hello, stream: socket.socket | Stream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
+        if hello.purpose is Purpose.INQUIRY:
+            answer(self, hello.rank, stream, seals, describe(self.places(), self._serving()))
+            return
         peer = self._peers[hello.rank]
         connection = self._wrap(peer, stream, seals, incoming=True)
         peer.add(connection, incoming=True)
@@ -398,11 +434,57 @@ class Mesh(Backend):
         """Return why a peer is gone, or None."""
         return self._peers[self._check_peer(rank)].failure
 
+    def incarnation_of(self, rank: int) -> int:
+        """Return how many times the process of a rank was started anew alone."""
+        return self._peers[rank].member.incarnation if rank != self.rank else self.incarnation
+
+    def _replace(self, peer: Peer) -> None:
+        """Put a process that was started anew in the place of the one before it.
+
+        All that waited for the old one has ended. Nothing of it is taken for the new one's: that
+        has connections, an inbox and a failure of its own.
+        """
+        rank, incarnation = peer.member.rank, peer.member.incarnation
+        old, self._peers[rank] = self._peers[rank], peer
+        if self._closed:  # which is noted first: either this is seen here, or the new peer there
+            peer.mark(ChannelClosedError("this backend is closed"))
+        old.retire()
+        self._losses.forget(rank)
+        self.agreement.forget(rank)
+        self.broken = PeerLostError(
+            rank,
+            f"its process was started anew (incarnation {incarnation}); {NEW_GROUP}",
+            root=rank,
+        )
+        self.joins += 1
+        self._events.joined(rank, incarnation)
+
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer."""
         rank = self._check_peer(rank)
         calls = sum(len(port.calls_to(rank)) for port in self._ports.all())
-        return replace(self._peers[rank].status(), in_flight=calls)
+        serving = tuple(call.name for call in self._serving() if call.src == rank)
+        return replace(self._peers[rank].status(), in_flight=calls, serving=serving)
+
+    def doing_of(self, rank: int, deadline: Deadline) -> str | None:
+        """Ask a rank what it is doing."""
+        return None if rank == self.rank else inquire(self, rank, deadline)
+
+    def unreceived(self, src: int, group: int) -> dict[int, int]:
+        """Return how many messages of a rank lie here, read and not received, by tag."""
+        arrived = self._peers[src].inbox.unreceived()
+        message = int(Channel.MESSAGE)
+        return {
+            tag: n for (g, channel, tag), n in arrived.items() if (g, channel) == (group, message)
+        }
+
+    def places(self) -> list[str]:
+        """Return where the threads of this rank are in the user's program."""
+        return places()
+
+    def _serving(self) -> list[Serving]:
+        """Return the calls that this rank serves."""
+        return [call for port in self._ports.all() for call in port.serving()]
 
     # -- leaving ---------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _FAREWELL_PATIENCE = 0.2
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
+EXPIRED = b"\1"  # what a cancel says if the caller's time is up; else it says nothing
 # With more calls in flight than this, one more that nobody waits for yet is sent together with the
 # next ones: about a sixth more calls a second with 64 in flight (docs/decisions.md).
 _HOLD_FROM = 8
@@ -48,6 +49,7 @@ class OutgoingCalls:
         service: Which agent this is for.
         serve_own: Takes a request of this rank to itself: its id and payload.
         forget: Called with a connection that is not used any more, before it is closed.
+        on_unread: Called when nobody reads a connection any more that is attended to.
 
     Attributes:
         own: Where the replies of calls to oneself arrive.
@@ -62,15 +64,17 @@ class OutgoingCalls:
         *,
         serve_own: Callable[[int, bytearray], None],
         forget: Callable[[Inbox], None],
+        on_unread: Callable[[Inbox], None],
     ) -> None:
         self._mesh = mesh
         self._service = service
         self._serve_own = serve_own
         self._forget = forget
+        self._on_unread = on_unread
         self._lock = threading.Lock()
         self._dial_locks: dict[int, threading.Lock] = {}
         self._inboxes: dict[int, Inbox] = {}
-        self.unsent_cancels: deque[tuple[Connection, int]] = deque()
+        self.unsent_cancels: deque[tuple[Connection, int, bool]] = deque()
         self.own = Inbox(mesh.rank, Mailbox(keep_unmatched=False), mesh.clock)
         self.closed: RankwireError | None = None
 
@@ -169,27 +173,28 @@ class OutgoingCalls:
 
     # -- cancels -----------------------------------------------------------------------------------
 
-    def cancel(self, dst: int, request_id: int) -> bool:
+    def cancel(self, dst: int, request_id: int, *, expired: bool) -> bool:
         """Tell a callee that a reply is not wanted; False if that has to be tried again."""
         inbox = self._inboxes.get(dst)
         if inbox is None or inbox.connection is None:
             return True
-        return self._cancel(inbox.connection, request_id)
+        return self._cancel(inbox.connection, request_id, expired)
 
     def cancel_again(self) -> None:
         """Try again what could not be told."""
         for _ in range(len(self.unsent_cancels)):
             try:
-                connection, request_id = self.unsent_cancels.popleft()
+                connection, request_id, expired = self.unsent_cancels.popleft()
             except IndexError:
                 break  # another thread was faster
-            self._cancel(connection, request_id)
+            self._cancel(connection, request_id, expired)
 
-    def _cancel(self, connection: Connection, request_id: int) -> bool:
+    def _cancel(self, connection: Connection, request_id: int, expired: bool) -> bool:
+        reason: Message = ((EXPIRED,), len(EXPIRED)) if expired else ((), 0)
         try:
-            connection.send((self._service, _CANCEL, request_id), ((), 0), AT_ONCE)
+            connection.send((self._service, _CANCEL, request_id), reason, AT_ONCE)
         except DeadlineExceededError:  # another thread is just sending
-            self.unsent_cancels.append((connection, request_id))
+            self.unsent_cancels.append((connection, request_id, expired))
             return False
         except RankwireError:
             return True  # the connection has ended, and that ends the work too
@@ -217,7 +222,11 @@ class OutgoingCalls:
             if self.closed is not None:
                 raise self.closed.copy()
             connection = self._mesh.dial(
-                dst, Purpose.CALLS, self._service, deadline, partial(self._keep, dst)
+                self._mesh.peer(dst),
+                Purpose.CALLS,
+                self._service,
+                deadline,
+                partial(self._keep, dst),
             )
             inbox = self._inboxes.get(dst)
             if inbox is not None:
@@ -235,12 +244,14 @@ class OutgoingCalls:
             inbox = self._inboxes.get(dst)
             if self.closed is None and (inbox is None or inbox.connection is not connection):
                 mailbox = Mailbox(keep_unmatched=False)
-                self._inboxes[dst] = Inbox(dst, mailbox, self._mesh.clock, connection, fetch=True)
+                inbox = Inbox(dst, mailbox, self._mesh.clock, connection, fetch=True)
+                inbox.on_unread = self._on_unread
+                self._inboxes[dst] = inbox
 
     def _discard(self, dst: int, inbox: Inbox) -> None:
         """Forget a connection that has ended.
 
-        The peer's agent has closed, and a new one may be there.
+        The peer's agent has closed, or its process has ended, and a new one may be there.
         """
         assert inbox.connection is not None
         assert inbox.connection.failure is not None

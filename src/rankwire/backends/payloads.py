@@ -5,13 +5,13 @@ A parcel is read straight to where it belongs, once, and given back. Nothing her
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from rankwire.codec.arrays import dtype_code, is_tensor, tensor_advice
+from rankwire.codec.tensor_memory import carrier_of, map_tensor
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
 from rankwire.wire.destinations import PLACED_FROM, Destination, Placed
@@ -178,11 +178,7 @@ def _as_array(value: Any) -> np.ndarray[Any, Any]:
     """Return an array on the memory of an array or tensor."""
     if isinstance(value, np.ndarray):
         return value
-    torch = sys.modules["torch"]
-    dense = value.detach()
-    if dense.is_conj():  # a lazy view: its memory is the same without it
-        dense = dense.conj()
-    if dense.is_neg():
-        dense = torch._neg_view(dense)
-    result = (dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy()
-    return result  # type: ignore[no-any-return]
+    array = map_tensor(value, carrier_of(value.dtype)[0])  # a lazy view has the same memory
+    if array is None:
+        raise ConfigurationError("out has less memory than it has elements: it was resized")
+    return array

@@ -2,7 +2,9 @@
 
 The failure of a peer is sticky and spreads: the first cause ends every connection to it, so that
 every operation that needs it fails at once and names the same cause. Readers drain what had arrived
-before they see the failure.
+before they see the failure. If its process is started anew, that is another peer, which takes the
+place of this one; connections, messages and failures belong to one of the two and never change
+over.
 
 Whoever sees a connection end sees only that. The control plane knows more, and tells all ranks the
 same, mostly within a millisecond: its *verdict* is waited for, for a moment, before the loss is
@@ -16,7 +18,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
-from rankwire.backends.status import PeerStatus, describe_wanted, state_of
+from rankwire.backends.status import (
+    PeerStatus,
+    describe_unreceived,
+    describe_wanted,
+    state_of,
+)
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
@@ -203,6 +210,8 @@ class Peer:
             link=messages.transport if messages is not None else "",
             queued_nbytes=sum(c.queued_nbytes for c in self.connections() if c.failure is None),
             waiting_for=describe_wanted(self.inbox.wanted()),
+            incarnation=self.member.incarnation,
+            unreceived=describe_unreceived(self.inbox.unreceived()),
         )
 
     def look_for_silence(self, seconds: float) -> None:
@@ -224,6 +233,20 @@ class Peer:
             self.leave(error)
         except RankwireError as error:
             self.judge(error)
+
+    def retire(self) -> None:
+        """Let go of what is left of it, because a new process is in its place.
+
+        Who waited has been woken when it was given up. Connections for calls are closed by the
+        ports that read them, which have seen their end too.
+        """
+        cause = self.judge(PeerLostError(self.member.rank, "it was started anew"))
+        self.inbox.close(cause)
+        if self.messages is not None:
+            self.messages.fail(cause)
+            self.messages.close()
+        for lent in self._lent:
+            lent.revoke()
 
     def close(self, cause: RankwireError, patience: Deadline, *, orderly: bool = True) -> None:
         """End every wait and close; say farewell on every connection if this is a good end."""

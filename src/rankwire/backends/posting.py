@@ -15,12 +15,14 @@ from rankwire.backends.arguments import (
     writable_view,
 )
 from rankwire.backends.handles import MessageHandle, Receiving, Sending
+from rankwire.backends.inquiries import explain_delay, explain_unreceived
 from rankwire.backends.payloads import check_out, destination_of, read_array, read_to
 from rankwire.backends.transport import Expected, Transport
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ConfigurationError,
+    DeadlineExceededError,
     MessageTooLargeError,
     RankwireError,
     SelfSendError,
@@ -273,5 +275,13 @@ class MessagePosting(Transport):
         peer: int | None = None,
         tag: int | None = None,
     ) -> RankwireError:
-        """Add what this operation knows to an error that passes."""
-        return error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)
+        """Add what this operation knows to an error that passes; of a delay, who causes it."""
+        is_new = error.op is None
+        if isinstance(error, DeadlineExceededError):
+            error.culprits = [self.world_rank_of(each) for each in error.waiting_for]
+        error = error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)
+        if is_new and isinstance(error, DeadlineExceededError) and error.limit > 0.0:
+            if op.removeprefix("i").startswith("recv"):
+                explain_unreceived(self, error)
+            explain_delay(self, error, self.clock)
+        return error

@@ -27,7 +27,7 @@ ADDRESS = "RANKWIRE_ADDRESS"
 JOB = "RANKWIRE_JOB"
 # "launcher" if the launcher coordinates the world, and not rank 0.
 COORDINATOR = "RANKWIRE_COORDINATOR"
-# How many times `rankwire run --restarts` has started this rank anew.
+# How many times `rankwire run` has started this rank before, alone or with all others.
 RESTART_COUNT = "RANKWIRE_RESTART_COUNT"
 # The port for worlds of other launchers, and which of several launchers is meant.
 PORT = "RANKWIRE_PORT"

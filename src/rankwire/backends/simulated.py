@@ -9,6 +9,8 @@ ranks.
 What befalls streams and ranks is in ``simulated_network``, fault plans are in ``faults``. This
 module knows what a rank is, and what it means to it to leave, to die and to lose a peer. A peer is
 met when it is first needed: a world of a thousand ranks costs what it uses.
+
+Size: as for its class.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
+from rankwire.backends.simulated_calls import FailingCallPort
 from rankwire.backends.simulated_network import Network
 from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.clock import REAL_TIME, Clock
@@ -43,8 +46,15 @@ from rankwire.links.memory_bell import MemoryBell
 from rankwire.links.memory_poller import MemoryPoller
 from rankwire.links.memory_stream import MemoryStream
 from rankwire.rendezvous.control_messages import Fallen, Member
+from rankwire.stacks import places
 from rankwire.wire.destinations import Destination
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Envelope, Message, Payload
+from rankwire.wire.frames import (
+    DEFAULT_MAX_MESSAGE_NBYTES,
+    Channel,
+    Envelope,
+    Message,
+    Payload,
+)
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 
 _log = logging.getLogger("rankwire")
@@ -76,6 +86,8 @@ class SimulatedBackend(Mesh):
         network: Shared by all ranks of the world; ``network.kill(rank)`` and
             ``network.break_link(a, b)`` make faults.
     """
+
+    _SHOWN = ("create_group", "network")
 
     def __init__(
         self,
@@ -144,7 +156,7 @@ class SimulatedBackend(Mesh):
 
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
         """Send one message under an envelope. Its bytes are copied."""
-        self._check_sending(message)
+        self._check_sending(envelope, message)
         super().transmit(dst, envelope, message, deadline)
 
     def offer(
@@ -157,14 +169,14 @@ class SimulatedBackend(Mesh):
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
         """Send one message: nothing is lent within a process."""
-        self._check_sending(message)
+        self._check_sending(envelope, message)
         return super().offer(dst, envelope, message, deadline, check=check)
 
     def begin(
         self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
     ) -> Offer | None:
         """Send one message without waiting. What cannot leave now is not copied before it does."""
-        self._check_sending(message)
+        self._check_sending(envelope, message)
         return super().begin(dst, envelope, message, deadline)
 
     def receive(
@@ -204,8 +216,20 @@ class SimulatedBackend(Mesh):
         self._check_alive()
         return super().open_calls(service)
 
-    def _check_sending(self, message: Message) -> None:
+    def new_port(self, service: int) -> MeshCallPort:
+        """Return a port, one that fails calls if the fault plan does."""
+        if not self.network.fails(self.rank, "call"):
+            return super().new_port(service)
+        return FailingCallPort(self, service, partial(self.network.begin, self.rank, "call"))
+
+    def opening_collective(self) -> None:
+        """Let the fault plan fail the collective that begins."""
+        self.network.begin(self.rank, "collective")
+
+    def _check_sending(self, envelope: Envelope, message: Message) -> None:
         self._check_alive()
+        if envelope[1] == Channel.MESSAGE:
+            self.network.begin(self.rank, "message")
         if message[1] > self.max_message_nbytes:
             raise MessageTooLargeError(message[1], self.max_message_nbytes)
 
@@ -235,6 +259,10 @@ class SimulatedBackend(Mesh):
             near.shut_down()  # interrupted: to the other end, this one gave up
             raise
         return near, None
+
+    def places(self) -> list[str]:
+        """Return where the thread of this rank is: that of its name, as others are of all ranks."""
+        return places(only=[f"rank {self.rank}"])
 
     def new_poller(self) -> MemoryPoller:
         """Return a poller of streams in memory."""

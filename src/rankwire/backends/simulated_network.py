@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwire.backends.arguments import check_rank
-from rankwire.backends.faults import FaultPlan, Link, Timetable, link_between
+from rankwire.backends.faults import FaultPlan, Link, Operation, Timetable, link_between
 from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.memory_stream import MemoryStream, memory_pair
@@ -52,6 +52,8 @@ class Network:
     Attributes:
         clock: The same.
         members: The ranks, once it has started.
+
+    Size: who is gone, and what was counted until then, is guarded by one lock.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Network:
         self._broken: set[Link] = set()
         self._sent: Counter[int] = Counter()
         self._carried: Counter[Link] = Counter()
+        self._begun: Counter[tuple[int, Operation]] = Counter()
+        self._on_kill: list[Callable[[int], None]] = []
         self._timetable = Timetable(clock)
         self._telling: list[threading.Thread] = []
 
@@ -113,7 +117,38 @@ class Network:
         self._break(link)
         self._tell_break(link)
 
+    def on_kill(self, callback: Callable[[int], None]) -> None:
+        """Have ``callback(rank)`` called for each rank that is killed, also before now.
+
+        Not for one that leaves, by an error or without. It may be called in any thread.
+        """
+        with self._lock:
+            self._on_kill.append(callback)
+            killed = [rank for rank, fallen in self._killed.items() if fallen is _KILLED]
+        for rank in killed:
+            callback(rank)
+
+    def was_killed(self, rank: int) -> bool:
+        """Whether a rank was killed, also if nobody was told yet."""
+        with self._lock:
+            return self._killed.get(rank) is _KILLED
+
     # -- for members -------------------------------------------------------------------------------
+
+    def fails(self, rank: int, operation: Operation) -> bool:
+        """Whether the plan fails any operation of that kind."""
+        return (rank, operation) in self._faults.failures
+
+    def begin(self, rank: int, operation: Operation) -> None:
+        """Count an operation that a rank begins; raise if the plan fails it."""
+        if not self.fails(rank, operation):
+            return
+        with self._lock:
+            self._begun[rank, operation] += 1
+            number = self._begun[rank, operation]
+        error = self._faults.failures[rank, operation].get(number)
+        if error is not None:
+            raise error
 
     def verdict(self, rank: int, peer: int) -> tuple[RankwireError, int | None] | None:
         """Return why ``rank`` cannot reach ``peer`` (which may be itself); None if it can.
@@ -145,7 +180,13 @@ class Network:
     def connect(
         self, src: int, dst: int, purpose: Purpose, service: int
     ) -> tuple[MemoryStream, MemoryStream]:
-        """Return the ends of a new stream, of the rank that dials and of the other one."""
+        """Return the ends of a new stream, of the rank that dials and of the other one.
+
+        What a rank is asked that was waited for is no traffic of the program's: no fault concerns
+        it, and it is not counted.
+        """
+        if purpose is Purpose.INQUIRY:
+            return memory_pair(self._queue_nbytes, self.clock, None, None)
         if purpose is Purpose.MESSAGES:
             there, back = "messages", "courtesies"
         else:
@@ -227,6 +268,10 @@ class Network:
             self._telling = [*(each for each in self._telling if each.is_alive()), thread]
 
     def _tell_death(self, rank: int) -> None:
+        with self._lock:
+            callbacks = list(self._on_kill)
+        for callback in callbacks:
+            callback(rank)
         self.members[rank].end()
         self._tell_others(rank)
         self._end_if_empty()

@@ -13,7 +13,6 @@ PeerState = Literal["up", "suspected", "left", "lost"]
 # What a receive waits for, by its channel, with the tag.
 _WANTED: dict[int, str] = {
     Channel.MESSAGE: "a message with tag {}",
-    Channel.BARRIER: "barrier {}",
     Channel.COLLECTIVE: "a collective",
 }
 
@@ -32,6 +31,9 @@ class PeerStatus:
         queued_nbytes: Bytes on their way to it that it has not taken.
         in_flight: Calls that wait for its reply.
         waiting_for: What this rank waits for, from it.
+        incarnation: How many times its process was started anew alone.
+        unreceived: Messages of it that lie here, and nobody has received.
+        serving: The functions that this rank runs for it.
     """
 
     rank: int
@@ -42,15 +44,21 @@ class PeerStatus:
     queued_nbytes: int = 0
     in_flight: int = 0
     waiting_for: tuple[str, ...] = ()
+    incarnation: int = 0
+    unreceived: tuple[str, ...] = ()
+    serving: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = (
             (True, f"rank {self.rank}: {self.state}"),
+            (self.incarnation, f"incarnation {self.incarnation}"),
             (self.link, f"by {self.link}"),
             (self.silent_for, f"silent for {self.silent_for:.1f} s"),
             (self.queued_nbytes, f"{self.queued_nbytes} bytes queued"),
             (self.in_flight, f"{self.in_flight} calls in flight"),
             (self.waiting_for, f"waited for: {', '.join(self.waiting_for)}"),
+            (self.unreceived, f"unreceived: {', '.join(self.unreceived)}"),
+            (self.serving, f"served: {', '.join(self.serving)}"),
             (self.reason, self.reason),
         )
         return ", ".join(text for is_known, text in parts if is_known)
@@ -64,11 +72,13 @@ class WorldStatus:
         rank: The rank whose view it is.
         world_size: The number of ranks.
         peers: One entry a peer, by rank.
+        operation: The collective that it is in, as its errors call it; else empty.
     """
 
     rank: int
     world_size: int
     peers: Mapping[int, PeerStatus]
+    operation: str = ""
 
     @property
     def waiting_on(self) -> list[int]:
@@ -77,6 +87,7 @@ class WorldStatus:
 
     def __str__(self) -> str:
         head = f"rank {self.rank} of {self.world_size}"
+        head += f", in {self.operation}" if self.operation else ""
         return "\n  ".join([head, *map(str, self.peers.values())])
 
 
@@ -85,6 +96,15 @@ def state_of(failure: RankwireError | None, *, is_suspected: bool) -> PeerState:
     if failure is not None:
         return "left" if isinstance(failure, ChannelClosedError) else "lost"
     return "suspected" if is_suspected else "up"
+
+
+def describe_unreceived(counts: Mapping[Envelope, int]) -> tuple[str, ...]:
+    """Return, in words, which messages lie here that nobody has received, by their tags."""
+    tags: dict[int, int] = {}
+    for (_, channel, tag), count in counts.items():
+        if channel == Channel.MESSAGE:
+            tags[tag] = tags.get(tag, 0) + count
+    return tuple(f"{tags[tag]} with tag {tag}" for tag in sorted(tags))
 
 
 def describe_wanted(keys: Iterable[Envelope]) -> tuple[str, ...]:

@@ -5,12 +5,19 @@ group's own id in the envelope, so that a group, its parent and other groups nev
 messages. Any backend can be the parent, also another ``SubBackend``; "parent rank" below always
 means the parent's numbering.
 
+A group is of certain processes. A member that is started anew alone (``joins``) is none of them:
+for the group it stays lost, and those who want it back make another group.
+
+Size: as for its class.
+
 Construction is a collective of the members: each tells every other who it thinks the members are.
 So a disagreement is found at once, by name, and all members know the same group id. The module
 knows the ``Backend`` and ``CallPort`` interfaces and nothing of what is behind them.
 
 Locks: one, held for moments, guards a group's call ports and counters. Those of forming a group are
 in ``agreement``.
+
+Size: as for its class.
 """
 
 from __future__ import annotations
@@ -26,14 +33,15 @@ from rankwire.backends.agreement import group_id, service_of_group
 from rankwire.backends.arguments import check_members, check_rank
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import CallPort
-from rankwire.backends.events import OnLost, OnSuspected
+from rankwire.backends.events import OnJoined, OnLost, OnSuspected
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.sub_calls import SubCallPort
 from rankwire.backends.sub_messages import SubExpected, SubExpectedFromAny, SubOffer
-from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
+from rankwire.backends.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
+    CollectiveAbortedError,
     DeadlineExceededError,
     PeerLostError,
     RankwireError,
@@ -80,6 +88,8 @@ class SubBackend(Backend):
     Size: it has a method for each of ``Transport``'s, which translates and forwards.
     """
 
+    _SHOWN = ("members", "parent", "to_global", "to_local")
+
     def __init__(
         self,
         parent: Backend,
@@ -98,16 +108,22 @@ class SubBackend(Backend):
         )
         self.parent = parent
         self.security = parent.security
+        self.ranks_return = parent.ranks_return
         self._members = chosen
         self._lock = threading.Lock()
         self._ports: set[SubCallPort] = set()
         self._waiting: list[int] = []  # the group of each receive under way
+        self._joins = parent.joins
+        self._incarnations = [parent.incarnation_of(member) for member in chosen]
+        self._replaced: dict[int, PeerLostError] = {}  # ranks of this group that are others by now
         deadline = Deadline(self.timeout, self.clock)
         try:
             ordinal = parent.agreement.reach(parent, chosen, deadline)
         except RankwireError as error:
             raise parent.explained(error, "SubBackend", deadline) from error.__cause__
         self.group = group_id(parent.group, chosen, ordinal)
+        if self.broken is not None:  # it may have been the old process that agreed
+            raise parent.explained(self.broken.copy(), "SubBackend", deadline)
 
     @property
     def members(self) -> list[int]:
@@ -125,6 +141,50 @@ class SubBackend(Backend):
     def world_rank_of(self, rank: int) -> int:
         """Return the rank in the whole world of a rank of this group."""
         return self.parent.world_rank_of(self.to_global(rank))
+
+    # -- ranks that were started anew --------------------------------------------------------------
+
+    @property
+    def joins(self) -> int:  # type: ignore[override]
+        """How many times a rank of the whole world was started anew."""
+        return self.parent.joins
+
+    @property
+    def incarnation(self) -> int:  # type: ignore[override]
+        """How many times this rank's process was started anew alone."""
+        return self.parent.incarnation
+
+    def incarnation_of(self, rank: int) -> int:
+        """Return how many times the process of a rank was started anew alone."""
+        return self.parent.incarnation_of(self._members[rank])
+
+    @property
+    def broken(self) -> RankwireError | None:  # type: ignore[override]
+        """Why this group is over: a member was started anew since it was made."""
+        if self.parent.joins != self._joins:
+            self._look_for_replaced()
+        return next(iter(self._replaced.values())) if self._replaced else None
+
+    def _look_for_replaced(self) -> None:
+        joins = self.parent.joins
+        for rank, before in enumerate(self._incarnations):
+            incarnation = self.incarnation_of(rank)
+            if incarnation != before and rank not in self._replaced:
+                reason = f"its process was started anew (incarnation {incarnation}); {NEW_GROUP}"
+                error = PeerLostError(rank, reason, root=self.world_rank_of(rank))
+                self._replaced = {**self._replaced, rank: error}
+        self._joins = joins
+
+    def _raise_if_replaced(self, rank: int | None) -> None:
+        """Raise if a member is not the process any more that it was when this group was made."""
+        if self.parent.joins != self._joins:
+            self._look_for_replaced()
+        if rank in self._replaced:
+            raise self._replaced[rank].copy()
+
+    def opening_collective(self) -> None:
+        """Tell the parent that its rank begins a collective."""
+        self.parent.opening_collective()
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -268,11 +328,21 @@ class SubBackend(Backend):
         """Return why a peer is gone, or None; also if this view of it is."""
         if self.closed:
             return ChannelClosedError("this group is closed")
+        if self.broken is not None and rank in self._replaced:
+            return self._replaced[rank]
         failure = self.parent.failure_of(self.to_global(rank))
         if failure is not None:
             failure = failure.copy()
             self.adopt(rank, None, failure)
         return failure
+
+    def doing_of(self, rank: int, deadline: Deadline) -> str | None:
+        """Ask a rank what it is doing."""
+        return self.parent.doing_of(self.to_global(rank), deadline)
+
+    def unreceived(self, src: int, group: int) -> dict[int, int]:
+        """Return how many messages of a rank lie here, read and not received, by tag."""
+        return self.parent.unreceived(self.to_global(src), group)
 
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer, also beyond this group."""
@@ -288,6 +358,16 @@ class SubBackend(Backend):
                 callback(error)
 
         return self.parent.on_peer_lost(lost)
+
+    def on_peer_joined(self, callback: OnJoined) -> Callable[[], None]:
+        """Have a function called when a member was started anew, which ends this group."""
+
+        def joined(parent_rank: int, incarnation: int) -> None:
+            rank = self.to_local(parent_rank)
+            if rank is not None and incarnation != self._incarnations[rank]:
+                callback(rank, incarnation)
+
+        return self.parent.on_peer_joined(joined)
 
     def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
         """Have a function called when a member of this group becomes silent, or is heard again."""
@@ -345,6 +425,7 @@ class SubBackend(Backend):
         self._raise_if_closed()
         parent_rank = self.to_global(self.rank if rank is None else rank)
         try:
+            self._raise_if_replaced(rank)
             yield parent_rank
         except RankwireError as error:
             self.adopt(rank, None, error)
@@ -375,8 +456,8 @@ class SubBackend(Backend):
 
     def explained(self, error: RankwireError, *context: Any) -> RankwireError:
         """Add what was being done, and which ranks of the parent are missing."""
-        if isinstance(error, DeadlineExceededError):
-            self._note(error, error.waiting_for)  # a barrier finds out who is missing here
+        if isinstance(error, DeadlineExceededError | CollectiveAbortedError):
+            self._note(error, error.waiting_for)  # a collective finds out who is missing here
         return super().explained(error, *context)
 
     def _note(self, error: RankwireError, ranks: Iterable[int]) -> None:

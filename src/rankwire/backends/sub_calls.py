@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rankwire.backends.calls import CallPort, IncomingCall, PortEvent, RepliesDue
+from rankwire.backends.calls import CallPort, IncomingCall, PortEvent, RepliesDue, Serving
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
@@ -46,9 +46,9 @@ class SubCallPort(CallPort):
             reply.translate = partial(self._group.adopt, dst, reply.translate)
         return reply
 
-    def cancel(self, dst: int, request_id: int) -> None:
+    def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
         """Tell a rank of the group that the reply is not wanted."""
-        self._port.cancel(self._group.to_global(dst), request_id)
+        self._port.cancel(self._group.to_global(dst), request_id, expired=expired)
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
         """Wait until fewer than ``limit`` calls are in flight; False if the time passes first."""
@@ -63,6 +63,10 @@ class SubCallPort(CallPort):
         """Have replies that no thread waits for looked after by whoever is in ``poll``."""
         return self._port.attend(patiently=patiently)
 
+    def attend_to(self, dst: int, reply: Reply) -> None:
+        """Have a reply that no thread waits for read as soon as it comes."""
+        self._port.attend_to(self._group.to_global(dst), reply)
+
     def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
         """Return what ranks of the group ask."""
         with self._group.translating(self._group.rank):
@@ -71,6 +75,13 @@ class SubCallPort(CallPort):
     def wake(self) -> None:
         """Make ``poll`` return."""
         self._port.wake()
+
+    def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
+        """Say how to learn which calls are being served, by ranks of the parent."""
+        rank_of = self._group.to_global
+        self._port.tell_serving(
+            lambda: [each._replace(src=rank_of(each.src)) for each in serving()]
+        )
 
     def reply(
         self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False

@@ -7,6 +7,8 @@ control plane says of them.
 
 Threads: the acceptor accepts connections and hears who has gone; everything else happens in the
 threads of the user.
+
+Size: a quarter of it are the arguments of a world, and what they mean.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_dialing import Dialling, Transport
 from rankwire.backends.tcp_formation import Formation
 from rankwire.backends.tcp_introductions import Introductions
+from rankwire.backends.transport import NEW_GROUP
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
+    MembershipError,
     PeerLostError,
     PeerUnresponsiveError,
     ProtocolError,
@@ -41,12 +45,15 @@ from rankwire.links.security import Integrity, Security, Tls, choose_policy
 from rankwire.links.shared_memory import CAN_SHARE
 from rankwire.links.shared_segment import SharedSegment
 from rankwire.links.sockets import AnySocket, Socket, TcpAddress
-from rankwire.links.spin import default_spin
+from rankwire.links.spin import DEFAULT_SPIN, share_cores
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     SHORTEST_FAIL_AFTER,
+    Doing,
     Fallen,
     Gone,
+    Joined,
+    Member,
     Patience,
     Suspected,
     World,
@@ -54,6 +61,7 @@ from rankwire.rendezvous.control_messages import (
 from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.rendezvous.secret import given_secret
 from rankwire.shutdown import close_at_exit
+from rankwire.stacks import stacks
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.protocol import left
@@ -85,8 +93,8 @@ class TcpBackend(Mesh):
         join_timeout: Seconds for the world to form.
         transport: ``"auto"`` uses Unix sockets within a host and TCP between hosts; the others
             force one.
-        spin: Seconds a waiting thread polls before it sleeps; None chooses by the number of ranks
-            and cores.
+        spin: Seconds a waiting thread polls before it sleeps; None is 100 us. If there are more
+            ranks than cores on this host, it lets others run between two looks.
         max_message_nbytes: Largest message sent or accepted.
         single_copy: Read large messages of ranks on this host straight out of their memory, where
             the kernel allows it; ``link_to`` tells.
@@ -120,7 +128,11 @@ class TcpBackend(Mesh):
         RendezvousError: The world did not form; ``missing`` has the absent ranks.
         AuthenticationError: The secrets differ.
         ConfigurationError: The arguments cannot work.
+
+    Size: it is a mesh, and has a method for each thing that the control plane tells it.
     """
+
+    _SHOWN = ("address", "link_to")
 
     shares_memory = CAN_SHARE
 
@@ -181,6 +193,7 @@ class TcpBackend(Mesh):
         where = TcpAddress.parse(address)
         policy = choose_policy(security, where, integrity=integrity, tls=tls)
         self.security = policy.mode
+        self.ranks_return = has_coordinator
         self._formation = Formation(
             self,
             where,
@@ -206,20 +219,29 @@ class TcpBackend(Mesh):
     def on_formed(self, world: World) -> None:
         """Get to know the peers. Called once by the formation, before any of them can dial."""
         self._me = world.members[self.rank]
+        self.incarnation = self._me.incarnation
+        if world.late:
+            self.broken = MembershipError(
+                f"{_list_ranks(world.late)} joined when the world had formed already; {NEW_GROUP}"
+            )
         self._dialling = Dialling(self._me, self._transport, self._formation)
         local = sum(member.host_id == self._me.host_id for member in world.members)
-        self.spin = default_spin(local) if self._wanted_spin is None else self._wanted_spin
+        self.spin = DEFAULT_SPIN if self._wanted_spin is None else self._wanted_spin
+        self.shares_cores = share_cores(local)
         self._hosts = [member.host_id for member in world.members]
         self._coordinator = world.coordinator
         for member in world.members:
             if member.rank != self.rank:
-                self._peers[member.rank] = Peer(
-                    member,
-                    self.clock,
-                    await_verdict=self._await_verdict,
-                    on_lost=self._events.lost,
-                    explain=self._explain_end,
-                )
+                self._peers[member.rank] = self._meet(member)
+
+    def _meet(self, member: Member) -> Peer:
+        return Peer(
+            member,
+            self.clock,
+            await_verdict=self._await_verdict,
+            on_lost=self._events.lost,
+            explain=self._explain_end,
+        )
 
     @property
     def hosts(self) -> Sequence[object]:
@@ -237,7 +259,7 @@ class TcpBackend(Mesh):
         """Make memory for the ranks of a group on this host to meet in."""
         if self._transport == "tcp":
             return None
-        return self._segments.make(rank, size, self.spin)
+        return self._segments.make(rank, size, self.spin_in_segments)
 
     def why_nothing_shared(self) -> str:
         """Return why collectives do not meet in shared memory; empty if they can, from here."""
@@ -253,7 +275,7 @@ class TcpBackend(Mesh):
         pid = 0
         with suppress(OSError):  # closed meanwhile
             pid = 0 if connection is None else connection.stream.peer_pid()
-        return self._segments.open(pid, offer, rank, size, self.spin)
+        return self._segments.open(pid, offer, rank, size, self.spin_in_segments)
 
     # -- connections -------------------------------------------------------------------------------
 
@@ -299,6 +321,19 @@ class TcpBackend(Mesh):
         peer.judge(self._losses.explain(loss, cause=gone.cause))
         if not gone.silent and peer.member.host_id == self._me.host_id and peer.member.unix_path:
             remove_socket_file(peer.member.unix_path)  # a killed process cannot remove its own
+
+    def on_joined(self, joined: Joined) -> None:
+        """Hear from the control plane that a rank was started anew, and is back."""
+        member = joined.member
+        if member.rank not in self._peers:
+            raise ProtocolError(f"the coordinator tells of rank {member.rank}, which is no peer")
+        self._formation.take_key(joined)
+        self._hosts[member.rank] = member.host_id
+        self._replace(self._meet(member))
+
+    def describe_doing(self) -> Doing:
+        """Return what this process does, for those who wait for it."""
+        return Doing(stacks(), self.status().waiting_on)
 
     def on_suspected(self, suspected: Suspected) -> None:
         """Hear from the control plane that a rank has become silent, or is heard again."""
@@ -387,3 +422,7 @@ class TcpBackend(Mesh):
         gone = [rank for rank, peer in self._peers.items() if peer.failure is not None]
         state = "closed" if self._closed else f"gone: {gone}" if gone else "all up"
         return f"<TcpBackend rank {self.rank} of {self.world_size} at {self.address}, {state}>"
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"

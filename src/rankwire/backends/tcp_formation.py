@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
@@ -33,14 +32,14 @@ from rankwire.links.sockets import (
     listen_unix,
     start_listening,
 )
-from rankwire.rendezvous.control_messages import Fallen, Member, Patience, World
+from rankwire.rendezvous.control_messages import Fallen, Joined, Member, Patience, World
 from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.join import Joining
 from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret
-from rankwire.wire.handshake import LAUNCHER, Hello, Purpose, Status, job_id
-from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap
+from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status, job_id
+from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap, unwrap_one
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Formation:
             raise ConfigurationError("only a rank 0 that coordinates takes a listener")
         self.key = b""
         self.acceptor: Acceptor | None = None
-        self._keys: Mapping[int, HiddenKey] = {}  # with every other rank
+        self._keys: dict[int, HiddenKey] = {}  # with every other rank
         self._job = job_id(self.job)
         self._agreed_secret = b""
         # Removed by close(), and by the interpreter's end if nobody closes.
@@ -140,7 +139,7 @@ class Formation:
         self._epoch = world.epoch
         if self.key:
             owner = self.owner
-            self._keys = unwrap(self.key, world.keys, owner.rank, owner.world_size)
+            self._keys = dict(unwrap(self.key, world.keys, owner.rank, owner.world_size))
         self.owner.on_formed(world)
 
     def _coordinate(self, deadline: Deadline) -> None:
@@ -185,6 +184,10 @@ class Formation:
         self.key = secret if is_own else rank_key(secret, self.owner.rank)
         return self.key
 
+    def take_key(self, joined: Joined) -> None:
+        """Take the key with a rank that was started anew; the old one opens nothing any more."""
+        self._keys[joined.member.rank] = unwrap_one(self.key, joined.key)
+
     def key_with(self, rank: int) -> bytes:
         """Return the key of the connections between this rank and another."""
         return self._keys[rank]
@@ -196,7 +199,7 @@ class Formation:
         """
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
             return rank_key(self.secret or self._agreed_secret, hello.rank)
-        is_of_a_rank = hello.purpose in (Purpose.MESSAGES, Purpose.CALLS)
+        is_of_a_rank = hello.purpose in BETWEEN_RANKS
         key = self._keys.get(hello.rank) if is_of_a_rank else None
         return key or secrets.token_bytes(KEY_NBYTES)
 

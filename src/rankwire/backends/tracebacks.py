@@ -19,13 +19,13 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
 from rankwire.backends.blame import CONSEQUENCES, chain
 from rankwire.backends.exit_report import describe
 from rankwire.backends.schedulers import RANK
 from rankwire.errors import PeerLostError, RankwireError
+from rankwire.stacks import is_ours, is_users
 from rankwire.texts import traceback_of
 
 FULL_TRACEBACK = "RANKWIRE_FULL_TRACEBACK"
@@ -33,9 +33,6 @@ FULL_TRACEBACK = "RANKWIRE_FULL_TRACEBACK"
 LOG_FILE = "RANKWIRE_LOG_FILE"
 
 _OUR_ERRORS = "rankwire.errors."
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
-_LIBRARY = str(Path(os.__file__).parent) + os.sep
-_NOT_THE_USERS = (_PACKAGE, "<frozen ")
 # Also one that is quoted, behind bars.
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<path>[^"]+)", line \d+, in ')
 
@@ -118,15 +115,10 @@ def _quoting_nobody(error: BaseException) -> Iterator[None]:
 def _where(error: BaseException) -> str:
     """Return the last line of the user's own that the error passed."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_users(frame.filename)] or frames
+    own = [frame for frame in frames if is_users(frame.filename)] or frames
     if not own:
         return ""
     return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})"
-
-
-def _is_users(path: str) -> bool:
-    is_library = path.startswith(_LIBRARY) and f"{os.sep}site-packages{os.sep}" not in path
-    return not is_library and not path.startswith(_NOT_THE_USERS)
 
 
 def folded(lines: Sequence[str]) -> list[str]:
@@ -140,7 +132,7 @@ def folded(lines: Sequence[str]) -> list[str]:
     margin = ""
     for line in [*lines, ""]:
         frame = _FRAME.match(line)
-        if frame is not None and frame["path"].startswith(_PACKAGE):
+        if frame is not None and is_ours(frame["path"]):
             margin = frame["margin"]
             ours.append([line])
         elif frame is None and ours and line.startswith(f"{margin}    "):

@@ -14,8 +14,12 @@ from rankwire.backends.status import PeerStatus, state_of
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.links.shared_segment import SharedSegment
+from rankwire.showing import ShowsPublic
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import WORLD_GROUP, Envelope, Message, Payload
+
+# What to do about a group of which a rank is not the process any more that it was made with.
+NEW_GROUP = "for collectives, all ranks make a new group: SubBackend(backend, ranks)"
 
 
 class Offer(ABC):
@@ -73,18 +77,25 @@ class ExpectedFromAny(Expected):
     source: int | None = None
 
 
-class Transport(ABC):
+class Transport(ShowsPublic):
     """One rank of a group, and how it reaches the others. Every method is safe from any thread.
 
     Attributes:
         rank: This process's index, from 0.
         world_size: The number of ranks.
         group: The id by which this group's traffic is told from others'; the same on all members.
+        incarnation: How many times this rank's process was started anew alone, by a launcher.
+        joins: How many times another rank's was, since this one is in the world.
+        broken: Why there are no barriers and collectives in this group any more: they count on
+            what all ranks did before, and one of them was started anew since it was made.
     """
 
     rank: int
     world_size: int
     group: int = WORLD_GROUP
+    incarnation: int = 0
+    joins: int = 0
+    broken: RankwireError | None = None
     _closed = False
 
     @abstractmethod
@@ -220,6 +231,9 @@ class Transport(ABC):
         Now and when they come: this rank will not ask for them any more.
         """
 
+    def opening_collective(self) -> None:
+        """Hear that this rank begins a collective; what this raises fails it on all ranks."""
+
     @abstractmethod
     def open_calls(self, service: int) -> CallPort:
         """Return the port by which an agent calls and is called.
@@ -231,9 +245,21 @@ class Transport(ABC):
         """Return the rank in the whole world of a rank of this group."""
         return rank
 
+    def incarnation_of(self, rank: int) -> int:
+        """Return how many times the process of a rank was started anew alone."""
+        return 0
+
     def failure_of(self, rank: int) -> RankwireError | None:
         """Return why a peer is gone (``ChannelClosedError`` if it left in good order), or None."""
         return None
+
+    def doing_of(self, rank: int, deadline: Deadline) -> str | None:
+        """Ask a rank what it is doing; None if there is nobody to ask. Here: nobody answers."""
+        return None
+
+    def unreceived(self, src: int, group: int) -> dict[int, int]:
+        """Return how many messages of a rank lie here, read and not received, by tag."""
+        return {}
 
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer."""

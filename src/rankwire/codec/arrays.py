@@ -3,8 +3,8 @@
 A description is a msgpack array of dtype, order and shape. The bytes travel beside it and are not
 copied here, except those of an array with gaps. What a description claims is checked in Python
 ints before numpy sees it, and the dtype comes from a closed list: no object, structured or void
-type, whose elements could be addresses or code. Where the bytes lie in a payload is for the
-caller to know.
+type, whose elements could be addresses or code (for those with fields see ``structured``). Where
+the bytes lie in a payload is for the caller to know.
 
 torch is never imported to send: who holds a tensor has imported it. Receiving a tensor imports
 it.
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from rankwire.errors import InvalidMessageError
+from rankwire.codec.tensor_memory import carrier_of, map_tensor
+from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]
@@ -84,10 +85,15 @@ def dtype_code(dtype: DType) -> str | None:
     return code if _CARRIED.fullmatch(code) and np.dtype(code) == dtype else None
 
 
+def has_carried_ndim(array: Array) -> bool:
+    """Tell whether an array has no more dimensions than are carried."""
+    return array.ndim <= _MAX_NDIM
+
+
 def array_body(array: Array) -> bytes | None:
     """Return the description of an array, or None if it is not carried."""
     code = dtype_code(array.dtype)
-    if code is None or array.ndim > _MAX_NDIM:
+    if code is None or not has_carried_ndim(array):
         return None
     return _pack([code, array.flags.fnc, *array.shape])
 
@@ -106,7 +112,7 @@ def array_head(body: memoryview) -> ArrayHead:
     code, is_fortran, *shape = _parts(body)
     if type(code) is not str or type(is_fortran) is not bool:
         raise InvalidMessageError("malformed description of an array")
-    return _checked_head(_dtype_of(code), shape, is_fortran)
+    return checked_head(dtype_of(code), shape, is_fortran)
 
 
 def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
@@ -129,7 +135,12 @@ def _parts(body: memoryview) -> list[str | bool | int]:
 
 
 @lru_cache(maxsize=256)
-def _dtype_of(code: str) -> DType:
+def dtype_of(code: str) -> DType:
+    """Return the dtype that the wire calls so.
+
+    Raises:
+        InvalidMessageError: It is not carried.
+    """
     dtype = np.dtype(code) if _CARRIED.fullmatch(code) else None
     # numpy reads more spellings than it writes; one dtype has one code.
     if dtype is None or dtype.str != code:
@@ -137,7 +148,12 @@ def _dtype_of(code: str) -> DType:
     return dtype
 
 
-def _checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
+def checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
+    """Return what the wire says of an array.
+
+    Raises:
+        InvalidMessageError: There cannot be an array of this shape.
+    """
     if len(shape) > _MAX_NDIM:
         raise InvalidMessageError(f"an array of {len(shape)} dimensions; at most {_MAX_NDIM}")
     if not _INT.issuperset(map(type, shape)) or min(shape, default=0) < 0:
@@ -157,13 +173,28 @@ def _check_elements(head: ArrayHead, payload: bytearray, start: int) -> None:
     """
     if head.nbytes == 0 or head.dtype.kind not in "bU":
         return
+    itemsize = head.dtype.itemsize
+    check_strided(head.dtype, (head.nbytes // itemsize,), (itemsize,), payload, start)
+
+
+def check_strided(
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], payload: bytearray, start: int
+) -> None:
+    """Refuse bytes of a payload that are no values of the dtype, at these strides.
+
+    Raises:
+        InvalidMessageError: Some are not.
+    """
+    if dtype.kind not in "bU" or not math.prod(shape):
+        return
     unit: DType = np.dtype("u1")
     largest = 1
-    if head.dtype.kind == "U":
-        unit = np.dtype("u4").newbyteorder(head.dtype.byteorder)
+    if dtype.kind == "U":
+        unit = np.dtype("u4").newbyteorder(dtype.byteorder)
         largest = _LARGEST_CODE_POINT
-    if np.frombuffer(payload, unit, head.nbytes // unit.itemsize, start).max() > largest:
-        raise InvalidMessageError(f"not the bytes of an array of dtype {head.dtype.str}")
+    shape, strides = (*shape, dtype.itemsize // unit.itemsize), (*strides, unit.itemsize)
+    if np.ndarray(shape, unit, payload, start, strides).max() > largest:
+        raise InvalidMessageError(f"not the bytes of an array of dtype {dtype.str}")
 
 
 # -- scalars ---------------------------------------------------------------------------------------
@@ -195,8 +226,8 @@ def scalar_of(parts: list[Any]) -> np.generic:
             return np.str_(text)
         case ["S", bytes() as text]:
             return np.bytes_(text)
-        case [str() as code, bytes() as raw] if len(raw) == _dtype_of(code).itemsize:
-            head = ArrayHead(_dtype_of(code), (), False, len(raw))
+        case [str() as code, bytes() as raw] if len(raw) == dtype_of(code).itemsize:
+            head = ArrayHead(dtype_of(code), (), False, len(raw))
             return cast(np.generic, view_array(head, bytearray(raw), 0)[()])
         case _:
             raise InvalidMessageError("malformed numpy scalar")
@@ -211,6 +242,11 @@ def is_tensor(value: object) -> bool:
     return tensor is not None and isinstance(value, tensor)
 
 
+def is_parameter(tensor: Any) -> bool:
+    """Tell whether a tensor is an ``nn.Parameter``, and of no class made of that."""
+    return type(tensor) is sys.modules["torch"].nn.Parameter
+
+
 def tensor_advice(tensor: Any, *, any_dtype: bool = False) -> str | None:
     """Return what to do with a tensor that is not carried as it is, or None if it is carried.
 
@@ -219,9 +255,9 @@ def tensor_advice(tensor: Any, *, any_dtype: bool = False) -> str | None:
         any_dtype: Whether its elements are carried as bytes, whatever they are.
     """
     torch = sys.modules["torch"]
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return f"It is on {tensor.device}: call .cpu() first."
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not torch.Tensor and not is_parameter(tensor):
         return "It is a subclass: convert it to a plain torch.Tensor, such as by .detach()."
     if tensor.layout != torch.strided or tensor.is_quantized:
         return "It is not dense: call .to_dense() or .dequantize() first."
@@ -233,11 +269,17 @@ def tensor_advice(tensor: Any, *, any_dtype: bool = False) -> str | None:
 
 
 def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
-    """Return the description of a carried tensor, and its bytes as :func:`array_bytes` does."""
-    torch = sys.modules["torch"]
+    """Return the description of a carried tensor, and its bytes as :func:`array_bytes` does.
+
+    Raises:
+        UnsupportedTypeError: Its memory has been freed.
+    """
     name = _tensor_dtype(tensor)
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    array = (dense.view(torch.int16) if name == "bfloat16" else dense).numpy()
+    array = map_tensor(dense, carrier_of(tensor.dtype)[0])
+    if array is None:
+        advice = "Its storage is smaller than the tensor: it has been freed or resized."
+        raise UnsupportedTypeError("array", "Tensor", advice)
     little_endian = np.asarray(array, dtype=_TENSOR_CODES[name])
     return _pack([name, *tensor.shape]), array_bytes(little_endian)
 
@@ -248,10 +290,37 @@ def tensor_head(body: memoryview) -> tuple[str, ArrayHead]:
     Raises:
         InvalidMessageError: It is not one that :func:`tensor_body` makes.
     """
-    name, *shape = _parts(body)
+    return _tensor_head(*_parts(body))
+
+
+def parameter_body(parameter: Any) -> tuple[bytes, memoryview]:
+    """Return what :func:`tensor_body` does, with whether a gradient is wanted in front."""
+    body, elements = tensor_body(parameter)
+    return _pack([parameter.requires_grad, *_unpack(body)]), elements
+
+
+def parameter_head(body: memoryview) -> tuple[bool, str, ArrayHead]:
+    """Check the description of a parameter; return its gradient, and as :func:`tensor_head`.
+
+    Raises:
+        InvalidMessageError: It is not one that :func:`parameter_body` makes.
+    """
+    requires_grad, *parts = _parts(body)
+    if type(requires_grad) is not bool:
+        raise InvalidMessageError("malformed description of a parameter")
+    return requires_grad, *_tensor_head(*parts)
+
+
+def view_parameter(requires_grad: bool, name: str, array: Array) -> Any:
+    """Return an ``nn.Parameter`` on an array's memory; raises as :func:`view_tensor`."""
+    tensor = view_tensor(name, array)
+    return sys.modules["torch"].nn.Parameter(tensor, requires_grad=requires_grad)
+
+
+def _tensor_head(name: Any, *shape: Any) -> tuple[str, ArrayHead]:
     if type(name) is not str or name not in _TENSOR_CODES:
         raise InvalidMessageError("malformed description of a tensor")
-    return name, _checked_head(_dtype_of(_TENSOR_CODES[name]), shape, is_fortran=False)
+    return name, checked_head(dtype_of(_TENSOR_CODES[name]), [*shape], is_fortran=False)
 
 
 def view_tensor(name: str, array: Array) -> Any:

@@ -1,20 +1,26 @@
 """The classes that a codec carries because the user registered them.
 
-They are enums, dataclasses and msgspec Structs. The wire names a class by its registered name and
-never by a path to import, so a message cannot reach any other class. Here is how an instance
-comes apart into values and is built again; how those values travel is not known here.
+They are enums, dataclasses, namedtuples and msgspec Structs, and any other class that has hooks
+(``hooks``). A codec has a table of its own, and all codecs of a process share one (``message``).
+The wire names a class by its registered name and never by a path to import, so a message cannot
+reach any other class. Here is how an instance comes apart into values and is built again; how
+those values travel is not known here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from enum import Enum, Flag
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, overload
 
 import msgspec
 
+from rankwire.codec.hooks import Build, HookedClass, Take
 from rankwire.errors import ConfigurationError, InvalidMessageError
+
+T = TypeVar("T")
 
 # An instance of a subclass of these holds more than its fields, and that part would be lost.
 _BUILTINS = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -49,7 +55,7 @@ class EnumClass:
 
 
 class RecordClass:
-    """A registered dataclass or Struct.
+    """A registered dataclass, namedtuple or Struct.
 
     All its fields travel. Building an instance calls the constructor, so that its checks run.
     """
@@ -90,51 +96,149 @@ class RecordClass:
         return record
 
 
+Carried: TypeAlias = EnumClass | RecordClass | HookedClass
+
+
 class ClassTable:
     """Registered classes by class, for encoding, and by name, for decoding.
 
     Registering while other threads look classes up is safe: each table changes by one assignment.
+
+    Args:
+        shared: A table that counts too, whatever is added to it later.
     """
 
-    def __init__(self) -> None:
-        self.by_class: dict[type, EnumClass | RecordClass] = {}
-        self.by_name: dict[str, EnumClass | RecordClass] = {}
+    def __init__(self, shared: ClassTable | None = None) -> None:
+        self._by_class: dict[type, Carried] = {}
+        self._by_name: dict[str, Carried] = {}
+        self._shared = shared
+
+    def of_class(self, cls: type) -> Carried | None:
+        """Return how the instances of a class are carried; None if they are not."""
+        carried = self._by_class.get(cls)
+        if carried is None and self._shared is not None:
+            carried = self._shared._by_class.get(cls)
+            if carried is not None and carried.name in self._by_name:
+                return None  # here, its name is that of another class
+        return carried
+
+    def of_name(self, name: Any) -> Carried | None:
+        """Return what is registered by a name that came from the wire."""
+        carried = self._by_name.get(name)
+        if carried is None and self._shared is not None:
+            return self._shared._by_name.get(name)
+        return carried
 
     def parts_of(self, value: Any) -> list[Any] | None:
         """Return the values of the fields of a registered class's instance, of no other value."""
-        carried = self.by_class.get(type(value))
+        carried = self.of_class(type(value))
         return carried.values_of(value) if isinstance(carried, RecordClass) else None
 
-    def add(self, cls: type, name: str | None) -> None:
-        """Register a class; repeating a registration changes nothing.
+    def add(
+        self, cls: type, name: str | None, take: Take | None = None, build: Build | None = None
+    ) -> None:
+        """Register a class, with hooks or without; repeating a registration changes nothing.
 
         Raises:
-            ConfigurationError: The class is of another kind, or it or its name is taken.
+            ConfigurationError: The class is of another kind, it or its name is taken, or one hook
+                is missing.
         """
         if not isinstance(cls, type):
             raise ConfigurationError(f"only a class can be registered, not {cls!r}")
         name = cls.__qualname__ if name is None else name
-        known = self.by_class.get(cls)
-        if known is not None and known.name == name:
+        known = self.of_class(cls)
+        if known is not None and known.name == name and _has_hooks(known, take, build):
             return
         if known is not None:
             raise ConfigurationError(f"{cls.__qualname__} is registered already, as {known.name!r}")
-        if name in self.by_name:
+        if self.of_name(name) is not None:
             raise ConfigurationError(f"another class is registered as {name!r}; pass name=")
-        carried = _carried(name, cls)
-        self.by_name[name] = carried
-        self.by_class[cls] = carried
+        is_plain = take is None and build is None
+        carried = _carried(name, cls) if is_plain else _hooked(name, cls, take, build)
+        self._by_name[name] = carried
+        self._by_class[cls] = carried
+
+    def forget_former(self, cls: type, name: str) -> None:
+        """Forget the class that this one redefines, as when a cell of a notebook is run again."""
+        former = self._by_name.get(name)
+        if former is None or former.cls is cls:
+            return
+        here, there = (cls.__module__, cls.__qualname__), former.cls
+        if (there.__module__, there.__qualname__) == here:
+            del self._by_class[former.cls], self._by_name[name]
+
+
+# What ``message`` registers.
+SHARED = ClassTable()
+
+
+@overload
+def message(cls: type[T], *, name: str | None = None) -> type[T]: ...
+@overload
+def message(cls: None = None, *, name: str | None = None) -> Callable[[type[T]], type[T]]: ...
+def message(cls: type[T] | None = None, *, name: str | None = None) -> Any:
+    """Let the instances of a class be sent, in calls and object collectives alike.
+
+    A decorator, with or without arguments: it registers the class with every ``Codec`` of this
+    process. All ranks must have it, under the same name. Safe from any thread.
+
+    Args:
+        cls: A dataclass, an enum, a namedtuple or a msgspec Struct.
+        name: What the wire calls it; its qualified name if not given. A class that is defined again
+            takes the place of the former one.
+
+    Returns:
+        The class itself, or a decorator.
+
+    Raises:
+        ConfigurationError: The class is of another kind, or its name is that of another class.
+    """
+    if cls is None:
+        return lambda cls: message(cls, name=name)
+    if isinstance(cls, type):
+        SHARED.forget_former(cls, cls.__qualname__ if name is None else name)
+    SHARED.add(cls, name)
+    return cls
+
+
+def name_of_message(cls: type) -> str | None:
+    """Return what the wire calls a class that ``message`` was used on; None of any other."""
+    carried = SHARED._by_class.get(cls)
+    return None if carried is None else carried.name
+
+
+def _has_hooks(carried: Carried, take: Take | None, build: Build | None) -> bool:
+    """Tell whether a class is registered with these hooks, or without if there are none."""
+    if isinstance(carried, HookedClass):
+        return carried.is_same(take, build)
+    return take is None and build is None
+
+
+def _hooked(name: str, cls: type, take: Take | None, build: Build | None) -> HookedClass:
+    if not callable(take) or not callable(build):
+        raise ConfigurationError(
+            f"{cls.__qualname__} needs two functions as hooks: take= to send and build= to receive"
+        )
+    return HookedClass(name, cls, take, build)
+
+
+def is_namedtuple(cls: type) -> bool:
+    """Tell whether a class was made by ``collections.namedtuple`` or ``typing.NamedTuple``."""
+    return issubclass(cls, tuple) and type(getattr(cls, "_fields", None)) is tuple
 
 
 def _carried(name: str, cls: type[Any]) -> EnumClass | RecordClass:
     if issubclass(cls, Enum):
         return EnumClass(name, cls)
+    if is_namedtuple(cls):
+        return RecordClass(name, cls, dict.fromkeys(cls._fields, True))
     if not issubclass(cls, _BUILTINS):
         if issubclass(cls, msgspec.Struct):
             return RecordClass(name, cls, dict.fromkeys(cls.__struct_fields__, True))
         if dataclasses.is_dataclass(cls):
             return RecordClass(name, cls, {f.name: f.init for f in dataclasses.fields(cls)})
     raise ConfigurationError(
-        f"{cls.__qualname__} cannot be registered: only enums, dataclasses and msgspec Structs"
-        " that are not also builtin containers"
+        f"{cls.__qualname__} cannot be registered as it is: only enums, namedtuples, dataclasses"
+        " and msgspec Structs that are not also builtin containers; for any other class pass take="
+        " and build="
     )

@@ -25,16 +25,22 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import msgspec
 
-from rankwire.codec.classes import ClassTable
+from rankwire.codec.classes import SHARED, ClassTable
+from rankwire.codec.hooks import Buffer, BuildContext, TakeContext, UndoableBuffers
 from rankwire.codec.limits import DEFAULT_MAX_ITEMS, MIN_SCANNED_NBYTES
 from rankwire.codec.value_reader import Reader
-from rankwire.codec.value_writer import Refusal, Writer
+from rankwire.codec.value_writer import BUILT_IN, Refusal, Writer
 from rankwire.codec.values import ALIGNMENT, ALWAYS_PLAIN, MIN_BUFFER_NBYTES, PLAIN, is_flat
-from rankwire.errors import InvalidMessageError, MessageTooLargeError, UnsupportedTypeError
+from rankwire.errors import (
+    ConfigurationError,
+    InvalidMessageError,
+    MessageTooLargeError,
+    UnsupportedTypeError,
+)
 from rankwire.texts import one_line
 
 T = TypeVar("T")
-Buffers: TypeAlias = list[bytes | memoryview]
+Buffers: TypeAlias = list[Buffer]
 
 _HEAD_NBYTES = struct.Struct("<I")  # the length of the head, in 4 bytes
 _PREFIX = _HEAD_NBYTES.pack
@@ -70,18 +76,21 @@ _unpack_plain: Callable[[memoryview], Any] = unpacker_of(object)
 class Codec:
     """Turns values into payloads and payloads into values.
 
-    Carried, each exactly: None, bool, int, float, complex, str, bytes, bytearray, list, tuple,
-    dict, set, frozenset, datetime, date, time, timedelta, numpy arrays and scalars that hold no
-    objects, dense torch tensors on the CPU, and members and instances of registered enums,
-    dataclasses and msgspec Structs. Values nest up to 32 deep. A subclass counts as another type.
+    Carried, each exactly: None, bool, int, float, complex, Decimal, Fraction, str, bytes,
+    bytearray, list, tuple, dict, set, frozenset, OrderedDict, defaultdict, Counter, deque, range,
+    slice, datetime, date, time, timedelta, UUID, paths; numpy arrays, with fields too, and scalars
+    that hold no objects; dense torch tensors and parameters on the CPU, sizes, dtypes, devices,
+    layouts and memory formats; members and instances of registered enums, dataclasses, namedtuples
+    and msgspec Structs, and whatever has hooks (:meth:`register`). Values nest up to 32 deep. A
+    subclass counts as another type. ``docs/what-can-i-send.md`` has the limits.
 
     What changes on the way: a memoryview arrives as bytes; a time zone becomes its UTC offset; an
     array or tensor with gaps between its elements arrives without; a read-only array arrives
-    writable; a tensor arrives detached; of a dataclass only the fields travel, and its constructor
-    runs.
+    writable; a tensor arrives detached, a parameter without its gradient; of a dataclass only the
+    fields travel, and its constructor runs.
 
-    Both ends must register the same classes under the same names. Safe from any thread, also while
-    another thread registers a class.
+    Both ends must register the same classes under the same names, here or with ``message``. Safe
+    from any thread, also while another thread registers a class.
 
     Args:
         types: Classes to register.
@@ -99,7 +108,7 @@ class Codec:
         max_items: int = DEFAULT_MAX_ITEMS,
     ) -> None:
         self._max_items = max_items
-        self._classes = ClassTable()
+        self._classes = ClassTable(SHARED)
         self._pickling: ModuleType | None = None
         if allow_pickle:
             from rankwire.codec import pickling  # not loaded in a process that does not ask for it
@@ -114,36 +123,83 @@ class Codec:
         return self._pickling is not None
 
     @overload
-    def register(self, cls: type[T], *, name: str | None = None) -> type[T]: ...
+    def register(
+        self,
+        cls: type[T],
+        *,
+        name: str | None = None,
+        take: Callable[[T, TakeContext], Any] | None = None,
+        build: Callable[[Any, BuildContext], T] | None = None,
+    ) -> type[T]: ...
     @overload
     def register(
-        self, cls: None = None, *, name: str | None = None
+        self,
+        cls: None = None,
+        *,
+        name: str | None = None,
+        take: Callable[[Any, TakeContext], Any] | None = None,
+        build: Callable[[Any, BuildContext], Any] | None = None,
     ) -> Callable[[type[T]], type[T]]: ...
-    def register(self, cls: type[T] | None = None, *, name: str | None = None) -> Any:
+    def register(
+        self,
+        cls: type[T] | None = None,
+        *,
+        name: str | None = None,
+        take: Callable[[Any, TakeContext], Any] | None = None,
+        build: Callable[[Any, BuildContext], Any] | None = None,
+    ) -> Any:
         """Carry the instances of a class from now on. Also a decorator, with or without arguments.
 
+        An enum, dataclass, namedtuple or msgspec Struct is carried as it is. Any class, such as
+        ``types.FunctionType`` or ``torch.Tensor``, is carried by *hooks*: in place of an instance
+        (of exactly this class) travels what ``take`` returns, and at the other end ``build`` makes
+        an instance of it. They go before the codec's own way for this class. What the codec looks
+        for first (None, bool, numbers, texts, bytes, containers, dates, paths, numpy arrays)
+        cannot have hooks.
+
+        ``take(value, sending)`` runs on the thread that sends, once for each time that the value is
+        encoded, which may be more often than it is sent. ``sending.peer`` is the rank that the
+        message is for, or None for several. ``sending.undo(callback)`` has something called if the
+        message certainly does not leave: encoding it fails, it is too large, the call or reply that
+        it belongs to is not sent. It is not called for a message that may have left, which may
+        still not be read: its peer may die, or have given up the call. What ``take`` raises refuses
+        the value; if it returns ``NotImplemented``, the value travels as it would without hooks.
+
+        ``build(state, receiving)`` gets whatever a peer wants it to get: check the type and range
+        of everything in ``state``. ``receiving.peer`` is the rank that sent it, or None if unknown.
+        For the arguments of a call it runs on the thread that polls, so it must be quick and must
+        not call or wait. What it raises refuses the message; a ``RankwireError`` keeps its text.
+
         Args:
-            cls: An enum, a dataclass or a msgspec Struct.
+            cls: An enum, a dataclass, a namedtuple or a msgspec Struct; with hooks any class.
             name: What the wire calls it; its qualified name if not given.
+            take: Returns what travels in place of an instance: any value that is carried.
+            build: Returns an instance, made of what ``take`` had returned.
 
         Raises:
             ConfigurationError: It is of another kind, or it or its name is taken already.
         """
         if cls is None:
-            return lambda cls: self.register(cls, name=name)
-        self._classes.add(cls, name)
+            return lambda cls: self.register(cls, name=name, take=take, build=build)
+        if cls in BUILT_IN:
+            raise ConfigurationError(f"{cls.__qualname__} has a form of its own on the wire")
+        self._classes.add(cls, name, take, build)
         return cls
 
-    def encode(self, value: Any, *, path: str = "value") -> tuple[Buffers, int]:
+    def encode(
+        self, value: Any, *, path: str = "value", peer: int | None = None
+    ) -> tuple[Buffers, int]:
         """Encode one value.
 
         Args:
             value: What to send.
             path: What to call it in an error.
+            peer: Whom it is for, to be told to hooks.
 
         Returns:
             The buffers to send in this order, and the sum of their lengths. Some are the memory of
-            the caller's own arrays, which must not change until they have been sent.
+            the caller's own arrays, which must not change until they have been sent. If they are
+            not sent, :meth:`undo` lets hooks know.
 
         Raises:
             UnsupportedTypeError: The value or one in it is not carried, or is nested too deeply.
@@ -154,10 +210,15 @@ class Codec:
                 return _join(_pack(value), ())
             except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
                 pass  # the walk says what and where
-        return self._encode_by_walk(lambda writer: writer.lower(value), path)
+        return self._encode_by_walk(lambda writer: writer.lower(value), path, peer)
 
     def encode_record(
-        self, record: list[Any], paths: Sequence[str], *, levels: int = 1
+        self,
+        record: list[Any],
+        paths: Sequence[str],
+        *,
+        levels: int = 1,
+        peer: int | None = None,
     ) -> tuple[Buffers, int]:
         """Encode a list whose items have names; the rest is as for :meth:`encode`.
 
@@ -165,6 +226,7 @@ class Codec:
             record: The items. The list itself does not count as a level of nesting.
             paths: What to call each item in an error.
             levels: 2 if the containers in it do not count either, only what is in those.
+            peer: Whom it is for.
         """
         for item in record:
             kind = type(item)
@@ -174,7 +236,9 @@ class Codec:
             message = self.encode_flat(record)
             if message is not None:
                 return message
-        return self._encode_by_walk(lambda writer: writer.lower_record(record, paths, levels), "")
+        return self._encode_by_walk(
+            lambda writer: writer.lower_record(record, paths, levels), "", peer
+        )
 
     def encode_flat(self, record: Sequence[Any]) -> tuple[Buffers, int] | None:
         """Encode a record whose items are plain or flat, as the caller has seen to.
@@ -191,8 +255,26 @@ class Codec:
             return [_PREFIX(nbytes) + head], nbytes + 4
         return _join(head, ())
 
+    def undo(self, message: tuple[Sequence[Any], int]) -> None:
+        """Have hooks undo what they did for a message that was encoded and will not be sent.
+
+        For a message without hooks, or one that was undone before, there is nothing to do. Safe
+        from any thread.
+
+        Args:
+            message: What encoding returned, the very list.
+
+        Raises:
+            ExceptionGroup: Some callbacks raised; the others were called all the same.
+        """
+        if type(message[0]) is UndoableBuffers:
+            message[0].sending.undo_all()
+
     def decode(
-        self, payload: bytearray, unpack: Callable[[memoryview], Any] = _unpack_plain
+        self,
+        payload: bytearray,
+        unpack: Callable[[memoryview], Any] = _unpack_plain,
+        peer: int | None = None,
     ) -> Any:
         """Decode a whole payload.
 
@@ -201,6 +283,7 @@ class Codec:
                 writable views of it, so it belongs to the value from now on.
             unpack: Decodes a small plain one to the type that is expected (``unpacker_of``); one
                 that it refuses, and any other, is decoded to what it says.
+            peer: Who sent it, to be told to hooks.
 
         Raises:
             InvalidMessageError: No codec with the same classes and options made this.
@@ -212,7 +295,7 @@ class Codec:
                     return unpack(memoryview(payload)[4:])
                 except (_NotPlain, msgspec.ValidationError):
                     pass
-            reader = Reader(self._classes, self._pickling, payload, head_end, self._max_items)
+            reader = Reader(self._classes, self._pickling, payload, head_end, self._max_items, peer)
             value = reader.read(memoryview(payload)[4:head_end])
             if reader.position == len(payload):
                 return value
@@ -227,24 +310,46 @@ class Codec:
             f"the payload has {len(payload)} bytes, its head describes {reader.position}"
         )
 
-    def _encode_by_walk(self, lower: Callable[[Writer], Any], path: str) -> tuple[Buffers, int]:
+    def _encode_by_walk(
+        self, lower: Callable[[Writer], Any], path: str, peer: int | None
+    ) -> tuple[Buffers, int]:
         try:
-            return self._encode_lowered(lower, path, PLAIN)
+            return self._encode_lowered(lower, path, PLAIN, peer)
         except _NOT_PLAIN_AFTER_ALL:
-            return self._encode_lowered(lower, path, ALWAYS_PLAIN)
+            return self._encode_lowered(lower, path, ALWAYS_PLAIN, peer)
 
     def _encode_lowered(
-        self, lower: Callable[[Writer], Any], path: str, plain: frozenset[type]
+        self,
+        lower: Callable[[Writer], Any],
+        path: str,
+        plain: frozenset[type],
+        peer: int | None,
     ) -> tuple[Buffers, int]:
-        writer = Writer(self._classes, self._pickling, plain)
+        writer = Writer(self._classes, self._pickling, plain, peer)
         try:
-            return _join(_pack(lower(writer)), writer.buffers)
-        except Refusal as refusal:
-            path += "".join(reversed(refusal.trail))
-            error = UnsupportedTypeError(path, refusal.type_name, refusal.advice)
-            raise error from refusal.__cause__
-        except _TOO_LARGE as error:
-            raise MessageTooLargeError(_MAX_HEAD_NBYTES + 1, _MAX_HEAD_NBYTES) from error
+            buffers, nbytes = _join(_pack(lower(writer)), writer.buffers)
+        except BaseException as error:
+            if writer.sending is not None:
+                writer.sending.undo_all()
+            explained = _explained(error, path)
+            raise explained from explained.__cause__
+        if writer.sending is not None:
+            buffers = UndoableBuffers(buffers, writer.sending)
+        return buffers, nbytes
+
+
+def _explained(error: BaseException, path: str) -> BaseException:
+    """Return what to raise for what ended a walk that began at ``path``."""
+    if isinstance(error, Refusal):
+        path += "".join(reversed(error.trail))
+        refusal = UnsupportedTypeError(path, error.type_name, error.advice)
+        refusal.__cause__ = error.__cause__
+        return refusal
+    if isinstance(error, _TOO_LARGE):
+        too_large = MessageTooLargeError(_MAX_HEAD_NBYTES + 1, _MAX_HEAD_NBYTES)
+        too_large.__cause__ = error
+        return too_large
+    return error
 
 
 def _join(head: bytes, buffers: Iterable[bytes | memoryview]) -> tuple[Buffers, int]:

@@ -20,7 +20,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import numpy as np
@@ -42,13 +45,14 @@ MIN_SCANNED_NBYTES = 1024
 # megabyte. What is free is enough for any 4 kB.
 _FREE_STEPS = 1 << 18
 _STEPS_PER_BYTE = 32
-_BYTES_PER_STEP = 64  # of equal strings
+_BYTES_PER_STEP = 64  # of equal strings, and of numbers with the same end
 
 # Hashed with a secret of this process, or there are only three.
 _HASHED_SAFELY: frozenset[type] = frozenset({type(None), bool, str, bytes})
-# Compared in one step.
+# Compared in one step, or in few if it is a wide number.
 _SINGLE: frozenset[type] = frozenset(
     {type(None), bool, int, float, complex, date, time, datetime, timedelta}
+    | {Decimal, Fraction, UUID, range}
 )
 
 _MAP16, _MAP32 = 0xDE, 0xDF
@@ -172,6 +176,8 @@ class KeyCheck:
 
     def _weight(self, value: Any) -> int:
         kind = type(value)
+        if kind is int:
+            return 1 + int(value.bit_length()) // (8 * _BYTES_PER_STEP)
         if kind in _SINGLE:
             return 1
         if kind is str or kind is bytes:
@@ -185,8 +191,11 @@ class KeyCheck:
             weight = (len(value) + 2) * self._sum(value) // 2
         elif kind is dict:
             weight = (len(value) + 2) * self._sum(value) // 2 + self._sum(value.values())
-        else:
-            weight = self._sum(self._parts_of(value) or ())
+        elif kind is slice:
+            weight = self._sum((value.start, value.stop, value.step))
+        else:  # a record, a size of torch, or what hooks have built
+            parts = self._parts_of(value)
+            weight = self._sum(value if parts is None and isinstance(value, tuple) else parts or ())
         self._weights[id(value)] = (value, weight)
         return weight
 

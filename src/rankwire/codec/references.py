@@ -34,10 +34,10 @@ def holds_references(view: memoryview) -> bool:
     owner = view.obj
     if type(owner) in _PLAIN_OWNERS:
         return False
-    if isinstance(owner, _CTYPES):
-        return _is_referring(type(owner))
     if isinstance(owner, np.ndarray):
         return _array_refers(owner)
+    if isinstance(owner, _CTYPES):
+        return _is_referring(type(owner))
     return _names_references(view.format) or _names_references(memoryview(owner).format)
 
 

@@ -1,4 +1,4 @@
-"""Single values that msgpack lacks, as bytes: wide ints, complex numbers, dates and times.
+"""Single values that msgpack lacks, as bytes: numbers, dates and times, ranges, paths, UUIDs.
 
 Pure functions between a value and the body of its extension; what an extension is, they do not
 know. A packer raises ``ValueError`` with advice for a value that it cannot carry. An unpacker
@@ -10,29 +10,118 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
+from decimal import Context, Decimal, InvalidOperation
+from fractions import Fraction
+from pathlib import PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
+from uuid import UUID
 
-# What people do with ints costs more than linear time in their width. This holds any RSA modulus.
-_MAX_INT_NBYTES = 4096
+# What people do with ints costs more than linear time in their width: two of these are multiplied
+# in 20 ms. It has 157,000 decimal digits.
+_MAX_INT_NBYTES = 65_536
+# A fraction is reduced when it is made: at this width that takes a millisecond.
+_MAX_FRACTION_NBYTES = 1024
+# As an int, a decimal has as many digits as its exponent says.
+_MAX_DECIMAL_DIGITS = 4096
+_MAX_DECIMAL_EXPONENT = 99_999
 
 _COMPLEX = struct.Struct("<dd")
 _DATE = struct.Struct("<HBB")
 _TIME = struct.Struct("<BBBIB")  # hour, minute, second, microsecond, fold
 _TIMEDELTA = struct.Struct("<iii")  # days, seconds, microseconds
 _UTC_OFFSET = struct.Struct("<q")  # microseconds; absent if naive
+_NBYTES = struct.Struct("<H")
+_RANGE = struct.Struct("<qqq")
+
+# By number on the wire. A path of another system arrives there as an error.
+_PATHS: list[type[PurePath]] = [PurePosixPath, PureWindowsPath, PosixPath, WindowsPath]
 
 
-def _pack_int(value: int) -> bytes:
+def _pack_int(value: int, longest: int = _MAX_INT_NBYTES) -> bytes:
     nbytes = value.bit_length() // 8 + 1
-    if nbytes > _MAX_INT_NBYTES:
-        raise ValueError(f"It has more than {_MAX_INT_NBYTES} bytes: send its bytes instead.")
+    if nbytes > longest:
+        raise ValueError(f"It has more than {longest} bytes: send its bytes instead.")
     return value.to_bytes(nbytes, "little", signed=True)
 
 
-def _unpack_int(body: memoryview) -> int:
-    if not 0 < len(body) <= _MAX_INT_NBYTES:
+def _unpack_int(body: memoryview, longest: int = _MAX_INT_NBYTES) -> int:
+    if not 0 < len(body) <= longest:
         raise ValueError(f"an int of {len(body)} bytes")
     return int.from_bytes(body, "little", signed=True)
+
+
+def _pack_decimal(value: Decimal) -> bytes:
+    """The text of a decimal is exact, whatever the context, but for the case of its E."""
+    _, digits, exponent = value.as_tuple()
+    is_wide = isinstance(exponent, int) and abs(value.adjusted()) > _MAX_DECIMAL_EXPONENT
+    if is_wide or len(digits) > _MAX_DECIMAL_DIGITS:
+        most = f"{_MAX_DECIMAL_DIGITS} digits or exponents up to {_MAX_DECIMAL_EXPONENT}"
+        raise ValueError(f"Decimals have at most {most}: send str(value) instead.")
+    return str(value).replace("e", "E").encode()
+
+
+def _unpack_decimal(body: memoryview) -> Decimal:
+    if len(body) > 2 * _MAX_DECIMAL_DIGITS:
+        raise ValueError(f"a decimal of {len(body)} characters")
+    # A text that is no number raises, which the context of the thread may not want.
+    value = Decimal(str(body, "ascii"), Context(traps=[InvalidOperation]))
+    if _pack_decimal(value) != body:
+        raise ValueError("not as a decimal is written")
+    return value
+
+
+def _pack_fraction(value: Fraction) -> bytes:
+    numerator = _pack_int(value.numerator, _MAX_FRACTION_NBYTES)
+    return (
+        _NBYTES.pack(len(numerator))
+        + numerator
+        + _pack_int(value.denominator, _MAX_FRACTION_NBYTES)
+    )
+
+
+def _unpack_fraction(body: memoryview) -> Fraction:
+    (nbytes,) = _NBYTES.unpack_from(body)
+    middle = _NBYTES.size + nbytes
+    value = Fraction(
+        _unpack_int(body[_NBYTES.size : middle], _MAX_FRACTION_NBYTES),
+        _unpack_int(body[middle:], _MAX_FRACTION_NBYTES),
+    )
+    if _pack_fraction(value) != body:
+        raise ValueError("not as a fraction is written")
+    return value
+
+
+def _pack_uuid(value: UUID) -> bytes:
+    return value.bytes
+
+
+def _unpack_uuid(body: memoryview) -> UUID:
+    return UUID(bytes=bytes(body))
+
+
+def _pack_range(value: range) -> bytes:
+    try:
+        return _RANGE.pack(value.start, value.stop, value.step)
+    except struct.error as error:
+        raise ValueError(
+            "Its bounds have more than 64 bits: send start, stop and step instead."
+        ) from error
+
+
+def _unpack_range(body: memoryview) -> range:
+    return range(*_RANGE.unpack(body))
+
+
+def _pack_path(value: PurePath) -> bytes:
+    """With lone surrogates, which stand for the bytes of a file's name that are no text."""
+    return bytes([_PATHS.index(type(value))]) + str(value).encode(errors="surrogatepass")
+
+
+def _unpack_path(body: memoryview) -> PurePath:
+    value = _PATHS[body[0]](str(body[1:], "utf-8", "surrogatepass"))
+    if _pack_path(value) != body:
+        raise ValueError("not as a path is written")
+    return value
 
 
 def _pack_complex(value: complex) -> bytes:
@@ -100,7 +189,7 @@ def _unpack_utc_offset(body: memoryview) -> tzinfo | None:
     return timezone(timedelta(microseconds=microseconds))
 
 
-# The numbers are part of the wire format; the codec's own begin at 10.
+# The numbers are part of the wire format; those of containers and arrays are in ``values.Code``.
 _CARRIED: dict[int, tuple[type, Callable[[Any], bytes], Callable[[memoryview], Any]]] = {
     1: (int, _pack_int, _unpack_int),
     2: (complex, _pack_complex, _unpack_complex),
@@ -108,6 +197,12 @@ _CARRIED: dict[int, tuple[type, Callable[[Any], bytes], Callable[[memoryview], A
     4: (time, _pack_time, _unpack_time),
     5: (datetime, _pack_datetime, _unpack_datetime),
     6: (timedelta, _pack_timedelta, _unpack_timedelta),
+    7: (Decimal, _pack_decimal, _unpack_decimal),
+    8: (Fraction, _pack_fraction, _unpack_fraction),
+    9: (UUID, _pack_uuid, _unpack_uuid),
+    50: (range, _pack_range, _unpack_range),
+    51: (PurePath, _pack_path, _unpack_path),
 }
 PACKERS = {kind: (code, pack) for code, (kind, pack, _) in _CARRIED.items()}
+PACKERS.update(dict.fromkeys(_PATHS, PACKERS.pop(PurePath)))
 UNPACKERS = {code: unpack for code, (_, _, unpack) in _CARRIED.items()}

@@ -6,15 +6,18 @@ codec translates that.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from rankwire.codec import arrays, limits, scalars
+from rankwire.codec import arrays, containers, limits, scalars, structured, torch_constants
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
+from rankwire.codec.hooks import BuildContext, HookedClass
 from rankwire.codec.limits import ItemCount
 from rankwire.codec.probing import MANY_KEYS
 from rankwire.codec.values import ALIGNMENT, MAX_DEPTH, NBYTES, Code
@@ -22,7 +25,7 @@ from rankwire.errors import InvalidMessageError
 
 _unpack = msgspec.msgpack.decode
 
-Carried = TypeVar("Carried", EnumClass, RecordClass)
+Carried = TypeVar("Carried", EnumClass, RecordClass, HookedClass)
 Keyed = TypeVar("Keyed", set[Any], dict[Any, Any])
 
 
@@ -32,12 +35,15 @@ class Reader:
     Extensions nest as deep as the writer allows. Native lists and maps are msgspec's, which ends at
     the interpreter's recursion limit: counting them here would take longer than decoding them.
 
+    Size: it has a method for each extension, the mirror of the writer's.
+
     Args:
         classes: What was registered.
         pickling: The module to unpickle with, or None to refuse pickles.
         payload: All of it.
         position: Where the head ends. In the end it must be where the payload ends.
         max_items: How many items the head may have.
+        peer: Who sent it; only hooks look at it.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Reader:
         payload: bytearray,
         position: int,
         max_items: int,
+        peer: int | None = None,
     ) -> None:
         self._classes = classes
         self._pickling = pickling
@@ -58,6 +65,7 @@ class Reader:
         self._items = ItemCount(max_items) if position > max_items else None
         self._keys: limits.KeyCheck | None = None
         self._head_nbytes = position
+        self._peer = peer
         # What is being decoded now, from outside to inside, and was not looked at for odd keys.
         self._open: list[memoryview] = []
         self.position = position
@@ -116,6 +124,21 @@ class Reader:
 
     def _dict(self, body: memoryview) -> dict[Any, Any]:
         keys, values = self._level(body)
+        return self._pairs(keys, values)
+
+    def _keyed(self, body: memoryview, build: Callable[..., Any]) -> Any:
+        keys, values, *besides = self._level(body)
+        return build(self._pairs(keys, values), *besides)
+
+    def _deque(self, body: memoryview) -> deque[Any]:
+        items, longest = self._level(body)
+        return containers.build_deque(items, longest)
+
+    def _slice(self, body: memoryview) -> slice:
+        self._refuse_odd_keys()  # it may be hashed, and takes long to compare
+        return containers.build_slice(self._level(body))
+
+    def _pairs(self, keys: Any, values: Any) -> dict[Any, Any]:
         if type(keys) is not list or type(values) is not list:
             raise InvalidMessageError("a dict is not a list of keys and a list of values")
         self._check_keys(keys)
@@ -179,6 +202,22 @@ class Reader:
         array = arrays.view_array(head, self._payload, self._take(head.nbytes))
         return arrays.view_tensor(dtype, array)
 
+    def _structured_array(self, body: memoryview) -> np.ndarray[Any, Any]:
+        head = structured.array_head(body)
+        return structured.view_array(head, self._payload, self._take(head.nbytes))
+
+    def _parameter(self, body: memoryview) -> Any:
+        requires_grad, dtype, head = arrays.parameter_head(body)
+        array = arrays.view_array(head, self._payload, self._take(head.nbytes))
+        return arrays.view_parameter(requires_grad, dtype, array)
+
+    def _torch_size(self, body: memoryview) -> Any:
+        self._refuse_odd_keys()
+        return torch_constants.build_size(self._list(body))
+
+    def _torch_constant(self, body: memoryview) -> Any:
+        return torch_constants.build_constant(self._list(body))
+
     def _enum(self, body: memoryview) -> Any:
         name, key = self._list(body)
         return self._registered(EnumClass, name).member_of(key)
@@ -191,8 +230,13 @@ class Reader:
             raise InvalidMessageError(f"the two ends have different fields for class {name!r}")
         return carried.build(values)
 
+    def _hooked(self, body: memoryview) -> Any:
+        self._refuse_odd_keys()
+        name, state = self._level(body)
+        return self._registered(HookedClass, name).build(state, BuildContext(self._peer))
+
     def _registered(self, kind: type[Carried], name: Any) -> Carried:
-        carried = self._classes.by_name.get(name)
+        carried = self._classes.of_name(name)
         if not isinstance(carried, kind):
             raise InvalidMessageError(f"no class is registered here as {str(name)[:80]!r}")
         return carried
@@ -203,14 +247,22 @@ _LIFT: dict[int, Callable[[Reader, memoryview], Any]] = {
     Code.SET: Reader._set,
     Code.FROZENSET: Reader._frozenset,
     Code.DICT: Reader._dict,
+    **{code: partial(Reader._keyed, build=build) for code, _, build in containers.KEYED.values()},
+    Code.DEQUE: Reader._deque,
+    Code.SLICE: Reader._slice,
     Code.BYTES: Reader._bytes,
     Code.BYTEARRAY: Reader._bytearray,
     Code.PICKLE: Reader._pickle,
     Code.ARRAY: Reader._array,
     Code.NUMPY_SCALAR: Reader._numpy_scalar,
     Code.TENSOR: Reader._tensor,
+    Code.STRUCTURED_ARRAY: Reader._structured_array,
+    Code.PARAMETER: Reader._parameter,
+    Code.TORCH_SIZE: Reader._torch_size,
+    Code.TORCH_CONSTANT: Reader._torch_constant,
     Code.ENUM: Reader._enum,
     Code.RECORD: Reader._record,
+    Code.HOOKED: Reader._hooked,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
@@ -10,19 +11,17 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from rankwire.codec import arrays, limits, scalars
+from rankwire.codec import arrays, containers, limits, scalars, structured, torch_constants
+from rankwire.codec.advice import advice_for
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
+from rankwire.codec.hooks import HookedClass, TakeContext
 from rankwire.codec.references import holds_references
 from rankwire.codec.values import MAX_DEPTH, MIN_BUFFER_NBYTES, MIN_LONG_LIST, NBYTES, PLAIN, Code
-from rankwire.texts import type_name
+from rankwire.errors import RankwireError
+from rankwire.texts import one_line, text_of, type_name
 
 _NATIVE_INTS = range(-(2**63), 2**64)
 _pack = msgspec.msgpack.Encoder().encode
-
-_ADVICE = (
-    "Register its class with codec.register (an enum, dataclass or msgspec Struct), convert it to a"
-    " carried type, or set allow_pickle=True on both ends."
-)
 
 
 class Refusal(Exception):
@@ -38,20 +37,33 @@ class Refusal(Exception):
 class Writer:
     """Lowers the values of one payload, and collects the buffers that travel beside its head.
 
+    Size: it has a method for each form that a value takes there, and what they share.
+
     Args:
         classes: What was registered.
         pickling: The module to pickle with, or None to refuse what is not carried.
         plain: ``PLAIN`` or ``ALWAYS_PLAIN``.
+        peer: Whom it is for; only hooks look at it.
+
+    Attributes:
+        buffers: What travels beside the head, in this order.
+        sending: What hooks have learned and left to undo; None if there were none.
     """
 
     def __init__(
-        self, classes: ClassTable, pickling: ModuleType | None, plain: frozenset[type]
+        self,
+        classes: ClassTable,
+        pickling: ModuleType | None,
+        plain: frozenset[type],
+        peer: int | None = None,
     ) -> None:
         self._classes = classes
         self._pickling = pickling
         self._plain = plain
         self._depth = 0
+        self._peer = peer
         self.buffers: list[bytes | memoryview] = []
+        self.sending: TakeContext | None = None
 
     def lower(self, value: Any) -> Any:
         """Return the value itself if it is plain, or what stands for it in the head.
@@ -102,15 +114,35 @@ class Writer:
         return Ext(Code.FROZENSET, _pack(self._each(value, value, "{{element {}}}".format)))
 
     def _dict(self, value: dict[Any, Any]) -> Any:
-        keys, values = list(value), list(value.values())
-
-        def name(index: int) -> str:
-            return f"[{_key_text(keys[index])}]"
-
+        keys = list(value)
         if len(keys) <= limits.MAX_NATIVE_MAP and self._plain.issuperset(map(type, keys)):
-            return dict(zip(keys, self._each(value, values, name), strict=True))
-        lowered_keys = self._each(value, keys, "{{key {}}}".format)
-        return Ext(Code.DICT, _pack([lowered_keys, self._each(value, values, name)]))
+            return dict(zip(keys, self._values(value, keys), strict=True))
+        return Ext(Code.DICT, _pack(self._keys_and_values(value)))
+
+    def _keys_and_values(self, value: dict[Any, Any]) -> list[Any]:
+        keys = list(value)
+        return [self._each(value, keys, "{{key {}}}".format), self._values(value, keys)]
+
+    def _values(self, value: dict[Any, Any], keys: list[Any]) -> Any:
+        return self._each(value, list(value.values()), lambda index: f"[{_key_text(keys[index])}]")
+
+    def _keyed(self, value: Any) -> Any:
+        code, besides_of, _ = containers.KEYED[type(value)]
+        try:
+            besides = besides_of(value)
+        except ValueError as error:
+            return self._unsupported(value, str(error), error)
+        pairs = self._keys_and_values(value)  # first, as the reader will read them
+        return Ext(code, _pack([*pairs, *self._each(value, besides, lambda index: "._metadata")]))
+
+    def _deque(self, value: deque[Any]) -> Ext:
+        items = list(value)  # the walk is of what is there now
+        return Ext(Code.DEQUE, _pack([self._each(value, items, "[{}]".format), value.maxlen]))
+
+    def _slice(self, value: slice) -> Ext:
+        parts = (value.start, value.stop, value.step)
+        names = (".start", ".stop", ".step")
+        return Ext(Code.SLICE, _pack(self._each(value, parts, names.__getitem__)))
 
     def _int(self, value: int) -> Any:
         return value if value in _NATIVE_INTS else self._scalar(value)
@@ -153,16 +185,20 @@ class Writer:
 
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         body = arrays.array_body(value)
+        if body is not None:
+            self._put_beside(arrays.array_bytes(value))
+            return Ext(Code.ARRAY, body)
+        body = structured.array_body(value)
         if body is None:
-            what = f"dtype {value.dtype} or {value.ndim} dimensions"
-            return self._unsupported(value, f"Arrays of {what} are not carried: convert it.")
-        self._put_beside(arrays.array_bytes(value))
-        return Ext(Code.ARRAY, body)
+            return self._unsupported(value, structured.advice_for(value))
+        self._put_beside(structured.array_bytes(value))
+        return Ext(Code.STRUCTURED_ARRAY, body)
 
     def _numpy_scalar(self, value: np.generic) -> Any:
         parts = arrays.scalar_parts(value)
         if parts is None:
-            return self._unsupported(value, "Its dtype is not carried: convert it.")
+            advice = f"Its dtype {value.dtype} is not carried: convert it, such as by .item()."
+            return self._unsupported(value, advice)
         code, content = parts
         return Ext(
             Code.NUMPY_SCALAR, _pack([code, self.lower(content) if code == "U" else content])
@@ -172,9 +208,12 @@ class Writer:
         advice = arrays.tensor_advice(value)
         if advice is not None:
             return self._unsupported(value, advice)
-        body, data = arrays.tensor_body(value)
+        if arrays.is_parameter(value):
+            code, (body, data) = Code.PARAMETER, arrays.parameter_body(value)
+        else:
+            code, (body, data) = Code.TENSOR, arrays.tensor_body(value)
         self._put_beside(data)
-        return Ext(Code.TENSOR, body)
+        return Ext(code, body)
 
     def _enum(self, carried: EnumClass, value: Any) -> Ext:
         return Ext(Code.ENUM, _pack([carried.name, self.lower(carried.key_of(value))]))
@@ -187,8 +226,28 @@ class Writer:
         lowered = self._each(value, values, lambda index: f".{carried.fields[index]}")
         return Ext(Code.RECORD, _pack([carried.name, carried.signature, lowered]))
 
+    def _hooked(self, carried: HookedClass, value: Any) -> Any:
+        """Return what a hook makes of a value; ``NotImplemented`` if it leaves it to the codec."""
+        if self.sending is None:
+            self.sending = TakeContext(self._peer)
+        try:
+            state = carried.take(value, self.sending)
+        except RankwireError as error:
+            raise Refusal(value, error.message) from error
+        except Exception as error:
+            what = one_line(f"{type_name(error)}: {text_of(error)}")
+            raise Refusal(value, f"Its hook raised {what}") from error
+        if state is NotImplemented:
+            return state
+        (lowered,) = self._each(value, (state,), lambda index: ".state")
+        return Ext(Code.HOOKED, _pack([carried.name, lowered]))
+
     def _other(self, value: Any) -> Any:
-        carried = self._classes.by_class.get(type(value))
+        carried = self._classes.of_class(type(value))
+        if isinstance(carried, HookedClass):
+            lowered = self._hooked(carried, value)
+            if lowered is not NotImplemented:
+                return lowered
         if isinstance(carried, RecordClass):
             return self._record(carried, value)
         if isinstance(carried, EnumClass):
@@ -197,7 +256,13 @@ class Writer:
             return self._numpy_scalar(value)
         if arrays.is_tensor(value):
             return self._tensor(value)
-        return self._unsupported(value, _ADVICE)
+        extents = torch_constants.size_of(value)
+        if extents is not None:
+            return Ext(Code.TORCH_SIZE, _pack(extents))
+        constant = torch_constants.constant_of(value)
+        if constant is not None:
+            return Ext(Code.TORCH_CONSTANT, _pack(constant))
+        return self._unsupported(value, advice_for(value))
 
     def _unsupported(self, value: Any, advice: str, cause: Exception | None = None) -> Ext:
         """Pickle a value if that is allowed, and refuse it otherwise."""
@@ -218,11 +283,16 @@ _LOWER: dict[type, Callable[[Writer, Any], Any]] = {
     set: Writer._set,
     frozenset: Writer._frozenset,
     dict: Writer._dict,
+    **dict.fromkeys(containers.KEYED, Writer._keyed),
+    deque: Writer._deque,
+    slice: Writer._slice,
     bytes: Writer._bytes,
     bytearray: Writer._bytearray,
     memoryview: Writer._memoryview,
     np.ndarray: Writer._array,
 }
+# Looked for before registered classes are, so that these cannot have hooks.
+BUILT_IN = PLAIN.union(_LOWER)
 
 
 def _packed_floats(values: Collection[Any]) -> msgspec.Raw | None:

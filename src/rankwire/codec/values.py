@@ -38,12 +38,14 @@ NBYTES = struct.Struct("<Q")
 
 
 class Code:
-    """Types of extensions; those below 10 are in ``scalars``."""
+    """Types of extensions; those of single values are in ``scalars``."""
 
     TUPLE, SET, FROZENSET, DICT = 10, 11, 12, 13
+    ORDERED_DICT, DEFAULT_DICT, COUNTER, DEQUE, SLICE = 14, 15, 16, 17, 18
     BYTES, BYTEARRAY, PICKLE = 20, 21, 22
-    ENUM, RECORD = 30, 31
-    ARRAY, NUMPY_SCALAR, TENSOR = 40, 41, 42
+    ENUM, RECORD, HOOKED = 30, 31, 32
+    ARRAY, NUMPY_SCALAR, TENSOR, STRUCTURED_ARRAY = 40, 41, 42, 43
+    PARAMETER, TORCH_SIZE, TORCH_CONSTANT = 44, 45, 46
 
 
 def is_flat(value: Any) -> bool:

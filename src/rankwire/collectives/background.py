@@ -2,7 +2,7 @@
 
 They run in the order in which they were begun. All ranks begin them in the same order, so the
 oldest one is running everywhere, and none waits for one that cannot start; groups do not wait for
-each other. A group's worker thread runs them; but whoever waits for one runs all up to that one
+each other. A group's worker thread runs them; but whoever waits for a ``Work`` runs all up to it
 itself, if the worker is not at it: a change of threads takes longer than a small operation. One
 thread at a time has the role of the *runner*; the oldest operation stays in the queue until it is
 over.
@@ -15,7 +15,9 @@ disturbed (a wake-up costs it 40 us), and what nobody waits for is still run soo
 such an operation, or nothing new some times in a row, it is woken again.
 
 An interrupt (Ctrl-C) may fall anywhere into a thread that waits. It leaves the role, and what it
-has begun is ended by the worker, into which no interrupt falls.
+has begun is ended by the worker, into which no interrupt falls. A signal handler that does not
+raise cannot wait for a later operation while its thread runs an earlier one, which then stands
+still: it is told so.
 
 Lock: ``_lock`` guards the queue, the role and the worker's sleep; nothing else is taken under it.
 """
@@ -31,6 +33,7 @@ from rankwire.clock import Clock
 from rankwire.collectives.callbacks import CallbackThread
 from rankwire.collectives.work import Work
 from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError
 
 _IDLE = 0.5  # seconds until a thread without work ends
 _SOON = 100e-6  # seconds within which somebody may come to wait
@@ -114,6 +117,15 @@ class Task:
         return None if isinstance(error, Exception) else error
 
 
+class _Visit:
+    """That of a thread that may run some tasks, while it waits for one."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
 class Background:
     """Runs work in order, in one thread at a time. Safe from any thread.
 
@@ -135,13 +147,15 @@ class Background:
         self._runner: object | None = None  # the name of the visit of the thread that runs the head
         self._worker: threading.Lock | None = None  # the lock on which the worker sleeps
         self._is_asleep = False  # until it is woken, or too long
+        self._is_called = True  # whether a new task wakes it
 
     def submit(self, task: Task) -> None:
         """Have a task run, after those that were submitted before."""
         with self._lock:
             self._queue.append(task)
             self._submitted += 1
-            self._rouse()
+            if self._is_called:
+                self._rouse()
 
     def withdraw(self, task: Task) -> bool:
         """Take a task back, after an interrupt in ``submit``; False if it was run, or is."""
@@ -161,8 +175,15 @@ class Background:
 
         Raises:
             BaseException: An interrupt fell into one of them.
+            ConfigurationError: This thread runs one already, and a signal handler waits.
         """
-        visit = object()
+        runner = self._runner
+        if type(runner) is _Visit and runner.thread == threading.get_ident():
+            raise ConfigurationError(
+                "a signal handler waits for an operation of the group while its thread runs one "
+                "that has to end before; wait outside of the handler"
+            )
+        visit = _Visit()
         try:
             while (task := self._take(visit, number, limit)) is not None:
                 interrupt = task.run()
@@ -178,6 +199,12 @@ class Background:
                 self._leave(visit, error)  # interrupted: nobody could ever be the runner again
                 raise
             raise
+
+    def hurry(self) -> None:
+        """Have what is queued run without delay: somebody waits who cannot run it."""
+        with self._lock:
+            if self._queue and self._runner is None:
+                self._rouse()
 
     def call_back(self, work: Work[Any]) -> None:
         """Have the callbacks of a work that is done called."""
@@ -207,7 +234,7 @@ class Background:
                     elif error is not None:
                         head.interrupt = error
                 self._runner = None
-            if self._queue:
+            if self._queue and self._is_called:
                 self._rouse()
 
     # -- the worker --------------------------------------------------------------------------------
@@ -258,10 +285,10 @@ class Background:
                     looks -= 1
                 elif idle.expired:
                     if not self._queue and self._runner is None:
-                        self._worker = None
+                        self._worker, self._is_called = None, True
                         return None
                     idle = Deadline(_IDLE, self.clock)
-                self._is_asleep = head is None and not looks
+                self._is_asleep, self._is_called = True, head is None and not looks
             if head is not None:
                 is_hasty = self._sleep(worker, _SOON - age)
             else:

@@ -19,7 +19,7 @@ from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Array, Exchange
 from rankwire.collectives.fingerprints import describe_many
 from rankwire.collectives.operands import Operand, operand
-from rankwire.collectives.premultiplied import name_of
+from rankwire.collectives.premultiplied import Op, name_of
 from rankwire.collectives.targets import (
     apart,
     bundles,
@@ -38,7 +38,7 @@ _TOGETHER = 1 << 20
 def all_reduce_coalesced(
     backend: Backend,
     arrays: Sequence[Any],
-    op: Any = "sum",
+    op: Op = "sum",
     *,
     async_op: bool = False,
     timeout: float | None = None,
@@ -128,7 +128,7 @@ def all_gather_coalesced(
 def reduce_scatter_coalesced(
     backend: Backend,
     arrays: Sequence[Any],
-    op: Any = "sum",
+    op: Op = "sum",
     *,
     out: Sequence[Any] | None = None,
     async_op: bool = False,

@@ -125,7 +125,7 @@ class Exchange(ABC):
         self.tag = 0
         self.shared: SharedSlots | None = None
         self.hosts: Hosts | None = None
-        self.deadline = self._next_look = AT_ONCE
+        self.deadline = self._next_look = AT_ONCE  # the latter until it first waits: many never do
         self.offers: list[tuple[int, Offer]] = []
         self.expected: list[Expected] = []
         self._sources: list[int] = []  # the ranks from which something was received
@@ -150,8 +150,6 @@ class Exchange(ABC):
         """Begin, with the tag of step 0."""
         self.tag = tag
         self.deadline = deadline
-        is_soon = deadline.limit <= LOOK_EVERY
-        self._next_look = deadline if is_soon else Deadline(LOOK_EVERY, deadline.clock)
 
     def has_news(self) -> bool:
         """Whether a rank of which this one has read its messages has told something beside them."""
@@ -191,8 +189,7 @@ class Exchange(ABC):
         if nbytes > self._backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self._backend.max_message_nbytes)
         # A message of which only a part has left must be finished, so a large one is not given up.
-        # A small one is mostly taken at once; so nobody asks the time before.
-        limit = self._next_look if nbytes <= _SMALL else self.deadline
+        limit = self.next_look() if nbytes <= _SMALL else self.deadline
         while True:
             try:
                 offer = self._backend.offer(

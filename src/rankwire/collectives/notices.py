@@ -13,8 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 from rankwire.errors import (
+    ChannelClosedError,
     CollectiveAbortedError,
     CollectiveMismatchError,
+    DeadlineExceededError,
     InvalidMessageError,
     PeerLostError,
     RankwireError,
@@ -25,7 +27,7 @@ _MAX_TEXT = 4000
 _RANKS = msgspec.Meta(max_length=65536)  # more than there are; looked at before they are decoded
 
 
-_FAILURES = ("mismatch", "lost", "failed", "refused")
+_FAILURES = ("mismatch", "lost", "left", "failed", "refused")
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -43,6 +45,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         epoch: The number after the last one that had failed there; ranks that do not agree on it
             do not take each other's messages.
         here: The ranks that wait in this operation, in a roll.
+        missing: Those that a rank whose time was up has waited for.
         ahead: Those that are in a later one, each with its number and description.
         to_relay: Whether the receiver is to tell all others of the failure.
         said_by: Who said so, if another rank has told it.
@@ -51,7 +54,16 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     sequence: int
     description: str
     state: Literal[
-        "waiting", "convening", "asking", "roll", "done", "mismatch", "lost", "failed", "refused"
+        "waiting",
+        "convening",
+        "asking",
+        "roll",
+        "done",
+        "mismatch",
+        "lost",
+        "left",
+        "failed",
+        "refused",
     ] = "waiting"
     text: str = ""
     culprit: int = -1
@@ -60,6 +72,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ahead: Annotated[tuple[tuple[int, int, str], ...], _RANKS] = ()
     to_relay: bool = False
     said_by: int = -1
+    missing: Annotated[tuple[int, ...], _RANKS] = ()
 
     @property
     def is_failure(self) -> bool:
@@ -85,7 +98,10 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             return PeerLostError(sender, f"it has lost this rank: {text}")
         if self.state == "lost":
             return PeerLostError(peer, f"{text} (rank {sender} says)")
-        return CollectiveAbortedError(sender, f"{self.description}: {text}")
+        if self.state == "left" and self.culprit != rank:
+            return ChannelClosedError(f"{text} (rank {sender} says)").during(peer=peer)
+        reason = f"{self.description}: {text}"
+        return CollectiveAbortedError(sender, reason, waiting_for=self.missing)
 
 
 def failure_notice(
@@ -105,7 +121,10 @@ def failure_notice(
         state, culprit = "mismatch", rank if error.peer is None else error.peer
     elif isinstance(error, PeerLostError) and error.peer is not None:
         state, culprit, text = "lost", error.peer, error.reason
-    return replace(waiting, state=state, text=_sayable(text), culprit=culprit)
+    elif isinstance(error, ChannelClosedError) and error.peer is not None:
+        state, culprit = "left", error.peer
+    missing = tuple(error.waiting_for) if isinstance(error, DeadlineExceededError) else ()
+    return replace(waiting, state=state, text=_sayable(text), culprit=culprit, missing=missing)
 
 
 def _sayable(text: str) -> str:

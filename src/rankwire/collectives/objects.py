@@ -2,6 +2,9 @@
 
 Values are encoded by the safe codec: nothing from the wire runs code. They need not be of equal
 size or type on all ranks. As with arrays, all ranks call the same functions in the same order.
+
+What hooks of the codec did for a value is undone if not all of this rank's values can be encoded.
+It is not undone if the collective fails later, as some ranks may have the value by then.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def gather_object(
     """Return the list of all ranks' values at the root, and None elsewhere."""
     root = check_rank(root, backend.world_size)
     codec = _checked(backend, codec)
-    message = codec.encode(value)
+    message = codec.encode(value, peer=root)
 
     def run(x: Exchange) -> list[Any] | None:
         payloads = selection.spread(x, message)
@@ -161,7 +164,8 @@ def all_to_all_object(
 
 def _received(x: Exchange, codec: Codec, src: int, payloads: list[bytearray] | None) -> Any:
     """Return the value of a rank: its bytes are here already, or on their way."""
-    return codec.decode(whole_of(x.receive(src, _STEP)) if payloads is None else payloads[src])
+    payload = whole_of(x.receive(src, _STEP)) if payloads is None else payloads[src]
+    return codec.decode(payload, peer=src)
 
 
 def _received_from_all(
@@ -178,7 +182,16 @@ def _encoded(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> li
     if values is None or len(values) != count:
         given = "none" if values is None else len(values)
         raise ConfigurationError(f"one value for each of the {count} ranks is needed, not {given}")
-    return [codec.encode(value, path=f"values[{rank}]") for rank, value in enumerate(values)]
+    encoded: list[Message] = []
+    try:
+        for rank, value in enumerate(values):
+            encoded.append(codec.encode(value, path=f"values[{rank}]", peer=rank))
+    except BaseException:
+        for message in encoded:
+            codec.undo(message)
+        raise
+    codec.undo(encoded[backend.rank])  # one's own is checked like the others, and not sent
+    return encoded
 
 
 def _checked(backend: Backend, codec: Codec | None) -> Codec:

@@ -1,10 +1,7 @@
 """Operands: the user's arrays and tensors, as flat memory that the algorithms work on.
 
-It knows torch, as ``half_types`` does, and never imports it: who holds a tensor has.
-
-A tensor is seen as an array on its memory, which holds the tensor as long as somebody uses it.
-Never ``tensor.numpy()``: after that torch refuses to resize the tensor's storage, for ever, and
-programs that free the memory of their parameters between two uses fail.
+It knows torch, as ``half_types`` does, and never imports it: who holds a tensor has. A tensor is an
+array on its memory (``codec.tensor_memory``).
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rankwire.codec.arrays import dtype_code, is_plain_array, is_tensor, tensor_advice
+from rankwire.codec.tensor_memory import carrier_of, map_tensor
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
 
 Array = np.ndarray[Any, Any]
@@ -106,17 +104,17 @@ def operand(value: Any, name: str = "array") -> Operand:
     Raises:
         UnsupportedTypeError: It is neither, or of a kind that is not carried.
     """
-    if type(value) is np.ndarray or is_plain_array(value):
+    if type(value) is not np.ndarray and is_tensor(value):
+        obstacle = tensor_advice(value, any_dtype=True)
+        if obstacle is not None:
+            raise UnsupportedTypeError(name, type(value).__qualname__, obstacle)
+        return _tensor_operand(value, name)
+    if is_plain_array(value):
         dtype_name = _name_of(value.dtype)
         if dtype_name is None:
             advice = f"Arrays of dtype {value.dtype} are not carried."
             raise UnsupportedTypeError(name, type(value).__qualname__, advice)
         return Operand(value, value, dtype_name)
-    if is_tensor(value):
-        obstacle = tensor_advice(value, any_dtype=True)
-        if obstacle is not None:
-            raise UnsupportedTypeError(name, type(value).__qualname__, obstacle)
-        return _tensor_operand(value, name)
     advice = "Pass a numpy array or a torch tensor; numpy.asarray(...) makes one."
     raise UnsupportedTypeError(name, type(value).__qualname__, advice)
 
@@ -144,61 +142,10 @@ def _tensor_operand(tensor: Any, name: str) -> Operand:
     if tensor.is_conj() or tensor.is_neg():
         call = ".resolve_conj()" if tensor.is_conj() else ".resolve_neg()"
         raise UnsupportedTypeError(name, "Tensor", f"It is a lazy view: call {call} first.")
-    code, itemsize, dtype_name, is_opaque = _carrier_of(tensor.dtype, tensor.element_size())
-    array = _mapped(tensor, code, itemsize, name)
-    is_bfloat16 = dtype_name == "bfloat16"
-    return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque)
-
-
-@lru_cache(maxsize=256)
-def _carrier_of(dtype: Any, itemsize: int) -> tuple[str, int, str, bool]:
-    """Return numpy's code for the elements of a torch dtype, their size, and the dtype's name.
-
-    Where numpy has no such dtype, that is of whole numbers of the same size; the last item is
-    whether they are only moved.
-    """
-    name = str(dtype).removeprefix("torch.")
-    try:
-        same = np.dtype(name)
-    except TypeError:
-        same = None
-    if same is not None and dtype_code(same) is not None:
-        return same.str, itemsize, name, False
-    return np.dtype(f"i{itemsize}").str, itemsize, name, name != "bfloat16"
-
-
-class _TensorMemory:
-    """The memory of a tensor. An array made of it holds this, and so the tensor."""
-
-    __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, tensor: Any, interface: dict[str, Any]) -> None:
-        self.tensor = tensor
-        self.__array_interface__ = interface
-
-
-def _mapped(tensor: Any, code: str, itemsize: int, name: str) -> Array:
-    """Return an array on a tensor's memory.
-
-    It can not be written if some of its elements are the same memory, as of an expanded tensor.
-    """
-    shape, count = tuple(tensor.shape), tensor.numel()
-    if not count:  # it need not have an address
-        return np.empty(shape, code)
-    strides, is_frozen, reach = None, False, count
-    if not tensor.is_contiguous():
-        steps = tensor.stride()
-        strides = tuple(step * itemsize for step in steps)
-        is_frozen = any(not step and extent > 1 for step, extent in zip(steps, shape, strict=True))
-        reach = 1 + sum(step * (extent - 1) for step, extent in zip(steps, shape, strict=True))
-    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + reach) * itemsize:
+    carrier, dtype_name, is_opaque = carrier_of(tensor.dtype)
+    array = map_tensor(tensor, carrier)
+    if array is None:
         advice = "Its storage is smaller than the tensor: it has been freed or resized."
         raise UnsupportedTypeError(name, "Tensor", advice)
-    interface = {
-        "shape": shape,
-        "typestr": code,
-        "strides": strides,
-        "data": (tensor.data_ptr(), is_frozen),
-        "version": 3,
-    }
-    return np.asarray(_TensorMemory(tensor, interface))
+    is_bfloat16 = dtype_name == "bfloat16"
+    return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque)

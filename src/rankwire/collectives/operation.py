@@ -88,10 +88,12 @@ class Operation(Exchange):
         assert self.sequence is not None
         if operations.turn != self.sequence:
             self._await_turn()
+        operations.running = self
         self._epoch = operations.epoch
         tag = tag_of(self.description, self.sequence, self._epoch)
         self._tags.append(tag)
         self.open(tag, self.deadline)
+        operations.backend.opening_collective()
         if operations.failures:
             self._raise_if_failed()
         sharing = operations.sharing
@@ -126,7 +128,7 @@ class Operation(Exchange):
 
     def _await_turn(self) -> None:
         """Wait for earlier operations to end, unless this one cannot succeed any more."""
-        self._operations.run_earlier(self._number, self.deadline)
+        self._operations.hurry()
         while not self._operations.is_turn_of(self._number, self.deadline.sooner(LOOK_EVERY)):
             if self.deadline.expired:
                 raise DeadlineExceededError(
@@ -185,9 +187,10 @@ class Operation(Exchange):
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *self._others_tags}:
             backend.refuse((backend.group, Channel.COLLECTIVE, tag))
-        if isinstance(error, RankwireError):
-            waited = self.deadline.waited if self.has_begun else None
-            error.during(op=self.description, rank=backend.rank, waited=waited)
+        if isinstance(error, RankwireError) and self.has_begun:
+            backend.explained(error, self.description, self.deadline)
+        elif isinstance(error, RankwireError):
+            error.during(op=self.description, rank=backend.rank)
         return error
 
     def _tell_failure(self, error: BaseException) -> None:
@@ -258,6 +261,8 @@ class Operation(Exchange):
             RankwireError: There is none.
         """
         operations = self._operations
+        if operations.backend.broken is not None:  # a rank was started anew meanwhile
+            raise operations.backend.broken.copy()
         if self._convening is None:
             self._convening = Convening(operations, self._waiting(), self.deadline)
         try:
@@ -293,8 +298,12 @@ class Operation(Exchange):
 
     def too_late(self, src: int) -> DeadlineExceededError:
         """Return the error of an operation whose time is up."""
+        # Who has done its part without having to wait is named too: it may as well have stopped
+        # half-way, and to leave out who has sent something has left out who stands still.
         missing = self._operations.absent(self._number) or [src]
-        return DeadlineExceededError(self.deadline.limit, waiting_for=missing)
+        error = DeadlineExceededError(self.deadline.limit, waiting_for=missing)
+        error.culprits = [self._operations.backend.world_rank_of(rank) for rank in missing]
+        return error
 
 
 def root_of(backend: Backend, peer: int | None) -> int | None:

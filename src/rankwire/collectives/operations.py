@@ -24,7 +24,7 @@ from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import describe
 from rankwire.collectives.operands import operand
 from rankwire.collectives.portions import pack_portion, unpack_portion
-from rankwire.collectives.premultiplied import PremulSum
+from rankwire.collectives.premultiplied import Op
 from rankwire.collectives.targets import (
     apart,
     part_shape,
@@ -40,7 +40,7 @@ from rankwire.collectives.uneven import Uneven
 def all_reduce(
     backend: Backend,
     array: Any,
-    op: str | PremulSum | tuple[str, Any] = "sum",
+    op: Op = "sum",
     *,
     out: Any = None,
     ordered: bool = False,
@@ -93,7 +93,7 @@ def reduce(
     backend: Backend,
     array: Any,
     root: int = 0,
-    op: str | PremulSum | tuple[str, Any] = "sum",
+    op: Op = "sum",
     *,
     out: Any = None,
     async_op: bool = False,
@@ -266,7 +266,7 @@ def scatter(
 def reduce_scatter(
     backend: Backend,
     array: Any,
-    op: str | PremulSum | tuple[str, Any] = "sum",
+    op: Op = "sum",
     *,
     out: Any = None,
     async_op: bool = False,
@@ -348,8 +348,5 @@ def all_to_all(
 
 @collective
 def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None = None) -> Any:
-    """Return once every rank has come, after log2(N) messages from each.
-
-    ``Backend.barrier`` sends one to every other rank instead; this one is for many ranks.
-    """
+    """Return once every rank has come, after log2(N) messages from each."""
     return "barrier()", selection.meet, async_op, timeout

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Complex
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from rankwire.collectives.reductions import Array, Reduction, quietly
+from rankwire.collectives.reductions import Array, OpName, Reduction, quietly
 from rankwire.errors import ConfigurationError
 
 NAME = "premul_sum"
@@ -27,6 +27,10 @@ class PremulSum:
     """
 
     factor: Any
+
+
+# What users may pass as ``op=``.
+Op: TypeAlias = OpName | PremulSum | tuple[Literal["premul_sum"], Any]
 
 
 def name_of(op: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextvars import Context
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from rankwire.collectives.half_types import (
 from rankwire.errors import ConfigurationError
 
 Array = np.ndarray[Any, Any]
+# What users may ask for by name; the keys of ``_OPS``.
+OpName = Literal["sum", "mean", "product", "min", "max", "bitwise_and", "bitwise_or", "bitwise_xor"]
 
 _NUMBERS, _REAL, _WHOLE = "biufc", "biuf", "biu"  # kinds of numpy dtypes
 _NO_ORDER = "complex numbers have no order"

@@ -16,6 +16,8 @@ all are in one epoch again.
 
 Locks: ``_lock`` guards numbers, turns and notices, for moments; only that of ``Background`` is
 taken under it, so that work is queued in the order of its numbers.
+
+Size: what a rank knows of its group's operations is guarded by one lock.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class OperationSequence:
         epoch: The number after the last operation that has failed here.
         turn: The number of the one that may run.
         sharing: The memory that its ranks share. Only for the one that has its turn.
+        running: The one that has its turn, while it runs.
         failures: What ranks that have failed in an operation, lately, said of it: by its number,
             then by rank.
 
@@ -87,6 +90,7 @@ class OperationSequence:
         self.sharing = Sharing(backend)
         self._lock = threading.Lock()
         self._next = 0  # the number of the next operation to begin
+        self.running: Operation | None = None
         self._turn_changed = threading.Condition(self._lock)
         self._ended: set[int] = set()  # numbers that have ended before their turn came
         self._waiting: dict[int, Notice] = {}  # where each rank was last said to be
@@ -121,6 +125,8 @@ class OperationSequence:
         """
         if self.backend.closed:
             raise ChannelClosedError("this backend is closed")
+        if self.backend.broken is not None:
+            raise self.backend.broken.copy()
         operation = Operation(self, name)
         task: Task | None = None
         try:
@@ -137,9 +143,17 @@ class OperationSequence:
                     self._background.submit(task)
             return operation.run_and_end(run) if task is None else task.work
         except BaseException as error:
-            if task is not None and not self._background.withdraw(task):
+            try:
+                failure = self._give_up(operation, task, error)
+            except BaseException:
+                self._give_up(operation, task, error)  # interrupted: the group would stop here
                 raise
-            raise operation.give_up(error) from error.__cause__
+            raise failure from error.__cause__
+
+    def _give_up(self, failed: Operation, task: Task | None, why: BaseException) -> BaseException:
+        """End what could not begin or end here; return what to raise. Safe to repeat."""
+        goes_on = task is not None and not self._background.withdraw(task)  # in the background
+        return why if goes_on else failed.give_up(why)
 
     def _task(self, operation: Operation, run: Callable[[Exchange], Any]) -> Task:
         assert operation.sequence is not None
@@ -147,9 +161,12 @@ class OperationSequence:
         steps = partial(operation.run_and_end, run)
         return Task(operation.sequence, steps, operation.give_up, operation.deadline, work)
 
-    def run_earlier(self, sequence: int, deadline: Deadline) -> None:
-        """Run those in the background that come before a number here, if they are not running."""
-        self._background.help(sequence - 1, deadline)
+    def hurry(self) -> None:
+        """Have those in the background run without delay: a later one waits for its turn.
+
+        Its thread does not run them: then it could not look whether its own has failed elsewhere.
+        """
+        self._background.hurry()
 
     def refuse(self, operation: Operation) -> None:
         """Give an operation that cannot begin a number, as it has on the other ranks."""
@@ -166,6 +183,8 @@ class OperationSequence:
             sequence = operation.sequence
             if sequence is None:
                 return
+            if self.running is operation:
+                self.running = None
             if not operation.has_succeeded:
                 self.epoch = max(self.epoch, sequence + 1)
             if sequence > self.turn:
@@ -179,6 +198,11 @@ class OperationSequence:
                 self._forget()
             if self.turn != self._next:  # or there is no other one that could wait for its turn
                 self._turn_changed.notify_all()
+
+    def now(self) -> str:
+        """Return the words of the operation that is under way here, if there is one."""
+        running = self.running
+        return "" if running is None else running.description
 
     def release(self) -> None:
         """Let go of the memory that is shared: the group is closed."""
@@ -246,7 +270,8 @@ class OperationSequence:
 
     def _take_in(self, src: int, notice: Notice) -> None:
         here, ahead = notice.here, notice.ahead
-        notice = replace(notice, here=(), ahead=())  # they are long, and it may be kept
+        missing = notice.missing[: self.backend.world_size]
+        notice = replace(notice, here=(), ahead=(), missing=missing)  # long, and it may be kept
         if notice.is_failure:
             self._conveners.pop(src, None)
             if not self._is_settled(notice.sequence):

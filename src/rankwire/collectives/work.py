@@ -18,6 +18,7 @@ from rankwire.conditions import SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
 from rankwire.fork import disown, guard
+from rankwire.showing import ShowsPublic
 
 _log = logging.getLogger("rankwire")
 
@@ -38,7 +39,7 @@ class _Group(Protocol):
         """Have the callbacks of a work that is done called."""
 
 
-class Work(Future[T]):
+class Work(ShowsPublic, Future[T]):
     """An operation that goes on in the background. Safe from any thread.
 
     A ``concurrent.futures.Future``, so ``done``, ``result``, ``exception`` and callbacks are as
@@ -50,6 +51,8 @@ class Work(Future[T]):
     the other ranks are told, and its ``Work`` has the ``KeyboardInterrupt``. With a ``timeout``
     that is shorter than what an operation's own limit leaves it, that one is waited for instead.
     """
+
+    _SHOWN = ("description", "wait")
 
     def __init__(self, description: str, group: _Group, number: int) -> None:
         # As the base class does (a test compares), but for the condition, and that it runs already.

@@ -10,8 +10,14 @@ import math
 from rankwire.clock import REAL_TIME
 from rankwire.launch.child import Ending
 from rankwire.launch.parts import Parts
-from rankwire.launch.summary import Failure, blamed, first_failure, in_order_of_loss
-from rankwire.rendezvous.control_messages import Gone, Suspected
+from rankwire.launch.summary import (
+    Failure,
+    blamed,
+    first_failure,
+    in_order_of_loss,
+    waiting_chain,
+)
+from rankwire.rendezvous.control_messages import Doing, Gone, Suspected
 
 # After the first failure, others that fail by themselves are waited for: the one to blame may be
 # among them (see summary.py). Above the time between a raise and the end of an interpreter.
@@ -28,6 +34,7 @@ class Attempt:
         began: What ranks may fall by besides the failure of one.
         is_stopping: Whether ranks were asked to end.
         has_said_left: Whether it was said that only those are left that were given up.
+        doing: What ranks did for which others waited in vain, as they said.
     """
 
     def __init__(self) -> None:
@@ -37,6 +44,7 @@ class Attempt:
         self.began = ""
         self.is_stopping = False
         self.has_said_left = False
+        self.doing: dict[int, Doing] = {}
         self._lost: dict[int, Gone] = {}
         self._fell: set[int] = set()  # by errors of their own, before anyone was asked to end
         self._stop_at = math.inf
@@ -44,8 +52,34 @@ class Attempt:
     def rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         """Take in that the process of a rank has ended."""
         self.ended[rank] = ending, by_itself
-        if ending.is_failure and by_itself and not self.is_stopping:
-            self._stop_at = min(self._stop_at, REAL_TIME.now() + _SETTLE)
+
+    def stop_soon(self) -> None:
+        """Take in that a failure ends it, once it is known who else has failed."""
+        self._stop_at = min(self._stop_at, REAL_TIME.now() + _SETTLE)
+
+    def rank_restarts(self, rank: int) -> None:
+        """Take in that a rank is started anew alone: what became of its old process is over."""
+        del self.ended[rank]
+        self._lost.pop(rank, None)
+        self._fell.discard(rank)
+
+    def rank_joined(self, rank: int) -> None:
+        """Take in that a rank which was started anew is back in the world."""
+        self.present.add(rank)
+        self._lost.pop(rank, None)
+
+    def rank_does(self, rank: int, doing: Doing) -> None:
+        """Take in what a rank does for which others have waited in vain."""
+        self.doing[rank] = doing
+
+    def hold_up(self, failures: list[Failure]) -> list[int]:
+        """Return who waited for whom, from the rank to blame for the failures to the last one.
+
+        The last one has held all of them up; it is the first if that waited for nobody.
+        """
+        waits = {rank: doing.waits_for for rank, doing in self.doing.items()}
+        waits |= {gone.rank: gone.waited_for for gone in self._lost.values() if gone.waited_for}
+        return waiting_chain(first_failure(failures).rank, waits)
 
     def formed(self, world_size: int) -> None:
         """Take in that all ranks have joined."""

@@ -1,7 +1,8 @@
 """One rank's process: how it is started, what it inherits, and how it ended.
 
 A rank leads a session of its own, so that Ctrl-C reaches the launcher only, and so that what the
-rank starts itself can be ended with it. Its exit status is left with the kernel until ``reap``:
+rank starts itself can be ended with it. One that is debugged stays in the launcher's session and
+leads a process group of its own there. Its exit status is left with the kernel until ``reap``:
 so long its process id is not given to anyone else, and a signal cannot reach a stranger.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rankwire.backends import connect, schedulers, tracebacks
+from rankwire.backends import breakpoints, connect, schedulers, tracebacks
 from rankwire.launch.reaper import DEAD, families, send_signal
 from rankwire.links.handover import Handover
 from rankwire.wire.keys import rank_key
@@ -26,6 +27,7 @@ from rankwire.wire.keys import rank_key
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
 # Other ways to give a secret; the launcher's own must not have to compete with them.
 _OTHER_SECRETS = ("RANKWIRE_SECRET", "RANKWIRE_SECRET_FILE")
+_BREAKPOINT = "PYTHONBREAKPOINT"  # what the interpreter calls for breakpoint()
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class JobSettings:
         job: Name of the job.
         secret: What the key of every rank is made of. Ranks get their own key, and not the secret.
         attempt: How many times the ranks were started before.
+        stays: Whether one of them may be started anew alone when it has ended.
     """
 
     size: int
@@ -45,6 +48,7 @@ class JobSettings:
     job: str
     secret: bytes = field(repr=False)
     attempt: int = 0
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ class Child:
         rank: Its index.
         world: What it shares with the others.
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
+        incarnation: How many times this rank was started anew alone.
+        debugged: The rank that is debugged, if one is. If it is this one, it has the launcher's
+            terminal and no pipes.
         tls_dir: Where its certificate is, if it has one.
         leash: A descriptor to inherit, see ``reaper``.
         log_file: Where its output is written besides, if anywhere.
@@ -102,13 +109,16 @@ class Child:
         world: JobSettings,
         command: Sequence[str],
         *,
+        incarnation: int = 0,
+        debugged: int | None = None,
         tls_dir: Path | None = None,
         leash: int | None = None,
         log_file: Path | None = None,
     ) -> None:
         self.rank = rank
         self.ending: Ending | None = None
-        self._handover = Handover(rank_key(world.secret, rank))
+        self.has_terminal = rank == debugged
+        self._handover = Handover(rank_key(world.secret, rank, incarnation))
         secret_fd = self._handover.theirs.fileno()
         try:
             variables = {
@@ -117,9 +127,13 @@ class Child:
                 schedulers.ADDRESS: world.address,
                 schedulers.JOB: world.job,
                 schedulers.COORDINATOR: "launcher",
-                schedulers.RESTART_COUNT: str(world.attempt),
+                schedulers.RESTART_COUNT: str(world.attempt + incarnation),
                 connect.SECRET_FD: str(secret_fd),
             }
+            if debugged is not None:
+                variables[connect.DEBUG_RANK] = str(debugged)
+            if not self.has_terminal and _BREAKPOINT not in os.environ:
+                variables[_BREAKPOINT] = breakpoints.HOOK
             if tls_dir is not None:
                 variables[connect.TLS_DIR] = str(tls_dir)
             if log_file is not None:
@@ -128,13 +142,15 @@ class Child:
                 # Unbuffered, to see output when it is written; faulthandler, to have a traceback
                 # also of a crash in native code.
                 [sys.executable, "-u", "-X", "faulthandler", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=None if self.has_terminal else subprocess.DEVNULL,
+                stdout=None if self.has_terminal else subprocess.PIPE,
+                stderr=None if self.has_terminal else subprocess.PIPE,
                 bufsize=0,
                 env=_inherited_environment(has_tls=tls_dir is not None) | variables,
                 pass_fds=[secret_fd, *([] if leash is None else [leash])],
-                start_new_session=True,
+                # Only who is in the session of a terminal can read from it.
+                start_new_session=not self.has_terminal,
+                process_group=0 if self.has_terminal else None,
             )
         except BaseException:
             self._handover.close()
@@ -143,11 +159,9 @@ class Child:
         self._handover.theirs.close()
 
     @property
-    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Its stdout and stderr."""
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        return self._process.stdout, self._process.stderr
+    def pipes(self) -> tuple[IO[bytes], ...]:
+        """Its stdout and stderr; none if it has the terminal."""
+        return tuple(filter(None, (self._process.stdout, self._process.stderr)))
 
     def serve(self, selector: selectors.BaseSelector) -> None:
         """Tell it the secret when it asks; the owner of the selector calls ``key.data()``."""

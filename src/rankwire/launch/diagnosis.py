@@ -33,7 +33,7 @@ class Facts(msgspec.Struct, frozen=True):
         net_namespace: Equal for two ranks of one kernel that share a network.
         pid_namespace: The same for process ids.
         cores: How many it may use.
-        spins: Whether a waiting thread polls before it sleeps.
+        spins: Whether a waiting thread polls before it sleeps, on a core of its own.
         why_nothing_shared: Why collectives do not meet in shared memory; empty if they can.
         max_descriptors: The limit of open files.
         somaxconn: How many connections may wait at a listening socket.
@@ -256,7 +256,7 @@ def _hosts(facts: Sequence[Facts]) -> Iterator[Advice]:
             yield Advice(
                 False,
                 f"{len(here)} ranks share {first.cores} core{'s'[: first.cores > 1]} on {name}:"
-                " waiting ranks sleep at once, and waking up costs 30-60 us",
+                " waiting ranks let others run, sleep soon, and waking up costs 30-60 us",
                 "start at most one rank a core where latency counts",
             )
         few = min(fact.max_descriptors for fact in here)

@@ -192,7 +192,7 @@ def _facts(backend: TcpBackend) -> Facts:
         net_namespace=namespace("net"),
         pid_namespace=namespace("pid"),
         cores=len(os.sched_getaffinity(0)),
-        spins=backend.spin > 0.0,
+        spins=backend.spin > 0.0 and not backend.shares_cores,
         why_nothing_shared=backend.why_nothing_shared(),
         max_descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         somaxconn=int(_read("/proc/sys/net/core/somaxconn") or 0),

@@ -1,11 +1,15 @@
-"""The job as node 0's launcher conducts it: gather the hosts, start, stop at a failure, start anew.
+"""The job as node 0's launcher conducts it: gather the hosts, start, act on failures, start anew.
 
 The ranks of each host are a *part*: this host's own, or another's by way of its launcher. Rules:
 
-- The first rank that fails ends the attempt on all hosts: the others get SIGTERM, and SIGKILL after
-  the grace. A rank that is known to have begun it, by its own word or that of others, has the grace
-  to end by itself before that, so that its exit code is the job's. If restarts are left, the whole
-  world is started anew.
+- ``--on-failure stop``: the first rank that fails ends the attempt on all hosts: the others get
+  SIGTERM, and SIGKILL after the grace. A rank that is known to have begun it, by its own word or
+  that of others, has the grace to end by itself before that, so that its exit code is the job's. If
+  restarts are left, the whole world is started anew.
+- ``continue``: the others go on, and the job ends when all ranks have.
+- ``restart``: the others go on, and that rank alone is started anew, after a pause and at most so
+  many times (``restarts``); one more failure of it is the job's. A rank that was given up for its
+  silence is killed first. The coordinator lets the new process in once the old one has ended.
 - A launcher that is gone ends the job.
 - A signal to any launcher goes to every rank once; a second one to the same launcher, or a later
   one to another, kills on all hosts.
@@ -30,6 +34,7 @@ from rankwire.launch.loop import Loop
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
 from rankwire.launch.parts import Parts
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
+from rankwire.launch.restarts import OnFailure, Restarts
 from rankwire.launch.summary import first_failure, list_ranks
 from rankwire.links.security import Policy
 from rankwire.links.wakeup import Wakeup
@@ -66,7 +71,11 @@ class LaunchedJob:
         policy: How connections of ranks and launchers are protected.
         nodes: How many hosts there are.
         restarts: How many times the world may be started anew.
+        on_failure: What becomes of the others when a rank fails.
+        max_restarts: How many times each rank alone may be started anew.
         grace: Seconds that a rank may take to end.
+
+    Size: of its attributes nine are what it was given, and its parts.
     """
 
     def __init__(
@@ -80,6 +89,8 @@ class LaunchedJob:
         policy: Policy,
         nodes: int,
         restarts: int,
+        on_failure: OnFailure,
+        max_restarts: int,
         grace: float,
     ) -> None:
         self._loop = loop
@@ -88,6 +99,9 @@ class LaunchedJob:
         self._address = address
         self._secret = secret
         self._restarts = restarts
+        self._on_failure = on_failure
+        self._max_restarts = max_restarts if on_failure is OnFailure.RESTART else 0
+        self._anew = Restarts(self._max_restarts)
         self._grace = grace
         self._name = f"run-{secrets.token_hex(4)}"
         self._attempt = Attempt()
@@ -104,6 +118,8 @@ class LaunchedJob:
             on_gone=lambda gone: wakeup.post(lambda: self._rank_gone(gone)),
             on_suspected=lambda said: wakeup.post(lambda: self._attempt.rank_suspected(said)),
             on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
+            on_joined=lambda member: wakeup.post(lambda: self._attempt.rank_joined(member.rank)),
+            on_doing=lambda rank, doing: wakeup.post(lambda: self._attempt.rank_does(rank, doing)),
         )
         self._host = CoordinatorHost(
             listener,
@@ -113,6 +129,7 @@ class LaunchedJob:
             clock=REAL_TIME,
             policy=policy,
             told=told,
+            are_restarted=self._max_restarts > 0,
             nodes=nodes,
             on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )
@@ -210,8 +227,10 @@ class LaunchedJob:
         size = sum(part.count for part in self._parts)
         job = f"{self._name}.{attempt}"
         self._attempt = Attempt()
+        self._anew = Restarts(self._max_restarts)
         self._host.expect(world_size=size, job=job)
-        world = JobSettings(size, self._address, job, self._secret, attempt)
+        stays = self._max_restarts > 0
+        world = JobSettings(size, self._address, job, self._secret, attempt, stays)
         first_rank = 0
         for part in self._parts:
             part.start(world, first_rank)
@@ -221,12 +240,14 @@ class LaunchedJob:
         """Wait until all parts are over, and see to it that they are."""
         while not all(part.is_over for part in self._parts):
             wake_in = min(part.wake_in for part in self._parts)
-            for number in self._loop.turn(min(self._stop_due() - REAL_TIME.now(), wake_in)):
+            due_in = min(self._stop_due(), self._anew.next_at) - REAL_TIME.now()
+            for number in self._loop.turn(min(due_in, wake_in)):
                 self._obey(number)
             for part in self._parts:
                 part.look()
             if REAL_TIME.now() >= self._stop_due():
                 self._stop(signal.SIGTERM)
+            self._start_anew()
             self._reporter.name_who_is_left(self._attempt)
             if self._attempt.is_stopping:
                 continue
@@ -234,11 +255,27 @@ class LaunchedJob:
             if (trouble := self._loop.new_stdout_trouble(where)) is not None:
                 self._give_up(*trouble)
 
+    def _start_anew(self) -> None:
+        """Start ranks whose time has come; once there are none, let all parts end."""
+        for rank in self._anew.take_due(REAL_TIME.now()):
+            incarnation = self._anew.count(rank)
+            self._attempt.rank_restarts(rank)
+            # First, so that the old process cannot be taken for the new one.
+            self._host.expect_again(rank, incarnation)
+            try:
+                self._parts.part_of(rank).restart(rank, incarnation)
+            except ConfigurationError as error:
+                self._give_up(error.message)
+        if self._max_restarts and not self._anew.are_pending and not self._parts.alive:
+            for part in self._parts:
+                part.release()
+
     def _stop_due(self) -> float:
         return self._attempt.stop_due(self._parts.alive, self._grace)
 
     def _stop(self, number: int) -> None:
         self._attempt.stop()
+        self._anew.cancel()
         for part in self._parts:
             part.stop(number)
 
@@ -267,13 +304,33 @@ class LaunchedJob:
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         self._attempt.rank_ended(rank, ending, by_itself)
-        if not ending.is_failure:
+        has_failed = ending.is_failure and by_itself and not self._attempt.is_stopping
+        if has_failed and self._on_failure is OnFailure.RESTART:
+            has_failed = not self._restarts_alone(rank, ending)
+        elif has_failed and self._on_failure is OnFailure.CONTINUE:
+            self._reporter.announce_loss(rank, ending)
+            has_failed = False
+        if has_failed:
+            self._attempt.stop_soon()
+        if not ending.is_failure or self._on_failure is OnFailure.CONTINUE:
             self._host.expect_never(rank, f"rank {rank} ended ({ending}) before it joined")
+
+    def _restarts_alone(self, rank: int, ending: Ending) -> bool:
+        """Have a rank that has failed started anew, if it may be."""
+        pause = self._anew.plan(rank, REAL_TIME.now())
+        if pause is not None:
+            count = f"restart {self._anew.count(rank)} of {self._anew.limit}"
+            self._reporter.announce_rank_restart(rank, ending, f"in {pause:g} s, {count}")
+        return pause is not None
 
     def _rank_gone(self, gone: Gone) -> None:
         self._attempt.rank_gone(gone)
         if gone.silent and not gone.orderly:
-            self._say_began(f"rank {gone.rank} was given up: {gone.reason}")
+            if self._on_failure is OnFailure.RESTART and not self._attempt.is_stopping:
+                self._loop.output.say(f"rank {gone.rank} is killed: {gone.reason}", "bold yellow")
+                self._parts.part_of(gone.rank).end(gone.rank)
+            else:
+                self._say_began(f"rank {gone.rank} was given up: {gone.reason}")
 
     def _say_began(self, reason: str) -> None:
         self._attempt.began = self._attempt.began or reason

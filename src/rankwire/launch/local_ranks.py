@@ -8,6 +8,9 @@ States, each left only downwards until the next ``start``::
     CLEARING   all have ended; what they left running is ended            -> OVER
     OVER       nothing runs any more
 
+While ranks run, one that has ended may be started anew alone (``restart``). If that may happen, all
+may have ended and nothing is cleared, until the owner says that it will not (``release``).
+
 Knows nothing of other hosts and decides nothing: the owner says when to stop, and is told of each
 end. ``look`` moves things on; the owner calls it after each turn of its loop.
 """
@@ -30,6 +33,7 @@ from rankwire.launch.memory import OomCounter
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
 from rankwire.launch.summary import list_ranks
+from rankwire.launch.terminal import Terminal
 from rankwire.links.security import files_of
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 
@@ -49,7 +53,7 @@ class _Phase(Enum):
 class LocalRanks:
     """The processes of this host's ranks, and what state they are in. One thread.
 
-    Size: of its 17 attributes eight are what it was given to work with.
+    Size: of its attributes ten are what it was given to work with.
 
     Args:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
@@ -59,6 +63,7 @@ class LocalRanks:
         reaper: Ends them if this process dies.
         strays: Finds what they started and what left their process groups.
         tls_dir: Where their certificates are, if they have any.
+        debugged: The rank that gets the terminal, if one does.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class LocalRanks:
         reaper: Reaper,
         strays: Strays,
         tls_dir: Path | None = None,
+        debugged: int | None = None,
     ) -> None:
         self.count = count
         self.ranks = range(0)
@@ -84,6 +90,10 @@ class LocalRanks:
         self._reaper = reaper
         self._strays = strays
         self._tls_dir = tls_dir
+        self._debugged = debugged
+        self._terminal = Terminal()
+        self._world: JobSettings | None = None
+        self._stays = False
         self._memory = OomCounter()
         self._children: list[Child] = []
         self._phase = _Phase.IDLE
@@ -105,26 +115,62 @@ class LocalRanks:
         self.ranks = range(first_rank, first_rank + self.count)
         self._kill_at = math.inf
         self._phase = _Phase.RUNNING
+        self._world, self._stays = world, world.stays
         for rank in self.ranks:
-            try:
-                with self._reaper.new_leash() as leash:
-                    child = Child(
-                        rank,
-                        world,
-                        self._command,
-                        tls_dir=self._tls_dir,
-                        log_file=self._output.log_of(rank),
-                        leash=leash,
-                    )
-                    self._children.append(child)
-                    self._reaper.watch(child.pid, leash)
-            except OSError as error:
-                hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
-                raise ConfigurationError(
-                    f"rank {rank} cannot be started: {error.strerror}{hint}"
-                ) from error
-            child.serve(self._selector)
+            self._start(rank, world)
+
+    def _start(self, rank: int, world: JobSettings, incarnation: int = 0) -> None:
+        try:
+            with self._reaper.new_leash() as leash:
+                child = Child(
+                    rank,
+                    world,
+                    self._command,
+                    incarnation=incarnation,
+                    debugged=self._debugged,
+                    tls_dir=self._tls_dir,
+                    log_file=self._output.log_of(rank),
+                    leash=leash,
+                )
+                self._children.append(child)
+                self._reaper.watch(child.pid, leash)
+        except OSError as error:
+            hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
+            raise ConfigurationError(
+                f"rank {rank} cannot be started: {error.strerror}{hint}"
+            ) from error
+        child.serve(self._selector)
+        if child.has_terminal:
+            self._terminal.give(child.pid)
+        else:
             self._output.attach(rank, *child.pipes)
+
+    def restart(self, rank: int, incarnation: int) -> None:
+        """Start a rank anew that has ended; what it left in its process group is killed.
+
+        Raises:
+            ConfigurationError: It cannot be started.
+        """
+        if self._phase is not _Phase.RUNNING:
+            return
+        assert self._world is not None
+        (old,) = (child for child in self._children if child.rank == rank)
+        self._output.detach(rank)
+        old.send_group(signal.SIGKILL)
+        old.reap()
+        self._reaper.forget(old.pid)
+        self._children.remove(old)
+        self._start(rank, self._world, incarnation)
+
+    def end(self, rank: int) -> None:
+        """Kill one rank, which was given up; it counts as ended by itself."""
+        for child in self._children:
+            if child.rank == rank and child.ending is None and self._phase is _Phase.RUNNING:
+                child.send_group(signal.SIGKILL)
+
+    def release(self) -> None:
+        """Be over when all have ended: none is started anew any more."""
+        self._stays = False
 
     @property
     def alive(self) -> list[int]:
@@ -155,7 +201,8 @@ class LocalRanks:
         self._strays.collect(self._groups)
         if REAL_TIME.now() >= self._kill_at:
             self.kill()
-        if self._phase is not _Phase.CLEARING and not self.alive:
+        is_waiting = self._stays and self._phase is _Phase.RUNNING
+        if self._phase is not _Phase.CLEARING and not self.alive and not is_waiting:
             self._begin_clearing()
         if self._phase is _Phase.CLEARING:
             self._clear()
@@ -167,6 +214,8 @@ class LocalRanks:
         self._check_children()  # who ended before this ended by itself
         self._phase = _Phase.STOPPING
         self._kill_at = REAL_TIME.now() + self._grace
+        if number == signal.SIGINT:
+            self._output.fold_interrupts()
         for child in self._children:
             if child.ending is None:
                 self.stopped.append(child.rank)
@@ -193,6 +242,7 @@ class LocalRanks:
         """Kill the ranks that are left. Idempotent."""
         for child in self._children:
             child.close()
+        self._terminal.take_back()
 
     @property
     def _groups(self) -> set[int]:
@@ -203,6 +253,8 @@ class LocalRanks:
             ending = child.check()
             if ending is None:
                 continue
+            if child.has_terminal:
+                self._terminal.take_back()
             by_itself = self._phase is _Phase.RUNNING
             if by_itself and ending.signal == signal.SIGKILL and self._memory.has_grown():
                 ending = child.ending = replace(ending, is_oom=True)

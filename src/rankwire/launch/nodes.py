@@ -31,6 +31,7 @@ from rankwire.launch.loop import Loop
 from rankwire.links.security import Policy
 from rankwire.rendezvous.launchers import (
     Asked,
+    End,
     Ended,
     Finish,
     Here,
@@ -38,6 +39,8 @@ from rankwire.rendezvous.launchers import (
     LauncherLink,
     Message,
     Over,
+    Release,
+    Restart,
     Start,
     Stop,
     Trouble,
@@ -86,7 +89,20 @@ class RemoteRanks:
         self.alive = list(self.ranks)
         self.stopped, self.killed, self._errors = [], [], {}
         self.is_over = False
-        self._link.tell(Start(world.size, first_rank, world.job, world.attempt))
+        self._link.tell(Start(world.size, first_rank, world.job, world.attempt, world.stays))
+
+    def restart(self, rank: int, incarnation: int) -> None:
+        """Have it start a rank anew that has ended."""
+        self.alive.append(rank)
+        self._link.tell(Restart(rank, incarnation))
+
+    def end(self, rank: int) -> None:
+        """Have it kill one rank, which was given up."""
+        self._link.tell(End(rank))
+
+    def release(self) -> None:
+        """Tell it that no rank is started anew any more."""
+        self._link.tell(Release())
 
     def stop(self, number: int) -> None:
         """Have it ask all its ranks to end, once."""
@@ -265,17 +281,19 @@ class _Follower:
 
     def _obey(self, message: Message) -> None:
         match message:
-            case Start(world_size, first_rank, job, attempt):
+            case Start(world_size, first_rank, job, attempt, stays):
                 self.failed, self.has_reported = [], False
                 if attempt:
                     self.loop.output.say(f"starting the ranks here again, restart {attempt}")
-                world = JobSettings(world_size, self.address, job, self.secret, attempt)
-                try:
-                    self.ranks.start(world, first_rank)
-                except ConfigurationError as error:
-                    reason = f"the launcher of node {self.node} cannot start: {error.message}"
-                    self.link.tell(Trouble(reason, _LOST_EXIT_CODE))
-                    raise
+                world = JobSettings(world_size, self.address, job, self.secret, attempt, stays)
+                self._start(partial(self.ranks.start, world, first_rank))
+            case Restart(rank, incarnation):
+                self.failed = [other for other in self.failed if other != rank]
+                self._start(partial(self.ranks.restart, rank, incarnation))
+            case End(rank):
+                self.ranks.end(rank)
+            case Release():
+                self.ranks.release()
             case Stop(number):
                 self.ranks.stop(number)
             case Kill():
@@ -285,6 +303,14 @@ class _Follower:
                 self.was_asked |= was_asked
                 if text:
                     self.loop.output.say(text)
+
+    def _start(self, start: Callable[[], None]) -> None:
+        try:
+            start()
+        except ConfigurationError as error:
+            reason = f"the launcher of node {self.node} cannot start: {error.message}"
+            self.link.tell(Trouble(reason, _LOST_EXIT_CODE))
+            raise
 
     def _lose(self, error: RankwireError) -> None:
         self.is_lost = True

@@ -1,7 +1,7 @@
 """The ranks' output on the launcher's own: whole lines, each with the rank it came from.
 
-``Sink`` is one of the launcher's outputs, ``RankOutput`` one pipe of one rank, and ``Output`` joins
-them on the launcher's selector. Nothing here starts, stops or judges a rank.
+``RankOutput`` is one pipe of one rank, and ``Output`` joins them with the launcher's own outputs
+(``sink``) on its selector. Nothing here starts, stops or judges a rank.
 
 Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
 stdout does not read. When too much waits for an output, the ranks that write to it are no longer
@@ -11,28 +11,23 @@ is counted by rank, and said.
 
 from __future__ import annotations
 
-import io
 import os
-import select
 import selectors
 import sys
 from collections import Counter, deque
 from functools import partial
 from pathlib import Path
-from typing import IO, TextIO
-
-from rich.console import Console
-from rich.text import Text
+from typing import IO
 
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
+from rankwire.launch.interrupts import InterruptFold
 from rankwire.launch.lines import LineSplitter
 from rankwire.launch.logfiles import Log, LogFolder
+from rankwire.launch.sink import Sink
 
 # The capacity of a Linux pipe, so one read empties it.
 _READ_NBYTES = 64 * 1024
-# POSIX: a pipe that poll() calls writable takes this much without blocking.
-_WRITE_NBYTES = select.PIPE_BUF
 # What may wait for one output before its ranks are made to wait, and when they go on.
 _SINK_HIGH_NBYTES = 1024 * 1024
 _SINK_LOW_NBYTES = 256 * 1024
@@ -46,118 +41,8 @@ _SCREEN_LINES = 40
 # What takes no longer is not worth a line, and a line each second fills a log.
 REMIND_AFTER = 5.0
 REMIND_EVERY = 30.0
-_ERASE = b"\r\x1b[K"
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
-
-
-class _Likeness(io.StringIO):
-    """Tells rich whether an output is a terminal, and takes what rich would write there.
-
-    rich writes even what it captures, as an empty text: a full disk refuses that too.
-    """
-
-    def __init__(self, file: TextIO | None) -> None:
-        super().__init__()
-        self._file = file  # None if it was closed when the interpreter started
-
-    def isatty(self) -> bool:
-        return self._file is not None and self._file.isatty()
-
-
-class Sink:
-    """One of the launcher's own outputs.
-
-    Attributes:
-        fd: Where it leads.
-        pending: What waits to be written.
-        trouble: Why nothing can be written any more, or None.
-        lost: How many lines of each rank were not written and will not be.
-    """
-
-    def __init__(self, file: TextIO | None, fd: int) -> None:
-        self._console = Console(file=_Likeness(file))
-        self.fd = fd
-        self.trouble: OSError | None = None
-        self.pending = bytearray()
-        self.lost: Counter[int] = Counter()
-        # Whose the pending bytes are, in their order; None for the launcher's own.
-        self._owners: deque[tuple[int | None, int]] = deque()
-        self._is_inside_line = False
-        self.lines = 0
-        self._status = ""
-
-    def put(self, data: bytes, rank: int | None = None) -> None:
-        """Queue ``data``, which is whole lines, of a rank or of the launcher itself."""
-        if not data:
-            return
-        self.show_status("")
-        self._queue(data, rank)
-        self.lines += data.count(b"\n")
-        if self.trouble is not None:
-            self.drop()
-
-    def show_status(self, text: str) -> None:
-        """Show ``text`` below all lines, on a terminal; it goes when the next line comes."""
-        if text == self._status or self.trouble is not None:
-            return
-        # Never behind the last column: the terminal would begin another line.
-        width = self._console.width - 1
-        self._queue(_ERASE + (self.render(text[:width], "dim") if text else b""), None)
-        self._status = text
-
-    def drop(self) -> None:
-        """Give up what waits, and count the lines."""
-        begin = 0
-        for rank, nbytes in self._owners:
-            if rank is not None:
-                self.lost[rank] += self.pending.count(b"\n", begin, begin + nbytes)
-            begin += nbytes
-        self._owners.clear()
-        self.pending.clear()
-        if self._is_inside_line:  # what is said next begins a line of its own
-            self._queue(b"\n", None)
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether a person may watch, who can see a line change."""
-        return self._console.is_terminal and not self._console.is_dumb_terminal
-
-    def write(self) -> None:
-        """Write what the output takes without blocking; call when it is writable."""
-        try:
-            # A copy of the chunk: a view would forbid the deletion.
-            written = os.write(self.fd, bytes(self.pending[:_WRITE_NBYTES]))
-        except BlockingIOError:
-            return
-        except OSError as error:  # the reader is gone, or the disk is full
-            self.trouble = error
-            self._is_inside_line = False
-            self.drop()
-        else:
-            self._is_inside_line = self.pending[written - 1 : written] != b"\n"
-            del self.pending[:written]
-            self._disown(written)
-
-    def render(self, text: str, style: str) -> bytes:
-        """Return ``text`` as this output shows it: rich knows of terminals and ``NO_COLOR``."""
-        with self._console.capture() as capture:
-            self._console.print(Text(text, style=style), end="", soft_wrap=True)
-        return capture.get().encode()
-
-    def _queue(self, data: bytes, rank: int | None) -> None:
-        self.pending += data
-        before = 0
-        if self._owners and self._owners[-1][0] == rank:
-            _, before = self._owners.pop()
-        self._owners.append((rank, before + len(data)))
-
-    def _disown(self, nbytes: int) -> None:
-        while nbytes:
-            rank, owned = self._owners.popleft()
-            if owned > nbytes:
-                self._owners.appendleft((rank, owned - nbytes))
-            nbytes -= min(owned, nbytes)
 
 
 class RankOutput:
@@ -176,6 +61,11 @@ class RankOutput:
         self._log = log
         self._last_line = 0
         self._splitter = LineSplitter()
+        self._fold: InterruptFold | None = None
+
+    def fold_interrupts(self) -> None:
+        """Show what Python prints of an interrupt as one line, from now on."""
+        self._fold = self._fold or InterruptFold()
 
     def read(self) -> int | None:
         """Take what the pipe holds; return how much, 0 at its end, None if there is nothing now."""
@@ -191,11 +81,16 @@ class RankOutput:
     def finish(self) -> None:
         """Pass on an unfinished last line, and close."""
         self._put(self._splitter.finish())
+        if self._fold is not None:
+            self._show(self._fold.finish())
         self.pipe.close()
 
     def _put(self, lines: list[bytes]) -> None:
         texts = [line.decode("utf-8", "replace") for line in lines]
         self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
+        self._show(texts if self._fold is None else self._fold.feed(texts))
+
+    def _show(self, texts: list[str]) -> None:
         self.sink.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts), self.rank)
         if texts:
             self._last_line = self.sink.lines
@@ -212,6 +107,7 @@ class Output:
     Args:
         selector: Where to register; its owner calls ``key.data()`` for each event.
         has_prefix: Whether lines begin with ``[rank N]``.
+        has_status: Whether a terminal gets a status line; not if a rank uses it too.
         log_dir: Where to write each rank's bytes, unchanged, as ``rank_N.log``.
     """
 
@@ -220,10 +116,12 @@ class Output:
         selector: selectors.BaseSelector,
         *,
         has_prefix: bool = True,
+        has_status: bool = True,
         log_dir: Path | None = None,
     ) -> None:
         self._selector = selector
         self._has_prefix = has_prefix
+        self._has_status = has_status
         self._log_dir = log_dir
         self._logs = LogFolder(log_dir) if log_dir is not None else None
         self._stdout = Sink(sys.stdout, 1)
@@ -250,6 +148,16 @@ class Output:
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, stream))
         self._errors[rank] = stream
 
+    def fold_interrupts(self) -> None:
+        """Show what ranks print of an interrupt as one line each: they are about to get one."""
+        for stream in self._errors.values():
+            stream.fold_interrupts()
+
+    def detach(self, rank: int) -> None:
+        """Take what the pipes of a rank that has ended still hold, and end their reading."""
+        for stream in [stream for stream in self._streams if stream.rank == rank]:
+            self._take_rest_of(stream)
+
     def say(self, text: str, style: str = "bold") -> None:
         """Write a line of the launcher itself to stderr."""
         self._stderr.put(self._stderr.render(f"rankwire: {text}", style) + b"\n")
@@ -262,7 +170,8 @@ class Output:
 
     def show_status(self, text: str) -> None:
         """Show a line below all others, if stderr is a terminal that keeps up; "" removes it."""
-        if self._stderr.is_terminal and (not text or not self._stderr.pending):
+        is_shown = self._has_status and self._stderr.is_terminal
+        if is_shown and (not text or not self._stderr.pending):
             self._stderr.show_status(text)
             self._balance(self._stderr)
 
@@ -291,11 +200,14 @@ class Output:
         open for ever.
         """
         for stream in list(self._streams):
-            # At most what a pipe can be enlarged to without privileges.
-            for _ in range(16):
-                if not stream.read():
-                    break
-            self._end(stream)
+            self._take_rest_of(stream)
+
+    def _take_rest_of(self, stream: RankOutput) -> None:
+        # At most what a pipe can be enlarged to without privileges.
+        for _ in range(16):
+            if not stream.read():
+                break
+        self._end(stream)
 
     @property
     def stdout_trouble(self) -> OSError | None:

@@ -41,9 +41,13 @@ class Parts:
         here = {node for node, part in self.remote.items() if part.count}
         return [node for node in range(1, self.nodes) if node not in here]
 
+    def part_of(self, rank: int) -> LocalRanks | RemoteRanks:
+        """Return the part that a rank belongs to."""
+        return next(part for part in self if rank in part.ranks)
+
     def errors_of(self, rank: int) -> list[str]:
         """Return the last lines that a rank wrote to stderr."""
-        return next(part for part in self if rank in part.ranks).errors_of(rank)
+        return self.part_of(rank).errors_of(rank)
 
     def where(self, rank: int) -> str:
         """Return on which host a rank is, for the end of a sentence; nothing if there is one."""

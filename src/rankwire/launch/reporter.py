@@ -6,10 +6,12 @@ It is asked by the job and decides nothing.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.launch.attempt import Attempt
+from rankwire.launch.child import Ending
 from rankwire.launch.output import Output
 from rankwire.launch.parts import Parts
 from rankwire.launch.status_line import Counts, describe
@@ -18,6 +20,7 @@ from rankwire.launch.summary import Failure, first_failure, list_ranks
 STATUS_EVERY = 0.25
 # Nothing is said about a job that is over at once.
 _STATUS_AFTER = 1.0
+_WARNING = "bold yellow"
 
 
 class Reporter:
@@ -85,8 +88,13 @@ class Reporter:
             first = first_failure(failures)
             reason = f" ({first.reason})" if first.reason else ""
             where = self._parts.where(first.rank)
-            gist = f"rank {first.rank} failed first: {first.ending}{reason}{where}"
-            self._output.say(gist, "bold red")
+            chain = attempt.hold_up(failures)
+            if len(chain) > 1:
+                gist = self._blame_who_held_up(attempt, chain)
+                text = f"rank {first.rank} gave up first: {first.ending}{reason}{where}"
+            else:
+                gist = text = f"rank {first.rank} failed first: {first.ending}{reason}{where}"
+            self._output.say(text, "bold red")
             self._quote(first)
             others = [f"rank {f.rank} ({f.ending})" for f in failures if f.rank != first.rank]
             if others:
@@ -98,6 +106,43 @@ class Reporter:
             if ranks:
                 self._output.say(f"{word}: {list_ranks(ranks)}")
         return gist
+
+    def _blame_who_held_up(self, attempt: Attempt, chain: list[int]) -> str:
+        """Say which rank was waited for in vain, and where it was; return that in one line.
+
+        Args:
+            attempt: The one that failed.
+            chain: Who waited for whom; the last one has held up the others.
+        """
+        culprit = chain[-1]
+        waited = ", ".join(f"rank {a} waited for rank {b}" for a, b in pairwise(chain))
+        gist = f"rank {culprit} held up the others: {waited}{self._parts.where(culprit)}"
+        doing = attempt.doing.get(culprit)
+        if doing is None:
+            silent = "it did not say where it is: it has ended, is stopped, or busy in native code"
+            self._output.say(f"{gist}; {silent}", "bold red")
+        elif not doing.stacks:
+            self._output.say(f"{gist}; none of its threads is in your program", "bold red")
+        else:
+            self._output.say(f"{gist}; it was here:", "bold red")
+            self._output.quote(doing.stacks.splitlines())
+        return gist
+
+    def announce_rank_restart(self, rank: int, ending: Ending, when: str) -> None:
+        """Say that one rank alone is started again.
+
+        Args:
+            rank: Which.
+            ending: How its process ended.
+            when: When, and the how-manieth time it is, in words.
+        """
+        where = self._parts.where(rank)
+        self._output.say(f"rank {rank} failed ({ending}){where}: it starts again {when}", _WARNING)
+
+    def announce_loss(self, rank: int, ending: Ending) -> None:
+        """Say that a rank has failed and the others go on."""
+        where = self._parts.where(rank)
+        self._output.say(f"rank {rank} failed ({ending}){where}: the others go on", _WARNING)
 
     def announce_restart(self, attempt: Attempt, count: str) -> None:
         """Say that all ranks are started again, and because of what.

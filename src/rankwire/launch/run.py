@@ -27,6 +27,7 @@ from rankwire.launch.loop import STOPPING, Loop
 from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
+from rankwire.launch.restarts import DEFAULT_MAX_RESTARTS, OnFailure
 from rankwire.launch.signals import collected_signals
 from rankwire.launch.strays import Strays
 from rankwire.links.security import Policy, choose_policy, files_of
@@ -54,15 +55,18 @@ def run(
     secret_file: Path | None = None,
     tls_dir: Path | None = None,
     restarts: int = 0,
+    on_failure: OnFailure = OnFailure.STOP,
+    max_restarts: int = DEFAULT_MAX_RESTARTS,
+    debugged: int | None = None,
     grace: float = DEFAULT_GRACE,
     has_prefix: bool = True,
     log_dir: Path | None = None,
 ) -> int:
     """Start ``ranks`` processes of one Python program, wait for them, and return the exit code.
 
-    That is 0 if all ranks ended well, else the code of the rank that failed first (128 + the signal
-    that killed it), or 128 + the signal that stopped the launcher; on all hosts the same. Main
-    thread only.
+    That is 0 if all ranks ended well (of one that was started anew, its last process), else the
+    code of the rank that failed first (128 + the signal that killed it), or 128 + the signal that
+    stopped the launcher; on all hosts the same. Main thread only.
 
     Args:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
@@ -73,6 +77,10 @@ def run(
         secret_file: A file with the job's secret, the same on all hosts; None makes one up.
         tls_dir: A folder with the certificates of the launcher and of this host's ranks.
         restarts: How many times the whole world is started anew after a failure.
+        on_failure: What becomes of the others when a rank fails: they are stopped, go on without
+            it, or go on while it alone is started anew.
+        max_restarts: How many times each rank alone may be started anew.
+        debugged: The rank that gets this launcher's terminal, to be debugged in it.
         grace: Seconds between the request to stop and SIGKILL.
         has_prefix: Whether to begin each line with its rank.
         log_dir: Where to write each rank's output as ``rank_N.log`` too.
@@ -85,6 +93,13 @@ def run(
     if not 0 <= grace < math.inf:
         raise ConfigurationError(f"the grace is 0 or more seconds, not {grace!r}")
     _check_nodes(nodes, node, master, secret_file)
+    if restarts and on_failure is not OnFailure.STOP:
+        raise ConfigurationError(
+            f"--restarts starts all ranks again when one fails, --on-failure {on_failure} lets the"
+            " others go on: choose one of the two"
+        )
+    if debugged is not None and nodes == 1 and not 0 <= debugged < ranks:
+        raise ConfigurationError(f"--debug-rank {debugged}: there are ranks 0 to {ranks - 1}")
     secret = _secret(secret_file)
     policy = _policy(master or _LOOPBACKS[0], tls_dir)
     if tls_dir is not None:
@@ -94,7 +109,9 @@ def run(
     with contextlib.ExitStack() as stack:
         # poll, not epoll: the launcher's own output may be a regular file.
         selector = stack.enter_context(selectors.PollSelector())
-        output = Output(selector, has_prefix=has_prefix, log_dir=log_dir)
+        output = Output(
+            selector, has_prefix=has_prefix, has_status=debugged is None, log_dir=log_dir
+        )
         stack.callback(output.close)
         stack.enter_context(_runtime_folder(output))
         signals = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
@@ -111,6 +128,7 @@ def run(
             reaper=reaper,
             strays=strays,
             tls_dir=tls_dir,
+            debugged=debugged,
         )
         stack.callback(local.close)
         if node > 0:
@@ -132,6 +150,8 @@ def run(
             policy=policy,
             nodes=nodes,
             restarts=restarts,
+            on_failure=on_failure,
+            max_restarts=max_restarts,
             grace=grace,
         )
         stack.callback(job.close)

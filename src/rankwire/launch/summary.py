@@ -4,13 +4,14 @@ The order in which processes end is not the order in which they failed. A rank t
 the world first, while the exception passes its ``with`` block; its peers lose it at that moment and
 may be gone before its interpreter is. So what the ranks themselves told the coordinator counts: who
 fell by an error of its own, and who because of whom. Of a rank that told nothing, such as one that
-never joined, the text of its traceback is looked at.
+never joined, the text of its traceback is looked at. A rank whose time was up fell by itself, but
+is not to blame: the one that it waited for is, or the one that this one waited for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankwire.backends.tracebacks import folded
@@ -101,6 +102,19 @@ def in_order_of_loss(failures: Sequence[Failure], lost: Sequence[int]) -> list[F
     """
     place = {rank: index for index, rank in enumerate(lost)}
     return sorted(failures, key=lambda failure: place.get(failure.rank, len(place)))
+
+
+def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return a rank, one that it waited for, one that this one waited for, and so on.
+
+    Of several, one is followed of which nothing is known but that it was waited for: those who
+    wait themselves hold nobody up by their own doing. It ends there, or where ranks wait for each
+    other in a circle.
+    """
+    found = [rank]
+    while others := [other for other in waits.get(found[-1], ()) if other not in found]:
+        found.append(next((other for other in others if not waits.get(other)), others[0]))
+    return found
 
 
 def excerpt(errors: Sequence[str]) -> list[str]:

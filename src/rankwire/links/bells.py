@@ -69,6 +69,8 @@ class PollBell:
             return False
         limit = spin.now() + spin.budget
         while not poller.poll(0):
+            if spin.yields:
+                os.sched_yield()
             if spin.now() >= limit:
                 spin.wasted()
                 return False

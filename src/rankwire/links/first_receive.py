@@ -6,7 +6,8 @@ If a second one has come by then, that is put back to the head of its queue.
 
 Who waits reads the connections that nobody else reads, and sleeps at all of them at once. In each
 inbox it hangs a bell among the threads that are parked there: so it hears of a message that
-another thread has read, of a connection that has come, and when a reading role is left.
+another thread has read, of a connection that has come, and when a reading role is left. A rank
+that was gone and is back has another inbox, and is asked there.
 
 Locks: ``_lock`` guards the choice alone; nothing is done under it.
 """
@@ -39,6 +40,8 @@ class FirstReceive:
         envelope: The one it must have.
         nbytes: The size it must have, if that is fixed.
         new_bell: Makes what the thread sleeps by.
+        successor_of: Returns the inbox in the place of one that has ended; the same if its rank is
+            not back.
     """
 
     def __init__(
@@ -47,10 +50,14 @@ class FirstReceive:
         envelope: Envelope,
         nbytes: int | None,
         new_bell: Callable[[], Bell],
+        successor_of: Callable[[Inbox], Inbox] = lambda inbox: inbox,
     ) -> None:
         receives = (Receive(envelope, self._came, nbytes=nbytes) for _ in inboxes)
         self._receives = list(zip(inboxes, receives, strict=True))
+        self._envelope = envelope
+        self._nbytes = nbytes
         self._new_bell = new_bell
+        self._successor_of = successor_of
         self._lock = threading.Lock()
         self._first: Receive | None = None
         self._is_posted = False
@@ -88,6 +95,7 @@ class FirstReceive:
         """
         self.post()
         while not self._has_come():
+            self._ask_successors()
             if all(receive.done for _, receive in self._receives):
                 raise self._why_nobody()
             self._read(len(self._receives))
@@ -111,6 +119,15 @@ class FirstReceive:
             if self._first is not None:
                 break
             inbox.read_available()
+
+    def _ask_successors(self) -> None:
+        """Ask ranks that are back, in their new inboxes."""
+        for number, (inbox, receive) in enumerate(self._receives):
+            if receive.error is None or (successor := self._successor_of(inbox)) is inbox:
+                continue
+            receive = Receive(self._envelope, self._came, nbytes=self._nbytes)
+            self._receives[number] = successor, receive
+            successor.post(receive)
 
     def _has_come(self) -> bool:
         """Whether it has come, also if a thread was interrupted before it could say so."""

@@ -54,6 +54,11 @@ class Inbox(SharedMailbox):
         connection: Where they come from, if it is known yet.
         fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
 
+    Attributes:
+        on_unread: Called, without locks, when a thread has left the reading role to nobody while a
+            receive is attended to.
+        is_armed: Whether a poller says when there is something to read; set by its owner.
+
     Size: as for its module.
     """
 
@@ -71,6 +76,9 @@ class Inbox(SharedMailbox):
         self.connection = connection
         if connection is not None:
             connection.place_by(self._find_place)
+        self.on_unread: Callable[[Inbox], None] | None = None
+        self.is_armed = False
+        self._attended: deque[Envelope] = deque()
         self.turns = 0  # how often the reading role was taken: does not change while nobody reads
 
     def attach(self, connection: Connection) -> bool:
@@ -265,6 +273,26 @@ class Inbox(SharedMailbox):
 
     # -- the reading role --------------------------------------------------------------------------
 
+    def attend_to(self, receive: Receive) -> None:
+        """Have ``on_unread`` called by whoever leaves the reading role, until a receive is done.
+
+        Before the look whether anybody reads: a reader leaves first, and looks for this second.
+        """
+        with self._mutex:
+            self._attended.append(receive.envelope)
+            if len(self._attended) > 2 * len(self.wanted_by) + 8:  # most of them are done
+                self._attended = deque(e for e in self._attended if e in self.wanted_by)
+
+    def _say_unread(self) -> None:
+        """Say that nobody reads any more, if a receive that is attended to is not done."""
+        with self._mutex:
+            attended = self._attended
+            while attended and attended[0] not in self.wanted_by:
+                attended.popleft()
+            is_unread = bool(attended) and self._reader is None
+        if is_unread and self.on_unread is not None:
+            self.on_unread(self)
+
     def _take_role(self, token: object) -> bool:
         with self._mutex:
             if self._reader is not None or self.connection is None or self._mailbox.failure:
@@ -307,8 +335,11 @@ class Inbox(SharedMailbox):
             with self._mutex:
                 self._pass_role(token)
         # Other replies may come that no thread waits for, and a poller does not see rings.
-        if self._fetch and self.wanted_by and connection.stream.look_away():
-            self.read_quietly()
+        if self._fetch and self.wanted_by:
+            if connection.stream.look_away():
+                self.read_quietly()
+            if self._attended:
+                self._say_unread()
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if self.due:
             self.call_back_due()
@@ -326,6 +357,8 @@ class Inbox(SharedMailbox):
                 self._ended(error)
             with self._mutex:
                 self._pass_role(token)
+            if self._attended:
+                self._say_unread()
         except BaseException:
             try:
                 self._recover(token)

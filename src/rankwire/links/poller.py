@@ -108,7 +108,7 @@ class EpollPoller:
         elif spin.budget <= 0.0:
             spin.skipped()
         else:
-            waiting, now = self._waiting, spin.now
+            waiting, now, yields = self._waiting, spin.now, spin.yields
             limit = now() + spin.budget
             ring = self._ring  # another thread may take it away
             words = None if ring is None else ring.words
@@ -116,6 +116,8 @@ class EpollPoller:
                 words[AWAKE] = 1
             while True:
                 self._looks += 1
+                if yields:
+                    os.sched_yield()
                 number = self._last
                 if number < 0 or not self._looks % _LOOKS_AT_ALL:
                     if ready := self._epoll.poll(0, 1):

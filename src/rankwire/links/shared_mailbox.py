@@ -130,6 +130,11 @@ class SharedMailbox:
         """Whether a message of this envelope was read and not taken."""
         return envelope in self._mailbox.arrived
 
+    def unreceived(self) -> dict[Envelope, int]:
+        """Return how many messages of each envelope were read and not taken."""
+        with self._mutex:
+            return {key: len(messages) for key, messages in self._mailbox.arrived.items()}
+
     def tags_wanted(self) -> list[int]:
         """Return the tags of the receives that wait."""
         with self._mutex:

@@ -3,7 +3,8 @@
 Waking a sleeping thread costs 30-60 us, a poll of the socket 1 us (a blocking round trip against a
 polling one), so a reader polls for a short while first. That pays only if the answer comes soon and
 a core is free: the budget is halved whenever it was spent for nothing, down to none, restored as
-soon as polling finds data, and tried anew now and then.
+soon as polling finds data, and tried anew now and then. Where ranks share cores, a reader yields
+between two looks, so that the one it waits for can run.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ class Spin:
     Args:
         most: The full one.
         clock: By which it is spent.
+        yields: Whether ranks share cores.
 
     Attributes:
         budget: How long to look now. Whoever finds something sets it to ``most`` again.
         most: The full one.
+        yields: Whether to let others run between two looks.
         now: The clock's.
     """
 
-    __slots__ = ("_skips", "_waiting", "budget", "most", "now")
+    __slots__ = ("_skips", "_waiting", "budget", "most", "now", "yields")
 
-    def __init__(self, most: float, clock: Clock) -> None:
+    def __init__(self, most: float, clock: Clock, *, yields: bool = False) -> None:
         self.most = most
+        self.yields = yields
         self.now = clock.now
         self._skips = 0
         self._waiting = bytearray(4)
@@ -58,10 +62,12 @@ class Spin:
         if self.budget <= 0.0:
             self.skipped()
             return False
-        waiting, now = self._waiting, self.now
+        waiting, now, yields = self._waiting, self.now, self.yields
         limit = now() + self.budget
         try:
             while True:
+                if yields:
+                    os.sched_yield()
                 ioctl(descriptor, FIONREAD, waiting)
                 if waiting != NOTHING_TO_READ:
                     self.budget = self.most
@@ -79,12 +85,14 @@ class Spin:
             self.skipped()
             return False
         waiting, words, looks = self._waiting, ring.words, 0
-        now = self.now
+        now, yields = self.now, self.yields
         limit = now() + self.budget
         words[AWAKE] = 1
         try:
             while words[WRITTEN] == words[READ]:
                 looks += 1
+                if yields:
+                    os.sched_yield()
                 if not looks % _LOOKS_AT_SOCKET:
                     ioctl(descriptor, FIONREAD, waiting)
                     if waiting != NOTHING_TO_READ:
@@ -109,12 +117,9 @@ class Spin:
             self.budget = self.most
 
 
-def default_spin(ranks_on_this_host: int) -> float:
-    """Return the budget for a host: none when its ranks have to share cores.
-
-    Polling would then take the peer's core.
-    """
+def share_cores(ranks_on_this_host: int) -> bool:
+    """Whether so many ranks have to share cores: polling would then take the peer's core."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return DEFAULT_SPIN if ranks_on_this_host <= cores else 0.0
+    return ranks_on_this_host > cores

@@ -28,6 +28,8 @@ MAX_MEMBER_NBYTES = 256 << 10
 _NBYTES_PER_MEMBER = 1024
 # Of ranks that missed a beat. Who sees so many silent sees no more in a longer list.
 MAX_SILENT = 4096
+# Of ranks that one waited for when its time was up: one of them is enough to look into.
+MAX_WAITED_FOR = 64
 
 
 def max_coordinator_nbytes(world_size: int) -> int:
@@ -50,6 +52,8 @@ class Member(msgspec.Struct, frozen=True):
         port: Its TCP port there.
         unix_path: Its socket file, or an empty string.
         host_id: Equal for two ranks that can reach each other's socket files.
+        incarnation: How many times it was started anew alone. The coordinator says so, whatever
+            the rank does.
     """
 
     rank: int
@@ -58,6 +62,7 @@ class Member(msgspec.Struct, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     unix_path: Annotated[str, _meta(107)]
     host_id: Annotated[str, _meta(255)]
+    incarnation: int = 0
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -111,6 +116,7 @@ class World(msgspec.Struct, frozen=True, tag="world"):
         patience: The shortest that any of them asked for.
         coordinator: The rank that coordinates, or -1 if that is the launcher.
         keys: Those of the receiving rank with every other, wrapped for it (``wire.keys``).
+        late: The ranks that were started anew and have joined since the world formed.
     """
 
     epoch: int
@@ -118,6 +124,7 @@ class World(msgspec.Struct, frozen=True, tag="world"):
     patience: Patience = DEFAULT_PATIENCE
     coordinator: int = 0
     keys: bytes = b""
+    late: list[int] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -160,12 +167,15 @@ class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
         traceback: Its traceback.
         cause: The rank because of whose failure it falls; None for a reason of its own.
         exit_code: What its process exits with, if nothing else happens.
+        waited_for: The ranks that it waited for when its time was up, if that is the reason; at
+            most ``MAX_WAITED_FOR``.
     """
 
     reason: str
     traceback: str
     cause: int | None = None
     exit_code: int = 1
+    waited_for: list[int] = []
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
@@ -179,6 +189,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
         traceback: Of the error that it fell by, if it said so.
         cause: The rank because of whose failure it fell, if it said so.
         exit_code: What it said that its process exits with; None if it did not say so.
+        waited_for: The ranks that it waited for when its time was up, if it said so.
     """
 
     rank: int
@@ -188,6 +199,42 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     traceback: str = ""
     cause: int | None = None
     exit_code: int | None = None
+    waited_for: list[int] = []
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """Coordinator to members: a rank that was gone was started anew, and is here.
+
+    Attributes:
+        member: Where it is now.
+        key: That of the receiving rank with it, wrapped for the receiving rank.
+    """
+
+    member: Member
+    key: bytes = b""
+
+
+class Known(msgspec.Struct, frozen=True, tag="known"):
+    """Member to coordinator: I know of the rank that was started anew."""
+
+    rank: int
+    incarnation: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Coordinator to a member: others have waited for you in vain; what are you doing?"""
+
+
+class Doing(msgspec.Struct, frozen=True, tag="doing"):
+    """Member to coordinator: this is what I do.
+
+    Attributes:
+        stacks: Where its threads are in the user's program.
+        waits_for: The ranks that it waits for itself; at most ``MAX_WAITED_FOR``.
+    """
+
+    stacks: str
+    waits_for: list[int] = []
 
 
 def gone_by(rank: int, fallen: Fallen) -> Gone:
@@ -195,7 +242,20 @@ def gone_by(rank: int, fallen: Fallen) -> Gone:
     return Gone(rank, **asdict(fallen))
 
 
-Message = Join | Waiting | World | Failed | Beat | Suspected | Fallen | Gone
+Message = (
+    Join
+    | Waiting
+    | World
+    | Failed
+    | Beat
+    | Suspected
+    | Fallen
+    | Gone
+    | Joined
+    | Known
+    | Ask
+    | Doing
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -223,7 +283,15 @@ def _harmless(message: Message) -> Message:
     """Return the message with texts that may be printed, and not too many silent ranks."""
     match message:
         case Fallen(reason, traceback) | Gone(reason=reason, traceback=traceback):
-            return replace(message, reason=one_line(reason), traceback=printable(traceback))
+            return replace(
+                message,
+                reason=one_line(reason),
+                traceback=printable(traceback),
+                waited_for=message.waited_for[:MAX_WAITED_FOR],
+            )
+        case Doing(stacks):
+            waits_for = message.waits_for[:MAX_WAITED_FOR]
+            return replace(message, stacks=printable(stacks), waits_for=waits_for)
         case Failed(reason):
             return replace(message, reason=one_line(reason, 8 * MAX_REASON))
         case Beat(silent) if len(silent) > MAX_SILENT:

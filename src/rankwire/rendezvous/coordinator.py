@@ -4,7 +4,8 @@ It runs in rank 0, or in the launcher: then rank 0 is a rank like any other. Sta
 downwards::
 
     FORMING   ranks join in any order; one that hangs up frees its place        -> FORMED, FAILED
-    FORMED    every rank has the list; an end of a control connection is a death -> CLOSED
+    FORMED    every rank has the list; an end of a control connection is a death;
+              a rank that was started anew may come back (``returning``)         -> CLOSED
     FAILED    the deadline passed; everyone present was told who is missing      -> CLOSED
     CLOSED
 
@@ -16,12 +17,13 @@ is in ``rights``; who says anything else is given up.
 
 All methods but ``wait_formed`` and ``close`` run on the acceptor's thread. One lock guards the
 state because ``wait_formed`` looks at it.
+
+Size: as for its class.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
@@ -31,7 +33,13 @@ from typing import NamedTuple
 import msgspec
 
 from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import ChannelClosedError, ProtocolError, RankwireError, RendezvousError
+from rankwire.errors import (
+    ChannelClosedError,
+    PeerLostError,
+    ProtocolError,
+    RankwireError,
+    RendezvousError,
+)
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import AnySocket, TcpAddress, expect_prompt_reading
@@ -39,11 +47,14 @@ from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     MAX_MEMBER_NBYTES,
+    Ask,
     Beat,
+    Doing,
     Failed,
     Fallen,
     Gone,
     Join,
+    Known,
     Member,
     Message,
     Patience,
@@ -53,13 +64,14 @@ from rankwire.rendezvous.control_messages import (
     gone_by,
     unpack,
 )
+from rankwire.rendezvous.formed_world import FormedWorld
 from rankwire.rendezvous.heartbeat import Silence
 from rankwire.rendezvous.reachability import Reachability
+from rankwire.rendezvous.returning import Returning
 from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.roster import Roster
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
-from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_keys, wrap
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
 
@@ -88,12 +100,16 @@ class Told(NamedTuple):
         on_suspected: That a rank has become silent, or is heard again.
         on_hopeless: Once, with the reason, that ranks which wait were told that another will never
             come.
+        on_joined: That a rank which was started anew is back, as soon as others are told.
+        on_doing: What a rank does for which others have waited in vain, and for whom it waits.
     """
 
     on_formed: Callable[[World], None] = lambda world: None
     on_gone: Callable[[Gone], None] = lambda gone: None
     on_suspected: Callable[[Suspected], None] = lambda suspected: None
     on_hopeless: Callable[[str], None] = lambda reason: None
+    on_joined: Callable[[Member], None] = lambda member: None
+    on_doing: Callable[[int, Doing], None] = lambda rank, doing: None
 
 
 class Coordinator:
@@ -104,8 +120,11 @@ class Coordinator:
         world_size: How many ranks to wait for.
         acceptor: Reads the control connections.
         key_of: Returns the key of a rank, by which it has joined.
+        incarnation_of: Returns how many times a rank was started anew alone.
         patience: How long a rank may be silent; ranks that join may ask for less.
         told: Who is told of what happens.
+
+    Size: all of it is one protocol on one set of connections, and their state.
     """
 
     def __init__(
@@ -115,12 +134,14 @@ class Coordinator:
         acceptor: Acceptor,
         *,
         key_of: Callable[[int], bytes],
+        incarnation_of: Callable[[int], int] = lambda rank: 0,
         patience: Patience = DEFAULT_PATIENCE,
         told: Told,
     ) -> None:
         self._me = me
         self._acceptor = acceptor
         self._key_of = key_of
+        self._incarnation_of = incarnation_of
         self._patience = patience
         self._told = told
         self._is_hopeless = False
@@ -131,6 +152,9 @@ class Coordinator:
         self._silence = Silence(patience, (), self._acceptor.clock.now())
         self._given_up: set[int] = set()
         self._fallen: set[int] = set()  # these have said so
+        self._asked: dict[int, bool] = {}  # what they do, each once; whether they have said it
+        self._world: FormedWorld | None = None
+        self._returning = Returning()
         self._state = _State.FORMING
         self._changed = threading.Condition()
 
@@ -150,7 +174,8 @@ class Coordinator:
                 text = "a second process says that it is rank %d; process %s was first"
                 _log.warning(text, hello.rank, first)
             return Status.DUPLICATE_RANK, holder.pid if holder else 0
-        if self._state is not _State.FORMING:
+        is_back = self._state is _State.FORMED and self._returning.is_expected(hello.rank)
+        if self._state is not _State.FORMING and not is_back:
             return Status.NOT_EXPECTED, 0
         return Status.WELCOME, 0
 
@@ -162,6 +187,8 @@ class Coordinator:
             sock, peer=rank, max_nbytes=MAX_MEMBER_NBYTES, clock=clock, seals=seals
         )
         self._controls[rank] = connection
+        if self._state is _State.FORMED:
+            self._returning.enter(rank)
         self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
     def wait_formed(self, deadline: Deadline) -> None:
@@ -215,11 +242,21 @@ class Coordinator:
                 case Join():
                     self._joining.add(rank)
                     self._reachability.check(self._controls[rank], message)
+                case Known():
+                    self._returning.know(rank, message.rank, message.incarnation)
+                    self._welcome_back()
+                case Doing():
+                    self._asked[rank] = True
+                    self._told.on_doing(rank, message)
+                    self._ask_what_they_do(message.waits_for)
                 case Fallen():
                     self._fallen.add(rank)
+                    self._ask_what_they_do(message.waited_for)
                     gone = gone_by(rank, message)
                     if gone.cause not in range(self._roster.world_size):
                         gone = msgspec.structs.replace(gone, cause=None)
+                    ranks = [other for other in gone.waited_for if other in self._roster.members]
+                    gone = msgspec.structs.replace(gone, waited_for=ranks)
                     self._lose(gone)
                     return
                 case Gone():
@@ -230,11 +267,16 @@ class Coordinator:
         return Standing(
             rank,
             has_joined=rank in self._joining,
-            is_formed=self._state is _State.FORMED,
+            is_formed=self._is_member(rank),
             coordinator=self._roster.coordinator,
             was_absent=self._silence.was_absent(self._acceptor.clock.now()),
             has_fallen=rank in self._fallen,
+            was_asked=self._asked.get(rank) is False,
         )
+
+    def _is_member(self, rank: int) -> bool:
+        """Whether a rank that is connected is in the world: it has formed, and it knows it."""
+        return self._state is _State.FORMED and not self._returning.is_under_way(rank)
 
     def _answered(self, connection: Connection, join: Join, trouble: str) -> None:
         """Let a rank in if others can connect to it."""
@@ -249,6 +291,12 @@ class Coordinator:
         tell(connection, Failed(f"{reason}; {advice}", []))
 
     def _join(self, member: Member, patience: Patience) -> None:
+        incarnation = self._incarnation_of(member.rank)
+        member = msgspec.structs.replace(member, incarnation=incarnation)
+        if self._returning.is_under_way(member.rank):
+            self._returning.queue(member)
+            self._welcome_back()
+            return
         with self._changed:
             if self._state is not _State.FORMING:
                 return
@@ -262,24 +310,66 @@ class Coordinator:
 
     def _form(self) -> None:
         members = [member for _, member in sorted(self._roster.members.items())]
-        world = World(secrets.randbits(32) or 1, members, self._patience, self._roster.coordinator)
-        world_key = secrets.token_bytes(KEY_NBYTES)
-
-        def as_told_to(rank: int) -> World:
-            """Add the keys of a rank with every other, in a form that only it can read."""
-            keys = pair_keys(world_key, rank, len(members))
-            wrapped = wrap(self._key_of(rank), keys, secrets.token_bytes(SALT_NBYTES))
-            return msgspec.structs.replace(world, keys=wrapped)
-
-        self._told.on_formed(world if self._me is None else as_told_to(self._me.rank))
+        coordinator = self._roster.coordinator
+        self._world = world = FormedWorld(members, self._patience, coordinator, self._key_of)
+        is_launcher = self._me is None
+        self._told.on_formed(world.without_keys if is_launcher else world.as_told_to(coordinator))
         # Told before this rank goes on, so that all are ready together.
         patience = Deadline(_WORLD_PATIENCE, self._acceptor.clock)
         for rank, connection in list(self._controls.items()):
-            tell(connection, as_told_to(rank), patience)
+            tell(connection, world.as_told_to(rank), patience)
         self._silence = Silence(self._patience, self._controls, self._acceptor.clock.now())
         self._acceptor.call_every(self._patience.beat, self._beat)
         self._state = _State.FORMED
         self._changed.notify_all()
+
+    # -- coming back -------------------------------------------------------------------------------
+
+    def expect_again(self, rank: int) -> None:
+        """Hear that a rank's process is gone and another one was started in its place.
+
+        Only after this is a rank let into a world that has formed: while its process lives, no
+        other takes its place.
+        """
+        if (connection := self._controls.get(rank)) is not None:  # a child of its may hold it open
+            self._acceptor.unwatch(connection)
+            self._ended(rank, PeerLostError(rank, "its process has ended"))
+        self._given_up.discard(rank)
+        self._fallen.discard(rank)
+        if self._state is _State.FORMED:
+            self._returning.expect(rank)
+
+    def _welcome_back(self) -> None:
+        """Take those who have come back some steps further, as far as they can go now."""
+        world = self._world
+        assert world is not None
+        while True:
+            knowing = [rank for rank in self._members() if rank not in self._given_up]
+            if (member := self._returning.announce(knowing)) is not None:
+                world.take_back(member)
+                self._told.on_joined(member)
+                for rank, connection in self._members().items():
+                    tell(connection, world.joined_as_told_to(rank, member))
+            if (member := self._returning.complete()) is None:
+                return
+            self._let_in_again(member.rank, world)
+
+    def _let_in_again(self, rank: int, world: FormedWorld) -> None:
+        """Tell a rank the world as it is now, and who of it is gone: it is a member again."""
+        connection = self._controls[rank]
+        patience = Deadline(_WORLD_PATIENCE, self._acceptor.clock)
+        tell(connection, world.as_told_to(rank), patience)
+        for gone in world.gone.values():
+            tell(connection, gone, patience)
+        self._silence.watch(rank, self._acceptor.clock.now())
+
+    def _members(self) -> dict[int, Connection]:
+        """Return the control connections of those who know the world."""
+        return {
+            rank: connection
+            for rank, connection in self._controls.items()
+            if not self._returning.is_under_way(rank)
+        }
 
     # -- afterwards --------------------------------------------------------------------------------
 
@@ -299,6 +389,15 @@ class Coordinator:
         self._silence.forget(gone.rank)
         self._given_up.add(gone.rank)
         self.report(gone)
+        self._returning.excuse(gone.rank)
+        self._welcome_back()
+
+    def _ask_what_they_do(self, ranks: list[int]) -> None:
+        """Ask ranks that others wait for. Before anyone hears of a fall, which would move them."""
+        for rank in ranks:
+            if rank in self._controls and rank not in self._asked and self._is_member(rank):
+                self._asked[rank] = False
+                tell(self._controls[rank], Ask())
 
     def _give_in(self, gone: Gone) -> None:
         """Members have given up this process; they live, though their connections end.
@@ -322,9 +421,14 @@ class Coordinator:
             self._tell_hopeless()
             return
         self._silence.forget(rank)
-        if rank not in self._given_up:
-            orderly = isinstance(error, ChannelClosedError)
+        self._asked.pop(rank, None)
+        is_on_its_way = self._returning.is_under_way(rank)
+        is_unknown = is_on_its_way and not self._returning.fall_back(rank)
+        if rank not in self._given_up and not is_unknown:
+            orderly = isinstance(error, ChannelClosedError) and not is_on_its_way
             self.report(Gone(rank, getattr(error, "reason", error.message), orderly))
+        self._returning.excuse(rank)
+        self._welcome_back()
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of the ranks that missed a beat. Safe from any thread."""
@@ -332,11 +436,13 @@ class Coordinator:
 
     def report(self, gone: Gone) -> None:
         """Tell everyone that a rank is gone."""
+        if self._world is not None:
+            self._world.gone[gone.rank] = gone
         self._told.on_gone(gone)
         self._tell_all(gone)
 
     def _tell_all(self, message: Message) -> None:
-        for connection in list(self._controls.values()):
+        for connection in self._members().values():
             tell(connection, message)
 
     def _tell_failed(self, reason: str, missing: list[int]) -> None:

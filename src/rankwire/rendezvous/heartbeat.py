@@ -45,6 +45,10 @@ class Silence:
         if rank in self._heard:
             self._heard[rank] = now
 
+    def watch(self, rank: int, now: float) -> None:
+        """Listen for one more."""
+        self._heard[rank] = now
+
     def forget(self, rank: int) -> None:
         """A subject is gone."""
         self._heard.pop(rank, None)

@@ -49,12 +49,36 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
         first_rank: The first of yours.
         job: The name of the job, new with each attempt.
         attempt: How many times the ranks were started before.
+        stays: Whether to stay when all yours have ended, because one may be started anew.
     """
 
     world_size: int
     first_rank: int
     job: str
     attempt: int
+    stays: bool = False
+
+
+class Restart(msgspec.Struct, frozen=True, tag="restart"):
+    """From node 0: start one of your ranks anew, which has ended.
+
+    Attributes:
+        rank: Which.
+        incarnation: How many times that was done, this time included.
+    """
+
+    rank: int
+    incarnation: int
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """From node 0: kill one of your ranks, which was given up."""
+
+    rank: int
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """From node 0: no rank is started anew any more; be over when yours have ended."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -126,7 +150,9 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     was_asked: bool = False
 
 
-Message = Here | Start | Ended | Stop | Kill | Over | Asked | Trouble | Finish
+Message = (
+    Here | Start | Restart | End | Release | Ended | Stop | Kill | Over | Asked | Trouble | Finish
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

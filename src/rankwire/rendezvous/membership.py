@@ -14,7 +14,18 @@ from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_channel import tell
-from rankwire.rendezvous.control_messages import Beat, Fallen, Gone, Suspected, World, unpack
+from rankwire.rendezvous.control_messages import (
+    Ask,
+    Beat,
+    Doing,
+    Fallen,
+    Gone,
+    Joined,
+    Known,
+    Suspected,
+    World,
+    unpack,
+)
 from rankwire.rendezvous.heartbeat import Silence
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
@@ -27,6 +38,12 @@ class Audience(Protocol):
 
     def on_gone(self, gone: Gone) -> None:
         """A rank has died or left."""
+
+    def on_joined(self, joined: Joined) -> None:
+        """A rank that was gone was started anew, and will dial and can be dialled from now on."""
+
+    def describe_doing(self) -> Doing:
+        """Return what this process does, for those who wait for it."""
 
     def on_suspected(self, suspected: Suspected) -> None:
         """A rank has become silent, or is heard again."""
@@ -75,6 +92,12 @@ class Membership:
                     self._audience.on_suspected(suspected)
                 case Gone() as gone:
                     self._audience.on_gone(gone)
+                case Joined() as joined:
+                    self._audience.on_joined(joined)
+                    member = joined.member
+                    tell(self._control, Known(member.rank, member.incarnation))
+                case Ask():
+                    tell(self._control, self._audience.describe_doing())
 
     def _beat(self) -> None:
         if self.has_ended:

@@ -16,11 +16,15 @@ from typing import Any, NamedTuple
 
 from rankwire.rendezvous.control_messages import (
     SHORTEST_FAIL_AFTER,
+    Ask,
     Beat,
+    Doing,
     Failed,
     Fallen,
     Gone,
     Join,
+    Joined,
+    Known,
     Message,
     Suspected,
     Waiting,
@@ -34,11 +38,12 @@ class Standing(NamedTuple):
     Attributes:
         rank: The rank that the handshake of its connection has proved.
         has_joined: Whether it has said already where it listens.
-        is_formed: Whether the world has formed.
+        is_formed: Whether it is in a world that has formed; one that comes back to it is not yet.
         coordinator: The coordinator's rank, or -1.
         was_absent: Whether the coordinator did not run lately, for so long that ranks may have
             given it up.
         has_fallen: Whether it has said already that it falls.
+        was_asked: Whether it was asked what it does, and has not said so yet.
     """
 
     rank: int
@@ -47,6 +52,7 @@ class Standing(NamedTuple):
     coordinator: int
     was_absent: bool
     has_fallen: bool
+    was_asked: bool = False
 
 
 def objection(message: Message, by: Standing) -> str:
@@ -81,6 +87,14 @@ def _gone(message: Gone, by: Standing) -> str:
     return "that the coordinator is gone, which is not"
 
 
+def _known(message: Known, by: Standing) -> str:
+    return "" if by.is_formed else "whom it knows, before it is in the world"
+
+
+def _doing(message: Doing, by: Standing) -> str:
+    return "" if by.was_asked else "what it does, unasked"
+
+
 def _never(words: str) -> Callable[[Any, Standing], str]:
     return lambda message, by: words
 
@@ -90,6 +104,10 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
     Beat: _beat,
     Fallen: _fallen,
     Gone: _gone,
+    Known: _known,
+    Doing: _doing,
+    Joined: _never("that a rank is back"),
+    Ask: _never("that it wants to know what the coordinator does"),
     Waiting: _never("who is missing"),
     World: _never("who is in the world"),
     Failed: _never("that the world will not form"),

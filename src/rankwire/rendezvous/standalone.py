@@ -1,21 +1,21 @@
 """A coordinator on its own: for a launcher, so that rank 0 is a rank like any other.
 
 It listens, admits the ranks of one job and nothing else, and coordinates one world after the other:
-when all ranks of one have gone, or are to be started again (``expect``), the next may form. The
-launchers of other hosts are let in too, as ``launchers`` describes. Owns an acceptor's thread.
+when all ranks of one have gone, or are to be started again (``expect``), the next may form. One
+rank alone that was started anew comes back to the world that it was lost to (``expect_again``).
+The launchers of other hosts are let in too, as ``launchers`` describes. Owns an acceptor's thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.security import Policy
 from rankwire.links.sockets import AnySocket, Socket, TcpAddress, listen_tcp, start_listening
-from rankwire.rendezvous.control_messages import Gone, World
+from rankwire.rendezvous.control_messages import Gone, Member, World
 from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.launchers import LAUNCH_JOB, LauncherLink
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
@@ -46,6 +46,8 @@ class CoordinatorHost:
         clock: By which it waits.
         policy: How connections are protected.
         told: Who is told of what happens, on the host's own thread.
+        are_restarted: Whether ranks that are lost are started anew: then a world is kept for them,
+            also if nobody is in it for now.
         nodes: How many launchers the job has, this one included.
         on_launcher: Called there with another node's number and the connection to its launcher,
             which is the callee's from then on.
@@ -61,6 +63,7 @@ class CoordinatorHost:
         clock: Clock,
         policy: Policy,
         told: Told | None = None,
+        are_restarted: bool = False,
         nodes: int = 1,
         on_launcher: Callable[[int, LauncherLink], None] = lambda node, link: link.close(),
     ) -> None:
@@ -69,7 +72,10 @@ class CoordinatorHost:
         self._world_size = world_size
         self._job = job_id(job)
         self._told = told or Told()
+        self._are_restarted = are_restarted
         self._present: set[int] = set()
+        self._lost: set[int] = set()  # to the world that there is
+        self._incarnations: dict[int, int] = {}
         self._secret = secret
         self._absent: dict[int, str] = {}
         self._acceptor = Acceptor(self, clock, key=self._find_key, policy=policy)
@@ -83,8 +89,11 @@ class CoordinatorHost:
             None,
             self._world_size,
             self._acceptor,
-            key_of=partial(rank_key, self._secret),
-            told=self._told._replace(on_formed=self._formed, on_gone=self._gone),
+            key_of=self._key_of,
+            incarnation_of=self._incarnation_of,
+            told=self._told._replace(
+                on_formed=self._formed, on_gone=self._gone, on_joined=self._joined
+            ),
         )
         for rank, reason in self._absent.items():
             coordinator.expect_never(rank, reason)
@@ -92,21 +101,35 @@ class CoordinatorHost:
 
     def _formed(self, world: World) -> None:
         self._present = {member.rank for member in world.members}
+        self._lost = set()
         self._told.on_formed(world)
+
+    def _joined(self, member: Member) -> None:
+        self._present.add(member.rank)
+        self._lost.discard(member.rank)
+        self._told.on_joined(member)
 
     def _gone(self, gone: Gone) -> None:
         if gone.rank < 0:  # the ranks have given up this process: they go on without it
             self.expect()
             return
         self._present.discard(gone.rank)
+        if not gone.orderly:
+            self._lost.add(gone.rank)
         self._told.on_gone(gone)
-        if not self._present:
+        if not self._present and not (self._are_restarted and self._lost):
             self.expect()
 
     def _find_key(self, hello: Hello) -> bytes:
         if hello.purpose is Purpose.LAUNCH:
             return handshake_key(self._secret)
-        return rank_key(self._secret, hello.rank)
+        return self._key_of(hello.rank)
+
+    def _key_of(self, rank: int) -> bytes:
+        return rank_key(self._secret, rank, self._incarnation_of(rank))
+
+    def _incarnation_of(self, rank: int) -> int:
+        return self._incarnations.get(rank, 0)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge who dials: a rank by the coordinator, a launcher by what is known of its node."""
@@ -147,11 +170,24 @@ class CoordinatorHost:
             self._world_size = self._world_size if world_size is None else world_size
             if job is not None:
                 self._job = job_id(job)
-                self._absent = {}
+                self._absent, self._incarnations = {}, {}
             self._coordinator.dissolve()
             self._coordinator = self._new_coordinator()
 
         self._acceptor.call_soon(begin)
+
+    def expect_again(self, rank: int, incarnation: int) -> None:
+        """Hear that a rank's process is gone, and that a new one is being started in its place.
+
+        From now on the rank joins by the key of this incarnation, and by no earlier one. Safe from
+        any thread.
+        """
+
+        def note() -> None:
+            self._incarnations[rank] = incarnation
+            self._coordinator.expect_again(rank)
+
+        self._acceptor.call_soon(note)
 
     def expect_never(self, rank: int, reason: str) -> None:
         """Hear that a rank of this job joins no world any more. Safe from any thread."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwire.rpc.circles import ActiveCall, Key
+from rankwire.stacks import place_awaited, place_of
 
 if TYPE_CHECKING:
     from rankwire.rpc.served_call import ServedCall
@@ -61,8 +62,14 @@ class Accounts:
         elif job.needs_event_loop and (holder := self._event_loop_holder()) is not None:
             needs = [holder]
             doing = f"waits for the event loop, which {self.jobs[holder].name!r} blocks"
+        elif job.deferred is not None:
+            doing = "waits for the future that it returned"
+            made = job.made_for(job.deferred.future)
+            if made is not None:
+                needs = [Key(made.dst, self.rank, made.reply.request_id)]
+                doing += f", of rank {made.dst} {made.name!r}"
         else:
-            doing = "is running"
+            doing = self._describe_running(job)
             if job.outgoing:
                 calls = [f"rank {made.dst} {made.name!r}" for made in list(job.outgoing.values())]
                 doing += f" and has calls in flight: {', '.join(calls[:3])}"
@@ -70,6 +77,16 @@ class Accounts:
                 late = job.unanswered
                 doing += f" after it waited for rank {late.dst} {late.name!r} until its deadline"
         return ActiveCall(job.name, job.depth, job.deadline.waited, doing, tuple(needs), wait)
+
+    def _describe_running(self, job: ServedCall) -> str:
+        """Say where its thread is in the program, or its coroutine."""
+        worker, task = job.worker, job.task
+        place = ""
+        if worker is not None:
+            place = place_of(worker.ident)
+        elif task is not None:
+            place = place_awaited(task.get_coro())
+        return f"is running: it {place}" if place else "is running"
 
     def _running(self) -> list[Key]:
         """Return the calls that have all the places of workers; none if that is not sure."""

@@ -1,41 +1,55 @@
 """RpcAgent: call functions of other ranks by name, and serve them.
 
-This module is what users see: registering, calling, closing. How a call is made is ``caller``, how
-one is served ``server``, what travels ``messages``. The agent knows ``Backend`` and ``CallPort``,
-and no concrete one.
+This module is what users see: serving and closing; registering is ``agent_functions``, calling
+``agent_calls``. How a call is made is ``caller``, how one is served ``server``, what travels
+``messages``. The agent knows ``Backend`` and ``CallPort``, and no concrete one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
-from collections.abc import Callable
 from numbers import Real
-from typing import Any, Self, TypeVar, overload
+from typing import NamedTuple, Self
 
-from rankwire.backends.arguments import check_pickle
+from rankwire.backends.arguments import check_pickle, check_rank
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import IncomingCall
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
-from rankwire.errors import ConfigurationError
+from rankwire.errors import ChannelClosedError, ConfigurationError, PeerLostError, RankwireError
 from rankwire.fork import disown, guard
-from rankwire.rpc.call import serving
+from rankwire.rpc.agent_calls import AgentCalls
+from rankwire.rpc.agent_functions import AgentFunctions
 from rankwire.rpc.caller import Caller
-from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.registry import Registry
+from rankwire.rpc.resolver import Resolve, Resolver
 from rankwire.rpc.room import DEFAULT_QUEUED_NBYTES
 from rankwire.rpc.server import Limits, Server
+from rankwire.rpc.stopping import STOP, Stopping
 from rankwire.shutdown import close_at_exit
 
 MAX_DEPTH = 32
 _EXIT_GRACE = 0.1  # seconds
 _GRACE = 5.0
 
-F = TypeVar("F", bound=Callable[..., Any])
+
+class Activity(NamedTuple):
+    """What an agent has to do with other ranks at one moment.
+
+    Attributes:
+        in_flight: Calls that it has made, and that are not answered yet.
+        in_service: Calls that it is asked to serve, and has not answered yet.
+        steps: Grows by one with every call that it makes, and with every look at this.
+    """
+
+    in_flight: int
+    in_service: int
+    steps: int
 
 
-class RpcAgent:
+class RpcAgent(AgentCalls, AgentFunctions):
     """Registers functions and calls them on any rank. Serves from construction on.
 
     Every method is safe from any thread. A call runs at most once; nothing is retried. Calls from
@@ -56,6 +70,14 @@ class RpcAgent:
             those of ``async def`` functions do not wait for workers, so they do not count.
         max_nested: Calls made by functions being served here that run at once.
         codec: How values travel; register your dataclasses, enums and Structs on it.
+        resolve: Finds functions that are not registered, by a rule of the program's. It is given
+            the name and returns the function, or None if there is none; or it raises
+            ``FunctionNotFoundError(name, reason=...)``, and the caller reads why. Another
+            ``RankwireError`` reaches the caller as ``RemoteError``, and ``OverloadedError`` as it
+            is; whatever else it raises is logged, and the caller gets ``FunctionNotFoundError``.
+            Registered names come first. It is asked at every call, by the thread that polls: it
+            must be quick, and must not call other ranks. Two calls of ``handle_request`` may ask at
+            once. What it finds is let go after the call.
     """
 
     def __init__(
@@ -70,6 +92,7 @@ class RpcAgent:
         max_queued_nbytes: float = DEFAULT_QUEUED_NBYTES,
         max_nested: int = 256,
         codec: Codec | None = None,
+        resolve: Resolve | None = None,
     ) -> None:
         _check_limits(workers, max_in_flight, max_queued, max_queued_nbytes, max_nested)
         self.backend = backend
@@ -81,8 +104,10 @@ class RpcAgent:
         )
         self.codec = codec if codec is not None else Codec()
         check_pickle(backend, self.codec.allows_pickle)
-        self._registry = Registry()
+        self._registry = Registry(None if resolve is None else Resolver(resolve))
         self._closed = False
+        self._stopping = Stopping(backend, lambda: self._closed)
+        self._registry.own[STOP] = self._stopping.tell
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._port = backend.open_calls(service)
         self._server = Server(
@@ -98,8 +123,8 @@ class RpcAgent:
             backend, self._port, self.codec, self._server, max_in_flight=max_in_flight
         )
         self._server.pool.start()
-        guard(self)
-        close_at_exit(self)
+        guard(self, RpcAgent._forsake)
+        close_at_exit(self, RpcAgent._leave_at_exit)
 
     @property
     def rank(self) -> int:
@@ -111,137 +136,77 @@ class RpcAgent:
         """The number of ranks."""
         return self.backend.world_size
 
-    # -- registering -------------------------------------------------------------------------------
+    # -- serving -----------------------------------------------------------------------------------
 
-    @overload
-    def register(
-        self, name: str, function: F, *, replace: bool = False, copy: bool = False
-    ) -> F: ...
-    @overload
-    def register(self, name: F, *, replace: bool = False, copy: bool = False) -> F: ...
-    @overload
-    def register(
-        self, name: str | None = None, *, replace: bool = False, copy: bool = False
-    ) -> Callable[[F], F]: ...
-    def register(
-        self, name: Any = None, function: Any = None, *, replace: bool = False, copy: bool = False
-    ) -> Any:
-        """Let other ranks call a function.
+    def serve(self, *, until_lost: int | None = 0, timeout: float | None = None) -> bool:
+        """Serve, and do nothing else, until it is time to stop.
 
-        Written ``register("add", add)``, ``@agent.register`` or ``@agent.register("add")``.
-
-        A result is sent from where it is: arrays and long byte strings in it are read after the
-        function has returned, until the caller has them. If they change meanwhile, the caller may
-        get some of the old and some of the new. So return what nothing changes any more. An array
-        that goes on changing is returned as ``array.copy()``, made under the lock that guards it.
+        An agent serves from construction on; this waits for the end of that, which is whatever
+        comes first: ``stop`` of any rank; SIGTERM, by which the launcher asks ranks to end (if this
+        is called by the main thread, and the program does not handle it); the end of this agent or
+        its backend; the end of the rank ``until_lost``; or all other ranks have left. Calls are
+        served afterwards too, until ``close``. Ctrl-C raises ``KeyboardInterrupt`` as anywhere.
 
         Args:
-            name: What callers call it; the function's own name if left out.
-            function: The function; it may be an ``async def``.
-            replace: Whether a function of that name is replaced; without it that is an error.
-            copy: Whether the result is copied as soon as the function has returned, before anything
-                is sent. After that nobody's changes reach the caller: enough for an ``async def``
-                whose array changes on the event loop alone, as nothing else runs there between its
-                return and the copy. Not enough where other threads change the array: a lock that
-                the function lets go as it returns does not cover the copy, which takes about
-                a millisecond for 10 MB. There, copy under the lock.
+            until_lost: The rank without which there is nothing to serve for; None if there is no
+                such rank. On that rank itself it means nothing.
+            timeout: Seconds to wait at most; None is for ever.
 
         Returns:
-            The function, or a decorator.
-        """
-        if callable(name):
-            name, function = name.__name__, name
-        if function is None:
-            return lambda target: self.register(
-                name or target.__name__, target, replace=replace, copy=copy
-            )
-        self._registry.add(name, function, replace=replace, copies=copy)
-        return function
-
-    def unregister(self, name: str) -> None:
-        """Let nobody call that function any more; calls that run go on."""
-        self._registry.remove(name)
-
-    def functions(self) -> list[str]:
-        """Return the registered names, sorted."""
-        return self._registry.names()
-
-    def lookup(self, name: str) -> Callable[..., Any] | None:
-        """Return the function registered under a name, or None."""
-        function = self._registry.functions.get(name)
-        return None if function is None else function.target
-
-    # -- calling -----------------------------------------------------------------------------------
-
-    def rpc_sync(
-        self,
-        dst: int,
-        function: str | Callable[..., Any],
-        /,
-        *args: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Call a function of another rank, or of this one, and return its result.
-
-        Args:
-            dst: The rank to call.
-            function: A name registered there, or a function registered here under the same name.
-            *args: Positional arguments. Arrays are sent from where they are, uncopied.
-            timeout: Seconds for all of it; it travels along and bounds the calls that the function
-                makes in turn.
-            **kwargs: Keyword arguments.
+            True, or False if the time passed first; then it can be called again.
 
         Raises:
-            RemoteError: The function raised; type, message and remote traceback are attributes.
-            FunctionNotFoundError: There is no such function.
-            DeadlineExceededError: No result in time; ``may_have_run`` tells whether it may have
-                run.
-            PeerLostError: The peer is gone; the same attribute.
-            CircularCallError: While serving a call: this one and others wait for each other.
-            CallCancelledError: While serving a call: its caller does not want the result any more.
-            OverloadedError: A limit was reached; it did not run.
-            UnsupportedTypeError: An argument cannot be sent.
+            PeerLostError: The rank ``until_lost`` has died. If it has left in good order, this
+                returns.
         """
-        call = serving.get()
-        if call is None:
-            deadline = Deadline(self.timeout if timeout is None else timeout, self._clock)
-        else:
-            deadline = call.deadline_of_nested(Deadline.of(timeout, self.timeout, self._clock))
-        name = function if type(function) is str else self._registry.name_of(function)
-        return self._caller.call(dst, name, deadline, call, args, kwargs)
+        deadline = Deadline(math.inf if timeout is None else timeout, self._clock)
+        try:
+            if until_lost is not None:
+                until_lost = check_rank(until_lost, self.world_size)
+            return self._stopping.wait(deadline, until_lost)
+        except RankwireError as error:
+            raise self.backend.explained(error, "serve", deadline, until_lost) from error.__cause__
 
-    def rpc_async(
-        self,
-        dst: int,
-        function: str | Callable[..., Any],
-        /,
-        *args: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> RpcFuture:
-        """Start a call and return its future.
+    def stop(self, *ranks: int, timeout: float | None = None) -> None:
+        """Have ``serve`` of some ranks return; of all, this one too, if none is given.
 
-        It has ``result``, ``exception``, ``cancel``, ``add_done_callback`` and ``await``. Arguments
-        are encoded, and large ones sent, before this returns: they may be changed afterwards. Wrong
-        arguments raise here; what the network or the callee does ends the future. This waits, until
-        the deadline, while too many calls to that rank are in flight (``max_in_flight``), or too
-        many large ones wait there (``max_queued_nbytes``).
+        It is for good, and counts for a rank that does not serve yet. Returns when all of them know
+        of it; ranks that have left or are lost need not. An agent of the same name that is still to
+        be made there is waited for.
+
+        Args:
+            *ranks: Which ranks.
+            timeout: Seconds for all of it; None is the agent's.
+
+        Raises:
+            DeadlineExceededError: A rank did not answer in time. The others know of it.
         """
-        call = serving.get()
-        if call is None:
-            deadline = Deadline(self.timeout if timeout is None else timeout, self._clock)
-        else:
-            deadline = call.deadline_of_nested(Deadline.of(timeout, self.timeout, self._clock))
-        name = function if type(function) is str else self._registry.name_of(function)
-        return self._caller.start(dst, name, deadline, call, args, kwargs)
+        deadline = Deadline.of(timeout, self.timeout, self._clock)
+        told = {check_rank(rank, self.world_size) for rank in ranks or range(self.world_size)}
+        if self.rank in told:
+            self._stopping.tell()
+        try:
+            answers = [
+                self._caller.start(rank, STOP, deadline, None, (), {})
+                for rank in sorted(told - {self.rank})
+            ]
+            for error in [answer.exception() for answer in answers]:
+                if error is not None and not isinstance(error, (PeerLostError, ChannelClosedError)):
+                    raise error
+        except RankwireError as error:
+            error.op = "stop"
+            raise
 
-    # -- serving by hand ---------------------------------------------------------------------------
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank was told to stop serving: ``serve`` returns at once from then on."""
+        return self._stopping.is_told
 
     def handle_request(self, call: IncomingCall) -> None:
         """Serve one request on the calling thread and send the reply.
 
-        The serving threads do this by themselves.
+        The serving threads do this by themselves. If the function returns a future, the reply is
+        sent when that is done.
 
         Args:
             call: As a port has given it. One whose ``origin`` is ``OWN`` is a call to oneself.
@@ -254,6 +219,15 @@ class RpcAgent:
         self._server.handle(call)
 
     # -- ending ------------------------------------------------------------------------------------
+
+    def activity(self) -> Activity:
+        """Return what is under way here.
+
+        If no agent of a world has a call in flight or in service, and at a second look none has and
+        ``steps`` says that none was made meanwhile, then nothing is on its way either.
+        """
+        in_flight, count = self._caller.activity()
+        return Activity(in_flight, len(self._server.active), count)
 
     def close(self, grace: float = _GRACE) -> None:
         """Stop.
@@ -271,12 +245,12 @@ class RpcAgent:
             self._closed = self._caller.closed = True
             self._server.drain(deadline, lambda: not self._caller.is_waiting)
             try:
-                self._server.stop(patience)
+                self._server.stop(patience, quietly=grace <= 0.0)
             finally:
                 self._port.close()
                 self._caller.end_all()
 
-    def leave_at_exit(self, error: BaseException | None) -> None:
+    def _leave_at_exit(self, error: BaseException | None) -> None:
         """Close when the interpreter ends. Functions that still run are not waited for.
 
         After an error the backend tells the others, and ends this agent too: a farewell would come
@@ -285,7 +259,7 @@ class RpcAgent:
         if error is None:
             self._close(_EXIT_GRACE, _EXIT_GRACE)
 
-    def forsake(self) -> None:
+    def _forsake(self) -> None:
         """Let a forked child refuse to use it."""
         self._caller.forsake()
         disown(self)

@@ -22,12 +22,14 @@ from rankwire.codec.values import PLAIN
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
 from rankwire.rpc.messages import (
+    MAX_REASON,
     Outcome,
     copied,
     encode_failure,
     encode_reply,
     encode_result,
 )
+from rankwire.texts import printable
 from rankwire.wire.frames import Message
 
 _log = logging.getLogger("rankwire")
@@ -74,18 +76,31 @@ class Answers:
 
     # -- what is said ------------------------------------------------------------------------------
 
-    def value(self, value: Any, *, copies: bool = False) -> Message:
+    def value(
+        self,
+        value: Any,
+        *,
+        peer: int | None = None,
+        copies: bool = False,
+        is_patient: bool = True,
+    ) -> Message:
         """Return the reply that carries a result, or the one that says why it cannot be sent.
 
-        With ``copies``, nothing in it is memory of the function's.
+        With ``copies``, nothing in it is memory of the function's. Without ``is_patient``, an
+        interrupt (Ctrl-C) is no reply, but raised.
         """
+        message: Message | None = None
         try:
             encoded = self._codec.encode_flat((0, value)) if type(value) in PLAIN else None
-            message = encode_result(self._codec, value) if encoded is None else encoded
+            message = encode_result(self._codec, value, peer) if encoded is None else encoded
             if message[1] > self._max_nbytes:
                 raise MessageTooLargeError(message[1], self._max_nbytes)
             return copied(message) if copies else message
         except BaseException as error:  # a value's own methods may raise anything
+            if message is not None:
+                self.discard(message)
+            if isinstance(error, KeyboardInterrupt) and not is_patient:
+                raise
             return self.error(error)
 
     def error(self, error: BaseException) -> Message:
@@ -113,11 +128,13 @@ class Answers:
         reason = f"the agent of rank {self._rank} is closing"
         return encode_reply(self._codec, Outcome.CLOSED, [reason, began])
 
-    def not_found(self, name: str) -> Message:
-        """Return the reply for a function that is not there, with those that are."""
-        message = encode_reply(self._codec, Outcome.NOT_FOUND, [name, self._names()])
-        if message[1] > self._max_nbytes:
-            message = encode_reply(self._codec, Outcome.NOT_FOUND, [name, []])
+    def not_found(self, name: str, reason: str = "") -> Message:
+        """Return the reply for a function that is not there, with those that are, or with why."""
+        known = [] if reason else self._names()
+        for details in ([name, known, printable(reason, MAX_REASON)], [name, [], ""]):
+            message = encode_reply(self._codec, Outcome.NOT_FOUND, details)
+            if message[1] <= self._max_nbytes:
+                break
         return message
 
     # -- how it gets there -------------------------------------------------------------------------
@@ -135,13 +152,14 @@ class Answers:
         """
         if deadline is None or (left := deadline.remaining()) < _PATIENCE:
             if deadline is not None and left <= 0.0:  # the caller's is over too
+                self.discard(message)
                 self.send_at_once(call, self.late(began=True))
                 return
             deadline = Deadline(_PATIENCE, self._clock)
         try:
             self._port.reply(call, message, deadline, hold)
         except RankwireError as error:
-            _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+            self._not_sent(call, message, error)
 
     def send_at_once(self, call: IncomingCall, message: Message) -> None:
         """Send a reply from a thread that must not wait for one caller: poller or event loop.
@@ -149,30 +167,51 @@ class Answers:
         What the caller does not take now is left to one serving thread, in order.
         """
         with self._lock:
-            if call.origin in self._kept:
-                self._keep(call, message)
-                return
+            must_wait = call.origin in self._kept
+            is_kept = must_wait and self._keep(call, message)
+        if must_wait:
+            if not is_kept:
+                self._drop(call, message)
+            return
         try:
             self._port.reply(call, message, AT_ONCE)
         except DeadlineExceededError:
             with self._lock:  # another thread may have failed at the same moment
                 is_first = call.origin not in self._kept
-                self._keep(call, message)
+                is_kept = self._keep(call, message)
             if is_first:
                 self._run_soon(lambda: self._send_kept(call.origin))
+            if not is_kept:
+                self._drop(call, message)
         except RankwireError as error:
-            _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+            self._not_sent(call, message, error)
 
-    def _keep(self, call: IncomingCall, message: Message) -> None:
-        """Keep a reply for later, unless its caller leaves too many of them. Lock held."""
+    def discard(self, message: Message) -> None:
+        """Let hooks know that a reply is not sent. Does not raise."""
+        try:
+            self._codec.undo(message)
+        except Exception:
+            _log.exception("a hook could not undo a reply that was not sent")
+
+    def _not_sent(self, call: IncomingCall, message: Message, error: RankwireError) -> None:
+        _log.debug("a reply to rank %d was not sent: %s", call.src, error)
+        if not (isinstance(error, DeadlineExceededError) and error.may_have_arrived):
+            self.discard(message)
+
+    def _drop(self, call: IncomingCall, message: Message) -> None:
+        _log.debug("a reply to rank %d was dropped: it does not take them", call.src)
+        self.discard(message)
+
+    def _keep(self, call: IncomingCall, message: Message) -> bool:
+        """Keep a reply for later; False if its caller leaves too many of them. Lock held."""
         assert call.origin is not OWN  # which takes everything
         kept = self._kept.setdefault(call.origin, deque())
         nbytes = message[1] + _OVERHEAD_NBYTES
-        if self._kept_nbytes[call.src] + nbytes <= _MOST_KEPT_NBYTES:
-            self._kept_nbytes[call.src] += nbytes
-            kept.append((call, message))
-        else:
-            _log.debug("a reply to rank %d was dropped: it does not take them", call.src)
+        if self._kept_nbytes[call.src] + nbytes > _MOST_KEPT_NBYTES:
+            return False
+        self._kept_nbytes[call.src] += nbytes
+        kept.append((call, message))
+        return True
 
     def _send_kept(self, origin: Any) -> None:
         while True:

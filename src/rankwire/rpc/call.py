@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
-from rankwire.errors import CallCancelledError, RankwireError
+from rankwire.errors import CallCancelledError, DeadlineExceededError, RankwireError
 from rankwire.links.reply import Reply
+from rankwire.showing import ShowsPublic
 
 if TYPE_CHECKING:
     from rankwire.rpc.worker import Worker
@@ -36,7 +37,8 @@ class MadeCall(NamedTuple):
         Whoever waits for it gets the error; callbacks are called.
         """
         if self.reply.abort(error):
-            self.port.cancel(self.dst, self.reply.request_id)
+            expired = isinstance(error, DeadlineExceededError)
+            self.port.cancel(self.dst, self.reply.request_id, expired=expired)
 
 
 class Wait(NamedTuple):
@@ -57,7 +59,7 @@ class Wait(NamedTuple):
     is_for_room: bool = False
 
 
-class Call:
+class Call(ShowsPublic):
     """A call in service.
 
     Attributes:
@@ -65,14 +67,18 @@ class Call:
         name: The function's name.
         deadline: When the caller gives up.
         depth: 0 for a call made by a program, 1 for one made while serving that, and so on.
-        cancelled: Whether the caller does not want the result any more. Long-running functions look
-            at it now and then; calls that they wait for end with ``CallCancelledError``.
+        cancelled: Whether the caller does not want the result any more, for whatever reason.
+            Long-running functions look at it now and then; calls that they wait for end with
+            ``CallCancelledError``, or ``DeadlineExceededError`` if the call has ``expired``.
         worker: The serving thread's record, None on the event loop.
         outgoing: The calls that the function has in flight, by request id.
         waiting: What the function's own thread waits for, if that is a call.
         unanswered: A call that the function made and that ended only after this one's deadline;
             whoever asks why this one is late learns of it.
+        was_late: Of a cancelled call, whether that was for lack of time.
     """
+
+    _SHOWN = ("cancelled", "chain", "deadline", "depth", "expired", "name", "src")
 
     src: int
     name: str
@@ -82,9 +88,19 @@ class Call:
     depth: int = 0
     links: Sequence[Any] = ()  # the chain as it travels: rank, name, rank, name ...
     cancelled: bool = False
+    was_late: bool = False
     worker: Worker | None = None
     waiting: Wait | None = None
     unanswered: MadeCall | None = None
+
+    @property
+    def expired(self) -> bool:
+        """Whether the call's time is up; of a cancelled one, whether that is why.
+
+        So a call that is cancelled and not expired was cancelled on purpose, by its caller or by
+        the end of this agent, or its caller is gone.
+        """
+        return self.was_late if self.cancelled else self.deadline.expired
 
     @property
     def chain(self) -> tuple[tuple[int, str], ...]:
@@ -120,8 +136,13 @@ class Call:
         for made in list(self.outgoing.values()):
             made.give_up(self.cancellation())
 
-    def cancellation(self) -> CallCancelledError:
+    def cancellation(self) -> CallCancelledError | DeadlineExceededError:
         """Return the error of a call that the function makes although nobody wants its result."""
+        if self.expired:
+            return DeadlineExceededError(
+                self.deadline.limit,
+                detail=f"it was made by {self.name!r}, for which rank {self.src} has no more time",
+            )
         return CallCancelledError(
             f"it was made by {self.name!r}, whose caller, rank {self.src}, does not want the "
             "result any more"

@@ -6,6 +6,8 @@ reads its reply, by the thread that waits for it, or by the standby of the servi
 looks for late ones now and then.
 
 It knows the call port and what the server tells of calls being served here, not how they are run.
+
+Size: making, waiting for and ending a call are about one table of futures.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from rankwire.errors import (
     OverloadedError,
     PeerLostError,
     RankwireError,
+    RemoteError,
 )
 from rankwire.fork import disown
 from rankwire.links.reply import Reply
@@ -38,7 +41,9 @@ from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.questions import Questions
+from rankwire.rpc.remote_errors import RemoteErrors
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance
+from rankwire.wire.frames import Message
 from rankwire.wire.loans import whole_of
 from rankwire.wire.receive import Receive
 
@@ -61,6 +66,7 @@ class Caller:
 
     Attributes:
         closed: Whether no call can be made any more. Set by the agent.
+        remote_errors: The classes that errors of callees may have here.
         lock: Guards whether a future has a condition, and the end of one that has none. A leaf.
     """
 
@@ -77,10 +83,11 @@ class Caller:
         # The upper half tells this agent's calls from those of any other, also of one that had its
         # place before.
         self._ids = itertools.count(secrets.randbits(31) << 32)
-        self._futures: dict[int, RpcFuture] = {}
+        self._futures: dict[int, RpcFuture[Any]] = {}
         self.lock = threading.RLock()
         self._next_expiry_check = Deadline(0.0, backend.clock)
         self._server = server
+        self.remote_errors = RemoteErrors()
         self._questions = Questions(backend, port, codec, self._ids, server)
         self._nested = Nested(server, self._questions.ask)
 
@@ -88,6 +95,10 @@ class Caller:
     def is_waiting(self) -> bool:
         """Whether any call is in flight."""
         return bool(self._futures or self._port.in_flight())
+
+    def activity(self) -> tuple[int, int]:
+        """Return how many calls wait for a reply, and a number that calls and looks count up."""
+        return max(len(self._futures), self._port.in_flight()), next(self._ids)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -139,19 +150,21 @@ class Caller:
         call: Call | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> RpcFuture:
+    ) -> RpcFuture[Any]:
         """Start a call and return its future."""
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
                 dst = check_rank(dst, self._backend.world_size)
         except RankwireError as error:
             raise self._explained(error, "rpc_async", name, dst, deadline, call) from None
-        future = RpcFuture(self, self._port, dst, next(self._ids), name, deadline, call)
+        future: RpcFuture[Any] = RpcFuture(
+            self, self._port, dst, next(self._ids), name, deadline, call
+        )
         try:
             reply = self._send(dst, future.request_id, name, deadline, call, args, kwargs, future)
             future.reply = reply
             if reply.done:
-                self.replied(future, reply)
+                future.on_reply(reply)
             elif call is not None:
                 call.began(MadeCall(self._port, dst, name, reply))
                 if future.done():  # at this moment
@@ -177,7 +190,7 @@ class Caller:
         call: Call | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        future: RpcFuture | None = None,
+        future: RpcFuture[Any] | None = None,
     ) -> Reply:
         """Send a request; a future is known from the moment on when its reply may come."""
         if self.closed:
@@ -190,9 +203,10 @@ class Caller:
         has_room = False
         left = deadline.limit  # it has just been made
         while True:
-            message = encode_request(self._codec, name, left, chain, args, kwargs)
+            message = encode_request(self._codec, name, left, chain, args, kwargs, dst)
             nbytes = message[1]
             if nbytes > self._max_nbytes:
+                self._codec.undo(message)
                 raise MessageTooLargeError(nbytes, self._max_nbytes)
             if future is not None:
                 self._futures[request_id] = future
@@ -200,7 +214,7 @@ class Caller:
                 on_reply = future.on_reply
             if nbytes > SMALL_NBYTES and not has_room:
                 has_room = True
-                if self._make_room(dst, request_id, nbytes, deadline, call):
+                if self._make_room(dst, request_id, message, deadline, call):
                     left = deadline.remaining()
                     continue  # that took time, which the request must not promise again
             try:
@@ -213,12 +227,15 @@ class Caller:
                     future is not None,
                     self._max_in_flight,
                 )
-            except BaseException:
+            except BaseException as error:
                 if nbytes > SMALL_NBYTES:
                     self._leave_room(dst, request_id)
+                if isinstance(error, RankwireError) and not getattr(error, "may_have_run", False):
+                    self._codec.undo(message)
                 raise
             if reply is not None:
                 return reply
+            self._codec.undo(message)
             self._futures.pop(request_id, None)
             self._wait_for_room(dst, name, deadline, call)
             left = deadline.remaining()
@@ -231,7 +248,8 @@ class Caller:
             if isinstance(error, DeadlineExceededError):
                 self._questions.explain_delay(error, dst, reply.request_id, name)
         finally:  # whoever is asked why may not say, and the asker may be interrupted
-            self._port.cancel(dst, reply.request_id)
+            expired = isinstance(error, DeadlineExceededError)
+            self._port.cancel(dst, reply.request_id, expired=expired)
 
     def _take_back(self, reply: Reply, dst: int) -> None:
         """Give up a call whose caller was interrupted, and tell the callee. Safe to repeat."""
@@ -250,15 +268,19 @@ class Caller:
     # -- room for large calls ----------------------------------------------------------------------
 
     def _make_room(
-        self, dst: int, request_id: int, nbytes: int, deadline: Deadline, call: Call | None
+        self, dst: int, request_id: int, message: Message, deadline: Deadline, call: Call | None
     ) -> bool:
         """See to it that the callee has room for a large call; return whether that took time.
+
+        If it did, the message has been undone: it says how much time was left before.
 
         Raises:
             DeadlineExceededError: It had none in time, or did not say. The call was not sent.
         """
+        nbytes = message[1]
         if call is not None or self._allowance.take(dst, request_id, nbytes):
             return False
+        self._codec.undo(message)
         try:
             self._questions.put(dst, ROOM, (request_id, nbytes), deadline)
         except BaseException as error:
@@ -285,7 +307,7 @@ class Caller:
         if call.worker is not None:
             self._server.pool.about_to_block(call.worker)
 
-    def drive(self, future: RpcFuture, reply: Reply, deadline: Deadline) -> bool:
+    def drive(self, future: RpcFuture[Any], reply: Reply, deadline: Deadline) -> bool:
         """Wait for the reply of a future; False if the deadline passes first."""
         call = serving.get()
         if call is None:
@@ -308,11 +330,13 @@ class Caller:
         if call is not None and isinstance(error, DeadlineExceededError):
             chain = [*call.chain_of_nested(self._backend.rank), dst, name]
             error.explain(f"the calls are {describe_chain(chain)}")
+        elif isinstance(error, RemoteError):
+            error = self.remote_errors.typed(error)
         return self._backend.explained(error, f"{op} {name!r}", deadline, dst)
 
     # -- futures -----------------------------------------------------------------------------------
 
-    def replied(self, future: RpcFuture, receive: Receive) -> None:
+    def replied(self, future: RpcFuture[Any], receive: Receive) -> None:
         """End a future with the reply that has come."""
         try:
             payload = receive.take()
@@ -330,11 +354,16 @@ class Caller:
         else:
             future.resolve(value)
 
-    def _fail(self, future: RpcFuture, error: RankwireError) -> None:
+    def _fail(self, future: RpcFuture[Any], error: RankwireError) -> None:
         deadline, call = future.deadline, future.call
-        future.fail(self._explained(error, "rpc_async", future.name, future.dst, deadline, call))
+        # With the frames of whoever read the reply, it would hold the future that holds it.
+        error = error.with_traceback(None)
+        # What this rank has given up itself is no news to it.
+        is_news = not (self.closed or isinstance(error, CallCancelledError))
+        explained = self._explained(error, "rpc_async", future.name, future.dst, deadline, call)
+        future.fail(explained, is_news=is_news)
 
-    def settled(self, future: RpcFuture) -> None:
+    def settled(self, future: RpcFuture[Any]) -> None:
         """Forget a future that is done."""
         self._futures.pop(future.request_id, None)
         if self._allowance.taken:
@@ -342,13 +371,13 @@ class Caller:
         if future.call is not None:
             future.call.ended(future.request_id)
 
-    def expire(self, future: RpcFuture, *, explain: bool) -> None:
+    def expire(self, future: RpcFuture[Any], *, explain: bool) -> None:
         """End a future whose deadline has passed; ``explain`` takes a moment."""
         error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
         error.may_have_run = True
         if explain:
             self._questions.explain_delay(error, future.dst, future.request_id, future.name)
-        self._port.cancel(future.dst, future.request_id)
+        self._port.cancel(future.dst, future.request_id, expired=True)
         self._fail(future, error)
 
     def look(self) -> bool:

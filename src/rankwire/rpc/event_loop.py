@@ -1,17 +1,20 @@
 """One event loop in one thread, for functions that are ``async def``.
 
-The first of them starts it.
+The first of them starts it. asyncio is loaded only then: that takes as long as to load all of this
+package.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rankwire.clock import Clock
 from rankwire.fork import guard
+
+if TYPE_CHECKING:
+    import asyncio
 
 _CLOSE_PATIENCE = 1.0
 
@@ -22,9 +25,6 @@ class _HasTask(Protocol):
 
 class EventLoop:
     """Runs coroutines. Every method is safe from any thread."""
-
-    cancelled = asyncio.CancelledError
-    """What a cancelled coroutine sees."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -39,6 +39,13 @@ class EventLoop:
     def ident(self) -> int | None:
         """Its thread's identifier, once it runs."""
         return None if self._thread is None else self._thread.ident
+
+    @property
+    def cancelled(self) -> type[BaseException]:
+        """What a cancelled coroutine sees."""
+        import asyncio
+
+        return asyncio.CancelledError
 
     def run(self, make: Callable[[], Coroutine[Any, Any, None]], holder: _HasTask) -> bool:
         """Start a coroutine; its task is put on ``holder``, so that it can be cancelled.
@@ -63,6 +70,8 @@ class EventLoop:
             if self._closed:
                 return None
             if self._loop is None:
+                import asyncio
+
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
                     target=self._live, args=(self._loop,), name="rankwire-event-loop", daemon=True
@@ -71,6 +80,8 @@ class EventLoop:
             return self._loop
 
     def _live(self, loop: asyncio.AbstractEventLoop) -> None:
+        import asyncio
+
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
@@ -100,6 +111,8 @@ class EventLoop:
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
+    import asyncio
+
     loop.run_until_complete(asyncio.sleep(0))  # starts what it was given before it stopped
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rankwire.codec.codec import Codec, unpacker_of
+from rankwire.codec.hooks import with_undos_of
 from rankwire.codec.values import PLAIN, is_flat
 from rankwire.errors import (
     ChannelClosedError,
@@ -25,13 +26,15 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
 )
-from rankwire.texts import one_line, printable, text_of, traceback_of, type_name
-from rankwire.wire.frames import Message
+from rankwire.texts import class_name, one_line, printable, text_of, traceback_of, type_name
+from rankwire.wire.frames import Buffer, Message
 
 Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us longer to encode
 
 _MAX_TRACEBACK = 65536
+MAX_REASON = 8192  # characters of why a function cannot be called
 _MAX_NAMES = 1000  # told of what is registered
+_MAX_BASES = 32  # told of the class of an error
 _MAX_NUMBER = 2**64  # a size or a rank; wider ones cannot even be printed
 _MAX_CHAIN_TEXT = 65536  # characters of all names; they travel on with every nested call
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
@@ -86,6 +89,7 @@ def encode_request(
     chain: Chain,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    peer: int | None = None,
 ) -> Message:
     """Return a request's buffers and size; arrays in it are not copied."""
     # A tuple becomes an array like a list. What it holds is looked at here: the rest is plain.
@@ -94,16 +98,16 @@ def encode_request(
         if message is not None:
             return message
     record = [name, timeout, chain, list(args), kwargs]
-    return codec.encode_record(record, _REQUEST_PATHS, levels=2)
+    return codec.encode_record(record, _REQUEST_PATHS, levels=2, peer=peer)
 
 
-def decode_request(codec: Codec, payload: bytearray) -> Request:
+def decode_request(codec: Codec, payload: bytearray, peer: int | None = None) -> Request:
     """Return the request in a payload.
 
     Raises:
         InvalidMessageError: There is none.
     """
-    request = codec.decode(payload, _unpack_request)
+    request = codec.decode(payload, _unpack_request, peer)
     if type(request) is not Request:
         request = _request_of(request)
     timeout, chain = request.timeout, request.chain
@@ -141,15 +145,18 @@ def _is_chain(items: list[Any]) -> bool:
     )
 
 
-def encode_result(codec: Codec, value: Any) -> Message:
+def encode_result(codec: Codec, value: Any, peer: int | None = None) -> Message:
     """Return the reply that carries a function's result."""
-    return codec.encode_record([0, value], _REPLY_PATHS)
+    return codec.encode_record([0, value], _REPLY_PATHS, peer=peer)
 
 
 def copied(encoded: Message) -> Message:
     """Return a message like this one, in memory of its own."""
     buffers, nbytes = encoded
-    return [piece if type(piece) is bytes else bytearray(piece) for piece in buffers], nbytes
+    pieces: list[Buffer] = [
+        piece if type(piece) is bytes else bytearray(piece) for piece in buffers
+    ]
+    return with_undos_of(buffers, pieces), nbytes
 
 
 def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Message:
@@ -171,14 +178,27 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
         return encode_reply(codec, Outcome.TOO_LARGE, [error.nbytes, error.limit])
     # An error that was remote here too keeps its own type and text, however many ranks it passes.
     if isinstance(error, RemoteError):
-        kind, text = error.remote_type, error.remote_message
+        kind, text, bases = error.remote_type, error.remote_message, list(error.remote_bases)
     else:
-        kind, text = type_name(error), text_of(error)
+        kind, text, bases = type_name(error), text_of(error), _bases_of(error)
     if longest is None:
-        details = [kind, _printable(text), _printable(traceback_of(error, without_first=True))]
+        trace = _printable(traceback_of(error, without_first=True))
+        details = [kind, _printable(text), trace, bases[:_MAX_BASES]]
     else:
-        details = [kind[:longest], _printable(text[:longest]), ""]
+        details = [kind[:longest], _printable(text[:longest]), "", []]
     return encode_reply(codec, Outcome.RAISED, details)
+
+
+def _bases_of(error: BaseException) -> list[str]:
+    """Return the names of the classes by which an error may be caught elsewhere, but its own."""
+    if isinstance(error, RankwireError):
+        return []
+    bases = type(error).__mro__[1:]
+    return [class_name(base) for base in bases if _is_told(base)]
+
+
+def _is_told(kind: type) -> bool:
+    return issubclass(kind, Exception) and kind is not Exception
 
 
 def describe_error(error: BaseException) -> str:
@@ -192,10 +212,10 @@ def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> An
     Args:
         codec: How it is written.
         payload: The reply.
-        dst: The rank that was called, for an error that says its time has passed.
-        limit: The call's time limit, likewise.
+        dst: The rank that was called.
+        limit: The call's time limit, for an error that says it has passed.
     """
-    reply = codec.decode(payload, _unpack_reply)
+    reply = codec.decode(payload, _unpack_reply, dst)
     if type(reply) is not _Reply:
         if type(reply) is not list or len(reply) != 2:
             raise InvalidMessageError("a reply is not of the form [outcome, value]")
@@ -209,11 +229,15 @@ def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> An
 
 def _error(outcome: int, details: Any, dst: int, limit: float) -> RankwireError:
     match outcome, details:
-        case Outcome.RAISED, [str(kind), str(message), str(trace)]:
-            return RemoteError(one_line(kind), _printable(message), _printable(trace))
-        case Outcome.NOT_FOUND, [str(name), list(known)]:
+        case Outcome.RAISED, [str(kind), str(message), str(trace), list(bases)]:
+            names = [one_line(item) for item in bases[:_MAX_BASES] if type(item) is str]
+            texts = one_line(kind), _printable(message), _printable(trace)
+            return RemoteError(*texts, remote_bases=names)
+        case Outcome.NOT_FOUND, [str(name), list(known), str(reason)]:
             names = [one_line(item) for item in known[:_MAX_NAMES] if type(item) is str]
-            return FunctionNotFoundError(one_line(name), names)
+            return FunctionNotFoundError(
+                one_line(name), names, reason=printable(reason, MAX_REASON)
+            )
         case Outcome.BAD_REQUEST, str(reason):
             return InvalidMessageError(f"the callee could not read the call: {_printable(reason)}")
         case Outcome.OVERLOADED, str(reason):

@@ -1,20 +1,24 @@
 """One call in service, from the request that arrived to its one reply.
 
-It is the job of a serving thread, or of the event loop if its function is an ``async def``. Nothing
-that a function does (any exception, ``SystemExit`` included, an unsendable or oversized result)
-harms the thread that runs it.
+It is the job of a serving thread, or of the event loop if its function is an ``async def``; if that
+returns a future, the reply waits for it without a thread (``deferred``). Nothing that a function
+does (any exception, ``SystemExit`` included, an unsendable or oversized result) harms the thread
+that runs it.
 """
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.calls import IncomingCall
 from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError
-from rankwire.rpc.call import Call, serving
+from rankwire.rpc.call import Call, MadeCall, serving
+from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Outcome, Request
 from rankwire.rpc.registry import Function
 from rankwire.rpc.room import SMALL_NBYTES
@@ -23,6 +27,7 @@ from rankwire.wire.frames import Message
 if TYPE_CHECKING:
     from asyncio import Task
 
+    from rankwire.rpc.deferred import DeferredReply
     from rankwire.rpc.server import Server
     from rankwire.rpc.worker import Worker
 
@@ -44,9 +49,11 @@ class ServedCall(Call):
         incoming: The request as it came.
         function: What it runs.
         task: What runs it on the event loop.
+        deferred: Its reply, if the function has returned a future.
     """
 
     task: Task[None] | None = None
+    deferred: DeferredReply | None = None
     _has_result = False
     _is_in_room = False
 
@@ -84,6 +91,7 @@ class ServedCall(Call):
             return
         self.worker = worker
         token = serving.set(self)
+        message: Message | None
         try:
             try:
                 value = function.target(*request.args, **request.kwargs)
@@ -91,12 +99,18 @@ class ServedCall(Call):
                 # Whatever it raises is the caller's business, and must not end this thread.
                 message = self._say_raised(error)
             else:
-                message = self._server.answers.value(value, copies=function.copies)
+                if isinstance(value, Future):
+                    message = self._defer(value)
+                else:
+                    message = self._server.answers.value(
+                        value, peer=self.src, copies=function.copies
+                    )
         finally:
             serving.reset(token)
             # Whoever still holds the context of this call is not this thread's function.
             self.worker = None
-        self._reply(message, worker)
+        if message is not None:
+            self._reply(message, worker)
 
     def _run_otherwise(self, request: Request | None) -> None:
         """Answer without running it, or leave it to the event loop."""
@@ -110,6 +124,49 @@ class ServedCall(Call):
         else:
             refusal = answers.closed(began=False)
         self._answer_at_once(refusal)
+
+    def _defer(self, future: Future[Any]) -> Message | None:
+        """Have the reply sent when a future is done; return it if that is so now."""
+        self._request = None  # the arguments are the function's now
+        self.incoming.payload = bytearray()
+        try:
+            if future.done():
+                return self._outcome_of(future)
+            self._server.deferred.begin(self, future)
+        except BaseException as error:  # a user's class may raise anything, as in ``run``
+            return self._say_raised(error)
+        return None
+
+    def answer_deferred(self, future: Future[Any]) -> None:
+        """Reply with what has become of a future; if nothing has, it is not waited for any more.
+
+        Does not wait for the caller.
+        """
+        if future.done():
+            message = self._outcome_of(future)
+        else:
+            message = self._say_cut_short(began=True)
+        self._reply_without_waiting(message)
+
+    def _outcome_of(self, future: Future[Any]) -> Message:
+        """Return the reply for a future that is done."""
+        if future.cancelled():
+            return self._say_cut_short(began=True)
+        error = future.exception()
+        if error is not None:
+            return self._say_raised(error)
+        # An interrupt is not the caller's business. It falls on the main thread alone.
+        is_main = threading.current_thread() is threading.main_thread()
+        return self._server.answers.value(
+            future.result(), peer=self.src, copies=self.function.copies, is_patient=not is_main
+        )
+
+    def _reply_without_waiting(self, message: Message) -> None:
+        """Reply from a thread that must not wait for the caller."""
+        if message[1] <= _SMALL_REPLY:
+            self._answer_at_once(message)
+        else:
+            self._server.run_soon(partial(self._reply, message))
 
     def _answer_at_once(self, message: Message) -> None:
         """Reply without waiting for the caller, and be done."""
@@ -132,9 +189,11 @@ class ServedCall(Call):
         return self._server.answers.error(error)
 
     def _say_cut_short(self, *, began: bool) -> Message:
-        """Return the reply for a function that was cancelled: by the agent's end or the caller."""
+        """Return the reply for a function that was cancelled: by whom or what, as far as known."""
         if self._server.is_stopping:
             return self._server.answers.closed(began=began)
+        if self.expired:
+            return self._server.answers.late(began=began)
         return self._server.answers.unwanted()
 
     async def _run_async(self, request: Request) -> None:
@@ -142,12 +201,10 @@ class ServedCall(Call):
         serving.set(self)
         message = await self._run_coroutine(request)
         self._has_result = True
-        if message[1] <= _SMALL_REPLY:
-            self._answer_at_once(message)
-        else:  # sending may wait for the caller, and the event loop must not
-            self._server.run_soon(partial(self._reply, message))
+        if message is not None:
+            self._reply_without_waiting(message)
 
-    async def _run_coroutine(self, request: Request) -> Message:
+    async def _run_coroutine(self, request: Request) -> Message | None:
         if self.cancelled:  # before there was a task to cancel
             return self._say_cut_short(began=False)
         try:
@@ -156,7 +213,9 @@ class ServedCall(Call):
             return self._say_cut_short(began=True)
         except BaseException as error:  # as in ``run``
             return self._say_raised(error)
-        return self._server.answers.value(value, copies=self.function.copies)
+        if isinstance(value, Future):
+            return self._defer(value)
+        return self._server.answers.value(value, peer=self.src, copies=self.function.copies)
 
     def refuse(self, reason: str) -> None:
         """Tell the caller that it will not be done. Does not raise."""
@@ -169,9 +228,14 @@ class ServedCall(Call):
         elif seconds < _FAST:
             self.function.is_slow = False
 
-    def cancel(self) -> None:
-        """Let the function know that it need not go on."""
-        self.cancelled = True
+    def cancel(self, *, expired: bool = False) -> None:
+        """Let the function know that it need not go on; ``expired`` if that is for lack of time.
+
+        What it waits for is ended by ``let_go``, which may take longer.
+        """
+        if not self.cancelled:
+            self.was_late = expired or self.deadline.expired
+            self.cancelled = True
         if self._is_in_room:  # it has not begun, and its arguments need not wait
             self._request = None
             self.incoming.payload = bytearray()
@@ -179,6 +243,21 @@ class ServedCall(Call):
         if self.task is not None:
             with suppress(RuntimeError):  # the event loop has ended, and all tasks with it
                 self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+
+    def made_for(self, future: Future[Any]) -> MadeCall | None:
+        """Return the call that a future is of, if the function has made it and it is in flight."""
+        return self.outgoing.get(future.request_id) if isinstance(future, RpcFuture) else None
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether it waits for something that ends with it."""
+        return bool(self.outgoing) or self.deferred is not None
+
+    def let_go(self) -> None:
+        """End what a cancelled call waits for: the future it returned, and the calls it made."""
+        if self.deferred is not None:
+            self.deferred.give_up()
+        self.give_up_nested()
 
     def _reply(self, message: Message, worker: Worker | None = None) -> None:
         """Send the reply, and be done.
@@ -190,6 +269,7 @@ class ServedCall(Call):
         server, incoming = self._server, self.incoming
         try:
             if not incoming.is_wanted:
+                server.answers.discard(message)
                 server.answers.send_at_once(incoming, server.answers.unwanted())
             elif worker is None or not server.pool.arrived or not server.pool.has_more(worker):
                 server.answers.send(incoming, message, self.deadline)

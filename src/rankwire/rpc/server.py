@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import (
@@ -20,14 +19,22 @@ from rankwire.backends.calls import (
     CallPort,
     IncomingCall,
     RepliesDue,
+    Serving,
 )
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
-from rankwire.errors import InvalidMessageError
+from rankwire.errors import (
+    FunctionNotFoundError,
+    InvalidMessageError,
+    OverloadedError,
+    RankwireError,
+)
 from rankwire.rpc.accounts import QUESTION, Accounts
 from rankwire.rpc.answers import Answers
 from rankwire.rpc.call import Call, describe_chain, serving
 from rankwire.rpc.circles import ActiveCall, Key, pack, unpack_keys
+from rankwire.rpc.deferred import DeferredReplies
+from rankwire.rpc.event_loop import EventLoop
 from rankwire.rpc.messages import (
     Outcome,
     Request,
@@ -36,14 +43,11 @@ from rankwire.rpc.messages import (
     encode_result,
 )
 from rankwire.rpc.pool import Pool
-from rankwire.rpc.registry import Registry
+from rankwire.rpc.registry import Function, Registry
 from rankwire.rpc.room import ROOM, SMALL_NBYTES, Room, unpack_ask
 from rankwire.rpc.served_call import ServedCall
 from rankwire.rpc.worker import Job, Worker
 from rankwire.wire.frames import Message
-
-if TYPE_CHECKING:
-    from rankwire.rpc.event_loop import EventLoop
 
 _log = logging.getLogger("rankwire")
 
@@ -70,6 +74,8 @@ class Server:
         pool: The threads that run them.
         answers: What is answered, and how it gets to the caller.
         room: For large calls that wait for a worker.
+        deferred: The replies that wait for a future.
+        event_loop: For ``async def`` functions.
         is_stopping: Whether what still runs is cancelled.
         clock: By which its threads wait.
     """
@@ -97,18 +103,21 @@ class Server:
         self.room = Room(limits.max_queued_nbytes, limits.max_queued)
         self._late: dict[Key, ActiveCall] = {}
         self.answers = Answers(backend, port, codec, names=registry.names, run_soon=self.run_soon)
-        self._event_loop: EventLoop | None = None
-        self._event_loop_lock = threading.Lock()
+        self.event_loop = EventLoop(backend.clock)
         self.pool = Pool(
             poll=self._poll,
             wake=port.wake,
-            on_look=on_look,
+            on_look=lambda: self.deferred.look() | on_look(),
             on_end=on_end,
             clock=backend.clock,
             workers=limits.workers,
             max_queued=limits.max_queued,
             max_nested=limits.max_nested,
         )
+        self.deferred = DeferredReplies(
+            backend.clock, run_soon=self.run_soon, expect_work=self.pool.expect_work
+        )
+        port.tell_serving(self.serving)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -120,7 +129,7 @@ class Server:
                 if job is not None:
                     jobs.append(job)
             elif isinstance(event, CallCancelled):
-                self._cancel(event.src, event.request_id)
+                self._cancel(event)
             elif isinstance(event, CallerGone):
                 self._caller_gone(event)
             elif isinstance(event, RepliesDue):
@@ -136,7 +145,7 @@ class Server:
     def _accept(self, call: IncomingCall) -> ServedCall | None:
         """Decode a request; answer at once if it cannot be served."""
         try:
-            request = decode_request(self._codec, call.payload)
+            request = decode_request(self._codec, call.payload, call.src)
         except InvalidMessageError as error:
             self._free_room(call)
             self.answers.send_at_once(
@@ -145,29 +154,58 @@ class Server:
             return None
         function = self._registry.functions.get(request.name)
         is_large = len(call.payload) > SMALL_NBYTES
-        refusal: Message | None
         if function is not None and not (self._draining or request.chain or is_large):
             return ServedCall(self, call, request, function)
+        refusal: Message | None
         if function is None and request.name == QUESTION:
             refusal = self._answer_question(request)
         elif self._draining:
             refusal = self.answers.closed(began=False)
         elif function is None and request.name == ROOM:
             refusal = self._make_room(call, request)
-        elif function is None:
-            refusal = self.answers.not_found(request.name)
-        elif len(request.chain) > 2 * self._limits.max_depth:
-            chain = describe_chain([*request.chain, self._backend.rank, request.name])
-            reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
-            refusal = self.answers.refusal(Outcome.OVERLOADED, reason)
-        elif is_large and not self._has_room(call, request):
-            reason = "too much of this rank's calls waits there, for which it has not asked"
-            refusal = self.answers.refusal(Outcome.OVERLOADED, reason)
+        elif function is None and (errand := self._registry.own.get(request.name)) is not None:
+            errand()
+            refusal = encode_result(self._codec, None)
         else:
-            return ServedCall(self, call, request, function)
+            refusal = None
+            if function is None:
+                function, refusal = self._resolve(request.name)
+            if function is not None:
+                refusal = self._beyond_limits(call, request, is_large)
+                if refusal is None:
+                    return ServedCall(self, call, request, function)
         self._free_room(call)
         if refusal is not None:
             self.answers.send_at_once(call, refusal)
+        return None
+
+    def _resolve(self, name: str) -> tuple[Function | None, Message | None]:
+        """Return the function of a name that is not registered, or why there is none."""
+        try:
+            function = self._registry.resolve(name)
+        except FunctionNotFoundError as error:
+            return None, self.answers.not_found(name, error.reason)
+        except OverloadedError as error:
+            return None, self.answers.refusal(Outcome.OVERLOADED, error.message)
+        except RankwireError as error:
+            return None, self.answers.error(error)
+        except BaseException as error:  # a mistake of the program's must not end this thread
+            _log.warning("resolving %r raised", name, exc_info=True)
+            reason = f"resolving it raised {describe_error(error)}"
+            return None, self.answers.not_found(name, reason)
+        return function, self.answers.not_found(name) if function is None else None
+
+    def _beyond_limits(
+        self, call: IncomingCall, request: Request, is_large: bool
+    ) -> Message | None:
+        """Return why a call is refused that is nested or large, if it is."""
+        if len(request.chain) > 2 * self._limits.max_depth:
+            chain = describe_chain([*request.chain, self._backend.rank, request.name])
+            reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
+            return self.answers.refusal(Outcome.OVERLOADED, reason)
+        if is_large and not self._has_room(call, request):
+            reason = "too much of this rank's calls waits there, for which it has not asked"
+            return self.answers.refusal(Outcome.OVERLOADED, reason)
         return None
 
     def _has_room(self, call: IncomingCall, request: Request) -> bool:
@@ -204,19 +242,19 @@ class Server:
 
     # -- cancelling --------------------------------------------------------------------------------
 
-    def _cancel(self, src: int, request_id: int) -> None:
-        job = self.active.get((src, request_id))
+    def _cancel(self, event: CallCancelled) -> None:
+        job = self.active.get((event.src, event.request_id))
         if job is not None:
-            self._unwanted(job)
-        else:
-            self.room.release(src, request_id)  # it may have asked for a call that will not come
+            self._unwanted(job, expired=event.expired)
+        else:  # it may have asked for a call that will not come
+            self.room.release(event.src, event.request_id)
 
-    def _unwanted(self, job: ServedCall) -> None:
+    def _unwanted(self, job: ServedCall, *, expired: bool = False) -> None:
         """The caller does not want the result any more."""
         self._port.drop_reply(job.incoming)
-        job.cancel()
-        if job.outgoing:
-            self.run_soon(job.give_up_nested)  # futures may have callbacks
+        job.cancel(expired=expired)
+        if job.has_ties:
+            self.run_soon(job.let_go)  # futures may have callbacks
 
     def _caller_gone(self, event: CallerGone) -> None:
         for job in list(self.active.values()):
@@ -242,6 +280,11 @@ class Server:
         late = {key: call for key in keys if (call := self._late.get(key)) is not None}
         return late | accounts.of(keys)
 
+    def serving(self) -> list[Serving]:
+        """Return the calls in service, the oldest first."""
+        jobs = list(self.active.values())
+        return [Serving(job.src, job.name, job.deadline.waited) for job in jobs]
+
     def remember_late(self, job: ServedCall, error: BaseException) -> None:
         """Keep why a call failed whose caller's time is up; it may be asking just now."""
         key = Key(self._backend.rank, job.src, job.incoming.request_id)
@@ -262,22 +305,9 @@ class Server:
         worker = call.worker
         if worker is not None:
             return worker.pool is self.pool and worker.ident == threading.get_ident()
-        return self._event_loop is not None and self._event_loop.ident == threading.get_ident()
+        return self.event_loop.ident == threading.get_ident()
 
     # -- threads -----------------------------------------------------------------------------------
-
-    @property
-    def event_loop(self) -> EventLoop:
-        """The event loop for ``async def`` functions, started by the first of them."""
-        with self._event_loop_lock:
-            if self._event_loop is None:
-                # Here, because asyncio takes as long to load as all of this package.
-                from rankwire.rpc.event_loop import EventLoop
-
-                self._event_loop = EventLoop(self.clock)
-                if self.is_stopping:
-                    self._event_loop.close()
-            return self._event_loop
 
     def drain(self, deadline: Deadline, is_quiet: Callable[[], bool]) -> None:
         """Refuse new calls, and wait until the running ones are done and ``is_quiet()``."""
@@ -294,21 +324,23 @@ class Server:
         self.is_stopping = True
         for job in list(self.active.values()):
             job.cancel()
-            job.give_up_nested()
-        with self._event_loop_lock:  # from now on a new one is closed as soon as it is made
-            event_loop = self._event_loop
-        if event_loop is not None:
-            event_loop.close(*([] if patience is None else [patience]))
+            job.let_go()
+        self.event_loop.close(*([] if patience is None else [patience]))
 
-    def stop(self, patience: float | None = None) -> None:
+    def stop(self, patience: float | None = None, *, quietly: bool = False) -> None:
         """Stop all threads; one that is inside a user's function ends when that does.
 
         Args:
             patience: Seconds to wait for the event loop, and for the others; None is the default.
+            quietly: Whether functions that still run are no surprise: they had no time to end.
         """
         self.end(patience)
         if not self.pool.close(Deadline.of(patience, _STOP_PATIENCE, self.clock)):
-            _log.warning("a function still runs while its agent is closed")
+            names = sorted({repr(job.name) for job in list(self.active.values())})
+            what = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]])) or "a callback"
+            verb = "run" if len(names) > 1 else "runs"
+            level = logging.DEBUG if quietly else logging.WARNING
+            _log.log(level, "%s still %s while its agent is closed", what, verb)
 
 
 class _Quick:

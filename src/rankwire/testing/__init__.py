@@ -1,9 +1,12 @@
 """For tests, ours and users': worlds of ranks in one process, and the conformance suite.
 
-``run_ranks`` runs a function as every rank of a world, in threads or in real processes.
+``run_ranks`` runs a function as every rank of a world, in threads or in real processes, and gives
+what each returned, or an ``RankOutcome`` of each.
 ``check_backend`` runs the conformance suite against any backend. Nothing here imports pytest.
 """
 
+from rankwire.errors import RankFailedError, RanksStuckError
+from rankwire.local_world.outcomes import RankOutcome
 from rankwire.testing.conformance import CHECKS, check_backend
 from rankwire.testing.ranks import in_parallel, run_ranks
 from rankwire.testing.worlds import MakeWorld, simulated_world, sub_world, tcp_world
@@ -11,6 +14,9 @@ from rankwire.testing.worlds import MakeWorld, simulated_world, sub_world, tcp_w
 __all__ = [
     "CHECKS",
     "MakeWorld",
+    "RankOutcome",
+    "RankFailedError",
+    "RanksStuckError",
     "check_backend",
     "in_parallel",
     "run_ranks",

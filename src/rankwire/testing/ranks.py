@@ -2,86 +2,118 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
-import socket
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
-from rankwire.backends.base import Backend
-from rankwire.backends.tcp import TcpBackend
 from rankwire.backends.tcp_dialing import Transport
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
-from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.rendezvous.runtime_dir import sweep_socket_files
+from rankwire.errors import ConfigurationError, RanksStuckError
+from rankwire.local_world.outcomes import RankOutcome, culprit_of, in_rank_order, values_of
+from rankwire.local_world.printing import Printing
+from rankwire.local_world.process_world import ProcessWorld
+from rankwire.local_world.rank_thread import RankThread
+from rankwire.local_world.running import Rank, Run
+from rankwire.stacks import stacks
 
 T = TypeVar("T")
+
 _BACKENDS = ("simulated", "tcp", "unix", "auto")
+_TIMEOUT = 30.0  # seconds; tests are quick
+_BEYOND_OPERATIONS = 20.0  # seconds, so that an operation that hangs says so before its test does
 
 
-class RankFailedError(RankwireError, AssertionError):
-    """A rank's process raised, died or did not finish.
-
-    ``rank`` says which, the text has its traceback.
-    """
-
-
+@overload
 def run_ranks(
     world_size: int,
     function: Callable[..., T],
     *args: Any,
-    backend: str | Callable[..., Any] = "simulated",
-    processes: bool = False,
-    timeout: float = 60.0,
+    backend: str | Callable[..., Any] | None = ...,
+    processes: bool = ...,
+    timeout: float = ...,
+    limit: float | None = ...,
+    outcomes: Literal[False] = ...,
     **options: Any,
-) -> list[T]:
+) -> list[T]: ...
+@overload
+def run_ranks(
+    world_size: int,
+    function: Callable[..., T],
+    *args: Any,
+    backend: str | Callable[..., Any] | None = ...,
+    processes: bool = ...,
+    timeout: float = ...,
+    limit: float | None = ...,
+    outcomes: Literal[True],
+    **options: Any,
+) -> list[RankOutcome[T]]: ...
+def run_ranks(
+    world_size: int,
+    function: Callable[..., T],
+    *args: Any,
+    backend: str | Callable[..., Any] | None = None,
+    processes: bool = False,
+    timeout: float = _TIMEOUT,
+    limit: float | None = None,
+    outcomes: bool = False,
+    **options: Any,
+) -> list[T] | list[RankOutcome[T]]:
     """Run ``function(backend, *args)`` as every rank of a world; return the results in rank order.
+
+    A rank whose function returns has left the world, and one whose function raises has fallen, as
+    in a program of its own: its backend is closed. A rank that is killed is not waited for.
 
     Args:
         world_size: The number of ranks.
-        function: What each rank runs. For processes it must be importable, and its result must
-            pickle.
+        function: What each rank runs. For processes it and its result are copied; it may be one of
+            a notebook or of ``__main__``.
         *args: Further arguments, the same for every rank.
         backend: ``"simulated"``, ``"auto"``, ``"tcp"``, ``"unix"``, or a world maker (see
-            ``worlds``).
+            ``worlds``). Without it: simulated, and for processes ``"auto"``.
         processes: Real processes instead of threads; not for the simulated backend.
-        timeout: Seconds for all of it.
-        **options: For the backend.
+        timeout: Seconds for each operation of a rank without a limit of its own.
+        limit: Seconds for all of it; without it, 20 more than for an operation.
+        outcomes: Whether a ``RankOutcome`` is returned for each rank, whatever became of it: what
+            it returned or raised, or that it was killed.
+        **options: For the backend, such as ``faults=``.
 
     Raises:
-        The first failing rank's error, with a note that names the rank; from processes a
-        ``RankFailedError`` that has its traceback. ``TimeoutError`` names the ranks that did not
-        finish.
+        Exception: The first failing rank's error, with a note that names the rank; not with
+            ``outcomes``.
+        RankFailedError: The same from processes, and for a rank that was killed.
+        RanksStuckError: Some ranks did not end within the limit; it shows their stacks. It is a
+            ``TimeoutError``.
     """
+    limit = timeout + _BEYOND_OPERATIONS if limit is None else limit
     if processes:
-        if backend not in _BACKENDS[1:]:
-            raise ConfigurationError(f"processes need one of {_BACKENDS[1:]}, not {backend!r}")
-        transport = cast(Transport, backend)
-        join = partial(TcpBackend, world_size=world_size, transport=transport, **options)
-        return _run_processes(world_size, join, function, args, timeout)
-    with _world_maker(backend)(world_size, **options) as world:
-        return in_parallel([partial(function, mine, *args) for mine in world], timeout=timeout)
+        ended = _run_processes(
+            world_size, _transport(backend), timeout, options, function, args, limit
+        )
+        return list(in_rank_order(ended)) if outcomes else values_of(ended)
+    with _world_maker(backend)(world_size, timeout=timeout, **options) as world:
+        ranks = [RankThread(mine) for mine in world]
+        ended = _run(ranks, Printing(), function, args, limit)
+        for rank in ranks:
+            rank.let_go()
+    return list(in_rank_order(ended)) if outcomes else _values(ended)
 
 
 def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) -> list[T]:
     """Run functions in threads of their own, one a rank; return their results in order.
 
     Raises:
-        The first error, with a note that names the rank. ``TimeoutError`` names those that did not
-        finish.
+        Exception: The first error, with a note that names the rank.
+        RanksStuckError: Some did not finish; it shows their stacks.
     """
-    outcomes: dict[int, T] = {}
-    errors: list[tuple[int, BaseException]] = []
+    ended: list[RankOutcome[T]] = []
 
     def run(rank: int, function: Callable[[], T]) -> None:
         try:
-            outcomes[rank] = function()
+            ended.append(RankOutcome(rank, function()))
         except BaseException as error:
-            errors.append((rank, error))
+            ended.append(RankOutcome(rank, error=error))
 
     threads = [
         threading.Thread(target=run, args=(rank, function), name=f"rank {rank}", daemon=True)
@@ -92,95 +124,76 @@ def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) 
     deadline = Deadline(timeout, REAL_TIME)
     for thread in threads:
         REAL_TIME.join(thread, deadline.sleep_limit())
-    if errors:
-        rank, error = errors[0]
-        error.add_note(f"raised by rank {rank}")
-        raise error
-    if late := [rank for rank in range(len(threads)) if rank not in outcomes]:
-        raise TimeoutError(f"ranks {late} did not finish within {timeout:g} s")
-    return [outcomes[rank] for rank in range(len(threads))]
+    finished = {outcome.rank for outcome in ended}
+    late = {rank: thread for rank, thread in enumerate(threads) if rank not in finished}
+    if late and not any(outcome.error for outcome in ended):
+        shown = {rank: stacks(only=[thread.ident or 0]) for rank, thread in late.items()}
+        raise RanksStuckError(timeout, shown)
+    return _values(ended)
 
 
-def _world_maker(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    from rankwire.testing import worlds  # it imports this module
-
-    if callable(backend):
-        return backend
-    if backend not in _BACKENDS:
-        raise ConfigurationError(f"backend is one of {_BACKENDS} or a world maker, not {backend!r}")
-    if backend == "simulated":
-        return worlds.simulated_world
-    return partial(worlds.tcp_world, transport=cast(Transport, backend))
+def _run(
+    ranks: Sequence[Rank],
+    printing: Printing,
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    limit: float,
+) -> list[RankOutcome[T]]:
+    """Run a function on ranks that leave; if one fails and others are stuck, the failure counts."""
+    run = Run(ranks, printing, function, args, leaves=True)
+    try:
+        return run.finish(limit)
+    except RanksStuckError as stuck:
+        culprit = culprit_of(run.ended)
+        if culprit is None or culprit.error is None or culprit.rank in stuck.ranks:
+            raise
+        culprit.error.add_note(str(stuck))
+        return [outcome for outcome in run.ended if outcome.rank not in stuck.ranks]
 
 
 def _run_processes(
     world_size: int,
-    join: Callable[..., Backend],
+    transport: Transport,
+    timeout: float,
+    options: dict[str, Any],
     function: Callable[..., T],
     args: tuple[Any, ...],
-    timeout: float,
-) -> list[T]:
-    context = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes, pipes = [], {}
-    for rank in range(world_size):
-        reading, writing = context.Pipe(duplex=False)
-        join_as_rank = partial(join, rank, address=address)
-        process = context.Process(
-            target=_be_rank, args=(join_as_rank, function, args, writing), daemon=True
-        )
-        process.start()
-        writing.close()
-        processes.append(process)
-        pipes[reading] = rank
-    deadline = Deadline(timeout, REAL_TIME)
+    limit: float,
+) -> list[RankOutcome[T]]:
+    world = ProcessWorld(world_size, {"transport": transport, "timeout": timeout, **options})
     try:
-        results = _collect(pipes, deadline)
-        for process in processes:
-            REAL_TIME.join(process, deadline.sleep_limit())  # they close their backends
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        for reading in pipes:
-            reading.close()
-        sweep_socket_files()  # those that were killed
-
-
-def _collect(pipes: dict[Any, int], deadline: Deadline) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for pipe, rank in pipes.items() if rank not in results]
-        ready = multiprocessing.connection.wait(waiting, deadline.sleep_limit())
-        if not ready:
-            late = sorted(pipes[pipe] for pipe in waiting)
-            raise TimeoutError(f"ranks {late} did not finish within {deadline.limit:g} s")
-        for pipe in ready:
-            rank = pipes[pipe]
-            results[rank] = _outcome(rank, pipe)
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _outcome(rank: int, pipe: Any) -> Any:
-    try:
-        value, error = pipe.recv()
-    except EOFError:
-        error = "its process died"
-    if error is not None:
-        failure = RankFailedError(f"rank {rank} failed: {error}")
-        failure.rank = rank
-        raise failure
-    return value
-
-
-def _be_rank(
-    join: Callable[[], Backend], function: Callable[..., Any], args: tuple[Any, ...], outcome: Any
-) -> None:
-    try:
-        with join() as backend:
-            outcome.send((function(backend, *args), None))
+        ended: list[RankOutcome[T]] = _run(world.ranks, world.printing, function, args, limit)
     except BaseException:
-        outcome.send((None, traceback.format_exc()))
+        world.close(patience=0.0)
+        raise
+    world.close()
+    return ended
+
+
+def _values(ended: Sequence[RankOutcome[T]]) -> list[T]:
+    """Return what threads returned, in rank order; raise the very error of one that raised."""
+    culprit = culprit_of(ended)
+    if culprit is not None and culprit.error is not None:
+        culprit.error.add_note(f"raised by rank {culprit.rank}")
+        raise culprit.error
+    return values_of(ended)
+
+
+def _transport(backend: object) -> Transport:
+    if backend is None:
+        return "auto"
+    if backend not in _BACKENDS[1:]:
+        raise ConfigurationError(f"processes need one of {_BACKENDS[1:]}, not {backend!r}")
+    return cast(Transport, backend)
+
+
+def _world_maker(backend: str | Callable[..., Any] | None) -> Callable[..., Any]:
+    from rankwire.testing import worlds  # it imports this module
+
+    if callable(backend):
+        return backend
+    if backend is not None and backend not in _BACKENDS:
+        raise ConfigurationError(f"backend is one of {_BACKENDS} or a world maker, not {backend!r}")
+    if backend is None or backend == "simulated":
+        return worlds.simulated_world
+    return partial(worlds.tcp_world, transport=cast(Transport, backend))

@@ -61,7 +61,6 @@ class Channel(IntEnum):
 
     MESSAGE = 1
     COLLECTIVE = 2
-    BARRIER = 3
     CALL = 4
     REPLY = 5
     CANCEL = 6

@@ -68,6 +68,11 @@ class Purpose(IntEnum):
     MESSAGES = 2
     CALLS = 3
     LAUNCH = 4  # a launcher of another host; ranks are then nodes
+    INQUIRY = 5  # what a rank is doing: it says so at once, and closes
+
+
+# Those between two ranks of a world that has formed.
+BETWEEN_RANKS = frozenset({Purpose.MESSAGES, Purpose.CALLS, Purpose.INQUIRY})
 
 
 class Status(IntEnum):

@@ -7,6 +7,10 @@
     world key           the coordinator's own, drawn for each world
     key of ranks a, b   from the world key; handed to a and b alone, opens connections between them
 
+A rank that is started anew alone is another *incarnation* of it, and has other keys: its number is
+part of the rank's key and of those of all its pairs. So nothing that the process before it knew,
+has said or has kept opens a connection as the new one.
+
 A rank that was given the secret can make the key of every rank, one that a launcher started has its
 own alone (``RankKey``). The keys of pairs travel wrapped: encrypted by a stream that the rank's
 key and a fresh salt make, so that who reads the network without that key does not learn them.
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b, sha256, shake_256
 
 from rankwire.errors import InvalidMessageError
@@ -28,6 +32,7 @@ KEY_NBYTES = 32
 SALT_NBYTES = 16
 _RANK = struct.Struct("<I")
 _PAIR = struct.Struct("<II")
+_INCARNATIONS = struct.Struct("<II")
 
 
 class HiddenKey(bytes):
@@ -43,23 +48,42 @@ class RankKey(HiddenKey):
     """The key of one rank; in the place of a secret, it says that this is all there is."""
 
 
-def rank_key(secret: bytes, rank: int) -> RankKey:
-    """Return the key by which a rank joins."""
-    return RankKey(hmac.digest(secret, b"rankwire v3 rank" + _RANK.pack(rank), sha256))
+def rank_key(secret: bytes, rank: int, incarnation: int = 0) -> RankKey:
+    """Return the key by which a rank joins.
+
+    Args:
+        secret: The job's.
+        rank: Which rank.
+        incarnation: How many times it was started anew alone.
+    """
+    who = _RANK.pack(rank) + (_RANK.pack(incarnation) if incarnation else b"")
+    return RankKey(hmac.digest(secret, b"rankwire v3 rank" + who, sha256))
 
 
-def pair_keys(world_key: bytes, rank: int, world_size: int) -> bytes:
-    """Return the keys of a rank with every rank, in order; the one with itself is of no use."""
-    # BLAKE2b takes 0.6 us a key, HMAC-SHA256 1.6; a world of 1024 ranks needs a million.
+def pair_keys(world_key: bytes, rank: int, incarnations: Sequence[int]) -> bytes:
+    """Return the keys of a rank with every rank, in order; the one with itself is of no use.
+
+    Args:
+        world_key: The coordinator's.
+        rank: Whose keys they are.
+        incarnations: Of all ranks of the world.
+    """
     return b"".join(
-        blake2b(
-            _PAIR.pack(min(rank, other), max(rank, other)),
-            key=world_key,
-            digest_size=KEY_NBYTES,
-            person=b"rankwire pair",
-        ).digest()
-        for other in range(world_size)
+        pair_key(world_key, rank, other, incarnations) for other in range(len(incarnations))
     )
+
+
+def pair_key(world_key: bytes, rank: int, other: int, incarnations: Sequence[int]) -> bytes:
+    """Return the key of two ranks."""
+    low, high = min(rank, other), max(rank, other)
+    # BLAKE2b takes 0.6 us a key, HMAC-SHA256 1.6; a world of 1024 ranks needs a million.
+    return blake2b(
+        _PAIR.pack(low, high),
+        key=world_key,
+        salt=_INCARNATIONS.pack(incarnations[low], incarnations[high]),
+        digest_size=KEY_NBYTES,
+        person=b"rankwire pair",
+    ).digest()
 
 
 def wrap(key: bytes, keys: bytes, salt: bytes) -> bytes:
@@ -67,7 +91,7 @@ def wrap(key: bytes, keys: bytes, salt: bytes) -> bytes:
 
     Args:
         key: The rank's.
-        keys: What ``pair_keys`` returned.
+        keys: What ``pair_keys`` or ``pair_key`` returned.
         salt: Random bytes that were never used before.
     """
     return salt + _masked(key, keys, salt)
@@ -89,6 +113,17 @@ def unwrap(key: bytes, wrapped: bytes, rank: int, world_size: int) -> Mapping[in
         for other in range(world_size)
         if other != rank
     }
+
+
+def unwrap_one(key: bytes, wrapped: bytes) -> HiddenKey:
+    """Return the one key that was wrapped.
+
+    Raises:
+        InvalidMessageError: It is not one.
+    """
+    if len(wrapped) != SALT_NBYTES + KEY_NBYTES:
+        raise InvalidMessageError(f"{len(wrapped)} bytes do not hold the key of two ranks")
+    return HiddenKey(_masked(key, wrapped[SALT_NBYTES:], wrapped[:SALT_NBYTES]))
 
 
 def _masked(key: bytes, keys: bytes, salt: bytes) -> bytes:

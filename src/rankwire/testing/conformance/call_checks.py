@@ -178,7 +178,9 @@ def futures_are_awaitable(make_world: MakeWorld) -> None:
             return value
 
         async def gather() -> list[int]:
-            return await asyncio.gather(*(caller.rpc_async(1, "later", n) for n in range(30)))
+            calls = [caller.rpc_async(1, "later", n) for n in range(30)]
+            results: list[int] = await asyncio.gather(*calls)
+            return results
 
         assert asyncio.run(gather()) == list(range(30))
 

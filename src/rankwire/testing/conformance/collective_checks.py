@@ -110,7 +110,7 @@ def a_world_of_one_keeps_its_values(make_world: MakeWorld) -> None:
 
 def every_op_is_the_same_everywhere(make_world: MakeWorld) -> None:
     # The product of these floats, and even their sum, depends on the order: that of the ranks.
-    ufuncs: dict[str, Callable[..., Any]] = {
+    ufuncs: dict[Any, Callable[..., Any]] = {
         "sum": np.add,
         "product": np.multiply,
         "min": np.minimum,
@@ -144,6 +144,7 @@ def an_op_that_means_nothing_is_refused(make_world: MakeWorld) -> None:
         with make_world(size) as world:
             for backend in world:
                 whole, complex_ones = np.ones(2, np.int32), np.ones(2, np.complex64)
+                op: Any
                 for op, array in (("mean", whole), ("max", complex_ones), ("median", whole)):
                     refused = partial(operations.all_reduce, backend, array, op)
                     assert op in str(expect(ConfigurationError, refused))

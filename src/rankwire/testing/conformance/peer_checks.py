@@ -6,7 +6,7 @@ import threading
 from functools import partial
 
 from rankwire.backends.base import Backend
-from rankwire.errors import ChannelClosedError, PeerLostError
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
 from rankwire.testing.conformance.tools import PATIENCE, expect, until
 from rankwire.testing.worlds import MakeWorld
 
@@ -39,6 +39,21 @@ def the_status_tells_what_is_waited_for(make_world: MakeWorld) -> None:
         second.send(b"", 0, 5)
         waiting.join()
         assert first.status().waiting_on == []
+
+
+def messages_that_nobody_receives_are_told(make_world: MakeWorld) -> None:
+    with make_world(2, timeout=PATIENCE) as (first, second):
+        for tag in (9, 7, 9):
+            second.send(b"", 0, tag)
+        second.send(b"last", 0, 1)
+        assert first.recv(1, 1) == b"last"  # the others were read before it
+        late = expect(DeadlineExceededError, partial(first.recv, 1, 5, 0.05))
+        assert "messages of rank 1 lie here unreceived: 1 with tag 7, 2 with tag 9" in str(late)
+        assert first.status().peers[1].unreceived == ("1 with tag 7", "2 with tag 9")
+        assert "unreceived: 1 with tag 7, 2 with tag 9" in str(first.status())
+        for tag in (7, 9, 9):
+            first.recv(1, tag)
+        assert first.status().peers[1].unreceived == ()
 
 
 def the_error_that_a_rank_falls_by_reaches_the_others(make_world: MakeWorld) -> None:

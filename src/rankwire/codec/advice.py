@@ -1,0 +1,169 @@
+"""What to do with a value that is not carried: a sentence for its very kind.
+
+Nothing is imported to find that out: who holds such a value has imported its class. The first kind
+that a value is of counts, so special ones come before general ones. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Set
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rankwire.codec.classes import is_namedtuple
+
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    np.ufunc,
+    partial,
+)
+_BUILTINS = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+# Modules whose objects belong to one process, by the beginning of their names.
+_OF_THIS_PROCESS = (
+    *("_thread", "threading", "_queue", "queue", "multiprocessing", "subprocess", "asyncio"),
+    *("concurrent", "socket", "_socket", "ssl", "_ssl", "select", "selectors", "weakref"),
+    *("_contextvars", "contextvars", "logging"),
+)
+
+
+def advice_for(value: Any) -> str:
+    """Return what to do in place of sending a value."""
+    for is_kind, advise in _KINDS:
+        if is_kind(value):
+            return advise(value)
+    return (
+        "Make it a dataclass and put @rankwire.message above it, register its class by"
+        " codec.register with take= and build=, send what it holds, or set allow_pickle=True on"
+        " both ends."
+    )
+
+
+def _register(value: Any) -> str:
+    name = type(value).__qualname__
+    return f"Put @rankwire.message above class {name}, or codec.register({name}), on all ranks."
+
+
+def _convert(value: Any) -> str:
+    base = next(base for base in type(value).__mro__ if base in _BUILTINS).__name__
+    return (
+        f"It is a subclass of {base}, which may hold more: send {base}(value), or register its"
+        " class with take= and build=."
+    )
+
+
+def _is_of(*modules: str) -> Callable[[Any], bool]:
+    """Tell whether a value's class is from one of these modules or from a part of it."""
+
+    def is_kind(value: Any) -> bool:
+        home = str(type(value).__module__)
+        return home in modules or home.startswith(tuple(f"{module}." for module in modules))
+
+    return is_kind
+
+
+def _is_torch(name: str, module: str) -> Callable[[Any], bool]:
+    """Tell whether a value is of a class of torch, which is looked up only if it was loaded."""
+
+    def is_kind(value: Any) -> bool:
+        cls = getattr(sys.modules.get(module), name, None)
+        return isinstance(cls, type) and isinstance(value, cls)
+
+    return is_kind
+
+
+def _says(text: str) -> Callable[[Any], str]:
+    return lambda value: text
+
+
+_KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], str]]] = [
+    (
+        lambda value: isinstance(value, _FUNCTIONS),
+        _says(
+            "A function stays where it is: register it there with agent.register, and send its"
+            " name."
+        ),
+    ),
+    (
+        lambda value: isinstance(value, type),
+        _says("A class stays where it is: send an instance, or a name that the receiver looks up."),
+    ),
+    (
+        lambda value: isinstance(value, types.ModuleType),
+        _says("A module stays where it is: send its name."),
+    ),
+    (
+        lambda value: isinstance(value, BaseException),
+        _says("Raise it: the caller gets a RemoteError. Or send its type's name and its text."),
+    ),
+    (
+        lambda value: isinstance(value, (Awaitable, AsyncIterator)),
+        _says("It runs in this process: await it, and send the result."),
+    ),
+    (
+        _is_of("_io", "io", "tempfile"),
+        _says("A file is open in this process only: send its path, or what is in it."),
+    ),
+    (
+        _is_of(*_OF_THIS_PROCESS),
+        _says("It means something in this process only: leave it out of what is sent."),
+    ),
+    (
+        lambda value: isinstance(value, Iterator),
+        _says("It would be used up: send list(value)."),
+    ),
+    (
+        lambda value: (
+            isinstance(value, (Enum, msgspec.Struct))
+            or dataclasses.is_dataclass(value)
+            or is_namedtuple(type(value))
+        ),
+        _register,
+    ),
+    (
+        _is_torch("Module", "torch.nn"),
+        _says("A module stays where it is: send its state_dict()."),
+    ),
+    (
+        _is_torch("Optimizer", "torch.optim"),
+        _says("An optimizer stays where it is: send its state_dict()."),
+    ),
+    (
+        _is_torch("Generator", "torch"),
+        _says("Send its get_state(), and pass that to set_state()."),
+    ),
+    (
+        _is_of("pandas", "polars", "pyarrow"),
+        _says("Send its columns as arrays: a dict of names and value.to_numpy()."),
+    ),
+    (
+        _is_of("numpy.random"),
+        _says("Send its state (generator.bit_generator.state), or a seed."),
+    ),
+    (
+        lambda value: isinstance(value, _BUILTINS),
+        _convert,
+    ),
+    (
+        lambda value: hasattr(type(value), "__array__") or hasattr(type(value), "__dlpack__"),
+        _says("Send numpy.asarray(value)."),
+    ),
+    (
+        lambda value: isinstance(value, Mapping),
+        _says("Send dict(value)."),
+    ),
+    (
+        lambda value: isinstance(value, Set) or type(value) is type({}.values()),
+        _says("Send list(value) or set(value)."),
+    ),
+]

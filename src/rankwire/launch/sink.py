@@ -1,0 +1,128 @@
+"""One of the launcher's own outputs: what waits to be written there, and whose it is.
+
+Nothing here blocks: what the output does not take now waits, and what it never takes is counted.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+from collections import Counter, deque
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+# POSIX: a pipe that poll() calls writable takes this much without blocking.
+_WRITE_NBYTES = select.PIPE_BUF
+_ERASE = b"\r\x1b[K"
+
+
+class _Likeness(io.StringIO):
+    """Tells rich whether an output is a terminal, and takes what rich would write there.
+
+    rich writes even what it captures, as an empty text: a full disk refuses that too.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        super().__init__()
+        self._file = file  # None if it was closed when the interpreter started
+
+    def isatty(self) -> bool:
+        return self._file is not None and self._file.isatty()
+
+
+class Sink:
+    """One of the launcher's own outputs.
+
+    Attributes:
+        fd: Where it leads.
+        pending: What waits to be written.
+        trouble: Why nothing can be written any more, or None.
+        lost: How many lines of each rank were not written and will not be.
+    """
+
+    def __init__(self, file: TextIO | None, fd: int) -> None:
+        self._console = Console(file=_Likeness(file))
+        self.fd = fd
+        self.trouble: OSError | None = None
+        self.pending = bytearray()
+        self.lost: Counter[int] = Counter()
+        # Whose the pending bytes are, in their order; None for the launcher's own.
+        self._owners: deque[tuple[int | None, int]] = deque()
+        self._is_inside_line = False
+        self.lines = 0
+        self._status = ""
+
+    def put(self, data: bytes, rank: int | None = None) -> None:
+        """Queue ``data``, which is whole lines, of a rank or of the launcher itself."""
+        if not data:
+            return
+        self.show_status("")
+        self._queue(data, rank)
+        self.lines += data.count(b"\n")
+        if self.trouble is not None:
+            self.drop()
+
+    def show_status(self, text: str) -> None:
+        """Show ``text`` below all lines, on a terminal; it goes when the next line comes."""
+        if text == self._status or self.trouble is not None:
+            return
+        # Never behind the last column: the terminal would begin another line.
+        width = self._console.width - 1
+        self._queue(_ERASE + (self.render(text[:width], "dim") if text else b""), None)
+        self._status = text
+
+    def drop(self) -> None:
+        """Give up what waits, and count the lines."""
+        begin = 0
+        for rank, nbytes in self._owners:
+            if rank is not None:
+                self.lost[rank] += self.pending.count(b"\n", begin, begin + nbytes)
+            begin += nbytes
+        self._owners.clear()
+        self.pending.clear()
+        if self._is_inside_line:  # what is said next begins a line of its own
+            self._queue(b"\n", None)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person may watch, who can see a line change."""
+        return self._console.is_terminal and not self._console.is_dumb_terminal
+
+    def write(self) -> None:
+        """Write what the output takes without blocking; call when it is writable."""
+        try:
+            # A copy of the chunk: a view would forbid the deletion.
+            written = os.write(self.fd, bytes(self.pending[:_WRITE_NBYTES]))
+        except BlockingIOError:
+            return
+        except OSError as error:  # the reader is gone, or the disk is full
+            self.trouble = error
+            self._is_inside_line = False
+            self.drop()
+        else:
+            self._is_inside_line = self.pending[written - 1 : written] != b"\n"
+            del self.pending[:written]
+            self._disown(written)
+
+    def render(self, text: str, style: str) -> bytes:
+        """Return ``text`` as this output shows it: rich knows of terminals and ``NO_COLOR``."""
+        with self._console.capture() as capture:
+            self._console.print(Text(text, style=style), end="", soft_wrap=True)
+        return capture.get().encode()
+
+    def _queue(self, data: bytes, rank: int | None) -> None:
+        self.pending += data
+        before = 0
+        if self._owners and self._owners[-1][0] == rank:
+            _, before = self._owners.pop()
+        self._owners.append((rank, before + len(data)))
+
+    def _disown(self, nbytes: int) -> None:
+        while nbytes:
+            rank, owned = self._owners.popleft()
+            if owned > nbytes:
+                self._owners.appendleft((rank, owned - nbytes))
+            nbytes -= min(owned, nbytes)

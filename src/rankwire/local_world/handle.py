@@ -1,0 +1,202 @@
+"""``rankwire.local``: a world from a notebook, a script or a prompt, and the handle to it.
+
+What users see. Ranks that are processes are in ``process_world``, simulated ones in
+``rank_thread``; how a function runs on several of them is in ``running``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
+
+from rankwire.backends.arguments import check_rank
+from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
+from rankwire.backends.simulated import SimulatedBackend
+from rankwire.errors import ChannelClosedError
+from rankwire.fork import disown, guard
+from rankwire.local_world.outcomes import RankOutcome, values_of
+from rankwire.local_world.printing import Printing
+from rankwire.local_world.process_world import ProcessWorld
+from rankwire.local_world.rank_thread import RankThread
+from rankwire.local_world.running import Rank, Run
+from rankwire.shutdown import close_at_exit
+
+T = TypeVar("T")
+
+_EXIT_PATIENCE = 1.0  # seconds for processes to leave at the end of the interpreter
+
+
+def local(
+    world_size: int, *, simulated: bool = False, timeout: float = DEFAULT_TIMEOUT, **options: Any
+) -> LocalWorld:
+    """Start a world of processes on this machine, and return a handle to run functions on them.
+
+    For notebooks, prompts and scripts. The processes stay until the world is closed, at the latest
+    at the end of this one, and keep what functions leave in their globals.
+
+    Args:
+        world_size: How many ranks.
+        simulated: Threads of this process on the simulated backend, instead of processes.
+        timeout: Seconds for every operation of a rank without a limit of its own.
+        **options: Further ones of ``TcpBackend``, or of ``SimulatedBackend.create_group``.
+
+    Raises:
+        RankFailedError: The world did not form.
+        ConfigurationError: The arguments cannot work.
+
+    Example:
+        >>> with rankwire.local(4) as world:
+        ...     world.run(lambda backend: backend.rank)
+        [0, 1, 2, 3]
+    """
+    return LocalWorld(world_size, simulated=simulated, timeout=timeout, **options)
+
+
+class LocalWorld:
+    """A world that this process has started. Made by ``rankwire.local``; see there.
+
+    Every method is safe from any thread. A rank runs one function at a time, in the main thread of
+    its process. What ranks print appears here, each line with its rank.
+
+    Functions and their arguments are copied to the processes, and results back, by value: those of
+    a notebook or of ``__main__`` too, with the globals that they name. The globals of such a
+    function are those of its rank's own ``__main__``, which stay from run to run.
+
+    Attributes:
+        world_size: The number of ranks.
+    """
+
+    def __init__(self, world_size: int, *, simulated: bool, timeout: float, **options: Any) -> None:
+        self._backends: Sequence[Backend] = ()
+        self._processes: ProcessWorld | None = None
+        self._printing = Printing()
+        self._ranks: Sequence[Rank]
+        self._closed = False
+        if simulated:
+            world = SimulatedBackend.create_group(world_size, timeout=timeout, **options)
+            self._backends = world
+            self._ranks = [RankThread(backend) for backend in world]
+        else:
+            self._processes = ProcessWorld(world_size, {"timeout": timeout, **options})
+            self._printing = self._processes.printing
+            self._ranks = self._processes.ranks
+        self.world_size = len(self._ranks)
+        guard(self)
+        close_at_exit(self)
+
+    def run(self, function: Callable[..., T], *args: Any, limit: float = math.inf) -> list[T]:
+        """Run ``function(backend, *args)`` on all ranks; return the results in rank order.
+
+        If one fails, the others are interrupted a second later. Ctrl-C interrupts all of them; the
+        world stays.
+
+        Args:
+            function: What each rank runs. Its first argument is the rank's backend.
+            *args: Further arguments, the same on all ranks.
+            limit: Seconds for all of it. Without it, it may take as long as it takes.
+
+        Raises:
+            RankFailedError: A rank raised or died: ``rank``, ``remote_traceback`` and ``outcomes``.
+                Its cause is what was raised.
+            RanksStuckError: Some did not end within the limit; it has their stacks. They are
+                interrupted.
+            ConfigurationError: A rank still runs something, or the function cannot be sent.
+        """
+        return self._run(self._ranks, function, args, limit)
+
+    def on(self, rank: int) -> LocalRank:
+        """Return one of the ranks, to run functions there alone."""
+        return LocalRank(self, check_rank(rank, self.world_size))
+
+    def close(self) -> None:
+        """Have all ranks leave and end. What they run is interrupted, or killed. Idempotent."""
+        self._close(None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return self._closed
+
+    def _run(
+        self, ranks: Sequence[Rank], function: Callable[..., T], args: tuple[Any, ...], limit: float
+    ) -> list[T]:
+        self._check_open()
+        run = Run(ranks, self._printing, function, args)
+        return values_of(run.finish(limit, together=True))
+
+    def _start(self, rank: int, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
+        self._check_open()
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()  # it has begun there, and cannot be taken back
+
+        def settle(ended: Future[RankOutcome[T]]) -> None:
+            outcome = ended.result()
+            if outcome.returned:
+                result.set_result(outcome.result())
+            else:
+                failure = outcome.failure()
+                failure.__cause__ = outcome.error
+                result.set_exception(failure)
+
+        self._ranks[rank].start(function, args).add_done_callback(settle)
+        return result
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ChannelClosedError("this world is closed; rankwire.local() starts a new one")
+
+    def _close(self, patience: float | None) -> None:
+        self._closed = True
+        if self._processes is not None:
+            self._processes.close(**({} if patience is None else {"patience": patience}))
+        for backend in self._backends:
+            backend.close()
+
+    def leave_at_exit(self, error: BaseException | None) -> None:
+        """Close when the interpreter ends."""
+        self._close(_EXIT_PATIENCE)
+
+    def forsake(self) -> None:
+        """Let a forked child refuse to use it: the processes belong to its parent."""
+        disown(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        kind = "processes" if self._processes is not None else "simulated ranks"
+        ends = [f"rank {rank.rank}: {rank.ended}" for rank in self._ranks if rank.ended]
+        state = ["closed"] if self._closed else ends
+        return f"<LocalWorld of {', '.join([f'{self.world_size} {kind}', *state])}>"
+
+
+class LocalRank:
+    """One rank of a world that this process has started. Made by ``LocalWorld.on``.
+
+    Attributes:
+        rank: Which.
+    """
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self._world = world
+        self.rank = rank
+
+    def run(self, function: Callable[..., T], *args: Any, limit: float = math.inf) -> T:
+        """Run ``function(backend, *args)`` there, and return its result; as ``LocalWorld.run``."""
+        ranks = [self._world._ranks[self.rank]]
+        return self._world._run(ranks, function, args, limit)[0]
+
+    def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Have it run ``function(backend, *args)``, and return a future of its result.
+
+        The future ends with a ``RankFailedError`` if the function does not return.
+        """
+        return self._world._start(self.rank, function, args)
+
+    def __repr__(self) -> str:
+        return f"<LocalRank {self.rank} of {self._world!r}>"

@@ -1,0 +1,274 @@
+"""The starter's end of a rank that is a process: what it is told, what it says and prints.
+
+Its own end is ``rank_program``; who reads it is ``process_world``. A process leads a session of its
+own, so that Ctrl-C reaches the starter alone, and what it starts itself is ended with it. It ends
+when the starter does, however that ends: its pipe is closed then.
+
+Lock: ``_lock`` guards what it is doing and whether it has ended, for moments. Nothing is taken
+under it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rankwire.clock import REAL_TIME
+from rankwire.errors import ConfigurationError, RankFailedError
+from rankwire.launch.lines import LineSplitter
+from rankwire.local_world.outcomes import RankOutcome
+from rankwire.local_world.parcels import pack, unpack
+from rankwire.local_world.printing import Printing, StreamName
+from rankwire.local_world.rank_program import RunReport
+from rankwire.texts import text_of
+
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from rankwire.local_world.rank_program import main; main({args})"
+)
+_STREAMS: tuple[StreamName, ...] = ("stdout", "stderr")
+_READ_NBYTES = 65536
+
+
+class RankProcess:
+    """One rank, in a process of its own. Safe from any thread, but for ``read``.
+
+    Args:
+        rank: Which.
+        listener: For rank 0: the socket at which the ranks meet.
+        printing: Shows what it prints.
+
+    Attributes:
+        rank: The same.
+    """
+
+    def __init__(self, rank: int, listener: socket.socket | None, printing: Printing) -> None:
+        self.rank = rank
+        self._printing = printing
+        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._number = 0  # of the last order
+        self._running: Future[RankOutcome[Any]] | None = None
+        self._running_name = ""
+        self._saying: Future[str] | None = None  # what it is doing
+        self._ended: RankOutcome[Any] | None = None  # how its process has
+        ours, theirs = socket.socketpair()
+        passed = [theirs.fileno()] + ([] if listener is None else [listener.fileno()])
+        program = _PROGRAM.format(path=sys.path, args=", ".join(map(str, [rank, *passed])))
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-c", program],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=passed,
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()  # a process that was started all the same ends by that
+            raise
+        self._control = Connection(ours.detach())
+        self._death = os.pidfd_open(self._process.pid)
+        self._outputs: dict[int, tuple[StreamName, LineSplitter]] = {}
+        for name, pipe in zip(_STREAMS, (self._process.stdout, self._process.stderr), strict=True):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._outputs[pipe.fileno()] = name, LineSplitter()
+        self._teller = threading.Thread(
+            target=self._pass_on, name=f"rankwire-local-{rank}", daemon=True
+        )
+        self._teller.start()
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> str:
+        """How the process has ended, in words; empty while it lives."""
+        return "" if self._ended is None else self._ended.reason
+
+    # -- what it is told ---------------------------------------------------------------------------
+
+    def enter(self, world_size: int, options: dict[str, Any]) -> Future[RankOutcome[Any]]:
+        """Have it join the world."""
+        return self._begin("join", "join", pack((sys.path, world_size, options)))
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], *, leaves: bool = False
+    ) -> Future[RankOutcome[Any]]:
+        """Have it run ``function(backend, *args)``.
+
+        Args:
+            function: What to run.
+            args: Its arguments.
+            leaves: Whether it leaves the world when the function has ended, and ends.
+
+        Raises:
+            ConfigurationError: It runs another one, or these cannot be sent.
+        """
+        name = getattr(function, "__name__", repr(function))
+        try:
+            parcel = pack((function, args))
+        except Exception as error:  # whatever a user's class raises
+            raise ConfigurationError(
+                f"{name!r}, its arguments or what it names cannot be sent to another process: "
+                f"{text_of(error)}"
+            ) from error
+        return self._begin(name, "run", parcel, leaves)
+
+    def _begin(self, name: str, verb: str, *words: Any) -> Future[RankOutcome[Any]]:
+        running: Future[RankOutcome[Any]] = Future()
+        with self._lock:
+            if self._running is not None:
+                raise ConfigurationError(f"rank {self.rank} still runs {self._running_name!r}")
+            if self._ended is not None:
+                running.set_result(self._ended)
+                return running
+            self._running, self._running_name = running, name
+            self._number += 1
+            number = self._number
+        self._tell(verb, number, *words)
+        return running
+
+    def ask_for_stacks(self) -> Future[str]:
+        """Ask what all its threads are doing."""
+        asking: Future[str] = Future()
+        with self._lock:
+            self._saying = asking
+        self._tell("stacks")
+        return asking
+
+    def interrupt(self) -> bool:
+        """Interrupt what it runs, as Ctrl-C would; return whether there is something."""
+        with self._lock:
+            if self._running is None or self._ended is not None:
+                return False
+            number = self._number
+        self._tell("interrupt", number)
+        return True
+
+    def leave(self) -> None:
+        """Have it leave the world and end, once it has done what it runs."""
+        self._tell("leave")
+
+    def kill(self) -> None:
+        """Kill it, and what it has started."""
+        with self._lock:
+            if self._ended is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _tell(self, *words: Any) -> None:
+        """Have it told something. In one step: a thread that is interrupted says it or not."""
+        self._orders.put(words)
+
+    def _pass_on(self) -> None:
+        """Tell it what others want it to know; a thread that no interrupt reaches does this."""
+        with suppress(OSError):  # it has died, and whoever reads it finds out
+            while (words := self._orders.get()) is not None:
+                self._control.send(words)
+
+    # -- what it says ------------------------------------------------------------------------------
+
+    def descriptors(self) -> list[int]:
+        """Return what becomes ready when there is something to read; none once it has ended."""
+        if self._ended is not None:
+            return []
+        return [self._control.fileno(), self._death, *self._outputs]
+
+    def read(self, ready: Collection[int]) -> None:
+        """Take in what it has printed and said, and its end. For one thread."""
+        if not set(self.descriptors()) & set(ready):
+            return
+        is_dead = self._death in ready  # before the last look: nothing comes after it
+        for output in list(self._outputs):
+            self._read_output(output)
+        if self._control.fileno() in ready or is_dead:
+            self._read_words()
+        if is_dead:
+            self._bury()
+
+    def _read_output(self, output: int) -> None:
+        with suppress(BlockingIOError):
+            while data := os.read(output, _READ_NBYTES):
+                self._show(output, self._outputs[output][1].feed(data))
+            name, splitter = self._outputs.pop(output)  # it was closed
+            self._print(name, splitter.finish())
+
+    def _show(self, output: int, lines: list[bytes]) -> None:
+        self._print(self._outputs[output][0], lines)
+
+    def _print(self, name: StreamName, lines: list[bytes]) -> None:
+        texts = [f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines]
+        if texts:
+            self._printing.put(name, "".join(texts))
+
+    def _read_words(self) -> None:
+        try:
+            while self._control.poll():
+                verb, word = self._control.recv()
+                for output in list(self._outputs):  # what it printed before it said this
+                    self._read_output(output)
+                if verb == "ended":
+                    self._end_running(_outcome(self.rank, word))
+                elif self._saying is not None:
+                    self._saying.set_result(word)
+                    self._printing.wake()
+        except (EOFError, OSError):
+            return  # its death is told by the kernel
+
+    def _end_running(self, outcome: RankOutcome[Any]) -> None:
+        with self._lock:
+            running, self._running = self._running, None
+        if running is not None:
+            running.set_result(outcome)
+            self._printing.wake()
+
+    def _bury(self) -> None:
+        """Take in that it is dead."""
+        with suppress(ProcessLookupError):  # what it has started and left behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        for name, splitter in self._outputs.values():
+            self._print(name, splitter.finish())
+        if code < 0:
+            reason = f"its process was killed by {signal.Signals(-code).name}"
+        else:
+            reason = f"its process ended with exit code {code} and said nothing"
+        with self._lock:
+            self._ended = RankOutcome(self.rank, killed=code < 0, reason=reason)
+            os.close(self._death)
+        self._orders.put(None)
+        REAL_TIME.join(self._teller)  # soon: what is said to the dead is refused
+        self._control.close()
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+        if self._saying is not None and not self._saying.done():
+            self._saying.set_result(f"({reason})")
+        self._end_running(self._ended)
+
+
+def _outcome(rank: int, parcel: bytes) -> RankOutcome[Any]:
+    try:
+        report: RunReport = unpack(parcel)
+    except Exception as trouble:  # whatever a user's class raises
+        what = f"its result cannot be loaded here: {text_of(trouble)}"
+        return RankOutcome(rank, error=TypeError(what))
+    error = report.error
+    if error is None and report.error_name:
+        text = f"{report.error_name}: {report.error_text}"
+        error = RankFailedError(rank, text, remote_traceback=report.traceback)
+    return RankOutcome(rank, report.value, error, remote_traceback=report.traceback)

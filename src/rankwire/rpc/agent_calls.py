@@ -1,0 +1,215 @@
+"""The calls of an agent as users write them: what is a setting, what is an argument, what returns.
+
+All of it is in the signatures, for people and type checkers; ``caller`` makes the calls. It is a
+part of ``RpcAgent``, which provides the attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+from rankwire.backends.arguments import check_rank
+from rankwire.backends.base import Backend
+from rankwire.clock import Clock
+from rankwire.deadline import Deadline
+from rankwire.rpc.call import Call, serving
+from rankwire.rpc.caller import Caller
+from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.registry import Registry
+from rankwire.rpc.remote_ranks import AsyncRemoteRank, Later, P, R, RemoteRank
+
+
+class AgentCalls:
+    """How users call functions of other ranks. Every method is safe from any thread.
+
+    Attributes:
+        backend: Whose ranks are called.
+        timeout: Seconds for calls without a limit of their own.
+    """
+
+    backend: Backend
+    timeout: float
+    _clock: Clock
+    _registry: Registry
+    _caller: Caller
+
+    # A type checker cannot check arguments and let ``timeout`` pass at the same time, so with that
+    # it knows the result alone. ``to(rank, timeout=...)`` has both.
+    @overload
+    def rpc_sync(
+        self, dst: int, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any: ...
+    @overload
+    def rpc_sync(
+        self,
+        dst: int,
+        function: Callable[..., Later[R]],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **kwargs: Any,
+    ) -> R: ...
+    @overload
+    def rpc_sync(
+        self,
+        dst: int,
+        function: Callable[..., R],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **kwargs: Any,
+    ) -> R: ...
+    @overload
+    def rpc_sync(
+        self, dst: int, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+    @overload
+    def rpc_sync(
+        self, dst: int, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+    def rpc_sync(
+        self, dst: int, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call a function of another rank, or of this one, and return its result.
+
+        Args:
+            dst: The rank to call.
+            function: A name registered there, or a function registered here under the same name.
+                With the function itself, a type checker checks the arguments (unless ``timeout`` is
+                given) and knows the type of the result.
+            *args: Positional arguments. Arrays are sent from where they are, uncopied.
+            timeout: Seconds for all of it; it travels along and bounds the calls that the function
+                makes in turn. It is never an argument of the function: if that has a parameter of
+                this name, use ``to``. That is noticed if the function was given, or is registered
+                here under the name that was given.
+            **kwargs: Keyword arguments.
+
+        Raises:
+            RemoteError: The function raised; type, message and remote traceback are attributes. If
+                it raised a builtin exception, or one of ``register_error``, this is one too, so
+                that ``except KeyError`` works.
+            FunctionNotFoundError: There is no such function.
+            DeadlineExceededError: No result in time; ``may_have_run`` tells whether it may have
+                run.
+            PeerLostError: The peer is gone; the same attribute.
+            CircularCallError: While serving a call: this one and others wait for each other.
+            CallCancelledError: While serving a call: its caller does not want the result any more.
+            OverloadedError: A limit was reached; it did not run.
+            UnsupportedTypeError: An argument cannot be sent.
+            ConfigurationError: The rank, the function or the time limit is none, or ``timeout`` may
+                mean either.
+        """
+        name = function if type(function) is str else self._registry.name_of(function)
+        call = serving.get()
+        if call is None and timeout is None:
+            deadline = Deadline(self.timeout, self._clock)
+        else:
+            deadline = self._deadline(name, timeout, call)
+        return self._caller.call(dst, name, deadline, call, args, kwargs)
+
+    @overload
+    def rpc_async(
+        self, dst: int, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> RpcFuture[Any]: ...
+    @overload
+    def rpc_async(
+        self,
+        dst: int,
+        function: Callable[..., Later[R]],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **kwargs: Any,
+    ) -> RpcFuture[R]: ...
+    @overload
+    def rpc_async(
+        self,
+        dst: int,
+        function: Callable[..., R],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **kwargs: Any,
+    ) -> RpcFuture[R]: ...
+    @overload
+    def rpc_async(
+        self, dst: int, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[R]: ...
+    @overload
+    def rpc_async(
+        self, dst: int, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[R]: ...
+    def rpc_async(
+        self, dst: int, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
+    ) -> Any:
+        """Start a call and return its future.
+
+        It has ``result``, ``exception``, ``cancel``, ``add_done_callback`` and ``await``. Arguments
+        are as for ``rpc_sync``. They are encoded, and large ones sent, before this returns: they
+        may be changed afterwards. Wrong arguments raise here; what the network or the callee does
+        ends the future. This waits, until the deadline, while too many calls to that rank are in
+        flight (``max_in_flight``), or too many large ones wait there (``max_queued_nbytes``).
+        """
+        name = function if type(function) is str else self._registry.name_of(function)
+        call = serving.get()
+        if call is None and timeout is None:
+            deadline = Deadline(self.timeout, self._clock)
+        else:
+            deadline = self._deadline(name, timeout, call)
+        return self._caller.start(dst, name, deadline, call, args, kwargs)
+
+    def to(self, dst: int, /, *, timeout: float | None = None) -> RemoteRank:
+        """Return the functions of a rank, to be called with certain settings.
+
+        ``agent.to(1, timeout=5).add(2, 3)`` is ``agent.rpc_sync(1, "add", 2, 3, timeout=5)``, and
+        ``agent.to(1, timeout=5)(add, 2, 3)`` is ``agent.rpc_sync(1, add, 2, 3, timeout=5)``, whose
+        arguments a type checker checks. All keywords of the call are the function's, ``timeout``
+        too. The object may be kept and used for any number of calls, from any thread.
+
+        Args:
+            dst: The rank to call.
+            timeout: Seconds for each call; None is the agent's.
+
+        Raises:
+            ConfigurationError: The rank or the time limit is none.
+        """
+        dst, limit = self._checked(dst, timeout)
+
+        def make_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name = function if type(function) is str else self._registry.name_of(function)
+            call = serving.get()
+            return self._caller.call(dst, name, self._limited(limit, call), call, args, kwargs)
+
+        return RemoteRank(make_call, f"rank {dst}, each call within {limit:g} s")
+
+    def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
+        """Return the functions of a rank as ``to`` does, but calls return their futures.
+
+        ``agent.to_async(1, timeout=5).add(2, 3)`` is to ``rpc_async`` what ``to`` is to
+        ``rpc_sync``.
+        """
+        dst, limit = self._checked(dst, timeout)
+
+        def make_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name = function if type(function) is str else self._registry.name_of(function)
+            call = serving.get()
+            return self._caller.start(dst, name, self._limited(limit, call), call, args, kwargs)
+
+        return AsyncRemoteRank(make_call, f"rank {dst}, each call within {limit:g} s")
+
+    def _deadline(self, name: str, timeout: float | None, call: Call | None) -> Deadline:
+        """Return the deadline of a call that has a limit of its own, or is nested."""
+        if timeout is None:
+            return self._limited(self.timeout, call)
+        deadline = self._limited(timeout, call)
+        self._registry.check_timeout(name)
+        return deadline
+
+    def _limited(self, limit: float, call: Call | None) -> Deadline:
+        deadline = Deadline(limit, self._clock)
+        return deadline if call is None else call.deadline_of_nested(deadline)
+
+    def _checked(self, dst: int, timeout: float | None) -> tuple[int, float]:
+        limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
+        return check_rank(dst, self.backend.world_size), limit

@@ -1,0 +1,189 @@
+"""Stacks: what the threads of this process are doing, as text."""
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rankwire import SimulatedBackend
+from rankwire.stacks import is_ours, is_users, place_of, places, stacks
+from rankwire.testing.conformance.tools import until
+
+
+def wait_here(event):
+    event.wait(60)
+
+
+@pytest.fixture
+def waiting():
+    event = threading.Event()
+    thread = threading.Thread(target=wait_here, args=(event,), name="one that waits")
+    thread.start()
+    until(lambda: "in wait" in stacks(only=[thread.ident]))
+    yield thread
+    event.set()
+    thread.join()
+
+
+def test_a_thread_is_shown_with_its_name_from_the_first_line_of_the_program_on(waiting):
+    text = stacks(only=[waiting.ident])
+    assert text.startswith("one that waits:\n  File ")
+    assert "in wait_here\n    event.wait(60)\n" in text
+    assert "_bootstrap" not in text
+
+
+def test_threads_can_be_left_out(waiting):
+    title = f"{waiting.name}:\n"
+    assert title in stacks()
+    assert title not in stacks(but=[waiting.ident])
+
+
+def test_frames_of_rankwire_are_folded_behind_the_one_that_was_called():
+    backend, other = SimulatedBackend.create_group(2)
+    thread = threading.Thread(target=lambda: backend.recv(1), name="receiver")
+    thread.start()
+    try:
+        until(lambda: "more of rankwire" in stacks(only=[thread.ident]))
+        text = stacks(only=[thread.ident])
+        assert "in recv\n" in text
+        assert text.count("rankwire/") == 1
+    finally:
+        other.send(b"", 0)
+        thread.join()
+        backend.close()
+        other.close()
+
+
+def test_threads_that_are_not_in_the_program_are_counted():
+    event = threading.Event()
+    thread = threading.Thread(target=event.wait)
+    thread.start()
+    try:
+        assert re.search(r"and \d+ more threads?\n$", stacks())
+    finally:
+        event.set()
+        thread.join()
+
+
+def test_whose_file_it_is():
+    import json
+
+    assert is_ours(stacks.__code__.co_filename)
+    assert not is_users(stacks.__code__.co_filename)
+    assert not is_users(json.__file__)
+    assert is_users(pytest.__file__)
+    assert is_users(__file__)
+
+
+# -- the innermost line ----------------------------------------------------------------------------
+
+
+def acquire(lock):
+    lock.acquire()
+
+
+def acquire_in_several_lines(lock):
+    max(
+        1,
+        lock.acquire(
+            timeout=60,
+        ),
+    )
+
+
+def enter(lock):
+    with lock:
+        pass
+
+
+def join(lock):
+    thread = threading.Thread(target=lock.acquire)
+    thread.start()
+    thread.join()
+
+
+def wait_for_a_call(lock):
+    with ThreadPoolExecutor() as pool:
+        pool.submit(lock.acquire).result()
+
+
+def nap(lock):
+    while not lock.acquire(blocking=False):
+        time.sleep(0.05)
+
+
+def compute(lock):
+    while lock.locked():
+        sum(range(100))
+
+
+@pytest.mark.parametrize(
+    ("function", "doing"),
+    [
+        (acquire, "waits for a lock"),
+        (acquire_in_several_lines, "waits for a lock"),
+        (enter, "waits for a lock"),
+        (join, "waits"),
+        (wait_for_a_call, "waits for a lock"),
+        (nap, "sleeps"),
+        (compute, "runs"),
+    ],
+)
+def test_what_a_thread_does_is_read_off_the_call_that_it_is_in(function, doing):
+    lock = threading.Lock()
+    lock.acquire()
+    thread = threading.Thread(target=function, args=(lock,), name="under test")
+    thread.start()
+    try:
+        place = re.compile(rf"{doing}.* in {function.__name__} \(.*test_stacks.py:\d+\)")
+        until(lambda: place.fullmatch(place_of(thread.ident)))
+        assert any(place.startswith("under test ") for place in places(only=["under test"]))
+    finally:
+        lock.release()
+        thread.join()
+
+
+def test_the_main_thread_comes_first_and_who_is_not_in_the_program_not_at_all(waiting):
+    assert places()[0].startswith("MainThread ")
+    assert places(only=["no such thread"]) == []
+    assert place_of(-1) == ""
+
+
+HAMMERED = """
+import gc, threading, time
+from rankwire.stacks import place_of, places
+
+gc.callbacks.append(lambda phase, info: time.sleep(0))  # lets another thread run
+gc.set_threshold(5)
+end = time.monotonic() + 2.0
+
+def come_and_go():
+    while time.monotonic() < end:
+        threading.Thread(target=lambda: None).start()
+
+def nap():
+    time.sleep(0.001)
+
+def run_on():
+    while time.monotonic() < end:
+        nap()  # in a frame that nobody has looked at
+
+threads = [threading.Thread(target=come_and_go) for _ in range(3)]
+threads += [threading.Thread(target=run_on) for _ in range(40)]
+for thread in threads:
+    thread.start()
+while time.monotonic() < end:
+    places()
+    place_of(threading.get_ident())
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_may_come_and_go_and_garbage_be_collected_meanwhile():
+    """While the interpreter lists its threads it must not run Python: it holds their lock."""
+    subprocess.run([sys.executable, "-c", HAMMERED], check=True, timeout=30)

@@ -1,0 +1,114 @@
+"""Calls of the functions themselves: mypy knows what they take and return.
+
+A line whose end says ``# error`` is one that mypy must refuse, in these words.
+"""
+
+from concurrent.futures import Future
+from typing import Any, assert_type
+
+import numpy as np
+
+import rankwire
+from rankwire import RpcAgent, RpcFuture
+
+
+def add(a: int, b: int = 2) -> int:
+    return a + b
+
+
+async def later(text: str) -> list[str]:
+    return [text]
+
+
+def deferred(text: str) -> Future[bytes]:
+    return Future()
+
+
+def patient(a: int, timeout: float) -> str:
+    return f"{a} {timeout}"
+
+
+class Server:
+    def pull(self, name: str) -> float:
+        return float(name)
+
+
+def call(agent: RpcAgent, server: Server) -> None:
+    assert_type(agent.rpc_sync(1, add, 1, 2), int)
+    assert_type(agent.rpc_sync(1, add, 1, b=2), int)
+    assert_type(agent.rpc_sync(1, later, "a"), list[str])
+    assert_type(agent.rpc_sync(1, deferred, "a"), bytes)
+    assert_type(agent.rpc_sync(1, server.pull, "a"), float)
+    assert_type(agent.rpc_sync(1, "add", 1, 2, anything=3), Any)
+    assert_type(agent.rpc_sync(1, "add", 1, timeout=5), Any)
+    assert_type(agent.rpc_sync(1, add, 1, timeout=5), int)
+    assert_type(agent.rpc_sync(1, later, "a", timeout=5), list[str])
+    agent.rpc_sync(1, add, "a")  # error: No overload variant of "rpc_sync"
+    agent.rpc_sync(1, add, 1, 2, 3)  # error: No overload variant of "rpc_sync"
+    agent.rpc_sync(1, add, c=1)  # error: No overload variant of "rpc_sync"
+    agent.rpc_sync(1, 5)  # error: No overload variant of "rpc_sync"
+    agent.rpc_sync("1", "add")  # error: No overload variant of "rpc_sync"
+
+
+async def start(agent: RpcAgent) -> None:
+    assert_type(agent.rpc_async(1, add, 1), RpcFuture[int])
+    assert_type(agent.rpc_async(1, add, 1).result(), int)
+    assert_type(await agent.rpc_async(1, add, 1), int)
+    assert_type(agent.rpc_async(1, later, "a", timeout=5).result(5), list[str])
+    assert_type(agent.rpc_async(1, deferred, "a"), RpcFuture[bytes])
+    assert_type(agent.rpc_async(1, "add", 1), RpcFuture[Any])
+    agent.rpc_async(1, add, "a")  # error: No overload variant of "rpc_async"
+    add(agent.rpc_async(1, later, "a").result())  # error: Argument 1 to "add"
+
+
+def settings(agent: RpcAgent, server: Server) -> None:
+    assert_type(agent.to(1, timeout=5)(add, 1, b=2), int)
+    assert_type(agent.to(1)(later, "a"), list[str])
+    assert_type(agent.to(1, timeout=5)(patient, 1, timeout=3), str)
+    assert_type(agent.to(1)(server.pull, "a"), float)
+    assert_type(agent.to(1).add(1, 2), Any)
+    assert_type(agent.to(1).server.pull("a"), Any)
+    assert_type(agent.to_async(1, timeout=5)(add, 1), RpcFuture[int])
+    assert_type(agent.to_async(1)(later, "a"), RpcFuture[list[str]])
+    assert_type(agent.to_async(1).add(1, 2), RpcFuture[Any])
+    agent.to(1, timeout=5)(add, "a")  # error: No overload variant of "__call__"
+    agent.to(1)(patient, 1)  # error: No overload variant of "__call__"
+    agent.to(1, patience=5)  # error: Unexpected keyword argument "patience"
+
+
+def register(agent: RpcAgent, server: Server) -> None:
+    assert_type(agent.register(server), Server)
+    assert_type(agent.register("server", server), Server)
+    assert_type(agent.register("add", add)(1), int)
+
+    @agent.register
+    def half(a: int) -> float:
+        return a / 2
+
+    @agent.register("third", copy=True)
+    def third(a: int) -> float:
+        return a / 3
+
+    assert_type(half(1) + third(1), float)
+
+    @agent.register_error
+    class AppError(Exception):
+        code = 5
+
+    assert_type(AppError("x").code, int)
+    assert_type(agent.serve(timeout=5), bool)
+
+
+def other(backend: rankwire.Backend, array: np.ndarray[Any, Any]) -> None:
+    rankwire.all_reduce(backend, array, op="max")
+    rankwire.all_reduce(backend, array, rankwire.PremulSum(2.0))
+    rankwire.reduce_scatter(backend, array, op=("premul_sum", 2.0))
+    rankwire.all_reduce_coalesced(backend, [array], op="mean")
+    rankwire.all_reduce(backend, array, op="maximum")  # error: Argument "op" to "all_reduce"
+    rankwire.reduce(backend, array, op="avg")  # error: Argument "op" to "reduce"
+    try:
+        backend.barrier()
+    except rankwire.PeerLostError as error:
+        assert_type(error.peer, int)
+    except rankwire.RemoteError as error:
+        assert_type(error.remote_bases, tuple[str, ...])
