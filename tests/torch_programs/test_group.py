@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch_ranks import on_both, run_ranks  # noqa: E402
 
+from rankwire.torch import monitored_barrier  # noqa: E402
+
 SIZES = [2, 3]
 REDUCTIONS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 
@@ -243,6 +245,32 @@ def test_a_time_limit_names_who_did_not_come():
 
     texts = run_ranks(3, run)
     assert any(" Timed out " in text for text in texts), texts
+
+
+def test_a_monitored_barrier_names_who_did_not_pass_it():
+    def run(rank):
+        monitored_barrier()
+        pair = dist.new_group([0, 2])
+        if rank == 1:
+            time.sleep(1)
+            return ""
+        monitored_barrier(pair, timedelta(seconds=20))
+        with pytest.raises(dist.DistBackendError) as info:
+            monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)
+        with pytest.raises(ValueError, match="GLOO"):
+            dist.monitored_barrier()
+        return str(info.value)
+
+    texts = run_ranks(3, run)
+    assert any("Ranks 1 failed to pass monitoredBarrier" in text for text in texts), texts
+
+
+def test_a_monitored_barrier_of_another_backend_is_that_of_torch():
+    def run(rank):
+        monitored_barrier(timeout=timedelta(seconds=20))
+        return True
+
+    assert run_ranks(2, run, backend="gloo") == [True] * 2
 
 
 def test_a_killed_rank_is_named_by_the_others():

@@ -38,3 +38,28 @@ def test_a_program_runs_under(launcher, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 3.0 rankwire") == 2
+
+
+SAYS_ITS_RANK = """
+import os, sys
+import rankwire.torch.rpc as rpc
+rank = int(os.environ["RANKWIRE_RANK"]) ^ int(sys.argv[1])
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+sys.stdout.write(f"sum {rpc.rpc_sync(1 - rank, sum, args=([1, 2],))}\\n")
+rpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("lie", "expected"), [(0, "sum 3"), (1, "the program says rank")])
+def test_a_program_may_say_its_rank_if_it_is_the_launchers(lie, expected, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(SAYS_ITS_RANK)
+    done = subprocess.run(
+        [*LAUNCHERS["rankwire run"], str(script), str(lie)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode == 0) == (lie == 0)
+    assert expected in done.stdout + done.stderr

@@ -30,3 +30,10 @@ def test_hsdp():
     loss = re.search(r"2 x 2 ranks: loss (\S+),", launch(4, "hsdp.py", "--steps", "60"))
     assert loss is not None
     assert float(loss[1]) < 5.0  # guessing gives ln 200 = 5.3
+
+
+def test_parameter_server_on_torch_rpc():
+    printed = launch(3, "torch_parameter_server.py", "--steps", "60")
+    losses = re.search(r"2 trainers: loss (\S+) -> (\S+), \S+ steps/s", printed)
+    assert losses is not None
+    assert float(losses[2]) < 0.8 * float(losses[1])

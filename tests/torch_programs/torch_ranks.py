@@ -32,13 +32,33 @@ def run_ranks(size, function, *, backend="rankwire", timeout=20.0, killed=()):
         timeout: The group's, in seconds.
         killed: Ranks that end without a result.
     """
+
+    def be_rank(rank, path):
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(path, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+        result = function(rank)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return result
+
+    return run_forked(size, be_rank, killed=killed)
+
+
+def run_forked(size, be_rank, *, killed=()):
+    """Run ``be_rank(rank, path)`` in forked processes; return what each returns.
+
+    ``path`` is of a file that is not there yet, for the ranks to meet in.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [FORK.Pipe(duplex=False) for _ in range(size)]
         ranks = [
             FORK.Process(
-                target=_be_rank,
-                args=(rank, size, function, backend, timeout, f"{folder}/store", pipes[rank][1]),
-                daemon=True,
+                target=_run, args=(be_rank, rank, f"{folder}/store", pipes[rank][1]), daemon=True
             )
             for rank in range(size)
         ]
@@ -47,14 +67,15 @@ def run_ranks(size, function, *, backend="rankwire", timeout=20.0, killed=()):
         for _, theirs in pipes:
             theirs.close()
         try:
-            return _collect(pipes, killed)
+            return collect(pipes, killed)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
 
 
-def _collect(pipes, killed):
+def collect(pipes, killed):
+    """Return what each rank has sent; raise what one of them has raised."""
     results = [None] * len(pipes)
     waiting = {pipes[rank][0]: rank for rank in range(len(pipes))}
     while waiting:
@@ -74,20 +95,11 @@ def _collect(pipes, killed):
     return results
 
 
-def _be_rank(rank, size, function, backend, timeout, path, results):
+def _run(be_rank, rank, path, results):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # some operations have newer names
     try:
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(path, size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout),
-        )
-        outcome = True, function(rank)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        outcome = True, be_rank(rank, path)
     except BaseException:
         outcome = False, traceback.format_exc()
     results.send_bytes(pickle.dumps(outcome))  # not ``send``: that shares the memory of tensors

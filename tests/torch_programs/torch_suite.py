@@ -39,3 +39,6 @@ class Suite(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):
     def setUp(self):
         super().setUp()
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+
+SUITES = (Suite,)

@@ -6,19 +6,12 @@ Importing this registers the backend with ``torch.distributed``. It needs torch
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import torch  # noqa: F401  (first: it registers the backend while it is imported)
 
-from rankwire.torch.group import RankwireGroup, create_group
-from rankwire.torch.launching import register_launchers
+from rankwire.torch.barriers import monitored_barrier
+from rankwire.torch.group import RankwireGroup
+from rankwire.torch.registering import register
 
-__all__ = ["RankwireGroup", "register"]
-
-
-def register() -> None:
-    """Tell torch of the backend; torch does so itself when it is imported, by the entry point."""
-    if not hasattr(dist.Backend, "RANKWIRE"):
-        dist.Backend.register_backend("rankwire", create_group, extended_api=True, devices=["cpu"])
-    register_launchers()
-
+__all__ = ["RankwireGroup", "monitored_barrier", "register"]
 
 register()

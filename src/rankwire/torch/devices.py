@@ -78,7 +78,8 @@ class Devices:
         """Copy all tensors of a call to the host, do it there, and copy all of them back."""
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         work = operation(*_on_host(args, copies), **kwargs)
-        work.wait()
+        if work is not None:
+            work.wait()
         for tensor, copy in copies:
             tensor.copy_(copy)
         return work

@@ -2,8 +2,9 @@
 
 torch makes a group by ``create_group``. Its own code, in Python and C++ (DDP, functional
 collectives, compiled graphs), calls the methods below by these names, and the older ones of the
-same operations. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread, everything
-else in the background. Errors are torch's (``translation``).
+same operations. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread and returns
+None, as torch lets backends do; everything else runs in the background and returns a work. Errors
+are torch's (``translation``).
 
 Size: torch's interface has so many methods; each of them names the operation and its arguments.
 """
@@ -25,8 +26,10 @@ import rankwire
 from rankwire.backends.base import Backend
 from rankwire.backends.posting import ANY_RANK
 from rankwire.backends.sub import SubBackend
+from rankwire.codec.tensor_memory import bytes_of
 from rankwire.collectives.operands import operand
 from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.torch.barriers import meet_monitored
 from rankwire.torch.devices import Devices, plain
 from rankwire.torch.forming import form_world
 from rankwire.torch.launching import take_formed
@@ -36,6 +39,8 @@ from rankwire.torch.translation import as_torch, translated
 from rankwire.torch.works import DoneWork, MessageWork, PendingWork, seconds_of
 
 Tensors = Sequence[torch.Tensor]
+
+_COPIED = 4 << 10  # bytes up to which a message is sent from a copy: 0.1 us, less than to look
 
 
 def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
@@ -50,7 +55,7 @@ def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
     """
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     world = dist.group.WORLD if dist.is_initialized() else None
-    with as_torch():
+    with as_torch:
         if isinstance(world, RankwireGroup):
             members = list(options.global_ranks_in_group)
             seconds = timeout.total_seconds()
@@ -68,6 +73,11 @@ def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(operation)
     def route(group: RankwireGroup, *args: Any, **kwargs: Any) -> Any:
+        first: Any = args[0] if args else None
+        if type(first) is list and first:
+            first = first[0]
+        if type(first) is torch.Tensor and first.is_cpu:  # as a rule: 0.7 us less than to ask
+            return operation(group, *args, **kwargs)
         device = group.devices.device_of(args)
         if device == "cpu":
             return operation(group, *args, **kwargs)
@@ -143,7 +153,7 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         tensor = _only(tensors)
         opts = _options(c10d.AllreduceOptions, opts)
         if tensor.is_sparse:
-            with as_torch():
+            with as_torch:
                 add_sparse(self.ranks, tensor, op_of(opts.reduceOp), seconds_of(opts.timeout))
             return DoneWork([tensor])
         return self._run(opts, [tensor], rankwire.all_reduce, tensor, op_of(opts.reduceOp))
@@ -284,20 +294,19 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Meet; rank 0 names who does not come in time.
-
-        ``torch.distributed.monitored_barrier`` itself is for Gloo only.
-        """
-        with as_torch():
-            rankwire.barrier(self.ranks, timeout=seconds_of(timeout))
+        """Meet; who does not come in time is named (``rankwire.torch.monitored_barrier``)."""
+        meet_monitored(self.ranks, timeout)
 
     # -- messages ----------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send a tensor to a rank; it must not change before the work is done."""
-        own = operand(_only(tensors))
-        with as_torch():
-            return MessageWork(self.ranks.isend(_bytes(own.flat()), dst, tag), own, None)
+        tensor = _only(tensors)
+        with as_torch:
+            data: bytes | memoryview = bytes_of(tensor) or _bytes(operand(tensor).flat())
+            if len(data) <= _COPIED:
+                data = bytes(data)
+            return MessageWork(self.ranks.isend(data, dst, tag), tensor)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive a tensor from a rank."""
@@ -308,10 +317,15 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, ANY_RANK, tag)
 
     def _receive(self, tensors: Any, src: Any, tag: int) -> Any:
-        target = operand(_only(tensors))
-        flat = target.flat()
-        with as_torch():
-            return MessageWork(self.ranks.irecv_into(_bytes(flat), src, tag), target, flat)
+        tensor = _only(tensors)
+        with as_torch:
+            whole = bytes_of(tensor)
+            if whole is not None:
+                return MessageWork(self.ranks.irecv_into(whole, src, tag), tensor)
+            target = operand(tensor)
+            flat = target.flat()
+            handle = self.ranks.irecv_into(_bytes(flat), src, tag)
+            return MessageWork(handle, tensor, partial(target.store, flat))
 
     # The older names of the same.
     _allgather_base = all_gather_single
@@ -340,18 +354,20 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _run(
         self, opts: Any, tensors: Tensors, operation: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run an operation here, or begin it."""
+        """Run an operation here, or begin it and return its work."""
         is_async = getattr(opts, "asyncOp", True)
         limit = seconds_of(opts.timeout)
         try:
             work = operation(self.ranks, *args, async_op=is_async, timeout=limit, **kwargs)
         except RankwireError as error:
             raise translated(error) from error
-        return PendingWork(work, tensors) if is_async else DoneWork(tensors)
+        return PendingWork(work, tensors) if is_async else None
 
 
-def _options(kind: Callable[[], Any], given: Any) -> Any:
+def _options(kind: type[Any], given: Any) -> Any:
     """Return options as torch gives them; the older forms of a call give an op, or nothing."""
+    if type(given) is kind:
+        return given
     if given is None:
         return kind()
     if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
@@ -367,7 +383,8 @@ def _only(tensors: Any) -> torch.Tensor:
         return plain(tensors)
     if len(tensors) != 1:
         raise ConfigurationError(f"one tensor a rank, not {len(tensors)}")
-    return plain(tensors[0])
+    only = tensors[0]
+    return only if type(only) is torch.Tensor else plain(only)
 
 
 def _only_list(lists: Any) -> list[torch.Tensor]:

@@ -17,23 +17,29 @@ from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
 from rankwire.backends.connect import connect
 from rankwire.backends.tcp import TcpBackend
 from rankwire.collectives.objects import broadcast_object
+from rankwire.errors import ConfigurationError
 
 _SCHEME = "rankwire"
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PLACE = ("MASTER_ADDR", "MASTER_PORT")
+_VARIABLES = ("RANK", "WORLD_SIZE", *_PLACE)
 
 _formed: list[TcpBackend] = []  # the world that waits for its process group, if there is one
+# The one that was taken last: a launcher's world forms once, and who comes next meets in it.
+_taken: list[TcpBackend] = []
 
 
 def take_formed(rank: int, size: int) -> TcpBackend | None:
     """Return the world that was formed for the default group; None if torch's store is the way."""
     if _formed and (_formed[0].rank, _formed[0].world_size) == (rank, size):
-        return _formed.pop()
+        _taken[:] = [_formed.pop()]
+        return _taken[0]
     return None
 
 
@@ -48,7 +54,8 @@ def register_launchers() -> None:
     if of_environment is not None:
 
         def meet(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
-            is_torchs = all(name in os.environ for name in _VARIABLES) or "?" in url
+            needed = _PLACE if "?" in url else _VARIABLES  # the program says who it is
+            is_torchs = all(name in os.environ for name in needed)
             return (of_environment if is_torchs else _meet)(url, **_given(timeout), **options)
 
         handlers["env"] = meet
@@ -61,11 +68,33 @@ def _given(timeout: timedelta | None) -> dict[str, timedelta]:
 def _meet(
     url: str, timeout: timedelta | None = None, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Form the world, and yield a store, the rank and the number of ranks, as torch wants them."""
+    """Form the world, and yield a store, the rank and the number of ranks, as torch wants them.
+
+    While a world stands that was formed here, the next one's ranks meet in that.
+    """
     limit = {} if timeout is None else {"join_timeout": timeout.total_seconds()}
-    backend = connect(**limit)
-    _formed[:] = [backend]
+    standing = [backend for backend in _taken if not backend.closed]
+    backend = standing[0] if standing else connect(**limit)
+    _check_place(backend, url)
+    if not standing:
+        _formed[:] = [backend]
     yield _store(backend), backend.rank, backend.world_size
+
+
+def _check_place(backend: TcpBackend, url: str) -> None:
+    """See that a program that says its rank is the one that the launcher means.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    launched = {"rank": backend.rank, "world_size": backend.world_size}
+    for name, (value, *_) in parse_qs(urlsplit(url).query).items():
+        if name in launched and value not in ("-1", str(launched[name])):
+            error = ConfigurationError(
+                f"the program says {name} {value}, its launcher {launched[name]}"
+            )
+            backend.close(error=error)
+            raise error
 
 
 def _store(backend: TcpBackend) -> Any:

@@ -9,15 +9,16 @@ from torch.distributed import ReduceOp
 from rankwire.collectives.premultiplied import PremulSum
 from rankwire.errors import ConfigurationError
 
+# By number: to look up one of torch's own takes 1 us more, as it is a new object every time.
 _OPS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "mean",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "bitwise_and",
-    ReduceOp.BOR: "bitwise_or",
-    ReduceOp.BXOR: "bitwise_xor",
+    int(ReduceOp.SUM): "sum",
+    int(ReduceOp.AVG): "mean",
+    int(ReduceOp.PRODUCT): "product",
+    int(ReduceOp.MIN): "min",
+    int(ReduceOp.MAX): "max",
+    int(ReduceOp.BAND): "bitwise_and",
+    int(ReduceOp.BOR): "bitwise_or",
+    int(ReduceOp.BXOR): "bitwise_xor",
 }
 
 
@@ -27,7 +28,8 @@ def op_of(reduce_op: Any) -> Any:
     Raises:
         ConfigurationError: There is none.
     """
-    op = _OPS.get(getattr(reduce_op, "op", reduce_op))
+    kind = reduce_op.op if type(reduce_op) is ReduceOp else reduce_op
+    op = _OPS.get(int(kind))
     if op is not None:
         return op
     if reduce_op == ReduceOp.PREMUL_SUM:

@@ -1,0 +1,19 @@
+"""Registering: how torch comes to know the backend.
+
+It is a module of its own because torch calls ``register`` while it is imported itself (the entry
+point), and that may be in the middle of the import of this package.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from rankwire.torch.group import create_group
+from rankwire.torch.launching import register_launchers
+
+
+def register() -> None:
+    """Tell torch of the backend. Repeating it changes nothing."""
+    if not hasattr(dist.Backend, "RANKWIRE"):
+        dist.Backend.register_backend("rankwire", create_group, extended_api=True, devices=["cpu"])
+    register_launchers()

@@ -1,0 +1,58 @@
+"""torch RPC on rankwire: ``import rankwire.torch.rpc as rpc`` instead of ``torch.distributed.rpc``.
+
+Calls, remote objects and their handles, with torch's names and arguments, without pickle: a worker
+can be asked to run functions of the program, and no others (``naming``). It needs torch
+(``pip install 'rankwire[torch]'``), and nothing else of rankwire imports it.
+"""
+
+from __future__ import annotations
+
+from rankwire.torch.rpc import api, autograd, constants, functions, options
+from rankwire.torch.rpc.api import get_rpc_timeout, get_worker_info
+from rankwire.torch.rpc.exposing import exposed
+from rankwire.torch.rpc.gathering import all_gather as _all_gather
+from rankwire.torch.rpc.gathering import barrier as _barrier
+from rankwire.torch.rpc.gathering import wait_all as _wait_all
+from rankwire.torch.rpc.installing import install
+from rankwire.torch.rpc.invoking import rpc_async, rpc_sync
+from rankwire.torch.rpc.naming import NameRefusedError
+from rankwire.torch.rpc.optimizer import DistributedOptimizer
+from rankwire.torch.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from rankwire.torch.rpc.rref import RRef, remote
+from rankwire.torch.rpc.starting import init_rpc, is_available, shutdown
+from rankwire.torch.rpc.workers import WorkerInfo
+
+_is_current_rpc_agent_set = api._is_current_rpc_agent_set
+_require_initialized = api._require_initialized
+_set_rpc_timeout = api._set_rpc_timeout
+
+__all__ = [
+    "BackendType",
+    "DistributedOptimizer",
+    "NameRefusedError",
+    "RRef",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "_all_gather",
+    "_barrier",
+    "_is_current_rpc_agent_set",
+    "_require_initialized",
+    "_set_rpc_timeout",
+    "_wait_all",
+    "api",
+    "autograd",
+    "constants",
+    "exposed",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "install",
+    "is_available",
+    "options",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

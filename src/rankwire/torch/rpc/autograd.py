@@ -1,0 +1,233 @@
+"""Distributed autograd: gradients over calls, as ``torch.distributed.autograd`` has them.
+
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("ps", forward, args=(x,)).sum()
+        autograd.backward(context_id, [loss])
+        gradients = autograd.get_gradients(context_id)
+
+Calls that a thread makes inside of a context, and those made while they are served, record which
+tensors went where (``autograd_tracking``). ``backward`` follows them back (``autograd_engine``) and
+adds up the gradients of leaves in the context, on the rank of each; ``.grad`` is left alone.
+
+``init_rpc`` attaches it to calls, ``shutdown`` detaches it. All functions are safe from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwire.rpc.agent import RpcAgent
+from rankwire.torch.rpc.autograd_contexts import (
+    CONTEXT,
+    COUNTER_BITS,
+    MAX_COUNT,
+    Context,
+    Contexts,
+)
+from rankwire.torch.rpc.autograd_engine import Engine
+from rankwire.torch.rpc.autograd_tracking import TrackedCall, Tracking
+
+# What a call in a context is called between ranks.
+CALL = "rankwire.torch.autograd:call"
+_NO_CONTEXT = -1  # as torch says it
+
+
+class _Joined:
+    """What there is between ``init_rpc`` and ``shutdown``."""
+
+    def __init__(
+        self, agent: RpcAgent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
+    ) -> None:
+        self.contexts = Contexts(agent.rank)
+        self.engine = Engine(agent, self.contexts, time_limit)
+        tracking = Tracking(self.contexts, run)
+        tracking.register(agent.codec)
+        agent.register(CALL, tracking.serve)
+
+
+_joined: _Joined | None = None
+
+
+def attach(
+    agent: RpcAgent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
+) -> None:
+    """Have calls in contexts go through an agent.
+
+    Args:
+        agent: The rank's, before others call it.
+        run: Serves a call: ``run(name, args, kwargs)`` returns its result, or a future of it.
+        time_limit: Returns the default time limit of RPC in seconds, 0 for none.
+    """
+    global _joined
+    _joined = _Joined(agent, run, time_limit)
+
+
+def detach() -> None:
+    """Give up passes and forget contexts; safe to repeat."""
+    global _joined
+    if _joined is not None:
+        _joined.engine.close()
+        _joined = None
+
+
+def _here() -> _Joined:
+    if _joined is None:
+        raise RuntimeError("RPC has not been initialized. Call rpc.init_rpc first.")
+    return _joined
+
+
+def call_in(
+    context: Context, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> tuple[TrackedCall]:
+    """Return the arguments of ``CALL``, in place of a call that is made in a context."""
+    context.peers.add(rank)
+    return (TrackedCall(context, name, list(args), dict(kwargs)),)
+
+
+# -- what users call -------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    """It is."""
+    return True
+
+
+class context:
+    """Calls in this ``with`` block are recorded; its value is the id of the new context.
+
+    The context is this thread's, and of those that serve its calls. It ends with the block, on all
+    ranks, and the gradients with it.
+    """
+
+    def __enter__(self) -> int:
+        self._context = _new_context()
+        return self._context.id
+
+    def __exit__(self, *_: object) -> None:
+        _release_context(self._context.id)
+
+
+def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+    """Go back from the roots through all ranks, and add up gradients in the context.
+
+    Blocks until the pass is over on all ranks. Tensors that were sent and had no part in the roots
+    get none, and nothing waits for them.
+
+    Args:
+        context_id: The context's.
+        roots: Scalars with a history.
+        retain_graph: Whether to keep what another pass over the same graph would need.
+
+    Raises:
+        RuntimeError: There is no such context, a root is no such tensor, or a part of the pass
+            failed: ``Error on Node 2: ...``.
+    """
+    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
+        raise TypeError(
+            "backward(): incompatible function arguments: it takes the id of a context and a "
+            f"list of tensors, not {context_id!r} and {type(roots).__name__}"
+        )
+    joined = _here()
+    found = joined.contexts.find(context_id)
+    _check_roots(roots)
+    joined.engine.backward(found, list(roots), retain_graph=retain_graph)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """Return the gradients on this rank in a context, by the leaf that each is of.
+
+    They are the caller's to change only after the last pass: the next one adds to them.
+    """
+    return _here().contexts.find(context_id).gradients()
+
+
+def backward_of(value: Any, context_id: int = _NO_CONTEXT, retain_graph: bool = False) -> None:
+    """Go back from what a remote reference is of; without a context on this rank alone."""
+    if not isinstance(value, Tensor):
+        raise RuntimeError("RRef should contain a tensor for .backward()")
+    if context_id == _NO_CONTEXT:
+        torch.autograd.backward([value], retain_graph=retain_graph)
+    else:
+        backward(context_id, [value], retain_graph)
+
+
+def _check_roots(roots: Sequence[Tensor]) -> None:
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for number, root in enumerate(roots):
+        if not isinstance(root, Tensor):
+            raise TypeError(f"root {number} is a {type(root).__name__}, not a tensor")
+        if not root.requires_grad:
+            raise RuntimeError(f"requires_grad not set on root {number}")
+        if root.numel() != 1:
+            raise RuntimeError(f"root {number} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise RuntimeError(f"root {number} does not have a valid gradient function")
+
+
+# -- what torch's own code and tests ask for -------------------------------------------------------
+
+
+def _new_context() -> Context:
+    if CONTEXT.get() is not None:
+        raise RuntimeError("Already have an autograd context id for this thread.")
+    made = _here().contexts.make()
+    CONTEXT.set(made)
+    return made
+
+
+def _release_context(context_id: int) -> None:
+    current = CONTEXT.get()
+    if current is not None and current.id == context_id:
+        CONTEXT.set(None)
+    if _joined is not None:  # else RPC was shut down inside of it
+        _joined.engine.end(context_id)
+
+
+def _current_context() -> Context:
+    current = CONTEXT.get()
+    if current is None:
+        raise RuntimeError("This thread is in no autograd context: use autograd.context().")
+    return current
+
+
+def _retrieve_context(context_id: int) -> Context:
+    return _here().contexts.find(context_id)
+
+
+def _is_valid_context(context_id: int) -> bool:
+    _here().contexts.find(context_id)
+    return True
+
+
+def _get_max_id() -> int:
+    return (_here().contexts.rank << COUNTER_BITS) + MAX_COUNT
+
+
+def _get_debug_info() -> dict[str, int]:
+    known = _here().contexts.all()
+    return {
+        "num_current_backward_passes": sum(len(context.passes) for context in known),
+        "num_autograd_contexts": len(known),
+    }
+
+
+# These stand in for those of ``torch.distributed.autograd``.
+NAMES = {
+    "context": context,
+    "backward": backward,
+    "get_gradients": get_gradients,
+    "is_available": is_available,
+    "DistAutogradContext": Context,
+    "_new_context": _new_context,
+    "_release_context": _release_context,
+    "_current_context": _current_context,
+    "_retrieve_context": _retrieve_context,
+    "_is_valid_context": _is_valid_context,
+    "_get_max_id": _get_max_id,
+    "_get_debug_info": _get_debug_info,
+}

@@ -1,0 +1,181 @@
+"""What a rank knows of the autograd contexts that reach it, and which one a thread is in.
+
+A context has an id that all ranks know it by; its upper 16 bits are the rank that made it. It comes
+into being at a rank with the first call that is made in it there, and ends at its maker's ``with``
+block, or with its maker. Here is only what is kept: which tensors left and came in messages, and
+the gradients. How these are followed backwards is ``autograd_pass``; nothing here calls a rank.
+
+Locks: the table's and each context's own, both innermost; none is held while anything is called.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rankwire.torch.rpc.autograd_pass import LocalPass
+    from rankwire.torch.rpc.autograd_tracking import Outgoing
+
+COUNTER_BITS = 48
+MAX_COUNT = (1 << COUNTER_BITS) - 1
+# A call may come after the end of its context. It must not bring the context back.
+_REMEMBERED = 4096
+
+
+# The context that calls are made in here. It goes along to a thread that carries on a served call.
+CONTEXT: ContextVar[Context | None] = ContextVar("rankwire autograd context", default=None)
+
+
+class AutogradThread(threading.local):
+    """What the thread is about.
+
+    Attributes:
+        outgoing: The message in a context that it is encoding.
+        incoming: Tensors of such a message that it is decoding, by their numbers.
+        running: The backward pass whose part it runs.
+    """
+
+    outgoing: Outgoing | None = None
+    incoming: dict[int, Tensor] | None = None
+    running: LocalPass | None = None
+
+
+HERE = AutogradThread()
+
+
+@contextmanager
+def inside(context: Context | None) -> Iterator[None]:
+    """Be in a context for a while, or in none."""
+    before = CONTEXT.set(context)
+    try:
+        yield
+    finally:
+        CONTEXT.reset(before)
+
+
+class Context:
+    """What one rank knows of one context. Safe from any thread.
+
+    Attributes:
+        id: Its number on all ranks.
+        peers: Ranks that this one has called in it: they know of it from here.
+        sent: What stands for the tensors of each message sent, by the message's number.
+        received: The autograd node of each message that came, by sender and number.
+        passes: The backward passes under way here, by number.
+        is_released: It has ended, and nothing is added any more.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.peers: set[int] = set()
+        self.sent: dict[int, Tensor] = {}
+        self.received: dict[tuple[int, int], Any] = {}
+        self.passes: dict[int, LocalPass] = {}
+        self.is_released = False
+        self._lock = threading.Lock()
+        self._gradients: dict[Tensor, Tensor] = {}
+
+    @property
+    def maker(self) -> int:
+        """The rank that made it."""
+        return self.id >> COUNTER_BITS
+
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """Return the gradients so far, by the leaf that each is of."""
+        with self._lock:
+            return dict(self._gradients)
+
+    def accumulate(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Add those of a pass. What was returned before is not changed."""
+        with self._lock:
+            for leaf, gradient in gradients.items():
+                known = self._gradients.get(leaf)
+                self._gradients[leaf] = gradient if known is None else known + gradient
+
+    # What torch calls these things, for its own tests and for those who look at a graph.
+
+    def _context_id(self) -> int:
+        return self.id
+
+    def _send_functions(self) -> dict[int, Any]:
+        return {number: handle.grad_fn for number, handle in list(self.sent.items())}
+
+    def _recv_functions(self) -> dict[tuple[int, int], Any]:
+        return dict(self.received)
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.peers)
+
+
+class Contexts:
+    """The contexts that reach this rank. Safe from any thread."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._lock = threading.Lock()
+        self._known: dict[int, Context] = {}
+        self._ended: dict[int, None] = {}  # the latest, in order
+        self._counts = itertools.count()
+        self._messages = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def all(self) -> list[Context]:
+        """Return those that are known now."""
+        with self._lock:
+            return list(self._known.values())
+
+    def next_message(self) -> int:
+        """Return a number for a message: greater than that of all before it."""
+        return next(self._messages)
+
+    def make(self) -> Context:
+        """Return a new context."""
+        context = Context((self.rank << COUNTER_BITS) + (next(self._counts) & MAX_COUNT))
+        with self._lock:
+            self._known[context.id] = context
+        return context
+
+    def meet(self, number: int) -> Context | None:
+        """Return the context that a call was made in; None if it has ended already."""
+        with self._lock:
+            context = self._known.get(number)
+            if context is None and number not in self._ended:
+                context = self._known[number] = Context(number)
+            return context
+
+    def get(self, number: int) -> Context | None:
+        """Return a context that is known here, or None."""
+        return self._known.get(number)
+
+    def find(self, number: int) -> Context:
+        """Return a context that is known here.
+
+        Raises:
+            RuntimeError: There is none, as torch says it.
+        """
+        context = self._known.get(number)
+        if context is None:
+            raise RuntimeError(f"Could not find autograd context with id: {number}")
+        return context
+
+    def end(self, number: int) -> Context | None:
+        """Forget a context and all that belongs to it; return it if it was there."""
+        with self._lock:
+            self._ended[number] = None
+            if len(self._ended) > _REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+            context = self._known.pop(number, None)
+        if context is not None:
+            context.is_released = True
+            context.sent.clear()
+            context.received.clear()
+        return context

@@ -1,0 +1,312 @@
+"""Backward passes over several ranks, and the ends of contexts: what ranks say to each other.
+
+The rank that ``backward`` is called on conducts the pass, in two steps.
+
+1. *Reach.* From the roots it follows its own graph to the messages whose gradients are needed, asks
+   their senders what these reach in turn, and so on until nothing new comes up. Each rank then
+   knows which of its messages take part. It takes a round of calls for each hop of the longest way.
+2. *Run.* All of these ranks go through their parts at once (``autograd_pass``), and send each other
+   gradients as they have them. The pass is over when the last part is.
+
+torch's own engine leaves out the first step: it takes for granted that every tensor that was sent
+gets a gradient (its notes call this FAST), and hangs for ever if a result was not used. Here such
+a message takes no part.
+
+The first part that fails ends the pass on all ranks, and the error says on which rank that was. The
+conductor hears of a rank that dies by its call to it; a rank whose conductor dies gives up its
+part. All calls have the time limit of RPC, or what is left of it.
+
+Limits: tensors are on the CPU. Second derivatives do not go over ranks. In-place changes of a
+tensor after it was received are fine; before its message has left they are as wrong as anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from rankwire.deadline import Deadline
+from rankwire.errors import PeerLostError, RankwireError, RemoteError
+from rankwire.rpc.agent import RpcAgent
+from rankwire.torch.rpc.autograd_contexts import COUNTER_BITS, Context, Contexts
+from rankwire.torch.rpc.autograd_pass import Gradients, LocalPass
+
+# What the functions of this module are called between ranks.
+_REACH, _RUN, _ARRIVE, _FAIL, _END = (
+    f"rankwire.torch.autograd:{verb}" for verb in ("reach", "run", "arrive", "fail", "end")
+)
+_GRACE = 1.0
+
+
+class Engine:
+    """Conducts passes, serves those of other ranks, and ends contexts. Safe from any thread.
+
+    Args:
+        agent: Calls go through it.
+        contexts: The rank's.
+        time_limit: Returns the seconds that a pass may take, 0 for any.
+    """
+
+    def __init__(
+        self, agent: RpcAgent, contexts: Contexts, time_limit: Callable[[], float]
+    ) -> None:
+        self._agent = agent
+        self._contexts = contexts
+        self._time_limit = time_limit
+        self._numbers = itertools.count()
+        self._threads: set[threading.Thread] = set()
+        self._told_lock = threading.Lock()
+        self._told: list[Future[Any]] = []  # calls whose results nobody wants
+        for name, function in (
+            (_REACH, self._serve_reach),
+            (_RUN, self._serve_run),
+            (_ARRIVE, self._serve_arrive),
+            (_FAIL, self._serve_fail),
+            (_END, self.end),
+        ):
+            agent.register(name, function)
+        self._unwatch = agent.backend.on_peer_lost(self._lost)
+
+    def close(self) -> None:
+        """Give up all passes, and forget all contexts."""
+        self._unwatch()
+        for context in self._contexts.all():
+            self._drop(context, RuntimeError("RPC was shut down during a backward pass"))
+        for thread in list(self._threads):  # they are ending, unless a user's function hangs
+            self._agent.backend.clock.join(thread, _GRACE)
+
+    # -- contexts ----------------------------------------------------------------------------------
+
+    def end(self, number: int) -> None:
+        """End a context here and on all ranks that know it from here."""
+        context = self._contexts.get(number)
+        if context is not None:
+            self._drop(context, RuntimeError(f"autograd context {number} has ended"))
+            for peer in tuple(context.peers - {self._agent.rank}):
+                self._tell(peer, _END, number)
+
+    def _drop(self, context: Context, reason: Exception) -> None:
+        self._contexts.end(context.id)
+        for part in list(context.passes.values()):
+            part.fail(reason)
+
+    def _lost(self, error: PeerLostError) -> None:
+        """A rank is gone: so are its contexts, and the passes that it conducted."""
+        for context in self._contexts.all():
+            if context.maker == error.peer:
+                self._drop(context, error)
+            for number, part in list(context.passes.items()):
+                if number >> COUNTER_BITS == error.peer:
+                    part.fail(error)
+                    context.passes.pop(number, None)
+
+    # -- conducting --------------------------------------------------------------------------------
+
+    def backward(self, context: Context, roots: Sequence[Tensor], *, retain_graph: bool) -> None:
+        """Conduct a pass, and return when it is over on all ranks.
+
+        Raises:
+            RuntimeError: A part of it failed; the text names the rank, the cause is its error.
+        """
+        deadline = Deadline(self._time_limit() or math.inf, self._agent.backend.clock)
+        number = (self._agent.rank << COUNTER_BITS) + next(self._numbers)
+        own = self._open(context, number, deadline, roots)
+        conducted = _Conducted(self, context.id, number, own)
+        try:
+            conducted.reach(deadline)
+            conducted.run(deadline, retain_graph=retain_graph)
+        except BaseException as error:
+            conducted.fail(self._agent.rank, error)
+            conducted.end(is_interrupt=not isinstance(error, Exception))
+            raise conducted.explained(error) from error
+        finally:
+            context.passes.pop(number, None)
+
+    def _open(
+        self, context: Context, number: int, deadline: Deadline, roots: Sequence[Tensor] = ()
+    ) -> LocalPass:
+        def deliver(peer: int, message: int, gradients: Gradients) -> Future[None]:
+            if peer == self._agent.rank:
+                part.arrive(message, gradients)
+                return _done()
+            return self.call(peer, deadline, _ARRIVE, context.id, number, message, list(gradients))
+
+        context.passes[number] = part = LocalPass(context, deliver, roots)
+        return part
+
+    def call(self, rank: int, deadline: Deadline, name: str, *args: Any) -> Future[Any]:
+        """Call one of these functions on another rank."""
+        return self._agent.rpc_async(rank, name, *args, timeout=deadline.remaining())
+
+    def _tell(self, rank: int, name: str, *args: Any) -> None:
+        """Call one of these functions on a rank that may be gone."""
+        # No callbacks: they would have another thread read the replies of this one's next calls.
+        try:
+            told = self._agent.rpc_async(rank, name, *args)
+        except RankwireError:
+            return  # it is gone, and so is what it should have been told of
+        with self._told_lock:
+            self._told = [*(other for other in self._told if not _is_over(other)), told]
+
+    def fail(self, ranks: Iterable[int], context: int, number: int, reason: str) -> None:
+        """Tell ranks that a pass has failed."""
+        for rank in ranks:
+            self._tell(rank, _FAIL, context, number, reason)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._agent.rank
+
+    # -- serving -----------------------------------------------------------------------------------
+
+    def _serve_reach(self, context_id: int, number: int, messages: list[int]) -> list[Any]:
+        context = self._contexts.find(context_id)
+        part = context.passes.get(number)
+        if part is None:
+            part = self._open(context, number, Deadline(math.inf, self._agent.backend.clock))
+        return part.reach_from(messages)
+
+    def _serve_run(self, context_id: int, number: int, retain_graph: bool) -> Future[None]:
+        context = self._contexts.find(context_id)
+        part = context.passes[number]
+        over: Future[None] = Future()
+        over.add_done_callback(
+            lambda done: part.fail(RuntimeError("was given up")) if done.cancelled() else None
+        )
+
+        def run() -> None:
+            outcome: BaseException | None = None
+            try:
+                part.run(retain_graph=retain_graph)
+            except BaseException as error:  # whatever a user's function raised: the caller's now
+                outcome = error
+            context.passes.pop(number, None)
+            self._threads.discard(threading.current_thread())
+            if over.set_running_or_notify_cancel():
+                over.set_exception(outcome) if outcome else over.set_result(None)
+
+        # A thread of its own: it waits for other calls, which may need all of the agent's workers.
+        thread = threading.Thread(target=run, name="rankwire-backward", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return over
+
+    def _serve_arrive(
+        self, context_id: int, number: int, message: int, gradients: list[Tensor | None]
+    ) -> None:
+        part = self._contexts.find(context_id).passes.get(number)
+        if part is not None:  # else it has failed
+            part.arrive(message, gradients)
+
+    def _serve_fail(self, context_id: int, number: int, reason: str) -> None:
+        context = self._contexts.get(context_id)
+        part = context.passes.pop(number, None) if context else None
+        if part is not None:
+            part.fail(RuntimeError(reason))
+
+
+class _Conducted:
+    """A pass, as the rank that conducts it sees it."""
+
+    def __init__(self, engine: Engine, context: int, number: int, own: LocalPass) -> None:
+        self._engine = engine
+        self._context = context
+        self._number = number
+        self._own = own
+        self._ranks: set[int] = set()  # the others that take part
+        self._parts: dict[int, Future[None]] = {}
+        self._lock = threading.Lock()
+        self._failure: tuple[int, BaseException] | None = None
+
+    def reach(self, deadline: Deadline) -> None:
+        """Find out who takes part, and with what."""
+        found = self._own.reach_from_roots()
+        while found:
+            messages: dict[int, list[int]] = {}
+            for rank, message in found:
+                messages.setdefault(rank, []).append(message)
+            own = messages.pop(self._engine.rank, ())
+            self._ranks |= messages.keys()
+            asked = {
+                rank: self._engine.call(
+                    rank, deadline, _REACH, self._context, self._number, numbers
+                )
+                for rank, numbers in messages.items()
+            }
+            found = self._own.reach_from(own)
+            for rank, answer in asked.items():
+                try:
+                    found += [(rank, message) for rank, message in answer.result()]
+                except Exception as error:
+                    self.fail(rank, error)
+                    raise
+
+    def run(self, deadline: Deadline, *, retain_graph: bool) -> None:
+        """Have all go through their parts."""
+        for rank in self._ranks:
+            self._parts[rank] = part = self._engine.call(
+                rank, deadline, _RUN, self._context, self._number, retain_graph
+            )
+            part.add_done_callback(partial(self._over, rank))
+        self._own.run(retain_graph=retain_graph)
+        for part in self._parts.values():
+            part.result()
+
+    def _over(self, rank: int, part: Future[None]) -> None:
+        if not part.cancelled() and (error := part.exception()) is not None:
+            self.fail(rank, error)
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """A rank has failed; all others shall end. Only the first counts."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = rank, error
+        self._own.fail(error)
+        reason = f"the backward pass failed on rank {rank}: {error}"
+        self._engine.fail(self._ranks - {rank}, self._context, self._number, reason)
+
+    def end(self, *, is_interrupt: bool) -> None:
+        """Wait until nobody is at it any more; after an interrupt, leave them to it."""
+        for part in self._parts.values():
+            if is_interrupt:
+                part.cancel()
+            else:
+                part.exception()
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return the error that the user gets for one that was raised here."""
+        assert self._failure is not None
+        rank, cause = self._failure
+        if not isinstance(error, Exception) or not self._ranks:
+            return error  # an interrupt; or no other rank is concerned
+        told = RuntimeError(f"Error on Node {rank}: {_text_of(cause)}")
+        told.__cause__ = cause
+        return told
+
+
+def _text_of(error: BaseException) -> str:
+    return error.remote_message if isinstance(error, RemoteError) else str(error)
+
+
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+def _is_over(future: Future[Any]) -> bool:
+    """Tell whether a call has ended; look at how, so that nobody is warned of its failure."""
+    if not future.done():
+        return False
+    if not future.cancelled():
+        future.exception()
+    return True

@@ -1,0 +1,220 @@
+"""One rank's part of a backward pass over several ranks.
+
+The part begins at the roots, on the rank that was asked, and at the messages of this rank for whose
+tensors gradients come back (``Sent``). It ends at leaves and at messages that came (``Received``),
+whose gradients go on to their senders. Which messages take part is found out first (``reach``), so
+nothing is waited for that does not come. Then ``run`` has torch's engine go through all of it
+once: each node runs once with its whole gradient, hooks and anomaly detection work, and a graph
+that is not retained is freed as it is passed.
+
+The engine waits, inside a node, for gradients that are not there yet. It must then not wait for
+what its own waiting holds up:
+
+- The messages are waited for one after the other, the last sent first: these nodes (``Awaited``)
+  are a chain. The gradient of a message comes out of what its receivers made of it, hence out of
+  messages that this rank sent after it; never of one that it sent before.
+- A node that waits is run only if no other is ready. The engine takes ready nodes by their sequence
+  number, the highest first. Nodes that wait have 0; others have theirs from a counter of the thread
+  that made them, which also begins with 0, and are raised to 1.
+
+So of all messages of a pass the last one that is still without a gradient is never held up, on any
+rank, and the pass comes to its end.
+
+Threads: ``run`` is called once, by one thread. ``arrive`` and ``fail`` come from any. One condition
+guards what they share; nothing is called with it held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from rankwire.conditions import SafeCondition
+from rankwire.torch.rpc.autograd_contexts import HERE, Context
+from rankwire.torch.rpc.autograd_tracking import ANCHOR, Received
+
+Gradients = Sequence[Tensor | None]
+# A message by its sender and number, and gradients of its tensors for the sender.
+Deliver = Callable[[int, int, Gradients], Future[None]]
+
+_LEAF = torch._C._functions.AccumulateGrad
+_WAITS = 0  # the sequence number of nodes that wait
+
+
+class Awaited(Function):  # type: ignore[misc]
+    """Holds up what is behind it until the gradients of a message are there."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, earlier: Tensor, message: Tensor) -> Tensor:
+        """Return what holds up a message, and then the one sent before it."""
+        ctx.number = number
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
+        """Wait."""
+        HERE.running.await_gradients(ctx.number)  # type: ignore[union-attr]
+        return None, gradient, gradient
+
+
+class LocalPass:
+    """This rank's part of one pass in one context.
+
+    Args:
+        context: The context.
+        deliver: Sends gradients to another rank.
+        roots: Scalars to begin with, on the rank that was asked.
+    """
+
+    def __init__(self, context: Context, deliver: Deliver, roots: Sequence[Tensor] = ()) -> None:
+        self._context = context
+        self._deliver = deliver
+        self._roots = roots
+        self._seen: set[Any] = set()
+        self._leaves: list[Tensor] = []
+        self._awaited: dict[int, Tensor] = {}  # messages that take part, and what stands for them
+        self._deliveries: list[Future[None]] = []
+        self._changed = SafeCondition()
+        self._arrived: dict[int, Gradients] = {}
+        self._failure: BaseException | None = None
+
+    # -- what takes part ---------------------------------------------------------------------------
+
+    def reach_from_roots(self) -> list[tuple[int, int]]:
+        """Return the messages that gradients of the roots get to, by sender and number."""
+        return self._reach([root.grad_fn for root in self._roots])
+
+    def reach_from(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
+        """Gradients will come for these messages; return those that they get to in turn.
+
+        Only what was not returned before is returned.
+
+        Raises:
+            RuntimeError: This rank has sent no such message in this context.
+        """
+        nodes = []
+        for number in numbers:
+            handle = self._context.sent.get(number)
+            if handle is None:
+                raise RuntimeError(
+                    f"no message {number} with tensors was sent in context {self._context.id}"
+                )
+            self._awaited[number] = handle
+            nodes.append(handle.grad_fn)
+        return self._reach(nodes)
+
+    def _reach(self, nodes: list[Any]) -> list[tuple[int, int]]:
+        found = []
+        while nodes:
+            node = nodes.pop()
+            if node in self._seen:
+                continue
+            self._seen.add(node)
+            if node._sequence_nr() == _WAITS:
+                node._set_sequence_nr(_WAITS + 1)
+            if isinstance(node, Received._backward_cls):
+                found.append((node.peer, node.number))
+            elif isinstance(node, _LEAF):
+                self._leaves.append(node.variable)
+            else:
+                nodes.extend(after for after, _ in node.next_functions if after is not None)
+        return found
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def run(self, *, retain_graph: bool) -> None:
+        """Go through this rank's part and add the gradients of leaves to the context's.
+
+        Raises:
+            BaseException: What a node raised, or what ``fail`` was given.
+        """
+        outputs = [*self._roots]
+        seeds = [torch.ones_like(root) for root in self._roots]
+        if self._awaited:
+            outputs.append(self._chain())
+            seeds.append(torch.empty(0))
+        inputs = [*self._leaves, ANCHOR]
+        HERE.running = self
+        try:
+            gradients = torch.autograd.grad(
+                outputs, inputs, seeds, retain_graph=retain_graph, allow_unused=True
+            )
+        finally:
+            HERE.running = None
+        for delivery in self._deliveries:  # before the user may change the memory
+            delivery.result()
+        found = {
+            leaf: gradient
+            for leaf, gradient in zip(self._leaves, gradients, strict=False)
+            if gradient is not None
+        }
+        self._context.accumulate(_unshared(found))
+
+    def _chain(self) -> Tensor:
+        chain = ANCHOR
+        for number, handle in sorted(self._awaited.items()):
+            with torch.enable_grad():
+                chain = Awaited.apply(number, chain, handle)
+            chain.grad_fn._set_sequence_nr(_WAITS)
+        return chain
+
+    def await_gradients(self, number: int) -> None:
+        """Wait until the gradients of a message are there.
+
+        Raises:
+            BaseException: The pass has failed.
+        """
+        with self._changed:
+            while number not in self._arrived and self._failure is None:
+                self._changed.wait()
+            if self._failure is not None:
+                raise self._failure
+
+    def gradients_of(self, number: int) -> Gradients:
+        """Return the gradients of a message that was waited for."""
+        return self._arrived.pop(number)
+
+    def leave(self, peer: int, number: int, gradients: Gradients) -> None:
+        """Send the gradients of a message back to who sent it."""
+        self._deliveries.append(self._deliver(peer, number, gradients))
+
+    # -- what other ranks have to say --------------------------------------------------------------
+
+    def arrive(self, number: int, gradients: Gradients) -> None:
+        """Gradients have come for a message."""
+        with self._changed:
+            self._arrived[number] = gradients
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The pass has failed: nothing more comes. Only the first says why."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+
+def _unshared(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Copy gradients that share memory, with each other or in themselves, as those of ``a + b``."""
+    places = Counter(_memory(gradient).data_ptr() for gradient in gradients.values())
+    return {
+        leaf: gradient.clone()
+        if places[_memory(gradient).data_ptr()] > 1 or _repeats(gradient)
+        else gradient
+        for leaf, gradient in gradients.items()
+    }
+
+
+def _memory(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _repeats(gradient: Tensor) -> bool:
+    """Tell whether elements of a tensor are the same memory, as in one that was expanded."""
+    return 0 in _memory(gradient).stride() and gradient.numel() > 1

@@ -1,0 +1,257 @@
+"""Tensors that require gradients, on their way from rank to rank inside a context.
+
+A call in a context travels as one ``TrackedCall``, its result as one ``TrackedResult``. While it is
+encoded, the codec's hook of tensors numbers those that require gradients (``sent``). The *seal* is
+the last part of the message: when its turn comes all of them were met, and they become the inputs
+of one autograd node here, ``Sent``. At the other end the same tensors become the outputs
+of one node, ``Received``. These two are where a backward pass leaves a rank and enters the next;
+which pass that is, they learn from their thread (``HERE.running``).
+
+What comes is from the wire: a number that is not among the others refuses the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from rankwire.codec.codec import Codec
+from rankwire.codec.hooks import BuildContext, TakeContext
+from rankwire.errors import InvalidMessageError
+from rankwire.torch.rpc.autograd_contexts import HERE, Context, Contexts, inside
+
+# Without an input that requires a gradient torch records no node.
+ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class Sent(Function):  # type: ignore[misc]
+    """Its inputs are the tensors of a message that was sent."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *tensors: Tensor) -> Tensor:
+        """Return what stands for all of them."""
+        ctx.number = number
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        """Return the gradients that came back for them."""
+        return None, *HERE.running.gradients_of(ctx.number)  # type: ignore[union-attr]
+
+
+class Received(Function):  # type: ignore[misc]
+    """Its outputs are the tensors of a message that came."""
+
+    @staticmethod
+    def forward(ctx: Any, peer: int, number: int, anchor: Tensor, *tensors: Tensor) -> Any:
+        """Return the tensors themselves, which have a history from now on."""
+        ctx.peer, ctx.number = peer, number
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*tensors)  # so that they stay where they are in the message
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Pass their gradients on to where they came from."""
+        if HERE.running is None:
+            raise RuntimeError(
+                f"a gradient has come to a tensor from rank {ctx.peer}: gradients go over ranks by "
+                "torch.distributed.autograd.backward(context_id, [loss]), not by loss.backward()"
+            )
+        HERE.running.leave(ctx.peer, ctx.number, gradients)
+        return (None, None, None, *(None for _ in gradients))
+
+
+# By this name tools that draw graphs know the node, and torch's own tests.
+Received._backward_cls.__name__ = "torch::distributed::autograd::RecvRpcBackward"
+
+
+@dataclass(slots=True)
+class TrackedCall:
+    """A call in a context; without one if it came after the context's end."""
+
+    context: Context | None
+    name: str
+    args: Any
+    kwargs: Any
+
+
+@dataclass(slots=True)
+class TrackedResult:
+    """The result of a call in a context. It arrives as the value itself."""
+
+    context: Context
+    value: Any
+
+
+class Outgoing:
+    """A message while it is encoded: the tensors so far. Last in the message, as its seal."""
+
+    def __init__(self, context: Context, number: int) -> None:
+        self.context = context
+        self.number = number
+        self.tensors: list[Tensor] = []
+
+    def seal(self) -> None:
+        """All tensors were met: have a node for them, if there are any."""
+        HERE.outgoing = None
+        if self.tensors and not self.context.is_released:
+            with torch.enable_grad():  # also if the user has no_grad: the tensors require gradients
+                handle = Sent.apply(self.number, *self.tensors)
+            self.context.sent[self.number] = handle
+
+    def withdraw(self) -> None:
+        """The message does not leave."""
+        if HERE.outgoing is self:
+            HERE.outgoing = None
+        self.context.sent.pop(self.number, None)
+
+
+@dataclass(slots=True)
+class Incoming:
+    """What a seal says: the message's number, and how many tensors have one."""
+
+    number: int
+    count: int
+
+
+def sent(tensor: Tensor) -> int | None:
+    """Return the number of a tensor that requires a gradient, in the message being encoded.
+
+    Returns:
+        None if no message in a context is being encoded by this thread.
+    """
+    outgoing = HERE.outgoing
+    if outgoing is None:
+        return None
+    outgoing.tensors.append(tensor)
+    return len(outgoing.tensors) - 1
+
+
+def received(tensor: Tensor, number: int) -> Tensor:
+    """Take a tensor that had a number at the other end.
+
+    Args:
+        tensor: Requires no gradient; nobody else has it.
+        number: What ``sent`` returned there.
+
+    Returns:
+        The tensor to hand out.
+    """
+    if HERE.incoming is None:
+        HERE.incoming = {}
+    # Of several outputs of a node none may be a view, as which a tensor may come from the codec.
+    HERE.incoming[number] = kept = tensor.data if tensor._is_view() else tensor
+    return kept
+
+
+class Tracking:
+    """How calls in contexts travel and are served.
+
+    Args:
+        contexts: The rank's.
+        run: Serves a call: ``run(name, args, kwargs)`` returns its result, or a future of it.
+    """
+
+    def __init__(self, contexts: Contexts, run: Callable[[str, Any, Any], Any]) -> None:
+        self._contexts = contexts
+        self._run = run
+
+    def register(self, codec: Codec) -> None:
+        """Have a codec carry calls in contexts, and their results."""
+        codec.register(TrackedCall, take=self._take_call, build=self._build_call)
+        codec.register(TrackedResult, take=self._take_result, build=self._build_result)
+        codec.register(Outgoing, take=_take_seal, build=_build_seal)
+
+    def serve(self, call: TrackedCall) -> Any:
+        """Serve a call in its context."""
+        context = call.context
+        with inside(context):
+            result = self._run(call.name, call.args, call.kwargs)
+        if context is None:
+            return result
+        if not isinstance(result, Future):
+            return TrackedResult(context, result)
+        return _tracked_future(context, result)
+
+    # -- hooks of the codec ------------------------------------------------------------------------
+
+    def _take_call(self, call: TrackedCall, sending: TakeContext) -> list[Any]:
+        context = call.context
+        assert context is not None
+        return [context.id, call.name, call.args, call.kwargs, self._begin(context, sending)]
+
+    def _take_result(self, result: TrackedResult, sending: TakeContext) -> list[Any]:
+        return [result.context.id, result.value, self._begin(result.context, sending)]
+
+    def _begin(self, context: Context, sending: TakeContext) -> Outgoing:
+        HERE.outgoing = outgoing = Outgoing(context, self._contexts.next_message())
+        sending.undo(outgoing.withdraw)
+        return outgoing
+
+    def _build_call(self, state: Any, receiving: BuildContext) -> TrackedCall:
+        match state:
+            case [int(number), str(name), args, dict(kwargs), Incoming() as seal]:
+                context = self._contexts.meet(number)
+                _attach(context, seal, receiving)
+                return TrackedCall(context, name, args, kwargs)
+        raise InvalidMessageError("a call in an autograd context is malformed")
+
+    def _build_result(self, state: Any, receiving: BuildContext) -> Any:
+        match state:
+            case [int(number), value, Incoming() as seal]:
+                _attach(self._contexts.get(number), seal, receiving)
+                return value
+        raise InvalidMessageError("a result in an autograd context is malformed")
+
+
+def _take_seal(outgoing: Outgoing, sending: TakeContext) -> list[int]:
+    outgoing.seal()
+    return [outgoing.number, len(outgoing.tensors)]
+
+
+def _build_seal(state: Any, receiving: BuildContext) -> Any:
+    match state:
+        case [int(number), int(count)]:
+            return Incoming(number, count)
+    raise InvalidMessageError("the seal of a message in an autograd context is malformed")
+
+
+def _attach(context: Context | None, seal: Incoming, receiving: BuildContext) -> None:
+    """Give the numbered tensors of a message that came their history."""
+    numbered, HERE.incoming = HERE.incoming or {}, None
+    try:
+        tensors = [numbered[number] for number in range(seal.count)]
+    except KeyError as missing:
+        raise InvalidMessageError(
+            f"tensor {missing} of a message in a context is missing"
+        ) from None
+    peer = receiving.peer
+    if not tensors or context is None or peer is None:
+        return
+    with torch.enable_grad():
+        Received.apply(peer, seal.number, ANCHOR, *tensors)
+    context.received[peer, seal.number] = tensors[0].grad_fn
+
+
+def _tracked_future(context: Context, result: Future[Any]) -> Future[Any]:
+    """Return a future of the tracked result of a future; to cancel it is to cancel that."""
+    tracked: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        if done.cancelled() or not tracked.set_running_or_notify_cancel():
+            tracked.cancel()
+        elif (error := done.exception()) is not None:
+            tracked.set_exception(error)
+        else:
+            tracked.set_result(TrackedResult(context, done.result()))
+
+    tracked.add_done_callback(lambda done: result.cancel() if done.cancelled() else None)
+    result.add_done_callback(settle)
+    return tracked

@@ -1,0 +1,217 @@
+"""What travels in torch's RPC beyond what the codec carries: hooks for classes of torch and Python.
+
+A dense tensor whose elements lie one after the other travels in the codec's own way. One with other
+strides arrives with these, and one that requires a gradient does so again. Sparse tensors travel
+as their indices and values. Functions, classes and methods of classes travel by name, under the
+same rule as those that are called (``naming``); with pickle, as pickles.
+
+What is built here comes from the wire: every number is checked before torch sees it.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import types
+from typing import Any
+
+import torch
+
+from rankwire.codec.codec import Codec
+from rankwire.codec.hooks import BuildContext, TakeContext
+from rankwire.errors import ConfigurationError, InvalidMessageError
+from rankwire.torch.rpc.autograd_tracking import received, sent
+from rankwire.torch.rpc.naming import NamingRule, name_of
+from rankwire.torch.rpc.rref import RRef
+from rankwire.torch.rpc.rref_travel import build_rref, take_rref
+from rankwire.torch.rpc.torch_future import CallFuture
+from rankwire.torch.rpc.workers import WorkerInfo
+
+# A tensor with larger gaps arrives without: nobody wants memory for what is not there.
+_MOST_GAPS = 16
+_SPARE_ELEMENTS = 1024
+_MAX_NDIM = 32
+_DENSE, _COO, _ROWS, _COLUMNS = 0, 1, 2, 3
+_COMPRESSED = {torch.sparse_csr: _ROWS, torch.sparse_csc: _COLUMNS}
+_CLASSES: dict[str, type] = {
+    "torch:Tensor": torch.Tensor,
+    "torch.nn.parameter:Parameter": torch.nn.Parameter,
+    "torch:Size": torch.Size,
+    "builtins:NoneType": type(None),
+}
+
+
+def register_carried(codec: Codec, rule: NamingRule) -> None:
+    """Teach a codec to carry what torch's programs send."""
+    codec.register(torch.Tensor, name="torch.Tensor", take=take_tensor, build=build_tensor)
+    codec.register(
+        torch.nn.Parameter, name="torch.Parameter", take=_take_parameter, build=_build_parameter
+    )
+    codec.register(RRef, name="torch.rpc.RRef", take=take_rref, build=build_rref)
+    codec.register(WorkerInfo, name="torch.rpc.WorkerInfo", take=_take_worker, build=_build_worker)
+    for future in (CallFuture, torch.futures.Future, torch._C.Future):
+        codec.register(
+            future, name=f"{future.__module__}.{future.__name__}", take=_refuse, build=_build_none
+        )
+    if not codec.allows_pickle:
+        _register_named(codec, rule)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def take_tensor(tensor: torch.Tensor, sending: TakeContext) -> Any:
+    """Return what travels in place of a tensor."""
+    if tensor.layout is torch.strided:
+        is_plain = tensor.is_contiguous() and not tensor.requires_grad
+        return NotImplemented if is_plain or tensor.device.type != "cpu" else _take_strided(tensor)
+    plain = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        parts = [plain._indices(), plain._values(), tensor.is_coalesced()]
+        return [_COO, _history(tensor), list(tensor.shape), *parts]
+    if tensor.layout in _COMPRESSED:
+        kind = _COMPRESSED[tensor.layout]
+        inner, outer = (
+            (plain.crow_indices(), plain.col_indices())
+            if kind == _ROWS
+            else (plain.ccol_indices(), plain.row_indices())
+        )
+        return [kind, _history(tensor), list(tensor.shape), inner, outer, plain.values()]
+    return NotImplemented
+
+
+def build_tensor(parts: Any, receiving: BuildContext) -> torch.Tensor:
+    """Return the tensor that another rank has taken apart."""
+    match parts:
+        case [0, int() as history, torch.Tensor() as dense, list() as strides]:
+            tensor = _strided(dense, strides)
+        case [1, int() as history, list() as shape, *rest] if _are_tensors(rest[:2]):
+            indices, values, is_coalesced = rest
+            tensor = torch.sparse_coo_tensor(
+                indices, values, _shape(shape), check_invariants=True, is_coalesced=is_coalesced
+            )
+        case [(2 | 3) as kind, int() as history, list() as shape, *rest] if _are_tensors(rest):
+            make = torch.sparse_csr_tensor if kind == _ROWS else torch.sparse_csc_tensor
+            tensor = make(*rest, _shape(shape), check_invariants=True)
+        case _:
+            raise InvalidMessageError("malformed tensor")
+    return _with_history(tensor, history)
+
+
+def _are_tensors(values: list[Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _history(tensor: torch.Tensor) -> int:
+    """Return whether a tensor requires a gradient, or its number in a message of a context."""
+    number = sent(tensor) if tensor.requires_grad else None
+    return tensor.requires_grad if number is None else number
+
+
+def _with_history(tensor: torch.Tensor, history: int) -> torch.Tensor:
+    if type(history) is not bool:
+        return received(tensor, history)
+    return tensor.requires_grad_() if history else tensor
+
+
+def _take_strided(tensor: torch.Tensor) -> list[Any]:
+    """Return the elements one after the other, and where they are to be put."""
+    dense = tensor.detach()
+    if dense.is_contiguous() or not _may_have_strides(tensor.shape, tensor.stride()):
+        return [_DENSE, _history(tensor), dense.contiguous(), []]
+    return [_DENSE, _history(tensor), dense.contiguous(), list(tensor.stride())]
+
+
+def _strided(dense: torch.Tensor, strides: list[Any]) -> torch.Tensor:
+    if not strides:
+        return dense
+    if len(strides) != dense.ndim or not all(map(_is_natural, strides)):
+        raise InvalidMessageError("malformed strides of a tensor")
+    if not _may_have_strides(dense.shape, strides):
+        raise InvalidMessageError("a tensor with gaps that are too large, or that overlaps itself")
+    return torch.empty_strided(dense.shape, strides, dtype=dense.dtype).copy_(dense)
+
+
+def _may_have_strides(shape: Any, strides: Any) -> bool:
+    """Tell whether no two elements share a place, and few places are empty."""
+    count = math.prod(shape)
+    if count == 0:
+        return False
+    reach = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent > 1:
+            if stride < reach:
+                return False
+            reach += stride * (extent - 1)
+    return bool(reach <= _MOST_GAPS * count + _SPARE_ELEMENTS)
+
+
+def _take_parameter(parameter: torch.nn.Parameter, sending: TakeContext) -> Any:
+    """Return a parameter in a context as a tensor with a history; any other is the codec's."""
+    number = sent(parameter) if parameter.requires_grad else None
+    return NotImplemented if number is None else [number, parameter.detach()]
+
+
+def _build_parameter(parts: Any, receiving: BuildContext) -> torch.Tensor:
+    match parts:
+        case [int() as number, torch.Tensor() as data]:
+            return received(data, number)
+    raise InvalidMessageError("malformed parameter")
+
+
+# -- small things ----------------------------------------------------------------------------------
+
+
+def _take_worker(worker: WorkerInfo, sending: TakeContext) -> list[Any]:
+    return [worker.name, worker.id]
+
+
+def _build_worker(parts: Any, receiving: BuildContext) -> WorkerInfo:
+    match parts:
+        case [str() as name, int() as id]:
+            return WorkerInfo(name, id)
+    raise InvalidMessageError("malformed WorkerInfo")
+
+
+def _refuse(future: Any, sending: TakeContext) -> Any:
+    raise ConfigurationError(
+        "Can not pickle torch.futures.Future: nor does it travel otherwise. Wait for it, or "
+        "decorate a function that returns one with @rpc.functions.async_execution."
+    )
+
+
+def _build_none(parts: Any, receiving: BuildContext) -> Any:
+    raise InvalidMessageError("futures do not travel")
+
+
+def _shape(extents: Any) -> list[int]:
+    if type(extents) is not list or len(extents) > _MAX_NDIM or not all(map(_is_natural, extents)):
+        raise InvalidMessageError("malformed shape")
+    return extents
+
+
+def _is_natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+# -- functions and classes -------------------------------------------------------------------------
+
+
+def _register_named(codec: Codec, rule: NamingRule) -> None:
+    """Carry functions and classes by name."""
+    names = {cls: name for name, cls in _CLASSES.items()}
+
+    def take(value: Any, sending: TakeContext) -> str:
+        return names.get(value) or name_of(value)
+
+    def build(name: Any, receiving: BuildContext) -> Any:
+        if not isinstance(name, str):
+            raise InvalidMessageError("malformed name of a function")
+        return _CLASSES.get(name) or rule.find(name)
+
+    kinds = {
+        types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, abc.ABCMeta,
+        type(torch.Tensor), type(torch.nn.Parameter),
+    }  # fmt: skip
+    for kind in kinds:
+        codec.register(kind, name=f"{kind.__module__}.{kind.__qualname__}", take=take, build=build)

@@ -1,0 +1,128 @@
+"""Handles of other ranks' objects: telling their owners who has got one, and who has let go.
+
+A handle is let go when its Python object is garbage, which may happen in any thread at any moment.
+So nothing is sent there: it goes into a queue, and a thread of its own sends what is in the queue
+to each owner, one message at a time and in order. That order is what the owner relies on
+(``owned``): that a handle was passed on is told before the one it was made from is released.
+
+Thread: one, started by the first thing to tell. It never waits for an owner: the end of a message
+comes into the queue too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+from collections import defaultdict
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from rankwire.errors import RankwireError
+from rankwire.rpc.agent import RpcAgent
+from rankwire.torch.rpc.owned import ObjectId, OwnedObjects
+
+_log = logging.getLogger("rankwire")
+
+TELL = "torch.rpc tell"
+_RELEASED, _PASSED_ON = 0, 1
+
+# What is told of one object: which of the two, its creator and number, and two more numbers.
+News = tuple[int, int, int, int, int]
+_STOP = -1
+
+
+class HandleNews:
+    """Tells owners of the handles of this rank. Every method is safe from any thread.
+
+    ``released`` may be called by the garbage collector, and so in the middle of anything.
+
+    Args:
+        agent: Calls the owners.
+    """
+
+    def __init__(self, agent: RpcAgent) -> None:
+        self._agent = agent
+        self._queue: queue.SimpleQueue[tuple[int, News | None]] = queue.SimpleQueue()
+        self._unsent: dict[int, list[News]] = defaultdict(list)
+        self._in_flight: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
+        self.is_closed = False
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all that there was to tell has been told."""
+        return self._queue.empty() and not self._in_flight and not any(self._unsent.values())
+
+    def start(self) -> None:
+        """Have the queue looked after, from the first handle on. Idempotent."""
+        if self._thread is None:
+            with self._start_lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="rankwire handles", daemon=True
+                    )
+                    self._thread.start()
+
+    def released(self, owner: int, id: ObjectId, sent_back: int) -> None:
+        """A handle is garbage; before, it was sent back to its owner so many times."""
+        if not self.is_closed:
+            self._queue.put((owner, (_RELEASED, id.creator, id.number, 1, sent_back)))
+
+    def passed_on(self, owner: int, id: ObjectId, rank: int, count: int = 1) -> None:
+        """A handle is on its way to a third rank; or is not after all, with a count of -1."""
+        self._queue.put((owner, (_PASSED_ON, id.creator, id.number, rank, count)))
+
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+        self.is_closed = True
+        self._queue.put((_STOP, None))
+
+    def _run(self) -> None:
+        while True:
+            owner, news = self._queue.get()
+            if owner == _STOP:
+                return
+            if news is None:
+                self._in_flight.discard(owner)
+            else:
+                self._unsent[owner].append(news)
+            if self._queue.empty():  # take together what there is
+                self._send()
+
+    def _send(self) -> None:
+        for owner in [owner for owner in self._unsent if owner not in self._in_flight]:
+            news = self._unsent.pop(owner)
+            self._in_flight.add(owner)
+            try:
+                told = self._agent.rpc_async(owner, TELL, news, timeout=math.inf)
+            except RankwireError as error:  # it is gone, and so is what it owned; or this rank is
+                _log.debug("rank %d was not told of handles: %s", owner, error)
+                self._in_flight.discard(owner)
+            else:
+                told.add_done_callback(partial(self._told, owner))
+
+    def _told(self, owner: int, call: Future[Any]) -> None:
+        """Let the thread know that an owner has been told, or is gone."""
+        self._queue.put((owner, None))
+
+
+def take_news(objects: OwnedObjects, src: int, news: list[Any]) -> None:
+    """Count what another rank tells of handles of this rank's objects.
+
+    Raises:
+        ValueError: It is not what ``HandleNews`` sends.
+    """
+    for kind, creator, number, first, second in news:
+        id = ObjectId(creator, number)
+        if not all(type(part) is int for part in (creator, number, first, second)):
+            raise ValueError("news of handles are numbers")
+        if kind == _RELEASED:
+            objects.release(id, src, first, second)
+        elif kind == _PASSED_ON:
+            objects.pass_on(id, first, second)
+        else:
+            raise ValueError(f"there is no such news of handles: {kind!r}")

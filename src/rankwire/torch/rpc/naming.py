@@ -1,0 +1,314 @@
+"""Naming: which functions and classes of a program other ranks can reach by name, and which not.
+
+torch sends functions as pickles, and a pickle can name anything. Here a function travels as
+``module:qualname``, and the rule decides at the callee:
+
+1. It is looked up in modules that are imported already. Nothing is imported on request.
+2. The module is ``__main__``, of the same package, a file beside it, or one that was allowed by
+   name. With ``allow="decorated"`` the module does not matter: only what is exposed is found.
+3. Each further step goes through a class that was defined there, along names without a leading
+   underscore. What is found says itself that it is of that module and of that name, so that what a
+   module has imported, or calls by another name, is not found in it.
+4. Some pure functions are everybody's (``pure_functions``).
+
+Names are looked up in dictionaries of modules and classes, never by ``getattr``: no property, no
+``__getattr__`` of a module and no metaclass of anyone's runs. Pure: it knows no rank and no wire.
+Safe from any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.torch.rpc.exposing import is_exposed
+from rankwire.torch.rpc.pure_functions import names_of_pure_functions, pure_functions
+
+MAIN = "__main__"
+DECORATED = "decorated"
+# What processes that multiprocessing has spawned call the same module.
+_SPAWNED_MAIN = "__mp_main__"
+_MAX_NAME = 1024
+_MAX_KNOWN = 4096
+# Run as a program, they would make their whole package that of the program.
+_NO_PROGRAMS = frozenset((*sys.stdlib_module_names, "numpy", "pytest", "rankwire", "torch"))
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper)
+_HOW_TO_ALLOW = (
+    "To allow it on purpose, decorate it with @rankwire.torch.rpc.exposed, or name its module: "
+    "init_rpc(..., allow=[{module!r}])"
+)
+
+
+class NameRefusedError(RankwireError, PermissionError):
+    """A name that other ranks cannot reach, or something that has no name."""
+
+
+class _Step(NamedTuple):
+    """A place where a name was looked up, and what was there."""
+
+    place: Mapping[str, Any]
+    key: str
+    found: Any
+
+
+class _Known(NamedTuple):
+    steps: tuple[_Step, ...]
+    target: Any
+
+
+class NamingRule:
+    """Finds what a name means, or refuses it.
+
+    Args:
+        allow: Names of modules, each with those in it; ``module:qualname`` for one function; the
+            functions or classes themselves; or ``"decorated"``.
+        anything: Whether everything that is imported is found. For worlds with pickle, in which
+            every rank can run what it likes on every other anyway.
+    """
+
+    def __init__(self, allow: Iterable[Any] | str = (), *, anything: bool = False) -> None:
+        self._is_strict = allow == DECORATED
+        self._anything = anything
+        if isinstance(allow, str) and not self._is_strict:
+            raise ConfigurationError(f'allow is a list of modules, or "decorated", not {allow!r}')
+        entries = () if self._is_strict else [_entry(entry) for entry in allow]
+        self._modules = frozenset(entry for entry in entries if ":" not in entry)
+        self._single = frozenset(entry for entry in entries if ":" in entry)
+        self._known: dict[str, _Known] = {}
+
+    def find(self, name: str) -> Any:
+        """Return the function or class that a name means.
+
+        Raises:
+            NameRefusedError: It means none, or one that other ranks must not reach; it says why.
+        """
+        known = self._known.get(name)
+        if known is not None and all(place.get(key) is found for place, key, found in known.steps):
+            return known.target
+        function = pure_functions().get(name)
+        if function is not None:
+            return function
+        known = self._look_up(name)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[name] = known
+        return known.target
+
+    def find_class(self, name: str) -> type:
+        """Return the class that a name means.
+
+        Raises:
+            NameRefusedError: It means none, or one that other ranks must not reach.
+        """
+        found = self.find(name)
+        if not isinstance(found, type):
+            raise NameRefusedError(f"{name!r} is no class")
+        return found
+
+    def allows_methods_of(self, cls: type) -> bool:
+        """Tell whether the methods that are defined in a class may be called on shared objects."""
+        if is_exposed(cls) or self._anything:
+            return True
+        module = _canonical(getattr(cls, "__module__", None))
+        return f"{module}:{cls.__qualname__}" in self._single or self._is_open(module)
+
+    # -- looking up --------------------------------------------------------------------------------
+
+    def _look_up(self, name: str) -> _Known:
+        module_name, path = _parts(name)
+        module = sys.modules.get(module_name)
+        if not isinstance(module, types.ModuleType):
+            raise NameRefusedError(
+                f"there is no {name!r} here: module {module_name!r} is not imported. Like torch, "
+                "whose RPC pickler does not serialize function code, rankwire sends the name of a "
+                "function: import its module on every rank"
+            )
+        place: Mapping[str, Any] = vars(module)
+        owner: type | None = None
+        steps = []
+        for depth, key in enumerate(path):
+            self._check_key(name, key, is_member=depth > 0)
+            owner_of_key, raw = _member(place, owner, key)
+            if raw is None:
+                raise NameRefusedError(
+                    f"there is no {name!r} here. Like torch, whose RPC pickler does not serialize "
+                    "function code, rankwire sends the name of a function: define it on every rank"
+                )
+            steps.append(_Step(place if owner_of_key is None else vars(owner_of_key), key, raw))
+            target = _unwrapped(raw, owner)
+            self._check_origin(name, target, module_name, owner_of_key, key)
+            if depth < len(path) - 1:
+                if not isinstance(target, type):
+                    raise self._refusal(name, f"{key!r} is no class", module_name)
+                place, owner = vars(target), target
+        self._check_target(name, target, owner, module_name)
+        return _Known(tuple(steps), target)
+
+    def _check_key(self, name: str, key: str, *, is_member: bool) -> None:
+        if not key.isidentifier():
+            raise NameRefusedError(
+                f"{name!r} is no name of a function: it must be at the top of a module or class"
+            )
+        if self._anything:
+            return
+        if key.startswith("__" if not is_member else "_"):
+            raise NameRefusedError(f"{name!r} is private: {key!r} begins with an underscore")
+
+    def _check_origin(
+        self, name: str, target: Any, module_name: str, owner: type | None, key: str
+    ) -> None:
+        """See that something is what it was defined as, where it was defined."""
+        if self._anything:
+            return
+        plain = target.__func__ if isinstance(target, types.MethodType) else target
+        if not isinstance(plain, (*_FUNCTIONS, type)):
+            raise self._refusal(name, f"{key!r} is neither a function nor a class", module_name)
+        module = module_name if owner is None else _canonical(owner.__module__)
+        qualname = key if owner is None else f"{owner.__qualname__}.{key}"
+        own = _canonical(_own(plain, "__module__")), _own(plain, "__qualname__")
+        if own != (module, qualname):
+            raise self._refusal(
+                name, f"it is {own[0]}:{own[1]}, which was not defined there", module_name
+            )
+
+    def _check_target(self, name: str, target: Any, owner: type | None, module_name: str) -> None:
+        if self._anything:
+            if not callable(target):
+                raise NameRefusedError(f"{name!r} is no function")
+            return
+        plain = target.__func__ if isinstance(target, types.MethodType) else target
+        if name in self._single or is_exposed(plain) or (owner is not None and is_exposed(owner)):
+            return
+        if self._is_strict:
+            raise self._refusal(name, 'it is not exposed, and allow="decorated"', module_name)
+        places = {module_name, _canonical(_own(plain, "__module__"))}
+        for module in sorted(place for place in places if place is not None):
+            if not self._is_open(module):
+                raise self._refusal(name, f"module {module!r} is not one of the program's", module)
+
+    def _is_open(self, module_name: str | None) -> bool:
+        """Tell whether what a module defines can be reached."""
+        if module_name is None or self._is_strict:
+            return False
+        if module_name == MAIN:
+            return True
+        parents = module_name.split(".")
+        if any(".".join(parents[:end]) in self._modules for end in range(1, len(parents) + 1)):
+            return True
+        return _is_of_program(module_name)
+
+    @staticmethod
+    def _refusal(name: str, why: str, module: str) -> NameRefusedError:
+        return NameRefusedError(
+            f"{name!r} is refused: {why}. {_HOW_TO_ALLOW.format(module=module)}"
+        )
+
+
+def name_of(function: Any) -> str:
+    """Return the name under which a function or class travels.
+
+    Raises:
+        NameRefusedError: It has none by which another rank could find it.
+    """
+    try:
+        pure = names_of_pure_functions().get(function)
+    except TypeError:  # it has no hash
+        pure = None
+    if pure is not None:
+        return pure
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, type):
+        owner = function.__self__
+        return f"{_canonical(owner.__module__)}:{owner.__qualname__}.{function.__name__}"
+    if not isinstance(function, (*_FUNCTIONS, type)):
+        raise NameRefusedError(
+            f"{function!r} has no name by which another rank could find it: send a function or "
+            "class at the top of a module, and what it works on as an argument"
+        )
+    module, qualname = _canonical(_own(function, "__module__")), _own(function, "__qualname__")
+    if module is None or qualname is None or not _is_path(qualname):
+        raise NameRefusedError(
+            f"{module}:{qualname} has no name by which another rank could find it: move it to the "
+            "top of its module"
+        )
+    return f"{module}:{qualname}"
+
+
+def _entry(entry: Any) -> str:
+    """Return what an entry of ``allow`` names."""
+    if isinstance(entry, types.ModuleType):
+        return entry.__name__
+    if isinstance(entry, str) and all(_is_path(part) for part in entry.split(":", 1)):
+        return entry
+    if callable(entry):
+        return name_of(entry)
+    raise ConfigurationError(f"allow has modules, their names, and functions, not {entry!r}")
+
+
+def _parts(name: str) -> tuple[str, list[str]]:
+    module_name, colon, qualname = name.partition(":")
+    if not colon or not module_name or not qualname or len(name) > _MAX_NAME:
+        raise NameRefusedError(f"{name[:_MAX_NAME]!r} is not of the form module:name")
+    return _canonical(module_name) or "", qualname.split(".")
+
+
+def _member(place: Mapping[str, Any], owner: type | None, key: str) -> tuple[type | None, Any]:
+    """Return the class that has a name, if it is a class's, and what it has there."""
+    if owner is None:
+        return None, place.get(key)
+    for cls in type.__dict__["__mro__"].__get__(owner):
+        raw = vars(cls).get(key)
+        if raw is not None:
+            return cls, raw
+    return owner, None
+
+
+def _unwrapped(raw: Any, owner: type | None) -> Any:
+    """Return what getting an attribute of a class gives, for those that need no code to run."""
+    if isinstance(raw, staticmethod):
+        return raw.__func__
+    if isinstance(raw, classmethod) and owner is not None:
+        return types.MethodType(raw.__func__, owner)
+    return raw
+
+
+def _own(target: Any, attribute: str) -> str | None:
+    value = getattr(target, attribute, None)
+    return value if isinstance(value, str) else None
+
+
+def _canonical(module_name: str | None) -> str | None:
+    return MAIN if module_name == _SPAWNED_MAIN else module_name
+
+
+def _is_path(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def _is_of_program(module_name: str) -> bool:
+    """Tell whether a module is in the package of ``__main__``, or a file beside it."""
+    main = sys.modules.get(MAIN)
+    spec = getattr(main, "__spec__", None)
+    package = spec.parent.partition(".")[0] if spec is not None and spec.parent else ""
+    if package and package not in _NO_PROGRAMS:
+        return module_name == package or module_name.startswith(f"{package}.")
+    own, other = (_folder(module) for module in (main, sys.modules.get(module_name)))
+    return own is not None and own == other and "." not in module_name
+
+
+def _folder(module: types.ModuleType | None) -> Path | None:
+    """Return where the file of a module is, unless others' modules are there too."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str):
+        return None
+    folder = Path(file).resolve().parent
+    is_shared = _INSTALLED.intersection(folder.parts) or folder == Path(functools.__file__).parent
+    return None if is_shared else folder
+
+
+Finder = Callable[[str], Any]

@@ -1,0 +1,237 @@
+"""The owner's side of handles: making an object, giving its value, calling its methods.
+
+What is asked of an object that is still being made waits for that without a worker: its value is a
+deferred reply, and a method is run by a thread of this module's own once there is an object.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rankwire.errors import ConfigurationError
+from rankwire.rpc.call import current_call
+from rankwire.torch.rpc.autograd import backward_of
+from rankwire.torch.rpc.held import TELL, take_news
+from rankwire.torch.rpc.methods import find_method
+from rankwire.torch.rpc.owned import ObjectId, OwnedObject
+
+if TYPE_CHECKING:
+    from rankwire.torch.rpc.session import Session
+
+MAKE = "torch.rpc make"
+MAKE_BY_METHOD = "torch.rpc make by method"
+FETCH = "torch.rpc fetch"
+CALL = "torch.rpc call"
+CHECK = "torch.rpc check"
+TYPE = "torch.rpc type"
+BACKWARD = "torch.rpc backward"
+
+
+class ObjectServer:
+    """Serves the calls that other ranks' handles make. Every method is safe from any thread.
+
+    Args:
+        session: Whose objects these are.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._owned = session.owned
+        self._lock = threading.Lock()
+        self._waiting_room: ThreadPoolExecutor | None = None
+        self._ways: dict[str, Callable[..., Any]] = {
+            MAKE: self.make,
+            MAKE_BY_METHOD: self.make_by_method,
+            FETCH: self.fetch,
+            CALL: self.call,
+            CHECK: self.check,
+            TYPE: self.type_of,
+            BACKWARD: self.backward,
+            TELL: self.take_news,
+        }
+        for name, function in self._ways.items():
+            session.agent.register(name, function)
+
+    def close(self) -> None:
+        """Run no more methods of objects that are still being made."""
+        with self._lock:
+            if self._waiting_room is not None:
+                self._waiting_room.shutdown(wait=False, cancel_futures=True)
+
+    # -- what is served ----------------------------------------------------------------------------
+
+    def make(self, creator: int, number: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Make an object: what a function returns."""
+        owned = self._begin(creator, number)
+        return self._make(owned, lambda: self._session.runnable(function)(*args, **kwargs))
+
+    def make_by_method(
+        self,
+        creator: int,
+        number: int,
+        of_creator: int,
+        of_number: int,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Make an object: what a method of another object returns."""
+        owned = self._begin(creator, number)
+        return self._make(owned, lambda: self.call(of_creator, of_number, method, *args, **kwargs))
+
+    def fetch(self, creator: int, number: int) -> Any:
+        """Return the value of an object."""
+        owned = self._owned.expect(_id(creator, number))
+        return owned.get() if owned.is_ready else self._wait_for(owned)
+
+    def call(self, creator: int, number: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of an object."""
+        owned = self._owned.expect(_id(creator, number))
+        if owned.is_ready:
+            return self._method(owned, method)(*args, **kwargs)
+        return self._once_ready(owned, lambda: self._method(owned, method)(*args, **kwargs))
+
+    def check(self, creator: int, number: int, method: str) -> Any:
+        """Raise what calling a method of an object would, if it could not be called."""
+        owned = self._owned.expect(_id(creator, number))
+        if owned.is_ready:
+            self._method(owned, method)
+            return None
+        return self._once_ready(owned, partial(self.check, creator, number, method))
+
+    def type_of(self, creator: int, number: int) -> Any:
+        """Return the class of an object."""
+        owned = self._owned.expect(_id(creator, number))
+        return (
+            type(owned.get())
+            if owned.is_ready
+            else self._once_ready(owned, lambda: type(owned.get()))
+        )
+
+    def backward(self, creator: int, number: int, context_id: int, retain_graph: bool) -> Any:
+        """Run a backward pass from an object."""
+        owned = self._owned.expect(_id(creator, number))
+
+        def run() -> None:
+            backward_of(owned.get(), context_id, retain_graph)
+
+        return run() if owned.is_ready else self._once_ready(owned, run)
+
+    def take_news(self, news: list[Any]) -> None:
+        """Hear who has got handles, and who has let go."""
+        take_news(self._owned, _caller(), news)
+
+    # -- making ------------------------------------------------------------------------------------
+
+    def _begin(self, creator: int, number: int) -> OwnedObject:
+        """Count the first handle of an object that is going to be made."""
+        src = _caller()
+        if creator != src:
+            raise ConfigurationError(f"rank {src} cannot make objects of rank {creator}")
+        owned = self._owned.expect(_id(creator, number))
+        if owned.is_ready or not owned.is_expected:
+            raise ConfigurationError(f"object {owned.id} was made before")
+        owned.is_expected = False
+        if src != self._session.me.id:  # an owner's handle has the object itself
+            self._owned.give(owned, src)
+        return owned
+
+    def _make(self, owned: OwnedObject, make: Callable[[], Any]) -> Future[Any] | None:
+        try:
+            value = make()
+        except BaseException as error:
+            self._finish(owned, None, error)
+            raise
+        if not isinstance(value, Future):
+            self._finish(owned, value)
+            return None
+        made: Future[Any] = Future()
+        value.add_done_callback(partial(self._finish_later, owned, made))
+        return made
+
+    def _finish(self, owned: OwnedObject, value: Any, error: BaseException | None = None) -> None:
+        owned.resolve(value, error)
+        self._owned.tidy(owned)
+
+    def _finish_later(self, owned: OwnedObject, made: Future[Any], promise: Future[Any]) -> None:
+        """Give an object the value of a future, and answer the call that makes it."""
+        try:
+            value = promise.result()
+        except BaseException as error:
+            self._finish(owned, None, error)
+            if not made.cancelled():
+                made.set_exception(error)
+        else:
+            self._finish(owned, value)
+            if not made.cancelled():
+                made.set_result(None)
+
+    # -- using -------------------------------------------------------------------------------------
+
+    def _method(self, owned: OwnedObject, name: str) -> Callable[..., Any]:
+        return self._session.servable(find_method(self._session.rule, owned.get(), name))
+
+    def _wait_for(self, owned: OwnedObject) -> Future[Any]:
+        """Return a future of an object that is still being made."""
+        waiter = owned.when_ready()
+        waiter.add_done_callback(partial(self._stop_waiting, owned))
+        return waiter
+
+    def _stop_waiting(self, owned: OwnedObject, waiter: Future[Any]) -> None:
+        if waiter.cancelled():
+            self._owned.abandon(owned)
+
+    def _once_ready(self, owned: OwnedObject, do: Callable[[], Any]) -> Future[Any]:
+        """Return a future of something that is done once an object is ready, by another thread."""
+        done: Future[Any] = Future()
+        context = copy_context()  # what it calls is part of the call that is being served
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # whoever asked does not want it any more
+            try:
+                result = context.run(do)
+            except BaseException as error:
+                done.set_exception(error)
+                return
+            if isinstance(result, Future):
+                result.add_done_callback(partial(_copy_outcome, done))
+            else:
+                done.set_result(result)
+
+        self._wait_for(owned).add_done_callback(lambda _: self._room().submit(run))
+        return done
+
+    def _room(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._waiting_room is None:
+                self._waiting_room = ThreadPoolExecutor(
+                    self._session.threads, thread_name_prefix="rankwire methods"
+                )
+            return self._waiting_room
+
+
+def _copy_outcome(target: Future[Any], source: Future[Any]) -> None:
+    try:
+        target.set_result(source.result())
+    except BaseException as error:
+        target.set_exception(error)
+
+
+def _caller() -> int:
+    call = current_call()
+    if call is None:
+        raise ConfigurationError("this is for other ranks to call")
+    return call.src
+
+
+def _id(creator: int, number: int) -> ObjectId:
+    if type(creator) is not int or type(number) is not int:
+        raise ConfigurationError("an object's name is two numbers")
+    return ObjectId(creator, number)

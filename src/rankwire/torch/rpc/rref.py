@@ -1,0 +1,379 @@
+"""RRef: a handle of an object on some rank, that can be passed around, asked for and called.
+
+Every handle that comes from another rank is one that the owner has counted for this rank
+(``owned``), and is let go when the Python object is garbage (``held``). The owner's own handles
+have the object itself, and are not counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    DeadlineExceededError,
+    RankwireError,
+)
+from rankwire.torch.rpc.autograd import backward_of
+from rankwire.torch.rpc.constants import UNSET_RPC_TIMEOUT
+from rankwire.torch.rpc.object_server import (
+    BACKWARD,
+    CALL,
+    CHECK,
+    FETCH,
+    MAKE,
+    MAKE_BY_METHOD,
+    TYPE,
+)
+from rankwire.torch.rpc.owned import ObjectId, OwnedObject
+from rankwire.torch.rpc.session import Session, current, state
+from rankwire.torch.rpc.torch_errors import translated
+from rankwire.torch.rpc.torch_future import CallFuture
+from rankwire.torch.rpc.workers import WorkerInfo
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A handle of an object, which stays on its owner. Safe from any thread.
+
+    Made from a value, this rank is the owner. ``remote`` makes handles of objects elsewhere. A
+    handle may be an argument or a result of a call; whoever has one can pass it on.
+
+    Args:
+        value: The object.
+        type_hint: Not used.
+    """
+
+    _is_counted = False
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        session = state.session
+        if session is None:
+            raise RuntimeError(
+                "Current RPC agent is not set! Did you initialize the RPC framework "
+                "(e.g. by calling `rpc.init_rpc`)?"
+            )
+        owned = OwnedObject(ObjectId(session.me.id, next(session.numbers)))
+        owned.resolve(value)
+        self._set_up(session, session.me.id, owned.id, owned)
+
+    def _set_up(
+        self, session: Session, owner: int, id: ObjectId, owned: OwnedObject | None
+    ) -> None:
+        self._session = session
+        self._owner = owner
+        self._id = id
+        self._owned = owned
+        if owned is not None:
+            session.owned.keep_own(owned)
+        self._fork = id  # for messages alone
+        self._creation: Future[Any] | None = None
+        self._creation_limit = 0.0
+        self._sent_back = 0
+        self._type: torch.futures.Future[type] | None = None
+        self._checked: set[str] = set()
+
+    @classmethod
+    def _of(
+        cls, session: Session, owner: int, id: ObjectId, owned: OwnedObject | None = None
+    ) -> RRef[Any]:
+        """Return a handle; without the object, one that the owner has counted for this rank."""
+        rref: RRef[Any] = cls.__new__(cls)
+        rref._set_up(session, owner, id, owned)
+        if owned is None:
+            rref._is_counted = True
+            session.news.start()
+        return rref
+
+    def __del__(self) -> None:
+        if self._is_counted:
+            self._session.news.released(self._owner, self._id, self._sent_back)
+
+    # -- whose it is -------------------------------------------------------------------------------
+
+    def is_owner(self) -> bool:
+        """Whether the object is here."""
+        return self._owned is not None
+
+    def owner(self) -> WorkerInfo:
+        """Return the worker that has the object."""
+        return self._session.workers[self._owner]
+
+    def owner_name(self) -> str:
+        """Return the name of the worker that has the object."""
+        return self.owner().name
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to have the object, or to be making it."""
+        return self._creation is None or (
+            self._creation.done() and self._creation.exception() is None
+        )
+
+    # -- the object --------------------------------------------------------------------------------
+
+    def local_value(self) -> T:
+        """Return the object itself; waits while it is being made.
+
+        Raises:
+            RuntimeError: It is on another worker.
+        """
+        if self._owned is None:
+            raise RuntimeError(
+                f"For UserRRef(rref_id={_unique(self._id)}, fork_id={_unique(self._fork)}), can't "
+                f"call localValue() on user {self._session.me}. Call it on owner {self.owner()}"
+            )
+        return self._wait_here(self._session.limit(UNSET_RPC_TIMEOUT))  # type: ignore[no-any-return]
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """Return the object's value: a copy, or on the owner the object itself.
+
+        Args:
+            timeout: Seconds; 0 is no limit; -1 is the default one.
+        """
+        session = self._usable("Cannot call to_here() on it after deletion.")
+        limit = session.limit(timeout)
+        if self._owned is not None:
+            return self._wait_here(limit)  # type: ignore[no-any-return]
+        if self._creation is not None:
+            self._raise_if_not_made()
+        try:
+            return session.call(self._owner, FETCH, self._id, {}, limit)  # type: ignore[no-any-return]
+        except RankwireError as error:
+            raise translated(error, session, self._owner, limit) from error
+
+    def _wait_here(self, limit: float) -> Any:
+        owned = self._owned
+        assert owned is not None
+        if owned.is_ready:
+            return owned.get()
+        ready = owned.when_ready()
+        done = threading.Event()
+        ready.add_done_callback(lambda _: done.set())
+        deadline = Deadline(limit, self._session.backend.clock)
+        if not deadline.clock.wait(done, deadline.sleep_limit()):
+            late = DeadlineExceededError(limit, waiting_for=[self._owner])
+            raise translated(late, self._session, self._owner, limit) from late
+        return owned.get()
+
+    def _raise_if_not_made(self) -> None:
+        creation = self._creation
+        if creation is None or not creation.done():
+            return
+        error = creation.exception()
+        if isinstance(error, DeadlineExceededError):
+            raise RuntimeError(
+                "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the "
+                "owner node does not exist."
+            ) from error
+        if isinstance(error, Exception):
+            raise translated(error, self._session, self._owner, self._creation_limit) from error
+
+    def _usable(self, otherwise: str) -> Session:
+        session = self._session
+        if state.session is not session:
+            raise RuntimeError(f"{self} has been deleted. {otherwise}")
+        return session
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run the backward pass from the object, a scalar tensor, where it is.
+
+        Args:
+            dist_autograd_ctx_id: The context of distributed autograd that gets the gradients. Only
+                the owner may leave it out; then they are added to ``.grad``.
+            retain_graph: Whether to keep what another pass over the same graph would need.
+        """
+        if self._owned is not None:
+            backward_of(self.local_value(), dist_autograd_ctx_id, retain_graph)
+        elif dist_autograd_ctx_id == -1:
+            raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        else:
+            session = self._usable("Cannot call backward() on it after deletion.")
+            limit = session.limit(UNSET_RPC_TIMEOUT)
+            args = (*self._id, dist_autograd_ctx_id, retain_graph)
+            try:
+                session.call(self._owner, BACKWARD, args, {}, limit)
+            except RankwireError as error:
+                raise translated(error, session, self._owner, limit) from error
+
+    # -- its methods -------------------------------------------------------------------------------
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return the object's methods as functions that call them there and wait for the result."""
+        return MethodProxy(self, _call_method, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return the object's methods as functions that call them there and return a future."""
+        return MethodProxy(self, _start_method, timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return the object's methods as functions that return handles of their results."""
+        return MethodProxy(self, _make_by_method, timeout)
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """Return the object's class, or a future of it."""
+        if self._type is None:
+            if self._owned is not None:
+                known: torch.futures.Future[type] = torch.futures.Future()
+                known.set_result(type(self.local_value()))
+                self._type = known
+            else:
+                session = self._usable("Cannot ask for its type after deletion.")
+                limit = session.limit(timeout)
+                call = session.start(self._owner, TYPE, self._id, {}, limit)
+                self._type = CallFuture(session, call, self._owner, limit)
+        return self._type.wait() if blocking else self._type
+
+    def _get_future(self) -> torch.futures.Future[Any]:
+        """Return the future of the call that makes the object."""
+        if self._creation is None:
+            raise RuntimeError("only the worker that called remote() has the future of that call")
+        return CallFuture(self._session, self._creation, self._owner, self._creation_limit)
+
+    def _serialize(self) -> Any:
+        """Refuse to be pickled, as torch's does outside of calls."""
+        return self.__reduce__()
+
+    def __reduce__(self) -> Any:
+        if state.session is not self._session and self._owned is None:
+            raise RuntimeError("Cannot call fork an UserRRef after deletion.")
+        raise RuntimeError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+        )
+
+    def __str__(self) -> str:
+        if self._owned is not None:
+            return f"OwnerRRef({_unique(self._id)})"
+        return f"UserRRef(RRefId = {_unique(self._id)}, ForkId = {_unique(self._fork)})"
+
+    __repr__ = __str__
+
+
+def remote(
+    to: Any,
+    func: Callable[..., Any],
+    args: Iterable[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Have a function run on a worker, which keeps the result; return a handle of that at once.
+
+    Safe from any thread. The arguments may be changed when this returns.
+
+    Args:
+        to: The worker: a name, a rank or a ``WorkerInfo``.
+        func: A function or class that its naming rule lets others reach.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        timeout: Seconds for making the object; 0 is no limit; -1 is the default one. What goes
+            wrong is raised by the first use of the handle.
+    """
+    session = current()
+    rank = session.rank_of(to)
+    limit = session.limit(timeout)
+    try:
+        name = session.names.get(func) or session.named(func)
+    except RankwireError as error:
+        raise translated(error, session, rank, limit) from error
+    return _make(session, rank, MAKE, (name, *(args or ())), kwargs or {}, limit)
+
+
+def _make(
+    session: Session,
+    rank: int,
+    how: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    limit: float,
+) -> RRef[Any]:
+    """Start a call that makes an object, and return a handle of it."""
+    id = ObjectId(session.me.id, next(session.numbers))
+    fork = id
+    if rank == session.me.id:
+        rref = RRef._of(session, rank, id, session.owned.expect(id))
+    else:
+        fork = ObjectId(session.me.id, next(session.numbers))
+        rref = RRef._of(session, rank, id)
+    rref._fork = fork
+    try:
+        rref._creation = session.start(rank, how, (*id, *args), kwargs, limit)
+    except RankwireError as error:
+        rref._is_counted = False
+        raise translated(error, session, rank, limit) from error
+    except BaseException:
+        rref._is_counted = False
+        raise
+    rref._creation_limit = limit
+    return rref
+
+
+class MethodProxy:
+    """The methods of an object, called in one of three ways.
+
+    Args:
+        rref: The object's handle.
+        how: Calls a method by name.
+        timeout: Seconds, in torch's way of saying it.
+    """
+
+    __slots__ = ("_how", "_rref", "_timeout")
+
+    def __init__(self, rref: RRef[Any], how: Callable[..., Any], timeout: float) -> None:
+        self._rref = rref
+        self._how = how
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._how, self._rref, self._timeout, name)
+
+
+def _call_method(rref: RRef[Any], timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    session = rref._usable("Cannot call its methods after deletion.")
+    limit = session.limit(timeout)
+    if rref._creation is not None:
+        rref._raise_if_not_made()
+    try:
+        return session.call(rref._owner, CALL, (*rref._id, method, *args), kwargs, limit)
+    except RankwireError as error:
+        raise translated(error, session, rref._owner, limit) from error
+
+
+def _start_method(
+    rref: RRef[Any], timeout: float, method: str, /, *args: Any, **kwargs: Any
+) -> CallFuture:
+    session = rref._usable("Cannot call its methods after deletion.")
+    limit = session.limit(timeout)
+    if rref._creation is not None:
+        rref._raise_if_not_made()
+    try:
+        call = session.start(rref._owner, CALL, (*rref._id, method, *args), kwargs, limit)
+    except RankwireError as error:
+        raise translated(error, session, rref._owner, limit) from error
+    return CallFuture(session, call, rref._owner, limit)
+
+
+def _make_by_method(
+    rref: RRef[Any], timeout: float, method: str, /, *args: Any, **kwargs: Any
+) -> RRef[Any]:
+    """Make an object of a method's result; as with torch, a method that is missing is told now."""
+    session = rref._usable("Cannot call its methods after deletion.")
+    limit = session.limit(timeout)
+    if rref._creation is not None:
+        rref._raise_if_not_made()
+    if method not in rref._checked:
+        try:
+            session.call(rref._owner, CHECK, (*rref._id, method), {}, limit)
+        except RankwireError as error:
+            raise translated(error, session, rref._owner, limit) from error
+        rref._checked.add(method)
+    return _make(session, rref._owner, MAKE_BY_METHOD, (*rref._id, method, *args), kwargs, limit)
+
+
+def _unique(id: ObjectId) -> str:
+    return f"GloballyUniqueId(created_on={id.creator}, local_id={id.number})"

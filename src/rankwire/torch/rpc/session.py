@@ -1,0 +1,270 @@
+"""The session: what this process is in the world of RPC between ``init_rpc`` and ``shutdown``.
+
+One process has at most one. It joins what the other modules need of each other: the agent that
+calls and serves, the workers by name, the rule for names, the owned objects and the handles. It
+knows how a name becomes a function to serve, and nothing of how calls are made (``invoking``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from rankwire.backends.base import Backend
+from rankwire.codec.codec import Codec
+from rankwire.errors import (
+    FunctionNotFoundError,
+    InvalidMessageError,
+    OverloadedError,
+    PeerLostError,
+)
+from rankwire.rpc.agent import RpcAgent
+from rankwire.torch.rpc import autograd
+from rankwire.torch.rpc.attendant import Attendant
+from rankwire.torch.rpc.autograd_contexts import CONTEXT
+from rankwire.torch.rpc.functions import answer_later, is_async
+from rankwire.torch.rpc.held import HandleNews
+from rankwire.torch.rpc.meetings import Meetings
+from rankwire.torch.rpc.naming import NameRefusedError, NamingRule, name_of
+from rankwire.torch.rpc.object_server import ObjectServer
+from rankwire.torch.rpc.owned import OwnedObjects
+from rankwire.torch.rpc.workers import WorkerInfo
+
+_MAX_NAMES = 4096
+# Registered under such names, which no module has.
+APPLY = "torch.rpc apply"
+
+NOT_INITIALIZED = (
+    "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first, or the init_rpc of "
+    "rankwire.torch.rpc."
+)
+
+
+class Session:
+    """This process among the workers. Every method is safe from any thread.
+
+    Args:
+        backend: The world; the session closes it.
+        workers: All workers, in the order of their ranks.
+        rule: Which names others can reach.
+        codec: How values travel.
+        timeout: Seconds for calls without a limit of their own; 0 is none.
+        threads: Calls that are served at once.
+
+    Attributes:
+        backend: The world.
+        agent: Calls and serves.
+        me: This worker.
+        ranks: The rank of a name.
+        rule: Which names others can reach.
+        names: The names of functions that were called.
+        owned: The objects of this rank that others hold.
+        news: Tells other ranks of the handles of their objects.
+        numbers: For the next objects and handles that are made here.
+        attendant: Looks after futures that are waited for in C++.
+        object_server: Serves what other ranks' handles ask for.
+        meetings: Where values of several workers come together.
+        timeout: As given.
+        threads: As given.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        workers: Iterable[WorkerInfo],
+        *,
+        rule: NamingRule,
+        codec: Codec,
+        timeout: float,
+        threads: int,
+    ) -> None:
+        self.backend = backend
+        self.workers = list(workers)
+        self.me = self.workers[backend.rank]
+        self.ranks = {worker.name: worker.id for worker in self.workers}
+        self.rule = rule
+        self.timeout = timeout
+        self.threads = threads
+        self.names: dict[Any, str] = {}
+        self.agent = RpcAgent(
+            backend,
+            name="rankwire.torch.rpc",
+            timeout=math.inf,
+            workers=threads,
+            codec=codec,
+            resolve=self.function_of,
+        )
+        self.agent.register(APPLY, self._apply)
+        self.owned = OwnedObjects(backend.rank)
+        self.news = HandleNews(self.agent)
+        self.numbers = itertools.count()
+        self.attendant = Attendant(backend.clock)
+        self.object_server = ObjectServer(self)
+        self.meetings = Meetings(self)
+        autograd.attach(self.agent, self._apply, lambda: self.timeout)
+
+    # -- who ---------------------------------------------------------------------------------------
+
+    def rank_of(self, to: Any) -> int:
+        """Return the rank that a program means by a name, a rank or a ``WorkerInfo``.
+
+        Raises:
+            RuntimeError: There is no such worker.
+            ValueError: It is none of these.
+        """
+        if isinstance(to, WorkerInfo):
+            to = to.id
+        if isinstance(to, str):
+            rank = self.ranks.get(to)
+            if rank is None:
+                raise RuntimeError(f"could not find destination {to}: no worker has that name")
+            return rank
+        if isinstance(to, int) and not isinstance(to, bool):
+            if not 0 <= to < len(self.workers):
+                raise RuntimeError(
+                    f"could not find destination {to}: the ranks are 0 to {len(self.workers) - 1}"
+                )
+            return to
+        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+    def limit(self, timeout: float) -> float:
+        """Return the seconds that a call has, by torch's way of saying it."""
+        if timeout < 0.0:
+            timeout = self.timeout
+        return timeout if timeout > 0.0 else math.inf
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def call(
+        self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
+    ) -> Any:
+        """Call what is registered or found under a name, and return the result."""
+        context = CONTEXT.get()
+        if context is not None:
+            args = autograd.call_in(context, rank, name, args, kwargs)
+            name, kwargs = autograd.CALL, {}
+        elif "timeout" in kwargs:  # the agent has one of its own
+            name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
+        return self.agent.rpc_sync(rank, name, *args, timeout=limit, **kwargs)
+
+    def start(
+        self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
+    ) -> Future[Any]:
+        """Start such a call, and return its future.
+
+        Raises:
+            RankwireError: Its arguments cannot be sent; all other failures are the future's.
+        """
+        context = CONTEXT.get()
+        if context is not None:
+            args = autograd.call_in(context, rank, name, args, kwargs)
+            name, kwargs = autograd.CALL, {}
+        elif "timeout" in kwargs:
+            name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
+        try:
+            return self.agent.rpc_async(rank, name, *args, timeout=limit, **kwargs)
+        except (ConnectionError, TimeoutError, OverloadedError) as error:
+            if isinstance(error, InvalidMessageError):
+                raise
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    # -- functions ---------------------------------------------------------------------------------
+
+    def named(self, function: Any) -> Any:
+        """Return the name under which a function travels; the function itself where it is pickled.
+
+        Raises:
+            TypeError: It is no function.
+            NameRefusedError: It has no name, and pickles are not allowed.
+        """
+        if not callable(function):
+            raise TypeError("function should be callable.")
+        try:
+            name = name_of(function)
+        except NameRefusedError:
+            if self.agent.codec.allows_pickle:
+                return function
+            raise
+        if len(self.names) >= _MAX_NAMES:
+            self.names.clear()
+        self.names[function] = name
+        return name
+
+    def function_of(self, name: str) -> Callable[..., Any]:
+        """Return what to run when another rank calls a name; the agent asks this.
+
+        Raises:
+            FunctionNotFoundError: Others cannot call it; it says why.
+        """
+        try:
+            return self.servable(self.rule.find(name))
+        except NameRefusedError as error:
+            raise FunctionNotFoundError(name, reason=error.message) from error
+
+    def servable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a server runs for a function: that, or one whose future it can wait for."""
+        return answer_later(function) if is_async(function) else function
+
+    def _apply(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a function that came as a name, or as a pickle, with arguments of any name."""
+        return self.runnable(function)(*args, **kwargs)
+
+    def runnable(self, function: Any) -> Callable[..., Any]:
+        """Return what to run for a function that came as a name, or as a pickle.
+
+        Raises:
+            FunctionNotFoundError: Others cannot call it.
+        """
+        if isinstance(function, str):
+            return self.agent.lookup(function) or self.function_of(function)
+        return self.servable(function)
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def activity(self) -> tuple[bool, int]:
+        """Return whether anything is under way here, and the count of calls made and of looks."""
+        in_flight, in_service, count = self.agent.activity()
+        return bool(in_flight or in_service) or not self.news.is_quiet, count
+
+    def lose(self, error: PeerLostError) -> None:
+        """Let go of what a lost rank held, and end what waits for it."""
+        self.owned.lose(error.peer, error)
+        self.meetings.lose(error.peer, error)
+
+    def close(self, grace: float) -> None:
+        """Stop serving and leave the world."""
+        autograd.detach()
+        self.news.close()
+        self.object_server.close()
+        self.attendant.close()
+        self.owned.clear()
+        try:
+            self.agent.close(grace)
+        finally:
+            self.backend.close()
+
+
+class _Current:
+    """Where the session of this process is, if there is one."""
+
+    session: Session | None = None
+
+
+state = _Current()
+
+
+def current() -> Session:
+    """Return this process's session.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    session = state.session
+    if session is None:
+        raise RuntimeError(NOT_INITIALIZED)
+    return session

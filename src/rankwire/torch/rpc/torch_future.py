@@ -1,0 +1,90 @@
+"""The future of a call, as torch's programs know futures.
+
+It is a ``torch.futures.Future``, so callbacks, ``collect_all`` and ``wait_all`` work, and it ends
+when the future of rankwire's call does. A thread that waits in ``wait()`` reads the connection
+itself, as that one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future as Call
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwire.rpc.future import RpcFuture
+from rankwire.torch.rpc.torch_errors import translated
+
+if TYPE_CHECKING:
+    from rankwire.torch.rpc.session import Session
+
+
+class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
+    """The result of ``rpc_async``. Safe from any thread.
+
+    Args:
+        session: Knows how errors are told.
+        call: The future of the call.
+        rank: Who was called.
+        limit: The seconds that the call has.
+
+    Attributes:
+        call: As given.
+    """
+
+    def __init__(self, session: Session, call: Call[Any], rank: int, limit: float) -> None:
+        super().__init__()
+        self.call = call
+        self._session = session
+        self._rank = rank
+        self._limit = limit
+        self._unfinished = [True]  # who pops it ends this future
+        if isinstance(call, RpcFuture):
+            call.when_ended(self._finish)
+            session.attendant.watch(call)
+        else:
+            call.add_done_callback(self._finish)
+
+    def wait(self) -> Any:
+        """Return the value, or raise the call's error."""
+        if self._unfinished:
+            try:
+                self.call.result()
+            except Exception:  # it is told in the words of torch, below
+                pass
+            self._finish(self.call)
+        return super().wait()
+
+    def done(self) -> bool:
+        """Whether there is a value or an error."""
+        self._attend()
+        return super().done()  # type: ignore[no-any-return]
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """Return a future of what ``callback(self)`` returns when this one is done."""
+        self._attend()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(self)`` when this is done, in whatever thread that happens."""
+        self._attend()
+        super().add_done_callback(callback)
+
+    def _attend(self) -> None:
+        """Have the reply read although no thread waits for it."""
+        if self._unfinished and isinstance(self.call, RpcFuture):
+            self.call.attend()
+
+    def _finish(self, call: Call[Any]) -> None:
+        """End with what the call has ended with; whoever comes second leaves it to the first."""
+        try:
+            self._unfinished.pop()
+        except IndexError:
+            return
+        try:
+            value = call.result()
+        except Exception as error:
+            self.set_exception(translated(error, self._session, self._rank, self._limit))
+        else:
+            self.set_result(value)

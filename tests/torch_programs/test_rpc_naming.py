@@ -1,0 +1,494 @@
+"""What a name can reach: the functions of the program, and nothing that a hostile peer wants."""
+
+import collections
+import ctypes
+import functools
+import multiprocessing.util
+import os
+import pathlib
+import subprocess
+import sys
+import types
+from os import system
+
+import numpy
+import pytest
+
+from rankwire.errors import ConfigurationError
+
+torch = pytest.importorskip("torch")
+
+from rankwire.torch.rpc.exposing import exposed, is_exposed  # noqa: E402
+from rankwire.torch.rpc.functions import async_execution  # noqa: E402
+from rankwire.torch.rpc.methods import find_method  # noqa: E402
+from rankwire.torch.rpc.naming import NameRefusedError, NamingRule, name_of  # noqa: E402
+from rankwire.torch.rpc.pure_functions import pure_functions  # noqa: E402
+
+HERE = __name__
+
+
+def plain(x):
+    return x
+
+
+def _single_underscore():
+    return 1
+
+
+def __dunder__():
+    return 2
+
+
+@functools.wraps(plain)
+def dressed_up(*args):
+    return plain(*args)
+
+
+@functools.lru_cache
+def cached(x):
+    return x
+
+
+@async_execution
+def later():
+    return torch.futures.Future()
+
+
+class Program:
+    alias = os.system
+    static_alias = staticmethod(os.system)
+    attribute = 1
+    nested_class = subprocess.Popen
+
+    class Inner:
+        def method(self):
+            return "inner"
+
+    def method(self):
+        return "method"
+
+    def _private(self):
+        return "private"
+
+    @staticmethod
+    def static():
+        return "static"
+
+    @classmethod
+    def make(cls):
+        return cls
+
+    @property
+    def armed(self):
+        raise AssertionError("a property ran")
+
+
+class Heir(Program):
+    pass
+
+
+class Meta(type):
+    def __getattr__(cls, name):
+        raise AssertionError("a metaclass was asked")
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+class Callable_:
+    def __call__(self):
+        raise AssertionError("an object was called")
+
+
+called = Callable_()
+partial = functools.partial(os.system, "true")
+popen = subprocess.Popen
+libc = ctypes.CDLL(None)
+remembered = functools.lru_cache(os.system)
+also_plain = plain
+
+
+def rule(*allow):
+    return NamingRule(allow or [HERE])
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        plain,
+        _single_underscore,
+        cached,
+        later,
+        Program,
+        Program.Inner,
+        Program.static,
+        min,
+        torch.add,
+        torch.linalg.qr,
+        torch.nn.functional.gelu,
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_a_function_of_the_program_is_found_by_its_own_name(target):
+    assert rule().find(name_of(target)) is target
+
+
+def test_a_class_method_is_found_bound_to_the_class_that_was_meant():
+    assert rule().find(name_of(Program.make))() is Program
+    assert rule().find(name_of(Heir.make))() is Heir
+
+
+def test_a_method_of_a_class_is_found_as_the_function_that_it_is():
+    assert rule().find(name_of(Program.method))(Program()) == "method"
+    assert rule().find(name_of(Program.Inner.method))(Program.Inner()) == "inner"
+
+
+def test_main_is_the_same_module_in_a_spawned_process(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules[HERE])
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setattr(plain, "__module__", name)
+        assert name_of(plain) == "__main__:plain"
+        assert NamingRule().find("__main__:plain") is plain
+
+
+def test_what_is_replaced_in_its_module_is_found_anew(monkeypatch):
+    one = rule()
+    assert one.find(f"{HERE}:plain") is plain
+
+    def new():
+        return 1
+
+    new.__qualname__ = "plain"
+    monkeypatch.setattr(sys.modules[HERE], "plain", new)
+    assert one.find(f"{HERE}:plain") is new
+    monkeypatch.delattr(sys.modules[HERE], "plain")
+    with pytest.raises(NameRefusedError, match="RPC pickler does not serialize"):
+        one.find(f"{HERE}:plain")
+
+
+def test_a_file_beside_the_program_is_the_programs(monkeypatch, tmp_path):
+    main = types.ModuleType("__main__")
+    main.__file__ = str(tmp_path / "train.py")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for folder, is_found in ((tmp_path, True), (tmp_path / "lib", False)):
+        beside = types.ModuleType("beside")
+        beside.__file__ = str(folder / "beside.py")
+        beside.work = types.FunctionType(plain.__code__, vars(beside), "work")
+        beside.work.__module__ = "beside"
+        beside.work.__qualname__ = "work"
+        monkeypatch.setitem(sys.modules, "beside", beside)
+        if is_found:
+            assert NamingRule().find("beside:work") is beside.work
+        else:
+            with pytest.raises(NameRefusedError, match="not one of the program's"):
+                NamingRule().find("beside:work")
+
+
+def test_the_package_of_the_program_is_the_programs(monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for package, is_found in (("mine.train", True), ("torch.testing", False), ("other", False)):
+        main.__spec__ = types.SimpleNamespace(parent=package)
+        model = types.ModuleType("mine.model")
+        model.work = types.FunctionType(plain.__code__, vars(model), "work")
+        model.work.__module__ = "mine.model"
+        model.work.__qualname__ = "work"
+        monkeypatch.setitem(sys.modules, "mine.model", model)
+        if is_found:
+            assert NamingRule().find("mine.model:work") is model.work
+        else:
+            with pytest.raises(NameRefusedError):
+                NamingRule().find("mine.model:work")
+
+
+# -- attacks ---------------------------------------------------------------------------------------
+
+ATTACKS = {
+    "an import of the module": f"{HERE}:system",
+    "a module of the module": f"{HERE}:os.system",
+    "a class that was imported": f"{HERE}:subprocess",
+    "another name of a class": f"{HERE}:popen",
+    "another name in a class": f"{HERE}:Program.alias",
+    "a static alias": f"{HERE}:Program.static_alias",
+    "a class as an attribute": f"{HERE}:Program.nested_class",
+    "a private method": f"{HERE}:Program._private",
+    "the constructor by its name": f"{HERE}:Program.__init__",
+    "pickle's way": f"{HERE}:Program.__reduce__",
+    "the class's dictionary": f"{HERE}:Program.__dict__",
+    "subclasses": f"{HERE}:Program.__subclasses__",
+    "the base": f"{HERE}:Program.__base__",
+    "the metaclass": f"{HERE}:Program.mro",
+    "a metaclass's __getattr__": f"{HERE}:WithMeta.anything",
+    "a property": f"{HERE}:Program.armed",
+    "an attribute": f"{HERE}:Program.attribute",
+    "globals of a function": f"{HERE}:plain.__globals__",
+    "what a function wraps": f"{HERE}:dressed_up.__wrapped__",
+    "the code of a function": f"{HERE}:plain.__code__",
+    "a dunder of the module": f"{HERE}:__dunder__",
+    "the module's builtins": f"{HERE}:__builtins__",
+    "the module's loader": f"{HERE}:__loader__.exec_module",
+    "a partial": f"{HERE}:partial",
+    "an object that can be called": f"{HERE}:called",
+    "a library of C": f"{HERE}:libc.system",
+    "a cached import": f"{HERE}:remembered",
+    "another name of a function": f"{HERE}:also_plain",
+    "a function that says it is another": f"{HERE}:dressed_up",
+    "a local function": f"{HERE}:rule.<locals>.plain",
+    "a lambda": f"{HERE}:<lambda>",
+    "eval": "builtins:eval",
+    "exec": "builtins:exec",
+    "compile": "builtins:compile",
+    "open": "builtins:open",
+    "getattr": "builtins:getattr",
+    "import": "builtins:__import__",
+    "type": "builtins:type",
+    "vars": "builtins:vars",
+    "breakpoint": "builtins:breakpoint",
+    "a format, which reads attributes": "builtins:str.format",
+    "os.system": "os:system",
+    "posix.system": "posix:system",
+    "a process": "subprocess:Popen",
+    "shutil": "shutil:rmtree",
+    "pickle": "pickle:loads",
+    "torch's pickler": "torch.distributed.rpc.internal:_InternalRPCPickler.deserialize",
+    "torch's function for it": "torch.distributed.rpc.internal:_run_function",
+    "importlib": "importlib:import_module",
+    "runpy": "runpy:run_path",
+    "attrgetter": "_operator:attrgetter",
+    "methodcaller": "_operator:methodcaller",
+    "torch.load": "torch:load",
+    "torch.save": "torch:save",
+    "torch.serialization": "torch.serialization:load",
+    "torch.hub": "torch.hub:load",
+    "torch.ops": "torch:ops.aten.from_file",
+    "load_library": "torch._ops:_Ops.load_library",
+    "a file as a tensor": "torch:from_file",
+    "memory as it was left": "torch:empty",
+    "settings of torch": "torch:set_num_threads",
+    "the default type of torch": "torch:set_default_dtype",
+    "extensions": "torch.utils.cpp_extension:load_inline",
+    "numpy's files": "numpy:load",
+    "numpy's functions": "numpy:sum",
+    "a module that is not imported": "antigravity:fly",
+    "rankwire itself": "rankwire.torch.rpc.starting:shutdown",
+    "no module": ":plain",
+    "no name": f"{HERE}:",
+    "no colon": f"{HERE}.plain",
+    "two colons": f"{HERE}:plain:x",
+    "an empty step": f"{HERE}:Program..static",
+    "a blank": f"{HERE}:plain ",
+    "a letter that looks alike": f"{HERE}:pl\u0430in",
+    "a letter that is normalised": f"{HERE}:\uff50lain",
+    "a null": f"{HERE}:plain\0",
+    "a very long name": f"{HERE}:" + "a" * 5000,
+    "a very long path": f"{HERE}:" + "Program." * 500,
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS.values(), ids=ATTACKS)
+def test_an_attack_is_refused(name):
+    with pytest.raises(NameRefusedError):
+        rule().find(name)
+
+
+def test_a_module_that_makes_attributes_is_not_asked_for_them(monkeypatch):
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = lambda name: pytest.fail("the module was asked")
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    with pytest.raises(NameRefusedError):
+        NamingRule(["lazy"]).find("lazy:system")
+
+
+def test_a_refusal_says_why_and_how_to_allow_it_on_purpose():
+    with pytest.raises(NameRefusedError) as caught:
+        NamingRule().find("shutil:copyfile")
+    assert "module 'shutil' is not one of the program's" in caught.value.message
+    assert "@rankwire.torch.rpc.exposed" in caught.value.message
+    assert "allow=['shutil']" in caught.value.message
+
+
+def test_an_alias_says_what_it_really_is():
+    with pytest.raises(NameRefusedError, match=r"it is posix:system, which was not defined there"):
+        rule().find(f"{HERE}:system")
+    assert system is os.system
+
+
+# -- allowing on purpose ---------------------------------------------------------------------------
+
+
+def test_a_module_is_allowed_with_those_in_it_and_not_with_those_beside_it():
+    inner = multiprocessing.util.get_temp_dir
+    assert NamingRule(["multiprocessing"]).find("multiprocessing.util:get_temp_dir") is inner
+    assert NamingRule([HERE]).find(f"{HERE}:plain") is plain
+    with pytest.raises(NameRefusedError):
+        NamingRule([HERE[:-1]]).find(f"{HERE}:plain")
+
+
+def test_one_function_is_allowed_and_no_other():
+    for entry in (plain, f"{HERE}:plain"):
+        one = NamingRule([entry])
+        assert one.find(f"{HERE}:plain") is plain
+        with pytest.raises(NameRefusedError):
+            one.find(f"{HERE}:cached")
+
+
+def test_what_is_exposed_is_found_wherever_it_is():
+    @exposed
+    def shown():
+        return 1
+
+    shown.__qualname__ = "shown"
+    sys.modules[HERE].shown = shown
+    try:
+        for one in (NamingRule(), NamingRule("decorated")):
+            assert one.find(f"{HERE}:shown") is shown
+            with pytest.raises(NameRefusedError):
+                one.find(f"{HERE}:plain")
+    finally:
+        del sys.modules[HERE].shown
+
+
+def test_a_decorator_does_not_take_the_exposure_along():
+    @exposed
+    def shown():
+        return 1
+
+    @functools.wraps(shown)
+    def wrapper():
+        return shown()
+
+    assert is_exposed(shown)
+    assert not is_exposed(wrapper)
+
+
+def test_only_functions_and_classes_are_exposed():
+    for wrong in (1, "plain", partial, called):
+        with pytest.raises(ConfigurationError):
+            exposed(wrong)
+
+
+@pytest.mark.parametrize("allow", ["everything", [1], ["not a module"], ["a:b:c d"]])
+def test_allow_is_checked(allow):
+    with pytest.raises(ConfigurationError):
+        NamingRule(allow)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [lambda: 1, partial, called, Program().method, 3, "plain", libc],
+    ids=["lambda", "partial", "object", "bound method", "number", "text", "library"],
+)
+def test_what_has_no_name_says_what_to_do(target):
+    with pytest.raises(NameRefusedError, match=r"top of (a|its) module"):
+        name_of(target)
+
+
+def test_pure_functions_touch_no_files():
+    names = {name.partition(":")[2] for name in pure_functions()}
+    assert not names & {"from_file", "save", "load", "set_num_threads", "eval", "open", "getattr"}
+    assert {"add", "matmul", "min"} <= names
+
+
+# -- methods of shared objects ---------------------------------------------------------------------
+
+
+class Stored:
+    def __init__(self):
+        self.fn = os.system
+        self.method = os.system
+
+    def method(self):
+        return 1
+
+    def good(self):
+        return 2
+
+    @staticmethod
+    def static():
+        return 3
+
+    alias = os.system
+    lent = pathlib.Path.write_text
+
+    @property
+    def armed(self):
+        raise AssertionError("a property ran")
+
+
+METHOD_ATTACKS = {
+    "a file of an array": (numpy.ones(2), "tofile"),
+    "a pickle of an array": (numpy.ones(2), "dump"),
+    "a path": (pathlib.Path("x"), "write_text"),
+    "a path's end": (pathlib.Path("x"), "unlink"),
+    "a format": ("{0.__class__}", "format"),
+    "a format of a map": ("{x}", "format_map"),
+    "the storage of a tensor": (torch.ones(2), "untyped_storage"),
+    "the address of a tensor": (torch.ones(2), "data_ptr"),
+    "a tensor as an array": (torch.ones(2), "numpy"),
+    "memory as it was left": (torch.ones(2), "new_empty"),
+    "a tensor made larger": (torch.ones(2), "resize_"),
+    "another storage": (torch.ones(2), "set_"),
+    "functions on a tensor": (torch.ones(2), "apply_"),
+    "a file as storage": (torch.UntypedStorage(8), "from_file"),
+    "a module of Python": (os, "system"),
+    "a function": (os.system, "__call__"),
+    "a class": (subprocess.Popen, "__call__"),
+    "a partial": (partial, "__call__"),
+    "something stored in the object": (Stored(), "fn"),
+    "something over a method": (Stored(), "method"),
+    "something stored in the class": (Stored(), "alias"),
+    "another class's method": (Stored(), "lent"),
+    "a property": (Stored(), "armed"),
+    "pickle's way": (Stored(), "__reduce__"),
+    "the class": (Stored(), "__class__"),
+    "attributes": (Stored(), "__getattribute__"),
+    "the constructor": (Stored(), "__init__"),
+    "the dictionary": (Stored(), "__dict__"),
+    "a private method": (Program(), "_private"),
+    "hooks of a module": (torch.nn.Linear(1, 1), "register_forward_hook"),
+    "functions on a module": (torch.nn.Linear(1, 1), "apply"),
+    "compiling": (torch.nn.Linear(1, 1), "compile"),
+}
+
+
+@pytest.mark.parametrize(("value", "name"), METHOD_ATTACKS.values(), ids=METHOD_ATTACKS)
+def test_an_attack_on_a_shared_object_is_refused(value, name):
+    with pytest.raises((NameRefusedError, AttributeError)):
+        find_method(rule(), value, name)
+
+
+def test_methods_of_the_programs_objects_are_found():
+    assert find_method(rule(), Stored(), "good")() == 2
+    assert find_method(rule(), Stored(), "static")() == 3
+    assert find_method(rule(), Heir(), "make")() is Heir
+    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+        find_method(rule(), Stored(), "missing")
+
+
+def test_methods_of_others_objects_need_to_be_allowed():
+    counter = collections.Counter("aab")
+    with pytest.raises(NameRefusedError, match=r"allow=\['collections'\]"):
+        find_method(rule(), counter, "most_common")
+    assert find_method(NamingRule(["collections"]), counter, "most_common")(1) == [("a", 2)]
+
+
+def test_usual_methods_of_tensors_modules_optimizers_and_containers_are_found():
+    tensor = torch.ones(2, 2)
+    assert find_method(rule(), tensor, "add")(1).sum() == 8
+    assert find_method(rule(), tensor, "add_")(1) is tensor
+    assert find_method(rule(), tensor, "size")() == torch.Size([2, 2])
+    assert find_method(rule(), tensor, "view")(1, 4).shape == (1, 4)
+    module = torch.nn.Linear(2, 1)
+    assert find_method(rule(), module, "__call__")(tensor).shape == (2, 1)
+    assert find_method(rule(), module, "forward")(tensor).shape == (2, 1)
+    assert find_method(rule(), module, "state_dict")().keys() == {"weight", "bias"}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    find_method(rule(), optimizer, "zero_grad")()
+    find_method(rule(), optimizer, "step")()
+    assert find_method(rule(), [1], "append")(2) is None
+    assert find_method(rule(), {"a": 1}, "__getitem__")("a") == 1
+    assert find_method(rule(), "a b", "split")() == ["a", "b"]

@@ -1,0 +1,552 @@
+"""torch RPC: objects of other workers, their handles, and how long they live."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rpc_ranks import run_workers, worker  # noqa: E402
+
+import rankwire.torch.rpc as rpc  # noqa: E402
+from rankwire.errors import InvalidMessageError, PeerLostError  # noqa: E402
+from rankwire.torch.rpc.agent_view import current_agent, rref_debug_info  # noqa: E402
+from rankwire.torch.rpc.held import take_news  # noqa: E402
+from rankwire.torch.rpc.owned import ObjectId, OwnedObject, OwnedObjects  # noqa: E402
+
+ALLOW = [__name__]
+
+
+class Counter:
+    def __init__(self, count=0):
+        self.count = count
+
+    def add(self, number=1):
+        self.count += number
+        return self.count
+
+    def whole(self):
+        return self
+
+    @staticmethod
+    def static(number):
+        return number + 1
+
+    @classmethod
+    def named(cls):
+        return cls.__name__
+
+    def fail(self):
+        raise ValueError("expected")
+
+    def with_timeout(self, *, timeout):
+        return timeout
+
+    @rpc.functions.async_execution
+    def add_there(self, to, number):
+        return rpc.rpc_async(to, plus, args=(self.count, number))
+
+    def _private(self):
+        return 1
+
+
+gate = threading.Event()
+
+
+def plus(a, b):
+    return a + b
+
+
+def open_gate():
+    gate.set()
+
+
+def make_slowly(count):
+    gate.wait()
+    return Counter(count)
+
+
+def count_of(rref):
+    return rref.local_value().count
+
+
+def fetch(rref):
+    return rref.to_here()
+
+
+def call_add(rref, number):
+    return rref.rpc_sync().add(number)
+
+
+def pass_to(to, function, rref):
+    return rpc.rpc_sync(to, function, args=(rref,))
+
+
+def give_back(rref):
+    return rref
+
+
+def make_there(to, count):
+    return rpc.remote(to, plus, args=(count, 0))
+
+
+def make_here(count):
+    return rpc.RRef(Counter(count))
+
+
+kept = []
+
+
+def keep(rref):
+    kept.append(rref)
+
+
+def let_go():
+    kept.clear()
+
+
+def raise_error():
+    raise ValueError("expected")
+
+
+def owned_here():
+    return int(rref_debug_info()["num_owner_rrefs"])
+
+
+def counters_here():
+    gc.collect()
+    return sum(isinstance(thing, Counter) for thing in gc.get_objects())
+
+
+def process():
+    return os.getpid()
+
+
+def wait_until(is_so, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it does not come to be so"
+        time.sleep(0.005)
+
+
+def nothing_is_owned(*workers):
+    gc.collect()
+    for name in workers:
+        wait_until(lambda name=name: rpc.rpc_sync(name, owned_here) == 0)
+
+
+def on_first(function, size=2, **options):
+    """Run something on rank 0, while the others serve."""
+
+    def run(rank):
+        return function() if rank == 0 else None
+
+    return run_workers(size, run, allow=ALLOW, **options)[0]
+
+
+# -- handles ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", ["worker1", "worker0"])
+def test_an_object_is_made_asked_for_and_called(owner):
+    def check():
+        rref = rpc.remote(owner, Counter, args=(5,))
+        assert rref.rpc_sync().add() == 6
+        assert rref.rpc_async().add(number=2).wait() == 8
+        assert rref.remote().add(2).to_here() == 10
+        assert rref.rpc_sync().static(3) == 4
+        assert rref.rpc_sync().named() == "Counter"
+        assert rref.rpc_sync().with_timeout(timeout=3) == 3
+        assert rref.rpc_sync().add_there("worker1", 1) == 11
+        assert rref.remote().add_there("worker0", 1).to_here() == 11
+        assert rref.owner() == rpc.get_worker_info(owner)
+        assert rref.owner_name() == owner
+        assert rref.is_owner() == (owner == "worker0")
+        assert rref._get_type() is Counter
+        assert rref.confirmed_by_owner()
+        with pytest.raises(ValueError, match="expected"):
+            rref.rpc_sync().fail()
+        with pytest.raises(ValueError, match="expected"):
+            rref.remote().fail().to_here()
+        for call in (rref.rpc_sync, rref.rpc_async, rref.remote):
+            with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+                call().missing().wait()
+            with pytest.raises(RuntimeError, match="private"):
+                call()._private().wait()
+
+    on_first(check)
+
+
+def test_methods_that_are_nobodys_business_are_refused():
+    def check():
+        rref = rpc.remote("worker1", give_back, args=({"a": 1},))
+        assert rref.rpc_sync().get("a") == 1
+        text = rpc.remote("worker1", str, args=("{0.__class__}",))
+        with pytest.raises(RuntimeError, match="refused"):
+            text.rpc_sync().format(1)
+        tensor = rpc.remote("worker1", torch.ones, args=(2,))
+        assert tensor.rpc_sync().add(1).tolist() == [2, 2]
+        with pytest.raises(RuntimeError, match="refused"):
+            tensor.rpc_sync().untyped_storage()
+
+    on_first(check)
+
+
+def test_the_owner_has_the_object_itself_and_others_do_not():
+    def check():
+        own = rpc.RRef(Counter(1))
+        assert own.local_value() is own.to_here()
+        assert str(own) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+        rref = rpc.remote("worker1", Counter, args=(1,))
+        with pytest.raises(RuntimeError, match=r"can't call localValue\(\) on user WorkerInfo"):
+            rref.local_value()
+        assert str(rref).startswith("UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1)")
+        with pytest.raises(RuntimeError, match="cannot be sent"):
+            rref.to_here()  # a Counter is not carried
+        with pytest.raises(RuntimeError, match="Can not pickle rref"):
+            rref.__reduce__()
+
+    on_first(check)
+
+
+def test_handles_are_passed_on_and_come_back():
+    def check():
+        rref = rpc.remote("worker1", Counter, args=(1,))
+        assert rpc.rpc_sync("worker1", count_of, args=(rref,)) == 1
+        assert rpc.rpc_sync("worker2", call_add, args=(rref, 2)) == 3
+        assert rpc.rpc_sync("worker2", pass_to, args=("worker1", count_of, rref)) == 3
+        own = rpc.RRef(40)
+        assert rpc.rpc_sync("worker1", fetch, args=(own,)) == 40
+        assert rpc.rpc_sync("worker1", pass_to, args=("worker2", fetch, own)) == 40
+        assert rpc.rpc_sync("worker1", give_back, args=(own,)).local_value() == 40
+        assert rpc.rpc_sync("worker0", fetch, args=(own,)) == 40
+        assert rpc.rpc_sync("worker1", make_here, args=(7,)).rpc_sync().add() == 8
+        there = rpc.rpc_sync("worker1", make_there, args=("worker2", 5))
+        assert there.owner_name() == "worker2"
+        assert there.to_here() == 5
+        handles = {"list": [own, there], "tuple": (rref,)}
+        back = rpc.rpc_sync("worker2", give_back, args=(handles,))
+        assert back["list"][1].to_here() == 5
+        assert rpc.remote("worker1", fetch, args=(there,)).to_here() == 5
+
+    on_first(check, size=3)
+
+
+def test_what_goes_wrong_in_making_is_told_by_every_use():
+    def check():
+        rref = rpc.remote("worker1", raise_error)
+        for use in (
+            rref.to_here,
+            lambda: rref.rpc_sync().anything(),
+            lambda: rref.rpc_async().anything().wait(),
+            lambda: rref._get_type(),
+            lambda: rpc.rpc_sync("worker1", fetch, args=(rref,)),
+        ):
+            with pytest.raises(ValueError, match="expected"):
+                use()
+
+    on_first(check)
+
+
+def test_who_asks_for_an_object_that_is_being_made_waits_without_a_worker():
+    def check():
+        rref = rpc.remote("worker1", make_slowly, args=(5,))
+        calls = [rref.rpc_async().add() for _ in range(40)]  # more than there are workers
+        types = [rpc.rpc_async("worker2", pass_to, args=("worker1", count_of, rref))]
+        made = [ThreadPoolExecutor(1).submit(lambda: rref.remote().add(0).to_here())]
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            rref.rpc_sync(timeout=0.1).add()
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            rref.to_here(timeout=0.1)
+        rpc.rpc_sync("worker1", open_gate)
+        assert sorted(torch.futures.wait_all(calls))[:40] == list(range(6, 46))
+        assert types[0].wait() >= 5
+        assert made[0].result() >= 5
+
+    on_first(check, size=3)
+
+
+def test_an_own_object_that_is_being_made_is_waited_for():
+    def check():
+        rref = rpc.remote("worker0", make_slowly, args=(5,))
+        assert rref.is_owner()
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            rref.to_here(timeout=0.1)
+        threading.Timer(0.05, open_gate).start()
+        assert rref.local_value().count == 5
+
+    on_first(check)
+
+
+def test_a_handle_is_of_no_use_after_the_end():
+    def check(rank):
+        rref = rpc.remote(worker(1 - rank), Counter)
+        rref.to_here if rank else rref.rpc_sync().add()
+        rpc.shutdown()
+        with pytest.raises(RuntimeError, match=r"Cannot call to_here\(\) on it after deletion"):
+            rref.to_here()
+        with pytest.raises(RuntimeError, match="after deletion"):
+            rref.rpc_sync().add()
+        with pytest.raises(RuntimeError, match="Cannot call fork an UserRRef after deletion"):
+            rref._serialize()
+
+    run_workers(2, check, allow=ALLOW)
+
+
+# -- lifetime --------------------------------------------------------------------------------------
+
+
+def test_an_object_is_let_go_with_its_last_handle():
+    def check():
+        rref = rpc.remote("worker1", Counter)
+        rref.rpc_sync().add()
+        assert rref.rpc_sync().add_there("worker2", 1) == 2
+        assert rpc.rpc_sync("worker1", owned_here) == 1
+        rpc.rpc_sync("worker2", keep, args=(rref,))
+        del rref
+        gc.collect()
+        assert rpc.rpc_sync("worker2", process)  # its handle lives
+        assert rpc.rpc_sync("worker1", owned_here) == 1
+        rpc.rpc_sync("worker2", let_go)
+        nothing_is_owned("worker0", "worker1", "worker2")
+        wait_until(lambda: rpc.rpc_sync("worker1", counters_here) == 0)
+
+    on_first(check, size=3)
+
+
+def test_nothing_is_left_after_many_handles_went_many_ways():
+    def check():
+        def go(number):
+            rref = rpc.remote(worker(1 + number % 2), plus, args=(number, 0))
+            other = worker(1 + (number + 1) % 2)
+            futures = [
+                rpc.rpc_async(other, fetch, args=(rref,)),
+                rpc.rpc_async(other, pass_to, args=(rref.owner_name(), fetch, rref)),
+                rpc.rpc_async(other, give_back, args=([rref, rref],)),
+                rpc.rpc_async(rref.owner(), give_back, args=(rref,)),
+                rpc.rpc_async("worker0", give_back, args=(rref,)),
+            ]
+            del rref
+            values = [future.wait() for future in futures]
+            assert values[:2] == [number, number]
+            assert values[2][1].to_here() == number
+            own = rpc.RRef(number)
+            futures = [
+                rpc.rpc_async(other, give_back, args=(own,)),
+                rpc.rpc_async(other, pass_to, args=("worker0", fetch, own)),
+                rpc.rpc_async("worker0", fetch, args=(own,)),
+            ]
+            del own
+            assert futures[0].wait().to_here() == number
+            assert futures[1].wait() == futures[2].wait() == number
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(go, range(60)))
+        nothing_is_owned("worker0", "worker1", "worker2")
+
+    on_first(check, size=3)
+
+
+def test_an_object_whose_handle_is_dropped_at_once_is_let_go():
+    def check():
+        for number in range(50):
+            rpc.remote("worker1", plus, args=(number, 0))
+        nothing_is_owned("worker1")
+
+    on_first(check)
+
+
+def test_a_handle_that_could_not_be_sent_is_not_counted():
+    def check():
+        own, rref = rpc.RRef(1), rpc.remote("worker1", plus, args=(1, 0))
+        for handle in (own, rref):
+            for to in ("worker1", "worker2"):
+                with pytest.raises(TypeError, match="cannot be sent"):
+                    rpc.rpc_sync(to, give_back, args=([handle, object()],))
+        assert owned_here() == 0
+        del rref, handle
+        nothing_is_owned("worker1")
+
+    on_first(check, size=3)
+
+
+def test_a_killed_user_leaves_nothing_behind():
+    def check(rank):
+        if rank == 2:
+            kept.append([rpc.remote("worker1", Counter) for _ in range(10)])
+            rpc.rpc_sync("worker0", keep, args=(rpc.remote("worker1", Counter),))
+            kept[0][-1].rpc_sync().add()
+            rpc.rpc_sync("worker0", open_gate)
+            time.sleep(60)
+        if rank == 1:
+            wait_until(lambda: owned_here() == 11)
+            wait_until(lambda: owned_here() == 1)  # that of rank 0
+            wait_until(lambda: owned_here() == 0)
+        if rank == 0:
+            gate.wait()
+            wait_until(lambda: rpc.rpc_sync("worker1", owned_here) == 11)
+            os.kill(rpc.rpc_sync("worker2", process), signal.SIGKILL)
+            wait_until(lambda: rpc.rpc_sync("worker1", owned_here) == 1)
+            assert kept.pop().rpc_sync().add() == 1
+            gc.collect()
+            wait_until(lambda: rpc.rpc_sync("worker1", owned_here) == 0)
+        rpc._barrier(["worker0", "worker1"])
+        rpc.shutdown(graceful=False)
+
+    run_workers(3, check, allow=ALLOW, killed=[2])
+
+
+def test_a_killed_owner_is_named_at_once():
+    def check(rank):
+        if rank == 1:
+            time.sleep(60)
+        rref = rpc.remote("worker1", make_slowly, args=(1,))
+        future = rref.rpc_async().add()
+        os.kill(rpc.rpc_sync("worker1", process), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="worker1") as caught:
+            future.wait()
+        assert isinstance(caught.value.__cause__, PeerLostError)
+        with pytest.raises(RuntimeError, match="rank 1 is lost"):
+            rref.to_here()
+        assert time.monotonic() - began < 2
+        rpc.shutdown(graceful=False)
+
+    run_workers(2, check, allow=ALLOW, killed=[1])
+
+
+# -- counting, without ranks -----------------------------------------------------------------------
+
+
+def objects():
+    return OwnedObjects(0)
+
+
+def made(owned, creator=1, number=1):
+    thing = owned.expect(ObjectId(creator, number))
+    thing.resolve("thing")
+    return thing
+
+
+def test_what_is_told_in_another_order_than_it_was_done_comes_out_right():
+    owned = objects()
+    id = ObjectId(1, 1)
+    owned.release(id, 1, 1)  # the creator has let go before its call has come
+    thing = owned.expect(id)
+    owned.give(thing, 1)
+    thing.resolve("thing")
+    owned.tidy(thing)
+    assert owned.count() == (0, 0)
+
+    thing = made(owned, number=2)
+    owned.give(thing, 1)
+    owned.release(thing.id, 2, 1)  # a third rank has let go before it is told that it has got one
+    assert owned.count()[0] == 1
+    owned.pass_on(thing.id, 2, 1)
+    owned.release(thing.id, 1, 1)
+    assert owned.count() == (0, 0)
+
+    thing = made(owned, number=3)
+    owned.give(thing, 1)
+    owned.release(thing.id, 1, 1, sent_back=1)  # what it has sent back is still on its way
+    assert owned.count()[0] == 1
+    assert owned.came_back(thing.id, 1) is thing
+    assert owned.count() == (0, 0)
+
+
+def test_a_lost_rank_lets_go_and_what_it_was_going_to_make_fails():
+    owned = objects()
+    thing = made(owned)
+    owned.give(thing, 1)
+    owned.give(thing, 2)
+    unmade = owned.expect(ObjectId(1, 9))
+    waiter = unmade.when_ready()
+    owned.lose(1, PeerLostError(1, "killed"))
+    assert owned.count() == (1, 1)
+    assert isinstance(waiter.exception(0), PeerLostError)
+    owned.give(thing, 1)  # too late
+    owned.release(thing.id, 2, 1)
+    assert owned.count() == (0, 0)
+
+
+def test_what_was_waited_for_in_vain_is_forgotten():
+    owned = objects()
+    thing = owned.expect(ObjectId(1, 1))
+    first, second = thing.when_ready(), thing.when_ready()
+    first.cancel()
+    owned.abandon(thing)
+    assert owned.count()[0] == 1
+    second.cancel()
+    owned.abandon(thing)
+    assert owned.count()[0] == 0
+    thing.resolve("late")
+
+
+def test_the_owners_own_handle_keeps_an_object_findable():
+    owned = objects()
+    thing = OwnedObject(ObjectId(0, 1))
+    thing.resolve("thing")
+    owned.keep_own(thing)
+    assert owned.expect(thing.id) is thing
+    owned.pass_on(thing.id, 2, 1)
+    assert owned.count() == (1, 1)
+    id = thing.id
+    del thing
+    assert owned.expect(id).value == "thing"
+    owned.release(id, 2, 1)
+    assert owned.count() == (0, 0)
+
+
+def test_many_threads_count_alike():
+    owned = objects()
+    thing = made(owned)
+    owned.give(thing, 3)
+
+    def go(rank):
+        for _ in range(500):
+            owned.give(thing, rank)
+            owned.pass_on(thing.id, rank, 1)
+            owned.release(thing.id, rank, 2, sent_back=1)
+            owned.came_back(thing.id, rank)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(go, [1, 2, 1, 2]))
+    assert owned.count() == (1, 1)
+    owned.release(thing.id, 3, 1)
+    assert owned.count() == (0, 0)
+
+
+@pytest.mark.parametrize("news", [[(7, 1, 1, 1, 1)], [(0, 1, 1, "a", 1)], [(0, 1)], [3]])
+def test_news_that_no_rank_sends_are_refused(news):
+    with pytest.raises((ValueError, TypeError)):
+        take_news(objects(), 1, news)
+
+
+def test_a_handle_that_no_rank_sends_is_refused():
+    from rankwire.codec.hooks import BuildContext
+    from rankwire.torch.rpc.rref_travel import build_rref
+
+    def check():
+        for wrong in (None, [1], [1, 2, "a"], [9, 0, 0], [0, 9, 0], [0, 0, -1], [True, 0, 0]):
+            with pytest.raises(InvalidMessageError):
+                build_rref(wrong, BuildContext(1))
+        with pytest.raises(InvalidMessageError):
+            build_rref([0, 0, 0], BuildContext(None))
+
+    on_first(check)
+
+
+def test_programs_see_the_workers_and_numbers_of_the_agent():
+    def check():
+        agent = current_agent()
+        assert [info.name for info in agent.get_worker_infos()] == ["worker0", "worker1"]
+        assert agent.get_worker_info().id == 0
+        assert agent.get_worker_info("worker1").id == 1
+        assert agent.get_debug_info()["agent.thread_pool_size"] == "16"
+
+    on_first(check)
