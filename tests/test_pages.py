@@ -1,0 +1,48 @@
+"""The pages of the site show only what runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from listings import listings_of
+
+PAGES = Path(__file__).parents[1] / "docs"
+HAVE_TESTS_OF_THEIR_OWN = {"surviving-a-death", "what-can-i-send"}
+LISTINGS = [
+    pytest.param(listing, id=f"{page.stem}: {listing}")
+    for page in sorted(PAGES.glob("*.md"))
+    if page.stem not in HAVE_TESTS_OF_THEIR_OWN
+    for listing in listings_of(page)
+]
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_listing_prints_what_is_shown(listing, tmp_path):
+    listing.run(tmp_path)
+
+
+def test_there_are_listings():
+    assert len(LISTINGS) >= 10
+
+
+def snippets(page):
+    return re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_snippets_about_tests_and_notebooks_run(number):
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=snippets("testing.md")[number],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_snippet_is_left_out():
+    assert len(snippets("testing.md")) == 3
