@@ -23,6 +23,7 @@ from rankwire import (
 from rankwire.rpc.resolver import Resolver
 from rankwire.testing import simulated_world, tcp_world
 from rpc.callee import SOON
+from worlds import eventually
 
 
 def add(a, b):
@@ -265,7 +266,8 @@ def test_a_slow_function_does_not_keep_others_waiting_the_second_time(agents, pr
     program.functions["nap"] = partial(time.sleep, 0.01)
     program.functions["hold"] = go_on.wait
     agents[0].rpc_sync(1, "nap")
-    assert agents[1]._registry.resolve("nap").is_slow
+    # The callee learns it after it has replied.
+    eventually(lambda: agents[1]._registry.resolve("nap").is_slow)
     held = agents[0].rpc_async(1, "hold")
     assert agents[0].rpc_sync(1, "add", 1, 2) == 3
     go_on.set()
