@@ -11,7 +11,7 @@ WORKERS ?= 6
 # Of torch's own tests of RPC, run only every so many-th.
 EVERY_RPC ?= 1
 SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
-TORCH_TESTS := tests/codec/test_torch_tensors.py tests/codec/test_torch_constants.py \
+TORCH_TESTS := tests/codec/test_tensors.py tests/codec/test_torch_constants.py \
 	tests/backends/test_torch_arrays.py tests/test_what_can_i_send.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
 	tests/backends/test_schedulers.py tests/torch_programs

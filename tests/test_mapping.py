@@ -82,7 +82,7 @@ SHOWN_IN = {
     "links/borrower": "links/test_single_copy.py",
     "links/lender": "links/test_single_copy.py",
     "links/process_memory": "links/test_single_copy.py",
-    "codec/tensor_memory": "codec/test_torch_tensors.py",
+    "codec/tensor_memory": "codec/test_tensors.py",
     "codec/values": "codec/test_value_writer.py",
     "codec/value_reader": "codec/test_codec.py",
     "testing/conformance/basic_checks": "conformance/test_conformance.py",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.msgpack import Ext
 
-from rankwire.codec import arrays
+from rankwire.codec import arrays, tensors
 from rankwire.codec.codec import Codec
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
@@ -285,7 +285,7 @@ def test_dtype_codes_are_those_of_numpy():
 
 def test_no_torch_no_tensors(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert not arrays.is_tensor(np.ones(3))
+    assert not tensors.is_tensor(np.ones(3))
     monkeypatch.setitem(sys.modules, "torch", None)  # what makes an import fail
     body = msgspec.msgpack.encode(["float32", 2])
     head = msgspec.msgpack.encode(Ext(42, body))
@@ -294,7 +294,7 @@ def test_no_torch_no_tensors(monkeypatch):
         Codec().decode(bytearray(prefix + bytes(-len(prefix) % 16) + bytes(8)))
 
 
-@pytest.mark.parametrize("head", [arrays.array_head, arrays.tensor_head])
+@pytest.mark.parametrize("head", [arrays.array_head, tensors.tensor_head])
 def test_a_description_that_is_too_long_or_holds_a_map_is_refused(head):
     """A map could have keys that were chosen to collide."""
     for description in (["<f4", False, {1: 2}], ["float32", {1: 2}]):

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rankwire.codec.arrays import dtype_code, is_tensor, tensor_advice
+from rankwire.codec.arrays import dtype_code
 from rankwire.codec.tensor_memory import carrier_of, map_tensor
+from rankwire.codec.tensors import advice_for, is_tensor
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
 from rankwire.wire.destinations import PLACED_FROM, Destination, Placed
@@ -109,7 +110,7 @@ def destination_of(out: Any) -> Destination | None:
     """Return where an array message is to come, if it is to come into an array and can."""
     if isinstance(out, np.ndarray):
         target = out
-    elif is_tensor(out) and tensor_advice(out) is None and not out.is_conj() and not out.is_neg():
+    elif is_tensor(out) and advice_for(out) is None and not out.is_conj() and not out.is_neg():
         target = _as_array(out)
     else:
         return None

@@ -1,35 +1,29 @@
-"""numpy arrays and scalars, and torch tensors, as a short description and their own bytes.
+"""numpy arrays and scalars as a short description and their own bytes.
 
 A description is a msgpack array of dtype, order and shape. The bytes travel beside it and are not
 copied here, except those of an array with gaps. What a description claims is checked in Python
 ints before numpy sees it, and the dtype comes from a closed list: no object, structured or void
 type, whose elements could be addresses or code (for those with fields see ``structured``). Where
-the bytes lie in a payload is for the caller to know.
-
-torch is never imported to send: who holds a tensor has imported it. Receiving a tensor imports
-it.
+the bytes lie in a payload is for the caller to know. Tensors are arrays too (``tensors``).
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
-import sys
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
-from rankwire.codec.tensor_memory import carrier_of, map_tensor
-from rankwire.errors import InvalidMessageError, UnsupportedTypeError
+from rankwire.errors import InvalidMessageError
 
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]
 
 # numpy 1.26, the oldest supported, has no more.
-_MAX_NDIM = 32
+MAX_NDIM = 32
 # The longest description has 32 extents of 9 bytes and a dtype.
 _MAX_BODY_NBYTES = 512
 # What numpy can address.
@@ -43,15 +37,6 @@ _CARRIED = re.compile(
 )
 _LARGEST_CODE_POINT = 0x10FFFF
 _INT = frozenset({int})
-
-# torch's names with the little-endian numpy type that has the same bytes: mostly that of the same
-# name. numpy has no bfloat16.
-_SAME_NAMES = (
-    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-)
-_TENSOR_CODES = {name: np.dtype(name).newbyteorder("<").str for name in _SAME_NAMES}
-_TENSOR_CODES["bfloat16"] = "<i2"
 
 _pack = msgspec.msgpack.Encoder().encode
 # Closed to maps, whose keys a sender could choose to have one hash.
@@ -87,7 +72,7 @@ def dtype_code(dtype: DType) -> str | None:
 
 def has_carried_ndim(array: Array) -> bool:
     """Tell whether an array has no more dimensions than are carried."""
-    return array.ndim <= _MAX_NDIM
+    return array.ndim <= MAX_NDIM
 
 
 def array_body(array: Array) -> bytes | None:
@@ -109,7 +94,7 @@ def array_head(body: memoryview) -> ArrayHead:
     Raises:
         InvalidMessageError: It is not one that :func:`array_body` makes.
     """
-    code, is_fortran, *shape = _parts(body)
+    code, is_fortran, *shape = description_parts(body)
     if type(code) is not str or type(is_fortran) is not bool:
         raise InvalidMessageError("malformed description of an array")
     return checked_head(dtype_of(code), shape, is_fortran)
@@ -128,7 +113,12 @@ def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
     return np.ndarray(head.shape, head.dtype, payload, start, None, "F" if head.is_fortran else "C")
 
 
-def _parts(body: memoryview) -> list[str | bool | int]:
+def description_parts(body: memoryview) -> list[str | bool | int]:
+    """Return what a description lists, not yet checked.
+
+    Raises:
+        InvalidMessageError: It is too long; msgspec raises its own errors if it is malformed.
+    """
     if len(body) > _MAX_BODY_NBYTES:
         raise InvalidMessageError(f"a description of an array in {len(body)} bytes")
     return _unpack(body)
@@ -154,8 +144,8 @@ def checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
     Raises:
         InvalidMessageError: There cannot be an array of this shape.
     """
-    if len(shape) > _MAX_NDIM:
-        raise InvalidMessageError(f"an array of {len(shape)} dimensions; at most {_MAX_NDIM}")
+    if len(shape) > MAX_NDIM:
+        raise InvalidMessageError(f"an array of {len(shape)} dimensions; at most {MAX_NDIM}")
     if not _INT.issuperset(map(type, shape)) or min(shape, default=0) < 0:
         raise InvalidMessageError("an extent of an array is not a natural number")
     nbytes = dtype.itemsize * math.prod(shape)
@@ -231,114 +221,3 @@ def scalar_of(parts: list[Any]) -> np.generic:
             return cast(np.generic, view_array(head, bytearray(raw), 0)[()])
         case _:
             raise InvalidMessageError("malformed numpy scalar")
-
-
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-def is_tensor(value: object) -> bool:
-    """Tell whether a value is a torch tensor, without importing torch."""
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and isinstance(value, tensor)
-
-
-def is_parameter(tensor: Any) -> bool:
-    """Tell whether a tensor is an ``nn.Parameter``, and of no class made of that."""
-    return type(tensor) is sys.modules["torch"].nn.Parameter
-
-
-def tensor_advice(tensor: Any, *, any_dtype: bool = False) -> str | None:
-    """Return what to do with a tensor that is not carried as it is, or None if it is carried.
-
-    Args:
-        tensor: Which.
-        any_dtype: Whether its elements are carried as bytes, whatever they are.
-    """
-    torch = sys.modules["torch"]
-    if not tensor.is_cpu:
-        return f"It is on {tensor.device}: call .cpu() first."
-    if type(tensor) is not torch.Tensor and not is_parameter(tensor):
-        return "It is a subclass: convert it to a plain torch.Tensor, such as by .detach()."
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return "It is not dense: call .to_dense() or .dequantize() first."
-    if not any_dtype and _tensor_dtype(tensor) not in _TENSOR_CODES:
-        return f"Its dtype {tensor.dtype} is not carried: convert it with .to()."
-    if tensor.ndim > _MAX_NDIM:
-        return f"It has more than {_MAX_NDIM} dimensions: reshape it."
-    return None
-
-
-def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
-    """Return the description of a carried tensor, and its bytes as :func:`array_bytes` does.
-
-    Raises:
-        UnsupportedTypeError: Its memory has been freed.
-    """
-    name = _tensor_dtype(tensor)
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    array = map_tensor(dense, carrier_of(tensor.dtype)[0])
-    if array is None:
-        advice = "Its storage is smaller than the tensor: it has been freed or resized."
-        raise UnsupportedTypeError("array", "Tensor", advice)
-    little_endian = np.asarray(array, dtype=_TENSOR_CODES[name])
-    return _pack([name, *tensor.shape]), array_bytes(little_endian)
-
-
-def tensor_head(body: memoryview) -> tuple[str, ArrayHead]:
-    """Check the description of a tensor; return its dtype's name and the array it is a view of.
-
-    Raises:
-        InvalidMessageError: It is not one that :func:`tensor_body` makes.
-    """
-    return _tensor_head(*_parts(body))
-
-
-def parameter_body(parameter: Any) -> tuple[bytes, memoryview]:
-    """Return what :func:`tensor_body` does, with whether a gradient is wanted in front."""
-    body, elements = tensor_body(parameter)
-    return _pack([parameter.requires_grad, *_unpack(body)]), elements
-
-
-def parameter_head(body: memoryview) -> tuple[bool, str, ArrayHead]:
-    """Check the description of a parameter; return its gradient, and as :func:`tensor_head`.
-
-    Raises:
-        InvalidMessageError: It is not one that :func:`parameter_body` makes.
-    """
-    requires_grad, *parts = _parts(body)
-    if type(requires_grad) is not bool:
-        raise InvalidMessageError("malformed description of a parameter")
-    return requires_grad, *_tensor_head(*parts)
-
-
-def view_parameter(requires_grad: bool, name: str, array: Array) -> Any:
-    """Return an ``nn.Parameter`` on an array's memory; raises as :func:`view_tensor`."""
-    tensor = view_tensor(name, array)
-    return sys.modules["torch"].nn.Parameter(tensor, requires_grad=requires_grad)
-
-
-def _tensor_head(name: Any, *shape: Any) -> tuple[str, ArrayHead]:
-    if type(name) is not str or name not in _TENSOR_CODES:
-        raise InvalidMessageError("malformed description of a tensor")
-    return name, checked_head(dtype_of(_TENSOR_CODES[name]), [*shape], is_fortran=False)
-
-
-def view_tensor(name: str, array: Array) -> Any:
-    """Return a tensor on an array's memory.
-
-    Raises:
-        InvalidMessageError: torch is not installed here, or too old to know the dtype.
-    """
-    try:
-        torch = importlib.import_module("torch")
-        dtype = getattr(torch, name)
-    except (ImportError, AttributeError) as error:
-        raise InvalidMessageError(
-            f"the payload holds a torch tensor of dtype {name}; no torch for it here: {error}"
-        ) from error
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return torch.from_numpy(native).view(dtype)
-
-
-def _tensor_dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -333,7 +333,7 @@ class Codec:
                 writer.sending.undo_all()
             explained = _explained(error, path)
             raise explained from explained.__cause__
-        if writer.sending is not None:
+        if writer.sending is not None and writer.sending.can_undo:
             buffers = UndoableBuffers(buffers, writer.sending)
         return buffers, nbytes
 

@@ -33,6 +33,11 @@ class TakeContext:
         """Have something called if this message certainly does not leave; at most once."""
         self._undos.append(callback)
 
+    @property
+    def can_undo(self) -> bool:
+        """Whether there is anything to undo."""
+        return bool(self._undos)
+
     def undo_all(self) -> None:
         """Call what is to be called, the last first. Safe from any thread, and to repeat.
 

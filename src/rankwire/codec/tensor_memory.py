@@ -7,6 +7,7 @@ its tensor as long as somebody uses it. It knows torch and never imports it: who
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -68,14 +69,14 @@ def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
 def bytes_of(tensor: Any) -> memoryview | None:
     """Return the memory of a dense tensor of the CPU as bytes; None if it is not just that.
 
-    So if it has gaps, is a lazy view, is elsewhere, or has too little memory.
+    So if it has gaps, is a lazy view, is elsewhere, is empty, or has too little memory.
 
     Args:
-        tensor: One of torch's own class.
+        tensor: One of torch's own classes.
     """
-    if tensor.is_sparse or tensor.is_quantized or not tensor.is_cpu:
+    if tensor.layout is not sys.modules["torch"].strided or not tensor.is_cpu:
         return None
-    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         return None
     nbytes, start = tensor.nbytes, tensor.storage_offset() * tensor.itemsize
     if not nbytes or tensor.untyped_storage().nbytes() < start + nbytes:

@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from rankwire.codec import arrays, containers, limits, scalars, structured, torch_constants
+from rankwire.codec import (
+    arrays,
+    containers,
+    limits,
+    scalars,
+    structured,
+    tensors,
+    torch_constants,
+)
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.hooks import BuildContext, HookedClass
 from rankwire.codec.limits import ItemCount
@@ -198,18 +206,18 @@ class Reader:
         return arrays.scalar_of(self._list(body))
 
     def _tensor(self, body: memoryview) -> Any:
-        dtype, head = arrays.tensor_head(body)
+        dtype, head = tensors.tensor_head(body)
         array = arrays.view_array(head, self._payload, self._take(head.nbytes))
-        return arrays.view_tensor(dtype, array)
+        return tensors.view_tensor(dtype, array)
 
     def _structured_array(self, body: memoryview) -> np.ndarray[Any, Any]:
         head = structured.array_head(body)
         return structured.view_array(head, self._payload, self._take(head.nbytes))
 
     def _parameter(self, body: memoryview) -> Any:
-        requires_grad, dtype, head = arrays.parameter_head(body)
+        requires_grad, dtype, head = tensors.parameter_head(body)
         array = arrays.view_array(head, self._payload, self._take(head.nbytes))
-        return arrays.view_parameter(requires_grad, dtype, array)
+        return tensors.view_parameter(requires_grad, dtype, array)
 
     def _torch_size(self, body: memoryview) -> Any:
         self._refuse_odd_keys()

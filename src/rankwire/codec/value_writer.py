@@ -11,7 +11,15 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from rankwire.codec import arrays, containers, limits, scalars, structured, torch_constants
+from rankwire.codec import (
+    arrays,
+    containers,
+    limits,
+    scalars,
+    structured,
+    tensors,
+    torch_constants,
+)
 from rankwire.codec.advice import advice_for
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.hooks import HookedClass, TakeContext
@@ -86,6 +94,8 @@ class Writer:
         """Lower the values of a container; ``name`` is asked for the path to the one refused."""
         if self._depth == MAX_DEPTH:
             raise Refusal(owner, f"It is nested more than {MAX_DEPTH} levels deep, or in itself.")
+        if not values:
+            return values
         if len(values) >= MIN_LONG_LIST and (floats := _packed_floats(values)) is not None:
             return floats
         if self._plain.issuperset(map(type, values)):
@@ -114,6 +124,8 @@ class Writer:
         return Ext(Code.FROZENSET, _pack(self._each(value, value, "{{element {}}}".format)))
 
     def _dict(self, value: dict[Any, Any]) -> Any:
+        if not value:
+            return self._each(value, value, str)
         keys = list(value)
         if len(keys) <= limits.MAX_NATIVE_MAP and self._plain.issuperset(map(type, keys)):
             return dict(zip(keys, self._values(value, keys), strict=True))
@@ -205,13 +217,13 @@ class Writer:
         )
 
     def _tensor(self, value: Any) -> Any:
-        advice = arrays.tensor_advice(value)
+        advice = tensors.advice_for(value)
         if advice is not None:
             return self._unsupported(value, advice)
-        if arrays.is_parameter(value):
-            code, (body, data) = Code.PARAMETER, arrays.parameter_body(value)
+        if tensors.is_parameter(value):
+            code, (body, data) = Code.PARAMETER, tensors.parameter_body(value)
         else:
-            code, (body, data) = Code.TENSOR, arrays.tensor_body(value)
+            code, (body, data) = Code.TENSOR, tensors.tensor_body(value)
         self._put_beside(data)
         return Ext(code, body)
 
@@ -254,7 +266,7 @@ class Writer:
             return self._enum(carried, value)
         if isinstance(value, np.generic):
             return self._numpy_scalar(value)
-        if arrays.is_tensor(value):
+        if tensors.is_tensor(value):
             return self._tensor(value)
         extents = torch_constants.size_of(value)
         if extents is not None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rankwire.codec.arrays import dtype_code, is_plain_array, is_tensor, tensor_advice
+from rankwire.codec.arrays import dtype_code, is_plain_array
 from rankwire.codec.tensor_memory import carrier_of, map_tensor
+from rankwire.codec.tensors import advice_for, is_tensor
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
 
 Array = np.ndarray[Any, Any]
@@ -105,7 +106,7 @@ def operand(value: Any, name: str = "array") -> Operand:
         UnsupportedTypeError: It is neither, or of a kind that is not carried.
     """
     if type(value) is not np.ndarray and is_tensor(value):
-        obstacle = tensor_advice(value, any_dtype=True)
+        obstacle = advice_for(value, any_dtype=True)
         if obstacle is not None:
             raise UnsupportedTypeError(name, type(value).__qualname__, obstacle)
         return _tensor_operand(value, name)

@@ -20,13 +20,9 @@ from rankwire.codec.arrays import (
     array_bytes,
     array_head,
     is_plain_array,
-    is_tensor,
-    tensor_advice,
-    tensor_body,
-    tensor_head,
     view_array,
-    view_tensor,
 )
+from rankwire.codec.tensors import advice_for, is_tensor, tensor_body, tensor_head, view_tensor
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 from rankwire.wire.frames import Buffer
 
@@ -77,7 +73,7 @@ def pack_array(value: Any) -> tuple[list[Buffer], int]:
             raise UnsupportedTypeError("array", type(value).__qualname__, advice)
         elements: Buffer = array_bytes(value)
     elif is_tensor(value):
-        obstacle = tensor_advice(value)
+        obstacle = advice_for(value)
         if obstacle is not None:
             raise UnsupportedTypeError("array", type(value).__qualname__, obstacle)
         kind = _TENSOR

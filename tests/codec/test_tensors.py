@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from msgspec.msgpack import Ext
 
-from rankwire.codec import arrays
+from rankwire.codec import tensors
 from rankwire.codec.codec import Codec
+from rankwire.codec.tensor_memory import bytes_of
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
 torch = pytest.importorskip("torch")
 
-DTYPES = [getattr(torch, name) for name in arrays._TENSOR_CODES if hasattr(torch, name)]
+DTYPES = [getattr(torch, name) for name in tensors.CODES if hasattr(torch, name)]
 
 
 class Marked(torch.Tensor):
@@ -254,3 +255,21 @@ def test_the_state_of_an_optimizer_arrives_whole(name):
     other.load_state_dict(roundtrip(schedule.state_dict()))
     assert str(second.state_dict()) == str(first.state_dict())
     assert other.state_dict() == schedule.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_what_is_not_just_memory_has_no_bytes():
+    dense = torch.ones(4, 4)
+    others = (
+        dense.to_sparse(),
+        dense.to_sparse_csr(),
+        dense.t()[:, :2],
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.empty(0),
+        torch.empty(3, device="meta"),
+    )
+    for tensor in others:
+        assert bytes_of(tensor) is None
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    assert bytes_of(freed) is None
