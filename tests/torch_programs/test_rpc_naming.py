@@ -476,6 +476,27 @@ def test_methods_of_others_objects_need_to_be_allowed():
     assert find_method(NamingRule(["collections"]), counter, "most_common")(1) == [("a", 2)]
 
 
+def test_a_class_of_a_package_has_methods_of_modules_in_it():
+    """Of packages that rename their classes, or decorate methods that they inherit (torchrl)."""
+    methods = {"sample": types.FunctionType(Stored.good.__code__, {}, "sample")}
+    methods["sample"].__module__ = "package.inner"
+    buffer = type("Buffer", (), {**methods, "__module__": "package"})()
+    assert find_method(NamingRule(["package"]), buffer, "sample")() == 2
+    for allow in (["package.inner"], [f"package:{type(buffer).__qualname__}"], "decorated"):
+        with pytest.raises(NameRefusedError):
+            find_method(NamingRule(allow), buffer, "sample")
+
+
+def test_with_pickle_all_methods_are_found():
+    anything = NamingRule(anything=True)
+    assert find_method(anything, Program(), "_private")() == "private"
+    assert find_method(anything, collections.Counter("aab"), "most_common")(1) == [("a", 2)]
+    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+        find_method(anything, Stored(), "missing")
+    with pytest.raises(NameRefusedError, match="no method"):
+        find_method(anything, Stored(), "__dict__")
+
+
 def test_usual_methods_of_tensors_modules_optimizers_and_containers_are_found():
     tensor = torch.ones(2, 2)
     assert find_method(rule(), tensor, "add")(1).sum() == 8

@@ -5,7 +5,8 @@ path can delete what it names. So a method can be called if the class that defin
 the naming rule lets others reach, and else only if it is in a list: torch's operators on tensors,
 the usual methods of modules and optimizers, and those of Python's own containers and texts that
 compute. The name is public, or one of a few with underscores, and the method is found in the
-class, not in the object: nothing that was merely stored there is called.
+class, not in the object: nothing that was merely stored there is called. In worlds with pickle, in
+which every rank can run what it likes on every other, every method can be called, as with torch.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any
         NameRefusedError: They must not; it says why.
         AttributeError: There is none of that name.
     """
+    if rule.anything:
+        return _any_method(value, name)
     if name.startswith("_") and name not in _DUNDERS:
         raise NameRefusedError(f"the method {name!r} is private")
     cls = type(value)
@@ -71,7 +74,7 @@ def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any
     else:
         raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
     if not _is_listed(owner, name) and not (
-        rule.allows_methods_of(owner) and _is_defined_by(owner, name, raw)
+        rule.allows_methods_of(owner) and _is_defined_by(rule, owner, name, raw)
     ):
         raise NameRefusedError(
             f"the method {name!r} of {owner.__module__}.{owner.__qualname__} is refused: its class "
@@ -87,11 +90,24 @@ def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any
     return bound  # type: ignore[no-any-return]
 
 
-def _is_defined_by(owner: type, name: str, raw: Any) -> bool:
-    """Tell whether a class defines a method, and does not merely call something by that name."""
+def _any_method(value: object, name: str) -> Callable[..., Any]:
+    """Return whatever an object has under a name, if it can be called."""
+    found = getattr(value, name)
+    if not callable(found):
+        raise NameRefusedError(f"{name!r} is no method")
+    return found  # type: ignore[no-any-return]
+
+
+def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
+    """Tell whether a class defines a method, and does not merely call something by that name.
+
+    A package may say that its classes are its own where their methods are of modules in it, and a
+    class may take over a decorated method of its base: both are fine if that module is open too.
+    """
     plain = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     if isinstance(plain, types.FunctionType):
-        return plain.__module__ == owner.__module__ and plain.__name__ == name
+        is_near = plain.__module__ == owner.__module__ or rule.allows_module(plain.__module__)
+        return is_near and plain.__name__ == name
     return isinstance(plain, types.MethodDescriptorType | types.WrapperDescriptorType)
 
 

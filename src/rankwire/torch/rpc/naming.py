@@ -70,11 +70,14 @@ class NamingRule:
             functions or classes themselves; or ``"decorated"``.
         anything: Whether everything that is imported is found. For worlds with pickle, in which
             every rank can run what it likes on every other anyway.
+
+    Attributes:
+        anything: As given.
     """
 
     def __init__(self, allow: Iterable[Any] | str = (), *, anything: bool = False) -> None:
         self._is_strict = allow == DECORATED
-        self._anything = anything
+        self.anything = anything
         if isinstance(allow, str) and not self._is_strict:
             raise ConfigurationError(f'allow is a list of modules, or "decorated", not {allow!r}')
         entries = () if self._is_strict else [_entry(entry) for entry in allow]
@@ -113,10 +116,14 @@ class NamingRule:
 
     def allows_methods_of(self, cls: type) -> bool:
         """Tell whether the methods that are defined in a class may be called on shared objects."""
-        if is_exposed(cls) or self._anything:
+        if is_exposed(cls) or self.anything:
             return True
         module = _canonical(getattr(cls, "__module__", None))
         return f"{module}:{cls.__qualname__}" in self._single or self._is_open(module)
+
+    def allows_module(self, name: str | None) -> bool:
+        """Tell whether what a module defines can be reached, exposed or not."""
+        return self._is_open(_canonical(name))
 
     # -- looking up --------------------------------------------------------------------------------
 
@@ -155,7 +162,7 @@ class NamingRule:
             raise NameRefusedError(
                 f"{name!r} is no name of a function: it must be at the top of a module or class"
             )
-        if self._anything:
+        if self.anything:
             return
         if key.startswith("__" if not is_member else "_"):
             raise NameRefusedError(f"{name!r} is private: {key!r} begins with an underscore")
@@ -164,7 +171,7 @@ class NamingRule:
         self, name: str, target: Any, module_name: str, owner: type | None, key: str
     ) -> None:
         """See that something is what it was defined as, where it was defined."""
-        if self._anything:
+        if self.anything:
             return
         plain = target.__func__ if isinstance(target, types.MethodType) else target
         if not isinstance(plain, (*_FUNCTIONS, type)):
@@ -178,7 +185,7 @@ class NamingRule:
             )
 
     def _check_target(self, name: str, target: Any, owner: type | None, module_name: str) -> None:
-        if self._anything:
+        if self.anything:
             if not callable(target):
                 raise NameRefusedError(f"{name!r} is no function")
             return
