@@ -1,7 +1,9 @@
 """Installing: libraries that import ``torch.distributed.rpc`` themselves run on rankwire's."""
 
 import importlib
+import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -26,6 +28,8 @@ def test_torchs_names_are_ours_until_it_is_undone():
     optimizer = importlib.import_module("torch.distributed.optim.optimizer")
     names = ("rpc_sync", "rpc_async", "remote", "RRef", "init_rpc", "shutdown", "WorkerInfo")
     theirs = {name: getattr(stock, name) for name in names}
+    extension = torch._C._distributed_rpc
+    theirs_too = dict(vars(extension))
     undo = rpc.install()
     try:
         for name in names:
@@ -35,9 +39,12 @@ def test_torchs_names_are_ours_until_it_is_undone():
         assert stock.backend_registry.BackendType is rpc.BackendType
         assert stock.exposed is rpc.exposed
         assert optimizer.RRef is rpc.RRef
+        assert extension.PyRRef is rpc.RRef
+        assert extension._is_current_rpc_agent_set is rpc._is_current_rpc_agent_set
     finally:
         undo()
     assert {name: getattr(stock, name) for name in names} == theirs
+    assert dict(vars(extension)) == theirs_too
     assert stock.rpc_sync is torchs_own
     assert not hasattr(stock, "exposed")
     assert optimizer.RRef is theirs["RRef"]
@@ -102,3 +109,88 @@ def test_under_a_launcher_with_a_process_group_or_without(launcher, group, tmp_p
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done") == 2
+
+
+LIBRARIES = {
+    "torch_geometric": """
+    from torch_geometric.distributed import LocalFeatureStore
+    from torch_geometric.distributed.dist_context import DistContext, DistRole
+    from torch_geometric.distributed.rpc import (
+        RPCRouter, global_barrier, init_rpc, rpc_is_initialized, rpc_partition_to_workers,
+        shutdown_rpc,
+    )
+
+    rankwire.message(DistRole)
+    context = DistContext(rank, rank, 2, 2, "worker")
+    for _ in range(2):  # the second time it sees that there is nothing to do
+        init_rpc(context, "127.0.0.1", port, rpc_timeout=20)
+    nodes = torch.arange(4) + 4 * rank
+    store = LocalFeatureStore.from_data(node_id=nodes, x=nodes[:, None] * torch.ones(1, 3))
+    store.num_partitions, store.partition_idx = 2, rank
+    store.meta, store.local_only = {"is_hetero": False}, False
+    store.node_feat_pb = torch.arange(8) // 4
+    store.set_rpc_router(RPCRouter(rpc_partition_to_workers(context, 2, rank)))
+    global_barrier(timeout=10)
+    found = store.lookup_features(torch.tensor([0, 7, 5])).wait()
+    assert found.tolist() == [[0.0] * 3, [7.0] * 3, [5.0] * 3]
+    shutdown_rpc()
+    assert not rpc_is_initialized()
+    """,
+    "torchrl": """
+    import torch.distributed.rpc as rpc
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage, RemoteTensorDictReplayBuffer
+
+    class Buffer(RemoteTensorDictReplayBuffer):
+        def __init__(self, size):
+            super().__init__(storage=LazyTensorStorage(size), batch_size=4)
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        buffer = rpc.remote("worker1", Buffer, args=(100,))
+        data = TensorDict({"a": torch.ones(8)}, [8])
+        rpc.rpc_sync(buffer.owner(), Buffer.extend, args=(buffer, data))
+        assert buffer.rpc_sync().sample()["a"].tolist() == [1.0] * 4
+        assert buffer.rpc_sync().__len__() == 8
+    rpc.shutdown()
+    """,
+}
+OPTIONS = {
+    "torch_geometric": 'allow=["torch_geometric.distributed"]',
+    "torchrl": "pickle=True",
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_runs_on_ours(library, tmp_path):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = tmp_path / "program.py"
+    head = f"""
+    import os, warnings
+    warnings.simplefilter("ignore")
+    import torch, rankwire, rankwire.torch.rpc
+    rankwire.torch.rpc.install({OPTIONS[library]})
+    rank, port = int(os.environ["RANK"]), {port}
+    """
+    program.write_text(textwrap.dedent(head) + textwrap.dedent(LIBRARIES[library]))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=50)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], told

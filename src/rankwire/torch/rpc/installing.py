@@ -21,6 +21,7 @@ from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.workers import WorkerInfo
 
 _PACKAGE = "torch.distributed.rpc"
+_EXTENSION = "torch._C._distributed_rpc"
 _MISSING = object()
 
 _CALLS: dict[str, Any] = {
@@ -45,6 +46,10 @@ _CALLS: dict[str, Any] = {
     "_wait_all": api._wait_all,
     "_wait_all_workers": api._wait_all_workers,
 }
+_IN_EXTENSION = (
+    *("PyRRef", "WorkerInfo", "get_rpc_timeout", "_get_current_rpc_agent"),
+    *("_is_current_rpc_agent_set", "_rref_context_get_debug_info", "_set_rpc_timeout"),
+)
 _OPTIONS: dict[str, Any] = {
     "BackendType": options.BackendType,
     "RpcBackendOptions": options.RpcBackendOptions,
@@ -68,6 +73,8 @@ _NAMES: dict[str, dict[str, Any]] = {
         "construct_rpc_backend_options": options.construct_rpc_backend_options,
     },
     "torch.distributed.autograd": autograd.NAMES,
+    # Libraries ask torch's extension what a reference is, and whether RPC is initialized.
+    _EXTENSION: {name: _CALLS[name] for name in _IN_EXTENSION},
     # Imported, and its TorchScript compiled, while torch's own names are still there.
     "torch.distributed.optim.optimizer": {"DistributedOptimizer": DistributedOptimizer},
     "torch.distributed.optim": {"DistributedOptimizer": DistributedOptimizer},
