@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from rankwire.codec import classes
-from rankwire.codec.classes import ClassTable, EnumClass, RecordClass, message
+from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.codec import Codec
 from rankwire.errors import ConfigurationError, InvalidMessageError, UnsupportedTypeError
 
@@ -227,80 +226,3 @@ def test_the_constructor_of_a_namedtuple_checks_what_arrives():
 def test_a_namedtuple_that_is_not_registered_is_no_tuple():
     with pytest.raises(UnsupportedTypeError, match=r"@rankwire\.message above class Step"):
         Codec().encode(Step(1))
-
-
-# -- all codecs of a process -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def shared():
-    """What is registered for all codecs, without what other tests leave there."""
-    classes.SHARED.__init__()
-    yield classes.SHARED
-    classes.SHARED.__init__()
-
-
-def through(codec: Codec, value: Any) -> Any:
-    return codec.decode(bytearray().join(codec.encode(value)[0]))
-
-
-def test_a_message_is_known_to_every_codec(shared):
-    before = Codec()
-
-    @message
-    @dataclasses.dataclass
-    class Point:
-        x: int
-
-    @message(name="C")
-    class Choice(enum.Enum):
-        YES = 1
-
-    assert message(Step) is Step
-    values = [Point(1), Choice.YES, Step(2)]
-    for codec in (before, Codec(), Codec([Frozen])):
-        assert through(codec, values) == values
-    assert bytearray().join(before.encode(Choice.YES)[0]).count(b"\xa1C") == 1
-
-
-def test_a_class_of_another_kind_is_no_message(shared):
-    for cls in (object, int, Frozen(1)):
-        with pytest.raises(ConfigurationError):
-            message(cls)
-
-
-def test_two_messages_cannot_share_a_name(shared):
-    message(Step)
-    with pytest.raises(ConfigurationError, match="another class is registered as 'Step'"):
-        message(Coordinates, name="Step")
-    with pytest.raises(ConfigurationError, match="another class is registered as 'Step'"):
-        Codec().register(Coordinates, name="Step")
-    with pytest.raises(ConfigurationError, match="already"):
-        Codec().register(Step, name="other")
-    Codec([Step])  # the same once more
-
-
-def test_a_class_that_is_defined_again_takes_the_place_of_the_former(shared):
-    def define() -> Any:
-        @message
-        @dataclasses.dataclass
-        class Cell:
-            x: int
-
-        return Cell
-
-    first, second = define(), define()
-    codec = Codec()
-    assert type(through(codec, second(1))) is second
-    with pytest.raises(UnsupportedTypeError):
-        codec.encode(first(1))
-
-
-def test_a_name_that_a_codec_has_given_away_does_not_arrive_as_the_other_class(shared):
-    codec = Codec()
-    codec.register(Coordinates, name="Step")
-    message(Step)
-    assert through(codec, Coordinates(1, 2)) == Coordinates(1, 2)
-    with pytest.raises(UnsupportedTypeError):
-        codec.encode(Step(1))
-    assert through(Codec(), Step(1)) == Step(1)

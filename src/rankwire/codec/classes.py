@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from enum import Enum, Flag
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias
 
 import msgspec
 
 from rankwire.codec.hooks import Build, HookedClass, Take
 from rankwire.errors import ConfigurationError, InvalidMessageError
-
-T = TypeVar("T")
 
 # An instance of a subclass of these holds more than its fields, and that part would be lost.
 _BUILTINS = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -122,6 +119,10 @@ class ClassTable:
                 return None  # here, its name is that of another class
         return carried
 
+    def registered(self, cls: type) -> Carried | None:
+        """Return what was registered in this very table for a class."""
+        return self._by_class.get(cls)
+
     def of_name(self, name: Any) -> Carried | None:
         """Return what is registered by a name that came from the wire."""
         carried = self._by_name.get(name)
@@ -170,41 +171,6 @@ class ClassTable:
 
 # What ``message`` registers.
 SHARED = ClassTable()
-
-
-@overload
-def message(cls: type[T], *, name: str | None = None) -> type[T]: ...
-@overload
-def message(cls: None = None, *, name: str | None = None) -> Callable[[type[T]], type[T]]: ...
-def message(cls: type[T] | None = None, *, name: str | None = None) -> Any:
-    """Let the instances of a class be sent, in calls and object collectives alike.
-
-    A decorator, with or without arguments: it registers the class with every ``Codec`` of this
-    process. All ranks must have it, under the same name. Safe from any thread.
-
-    Args:
-        cls: A dataclass, an enum, a namedtuple or a msgspec Struct.
-        name: What the wire calls it; its qualified name if not given. A class that is defined again
-            takes the place of the former one.
-
-    Returns:
-        The class itself, or a decorator.
-
-    Raises:
-        ConfigurationError: The class is of another kind, or its name is that of another class.
-    """
-    if cls is None:
-        return lambda cls: message(cls, name=name)
-    if isinstance(cls, type):
-        SHARED.forget_former(cls, cls.__qualname__ if name is None else name)
-    SHARED.add(cls, name)
-    return cls
-
-
-def name_of_message(cls: type) -> str | None:
-    """Return what the wire calls a class that ``message`` was used on; None of any other."""
-    carried = SHARED._by_class.get(cls)
-    return None if carried is None else carried.name
 
 
 def _has_hooks(carried: Carried, take: Take | None, build: Build | None) -> bool:

@@ -100,11 +100,13 @@ class HookedClass:
         self.name = name
         self.cls = cls
         self.take = take
-        self._build = build
+        self.build_hook = build
 
     def is_same(self, take: Take | None, build: Build | None) -> bool:
         """Tell whether it has these hooks."""
-        return self.take == take and self._build == build  # bound methods are equal, not identical
+        return (
+            self.take == take and self.build_hook == build
+        )  # bound methods are equal, not identical
 
     def build(self, state: Any, receiving: BuildContext) -> Any:
         """Build an instance of what came from the wire.
@@ -113,7 +115,7 @@ class HookedClass:
             InvalidMessageError: The hook raised; a ``RankwireError`` of its own keeps its text.
         """
         try:
-            return self._build(state, receiving)
+            return self.build_hook(state, receiving)
         except InvalidMessageError:
             raise
         except RankwireError as error:

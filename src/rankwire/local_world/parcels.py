@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from rankwire.codec.classes import message, name_of_message
+from rankwire.codec.message import message, options_of
 
 _MAIN = "the globals of __main__"
 
@@ -47,11 +47,11 @@ def pack(value: Any) -> bytes:
 
         def reducer_override(self, thing: Any) -> Any:
             reduced = super().reducer_override(thing)
-            name = name_of_message(thing) if isinstance(thing, type) else None
-            if name is None or type(reduced) is not tuple or len(reduced) != 6:
+            options = options_of(thing) if isinstance(thing, type) else None
+            if options is None or type(reduced) is not tuple or len(reduced) != 6:
                 return reduced
             make, args, state, *rest, set_state = reduced  # a class that travels by value
-            return make, args, (set_state, state, name), *rest, _set_message
+            return make, args, (set_state, state, options), *rest, _set_message
 
         def persistent_id(self, thing: Any) -> str | None:
             return _MAIN if thing is self._stand_in else None
@@ -73,11 +73,11 @@ def unpack(parcel: bytes) -> Any:
     return value
 
 
-def _set_message(cls: type, details: tuple[Any, Any, str]) -> None:
+def _set_message(cls: type, details: tuple[Any, Any, dict[str, Any]]) -> None:
     """Complete a class that has travelled, and let its instances be sent as they were there."""
-    set_state, state, name = details
+    set_state, state, options = details
     set_state(cls, state)
-    message(cls, name=name)
+    message(cls, **options)
 
 
 class _Unpacker(pickle.Unpickler):
