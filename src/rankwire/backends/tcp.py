@@ -93,7 +93,7 @@ class TcpBackend(Mesh):
         join_timeout: Seconds for the world to form.
         transport: ``"auto"`` uses Unix sockets within a host and TCP between hosts; the others
             force one.
-        spin: Seconds a waiting thread polls before it sleeps; None is 100 us. If there are more
+        spin: Seconds a waiting thread polls before it sleeps; None is 200 us. If there are more
             ranks than cores on this host, it lets others run between two looks.
         max_message_nbytes: Largest message sent or accepted.
         single_copy: Read large messages of ranks on this host straight out of their memory, where

@@ -64,8 +64,7 @@ class PollBell:
     def _finds_input(self, poller: select.poll) -> bool:
         """Look for a while, if that pays."""
         spin = self._spin
-        if spin.budget <= 0.0:
-            spin.skipped()
+        if spin.budget <= 0.0 and not spin.tries_again():
             return False
         limit = spin.now() + spin.budget
         while not poller.poll(0):

@@ -416,8 +416,9 @@ class Connection:
         One reader at a time; takes and raises as ``receive_ready`` does.
         """
         late_reads = 0
+        was_woken = False
         while late_reads < _LAST_READS:
-            if deadline.limit > 0.0 and not self._parser.state[0]:
+            if deadline.limit > 0.0 and not self._parser.state[0] and not was_woken:
                 stream = self.stream
                 ring = stream.ring
                 if ring is None:
@@ -430,9 +431,11 @@ class Connection:
             patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
             if frames is not None:  # a part of a frame; there may be more of it
                 late_reads += patience <= 0.0
+                continue
             # Now and then the reader looks up: what it waits for may have ended in another way.
-            elif patience <= 0.0 or not self.stream.wait_readable(patience):
+            if patience <= 0.0 or not self.stream.wait_readable(patience):
                 break
+            was_woken = True
         return self._parser.state[0]
 
     def receive_ready(self) -> deque[Frame] | None:

@@ -103,11 +103,7 @@ class EpollPoller:
         Whoever sent last sends next, most of the time: its descriptor is asked more often than the
         epoll, and for less.
         """
-        if spin is None:
-            pass
-        elif spin.budget <= 0.0:
-            spin.skipped()
-        else:
+        if spin is not None and (spin.budget > 0.0 or spin.tries_again()):
             waiting, now, yields = self._waiting, spin.now, spin.yields
             limit = now() + spin.budget
             ring = self._ring  # another thread may take it away

@@ -108,8 +108,7 @@ class SharedSegment(Segment):
         words, spin, pause = self.words, self._spin, self._shares_cores
         if words[line] >= step:
             return True
-        if spin.budget <= 0.0:
-            spin.skipped()
+        if spin.budget <= 0.0 and not spin.tries_again():
             return False
         now = spin.now
         limit = now() + spin.budget

@@ -2,9 +2,21 @@
 
 Waking a sleeping thread costs 30-60 us, a poll of the socket 1 us (a blocking round trip against a
 polling one), so a reader polls for a short while first. That pays only if the answer comes soon and
-a core is free: the budget is halved whenever it was spent for nothing, down to none, restored as
-soon as polling finds data, and tried anew now and then. Where ranks share cores, a reader yields
-between two looks, so that the one it waits for can run.
+a core is free: who has polled for nothing sleeps at once the next time.
+
+Two who answer each other quickly must not both end up asleep: each then finds the other too slow to
+poll for, because it has to be woken, and on a virtual machine whose processors are wanted elsewhere
+that takes longer than a whole budget. Such waits follow each other closely. So while they do, a few
+are polled for with a larger budget, which spans the waking of the other one; then one in a while,
+after a number of waits that is different each time, so that both try at once before long.
+
+    the last wait               this one follows          budget
+    polled, found                  -                      whole
+    polled, for nothing         closely, up to 4 times    double
+    polled or slept             closely, after that       none; now and then double
+    polled or slept             later                     none; now and then whole
+
+Where ranks share cores, a reader yields between two looks, so that the one it waits for can run.
 """
 
 from __future__ import annotations
@@ -16,11 +28,11 @@ from termios import FIONREAD
 from rankwire.clock import Clock
 from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
-DEFAULT_SPIN = 100e-6
-# Below this a budget is not worth the system calls; one reader in _RETRY_EVERY tries again with the
-# full one.
-_SMALLEST = 10e-6
-_RETRY_EVERY = 16
+DEFAULT_SPIN = 200e-6
+_CLOSELY = 1e-3  # seconds between the ends of two waits, or from the end of one to the next
+_PATIENCE = 4
+_LONGER = 2.0  # times the whole budget
+_LEAST_SKIPS, _MORE_SKIPS = 8, 17  # between two tries
 NOTHING_TO_READ = bytes(4)  # what FIONREAD writes
 _LOOKS_AT_SOCKET = 8  # beside a ring, one look in so many
 
@@ -36,19 +48,22 @@ class Spin:
         yields: Whether ranks share cores.
 
     Attributes:
-        budget: How long to look now. Whoever finds something sets it to ``most`` again.
+        budget: How long to look now; who has none asks ``tries_again``. Whoever finds something
+            sets it to ``most``.
         most: The full one.
         yields: Whether to let others run between two looks.
         now: The clock's.
     """
 
-    __slots__ = ("_skips", "_waiting", "budget", "most", "now", "yields")
+    __slots__ = ("_misses", "_seen", "_skips", "_waiting", "budget", "most", "now", "yields")
 
     def __init__(self, most: float, clock: Clock, *, yields: bool = False) -> None:
         self.most = most
         self.yields = yields
         self.now = clock.now
-        self._skips = 0
+        self._misses = 0  # one after the other
+        self._skips = 0  # still to come before the next try
+        self._seen = 0.0  # when somebody was last about to sleep
         self._waiting = bytearray(4)
         self.budget = most
 
@@ -59,8 +74,7 @@ class Spin:
         that is how late the byte is noticed which comes meanwhile. For one thread at a time. The
         end of the stream is not seen here.
         """
-        if self.budget <= 0.0:
-            self.skipped()
+        if self.budget <= 0.0 and not self.tries_again():
             return False
         waiting, now, yields = self._waiting, self.now, self.yields
         limit = now() + self.budget
@@ -81,8 +95,7 @@ class Spin:
 
     def finds_record(self, ring: RingReader, descriptor: int) -> bool:
         """Look at a ring, and now and then at the socket beside it, as ``finds_input`` does."""
-        if self.budget <= 0.0:
-            self.skipped()
+        if self.budget <= 0.0 and not self.tries_again():
             return False
         waiting, words, looks = self._waiting, ring.words, 0
         now, yields = self.now, self.yields
@@ -107,14 +120,21 @@ class Spin:
 
     def wasted(self) -> None:
         """The budget was spent and nothing came."""
-        self.budget = self.budget / 2 if self.budget >= 2 * _SMALLEST else 0.0
+        self._misses = 1 if self.budget == self.most else self._misses + 1
+        self._seen = self.now()
+        self._skips = _LEAST_SKIPS + int(self._seen * 1e7) % _MORE_SKIPS
+        self.budget = 0.0
 
-    def skipped(self) -> None:
-        """A reader did not poll because the budget is gone: now and then, try again."""
-        self._skips += 1
-        if self._skips >= _RETRY_EVERY:
-            self._skips = 0
-            self.budget = self.most
+    def tries_again(self) -> bool:
+        """Whether to look although the last time was for nothing; then there is a budget."""
+        now = self.now()
+        is_close, self._seen = now - self._seen < _CLOSELY, now
+        if not is_close or self._misses > _PATIENCE:
+            self._skips -= 1
+            if self._skips > 0:
+                return False
+        self.budget = self.most * _LONGER if is_close else self.most
+        return self.budget > 0.0
 
 
 def share_cores(ranks_on_this_host: int) -> bool:
