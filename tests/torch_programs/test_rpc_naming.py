@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 from rankwire.torch.rpc.exposing import exposed, is_exposed  # noqa: E402
 from rankwire.torch.rpc.functions import async_execution  # noqa: E402
+from rankwire.torch.rpc.layers import is_layer, layers, make_layer  # noqa: E402
 from rankwire.torch.rpc.methods import find_method  # noqa: E402
 from rankwire.torch.rpc.naming import NameRefusedError, NamingRule, name_of  # noqa: E402
 from rankwire.torch.rpc.pure_functions import pure_functions  # noqa: E402
@@ -130,6 +131,10 @@ def rule(*allow):
         torch.add,
         torch.linalg.qr,
         torch.nn.functional.gelu,
+        torch.nn.Linear,
+        torch.nn.Conv2d,
+        torch.nn.LSTM,
+        torch.nn.CrossEntropyLoss,
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
@@ -271,10 +276,33 @@ ATTACKS = {
     "settings of torch": "torch:set_num_threads",
     "the default type of torch": "torch:set_default_dtype",
     "extensions": "torch.utils.cpp_extension:load_inline",
+    "a layer by another name": "torch.nn:Linear",
+    "a layer that torch.nn does not export": (
+        "torch.nn.modules.linear:NonDynamicallyQuantizableLinear"
+    ),
+    "a method of a layer": "torch.nn.modules.linear:Linear.forward",
+    "a class method of a layer": "torch.nn.modules.sparse:Embedding.from_pretrained",
+    "hooks of a layer": "torch.nn.modules.linear:Linear.register_forward_hook",
+    "compiling a layer": "torch.nn.modules.linear:Linear.compile",
+    "what a module of layers imports": "torch.nn.modules.linear:init",
+    "functions beside layers": "torch.nn.modules.transformer:_get_clones",
+    "hooks of all modules": "torch.nn.modules.module:register_module_forward_hook",
+    "the base of all modules": "torch.nn.modules.module:Module",
+    "attributes by any name": "torch.nn.modules.container:ParameterDict",
+    "modules by any name": "torch.nn.modules.container:Container",
+    "a list of modules": "torch.nn.modules.container:Sequential",
+    "copies of what is given": "torch.nn.modules.transformer:TransformerEncoder",
+    "memory as it was left, in a layer": "torch.nn.modules.linear:LazyLinear",
+    "collectives of the program": "torch.nn.modules.batchnorm:SyncBatchNorm",
+    "threads over devices": "torch.nn.parallel.data_parallel:DataParallel",
+    "a group of its own": "torch.nn.parallel.distributed:DistributedDataParallel",
+    "functions on layers": "torch.nn.utils.parametrize:register_parametrization",
     "numpy's files": "numpy:load",
     "numpy's functions": "numpy:sum",
     "a module that is not imported": "antigravity:fly",
     "rankwire itself": "rankwire.torch.rpc.starting:shutdown",
+    "modules on other ranks": "rankwire.torch.rpc.remote_module:RemoteModule",
+    "what a handle is of": "rankwire.torch.rpc.remote_module:RemoteModule._of",
     "no module": ":plain",
     "no name": f"{HERE}:",
     "no colon": f"{HERE}.plain",
@@ -393,6 +421,99 @@ def test_pure_functions_touch_no_files():
     assert {"add", "matmul", "min"} <= names
 
 
+# -- torch's layers --------------------------------------------------------------------------------
+
+# What exported modules are not for others to make; a new one of torch's has to be looked at.
+NOT_LAYERS = {
+    *("Container", "DataParallel", "LinearCrossEntropyLoss", "Module", "ModuleDict", "ModuleList"),
+    *("ParameterDict", "ParameterList", "Sequential", "SyncBatchNorm"),
+    *("TransformerDecoder", "TransformerEncoder"),
+}
+# What can be called on a module that is shared: it computes, or changes that module alone.
+OF_A_LAYER = {
+    *("__call__", "bfloat16", "buffers", "children", "cpu", "double", "eval", "extra_repr"),
+    *("float", "forward", "half", "load_state_dict", "modules", "named_buffers"),
+    *("named_children", "named_modules", "named_parameters", "parameters", "requires_grad_"),
+    *("state_dict", "to", "train", "zero_grad"),
+}
+
+
+def exported_modules():
+    return {
+        name: found
+        for name, found in vars(torch.nn).items()
+        if isinstance(found, type) and issubclass(found, torch.nn.Module)
+    }
+
+
+def test_layers_of_torch_are_found_and_what_is_more_than_a_layer_is_not():
+    found = {name for name, cls in exported_modules().items() if is_layer(cls)}
+    left_out = exported_modules().keys() - found
+    assert {name for name in left_out if not name.startswith("Lazy")} <= NOT_LAYERS
+    assert not found & NOT_LAYERS
+    assert not any(name.startswith("Lazy") for name in found)
+    for name in found:
+        cls = exported_modules()[name]
+        assert NamingRule().find(name_of(cls)) is cls
+    for name in left_out:
+        with pytest.raises(NameRefusedError):
+            NamingRule().find(name_of(exported_modules()[name]))
+
+
+def test_layers_are_not_found_where_only_what_is_exposed_is():
+    with pytest.raises(NameRefusedError, match='allow="decorated"'):
+        NamingRule("decorated").find(name_of(torch.nn.Linear))
+
+
+def test_no_method_of_a_layer_can_be_called_but_those_that_compute():
+    for cls in layers().values():
+        bare = object.__new__(cls)
+        torch.nn.Module.__init__(bare)
+        for name in dir(cls):
+            try:
+                find_method(rule(), bare, name)
+            except NameRefusedError:
+                continue
+            assert name in OF_A_LAYER, (cls, name)
+
+
+def test_a_layer_is_not_made_of_classes():
+    for wrong in (torch.Tensor, Program, dict):
+        with pytest.raises(TypeError, match="takes no class"):
+            make_layer(torch.nn.TransformerEncoderLayer, 4, 2, activation=wrong)
+    made = make_layer(torch.nn.TransformerEncoderLayer, 4, 2, activation=torch.tanh)
+    assert made(torch.ones(3, 4)).shape == (3, 4)
+
+
+def test_a_layer_is_made_as_ever():
+    for cls, args in ((torch.nn.LSTM, (3, 4, 2)), (torch.nn.MultiheadAttention, (8, 2))):
+        torch.manual_seed(1)
+        expected = cls(*args).state_dict()
+        torch.manual_seed(1)
+        found = make_layer(cls, *args).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+class Forgetful(torch.nn.Module):
+    """Like the convolutions of some versions of torch, without inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.empty(9))
+        self.like = torch.nn.Parameter(torch.empty_like(self.bias))
+
+
+def test_a_layer_does_not_show_memory_as_it_was_left():
+    torch.use_deterministic_algorithms(True)  # fills it with what can be told
+    try:
+        assert Forgetful().bias.isnan().all()
+        for parameter in make_layer(Forgetful).parameters():
+            assert torch.equal(parameter, torch.zeros(9))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # -- methods of shared objects ---------------------------------------------------------------------
 
 
@@ -452,6 +573,12 @@ METHOD_ATTACKS = {
     "hooks of a module": (torch.nn.Linear(1, 1), "register_forward_hook"),
     "functions on a module": (torch.nn.Linear(1, 1), "apply"),
     "compiling": (torch.nn.Linear(1, 1), "compile"),
+    "a module as memory was left": (torch.nn.Linear(1, 1), "to_empty"),
+    "a module in shared memory": (torch.nn.Linear(1, 1), "share_memory"),
+    "a module's attributes": (torch.nn.Linear(1, 1), "__setattr__"),
+    "a module's state": (torch.nn.Linear(1, 1), "__setstate__"),
+    "another module in it": (torch.nn.Linear(1, 1), "set_submodule"),
+    "a class method of a layer": (torch.nn.Embedding(1, 1), "from_pretrained"),
 }
 
 

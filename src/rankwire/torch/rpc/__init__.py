@@ -18,6 +18,7 @@ from rankwire.torch.rpc.invoking import rpc_async, rpc_sync
 from rankwire.torch.rpc.naming import NameRefusedError
 from rankwire.torch.rpc.optimizer import DistributedOptimizer
 from rankwire.torch.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from rankwire.torch.rpc.remote_module import RemoteModule
 from rankwire.torch.rpc.rref import RRef, remote
 from rankwire.torch.rpc.starting import init_rpc, is_available, shutdown
 from rankwire.torch.rpc.workers import WorkerInfo
@@ -31,6 +32,7 @@ __all__ = [
     "DistributedOptimizer",
     "NameRefusedError",
     "RRef",
+    "RemoteModule",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",

@@ -22,6 +22,11 @@ from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import ConfigurationError, InvalidMessageError
 from rankwire.torch.rpc.autograd_tracking import received, sent
 from rankwire.torch.rpc.naming import NamingRule, name_of
+from rankwire.torch.rpc.remote_module import (
+    RemoteModule,
+    build_remote_module,
+    take_remote_module,
+)
 from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.rref_travel import build_rref, take_rref
 from rankwire.torch.rpc.torch_future import CallFuture
@@ -48,6 +53,12 @@ def register_carried(codec: Codec, rule: NamingRule) -> None:
         torch.nn.Parameter, name="torch.Parameter", take=_take_parameter, build=_build_parameter
     )
     codec.register(RRef, name="torch.rpc.RRef", take=take_rref, build=build_rref)
+    codec.register(
+        RemoteModule,
+        name="torch.rpc.RemoteModule",
+        take=take_remote_module,
+        build=build_remote_module,
+    )
     codec.register(WorkerInfo, name="torch.rpc.WorkerInfo", take=_take_worker, build=_build_worker)
     for future in (CallFuture, torch.futures.Future, torch._C.Future):
         codec.register(

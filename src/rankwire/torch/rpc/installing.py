@@ -17,6 +17,7 @@ from typing import Any
 from rankwire.torch.rpc import agent_view, api, autograd, functions, options, starting
 from rankwire.torch.rpc.exposing import exposed
 from rankwire.torch.rpc.optimizer import DistributedOptimizer
+from rankwire.torch.rpc.remote_module import RemoteModule
 from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.workers import WorkerInfo
 
@@ -78,6 +79,8 @@ _NAMES: dict[str, dict[str, Any]] = {
     # Imported, and its TorchScript compiled, while torch's own names are still there.
     "torch.distributed.optim.optimizer": {"DistributedOptimizer": DistributedOptimizer},
     "torch.distributed.optim": {"DistributedOptimizer": DistributedOptimizer},
+    "torch.distributed.nn.api.remote_module": {"RemoteModule": RemoteModule},
+    "torch.distributed.nn": {"RemoteModule": RemoteModule},
 }
 
 

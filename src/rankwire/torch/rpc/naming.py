@@ -9,7 +9,8 @@ torch sends functions as pickles, and a pickle can name anything. Here a functio
 3. Each further step goes through a class that was defined there, along names without a leading
    underscore. What is found says itself that it is of that module and of that name, so that what a
    module has imported, or calls by another name, is not found in it.
-4. Some pure functions are everybody's (``pure_functions``).
+4. Some pure functions are everybody's (``pure_functions``), and so are torch's layers (``layers``):
+   these very classes, and nothing in them. With ``allow="decorated"`` layers are not.
 
 Names are looked up in dictionaries of modules and classes, never by ``getattr``: no property, no
 ``__getattr__`` of a module and no metaclass of anyone's runs. Pure: it knows no rank and no wire.
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.torch.rpc.exposing import is_exposed
+from rankwire.torch.rpc.layers import layers
 from rankwire.torch.rpc.pure_functions import names_of_pure_functions, pure_functions
 
 MAIN = "__main__"
@@ -97,6 +99,9 @@ class NamingRule:
         function = pure_functions().get(name)
         if function is not None:
             return function
+        layer = None if self._is_strict else layers().get(name)
+        if layer is not None:
+            return layer
         known = self._look_up(name)
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from rankwire.backends.base import Backend
@@ -27,6 +28,7 @@ from rankwire.torch.rpc.attendant import Attendant
 from rankwire.torch.rpc.autograd_contexts import CONTEXT
 from rankwire.torch.rpc.functions import answer_later, is_async
 from rankwire.torch.rpc.held import HandleNews
+from rankwire.torch.rpc.layers import is_layer, make_layer
 from rankwire.torch.rpc.meetings import Meetings
 from rankwire.torch.rpc.naming import NameRefusedError, NamingRule, name_of
 from rankwire.torch.rpc.object_server import ObjectServer
@@ -207,7 +209,9 @@ class Session:
             raise FunctionNotFoundError(name, reason=error.message) from error
 
     def servable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a server runs for a function: that, or one whose future it can wait for."""
+        """Return what a server runs for a function: that, or what makes or waits for its result."""
+        if is_layer(function):
+            return partial(make_layer, function)
         return answer_later(function) if is_async(function) else function
 
     def _apply(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,239 @@
+"""RemoteModule: a module on another rank that is run like one of this rank.
+
+It has a handle of the module (``rref``), and all that it does goes through that: running it is a
+call of the object, so what distributed autograd and the rule for methods say of such calls holds
+here too. It stands in for ``torch.distributed.nn.RemoteModule``, on CPUs and without TorchScript.
+It must not know how objects are counted, or how a call is carried.
+
+The functions at the end are what ranks call on each other. They are exposed: what is to be made
+travels under the rule for all names, and the others do what can be done with a handle of a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwire.codec.hooks import BuildContext, TakeContext
+from rankwire.errors import InvalidMessageError
+from rankwire.torch.rpc.exposing import exposed
+from rankwire.torch.rpc.invoking import rpc_sync
+from rankwire.torch.rpc.rref import RRef
+from rankwire.torch.rpc.session import current
+
+_CPU = "cpu"
+# What torch's refuses, and what torch has in the same manner since: here is nothing to work on.
+_REFUSED = (
+    *("add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double"),
+    *("extra_repr", "float", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers"),
+    *("named_children", "named_modules", "named_parameters", "parameters"),
+    *("register_backward_hook", "register_buffer", "register_forward_hook"),
+    *("register_forward_pre_hook", "register_module", "register_parameter", "requires_grad_"),
+    *("share_memory", "state_dict", "to", "to_empty", "type", "xpu", "zero_grad"),
+)
+
+
+class RemoteModule(nn.Module):  # type: ignore[misc]
+    """A module that is made and run on another worker. Safe from any thread.
+
+    It may be an argument or a result of a call: what travels is a handle of the same module.
+
+    Args:
+        remote_device: The worker: ``"worker1"``, ``"worker1/cpu"`` or ``"rank:1/cpu"``.
+        module_cls: The class of the module, or a function that makes it: of torch's layers, or one
+            that the worker's naming rule lets others reach.
+        args: Positional arguments for it.
+        kwargs: Keyword arguments for it.
+
+    Attributes:
+        on: The worker, by name or rank, as it was given; by name in one that came from elsewhere.
+        device: ``"cpu"``.
+        is_scriptable: False.
+        is_device_map_set: False.
+        module_rref: The handle of the module.
+
+    Raises:
+        RuntimeError: RPC is not initialized, there is no such worker, or it refuses the class.
+        ValueError: The place is not of that form or no CPU, or what was made is no module.
+        Exception: What making it raised.
+    """
+
+    is_scriptable = False
+    is_device_map_set = False
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        on = _worker_of(remote_device)
+        made = rpc_sync(on, make_module, args=(module_cls, list(args or ()), dict(kwargs or {})))
+        self._set_up(on, made)
+
+    def _set_up(self, on: str | int, module_rref: RRef[Any]) -> None:
+        nn.Module.__init__(self)
+        self.on = on
+        self.device = _CPU
+        self.module_rref = module_rref
+
+    @classmethod
+    def _of(cls, on: str | int, module_rref: RRef[Any]) -> RemoteModule:
+        """Return one of a module that is there already."""
+        module = cls.__new__(cls)
+        module._set_up(on, module_rref)
+        return module
+
+    @staticmethod
+    @exposed
+    def init_from_module_rref(remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
+        """Return one of a module that is there already, and runs where it is.
+
+        Args:
+            remote_device: As for the class; torch does not ask that the module be there.
+            module_rref: A handle of it.
+
+        Raises:
+            RuntimeError: There is no such worker.
+            TypeError: It is no handle.
+            ValueError: The place is not of that form, or no CPU.
+        """
+        if not isinstance(module_rref, RRef):
+            raise TypeError(f"module_rref is an RRef, not {type(module_rref).__name__}")
+        on = _worker_of(remote_device)
+        current().rank_of(on)
+        return RemoteModule._of(on, module_rref)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module where it is, and return its result."""
+        return self.module_rref.rpc_sync().__call__(*args, **kwargs)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+        """Start to run the module where it is, and return a future of its result."""
+        return self.module_rref.rpc_async().__call__(*args, **kwargs)
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[Any]]:
+        """Return handles of the parameters, for a ``DistributedOptimizer``.
+
+        Args:
+            recurse: Whether those of the modules in it are among them.
+        """
+        rref = self.module_rref
+        return rpc_sync(rref.owner(), parameters_of, args=(rref, recurse))  # type: ignore[no-any-return]
+
+    def get_module_rref(self) -> RRef[Any]:
+        """Return the handle of the module."""
+        return self.module_rref
+
+    def train(self, mode: bool = True) -> RemoteModule:
+        """Have the module train, or not, where it is; return this."""
+        rpc_sync(self.module_rref.owner(), set_training, args=(self.module_rref, mode))
+        self.training = mode
+        return self
+
+    def eval(self) -> RemoteModule:
+        """Have the module not train, where it is; return this."""
+        return self.train(False)
+
+    def __getstate__(self) -> Any:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when "
+            "using RPC"
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteModule(on={self.on!r}, device={self.device!r})"
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    """Return a method that says that there is none of that name."""
+    instead = " Please use ``remote_parameters`` instead." if name == "parameters" else ""
+
+    def refuse(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule.{instead}")
+
+    refuse.__name__ = name
+    refuse.__qualname__ = f"RemoteModule.{name}"
+    return refuse
+
+
+for _name in _REFUSED:
+    setattr(RemoteModule, _name, _refusing(_name))
+
+
+def _worker_of(remote_device: str) -> str | int:
+    """Return the worker that has a device, by its name or rank.
+
+    Raises:
+        ValueError: It is not of that form, or the device is no CPU.
+    """
+    worker, slash, device = remote_device.partition("/")
+    if not worker or "/" in device or (slash and not device):
+        raise ValueError(
+            f"Could not parse remote_device: {remote_device}. The valid format is "
+            "'<workername>/<device>' or 'rank:<rank>/<device>'"
+        )
+    if torch.device(device or _CPU).type != _CPU:
+        raise ValueError(
+            f"{remote_device!r}: a RemoteModule of rankwire is on a CPU, not on {device}"
+        )
+    rank = worker.removeprefix("rank:")
+    return int(rank) if rank != worker and rank.isdecimal() else worker
+
+
+# -- how it travels --------------------------------------------------------------------------------
+
+
+def take_remote_module(module: RemoteModule, sending: TakeContext) -> list[Any]:
+    """Return what travels in place of one: the handle of the module, and its device."""
+    return [module.module_rref, module.device]
+
+
+def build_remote_module(parts: Any, receiving: BuildContext) -> RemoteModule:
+    """Return one of what another rank says; where the module is, is known by the handle."""
+    match parts:
+        case [RRef() as module_rref, "cpu"]:
+            return RemoteModule._of(module_rref.owner_name(), module_rref)
+    raise InvalidMessageError("malformed RemoteModule")
+
+
+# -- what ranks call on each other -----------------------------------------------------------------
+
+
+@exposed
+def make_module(module_cls: Any, args: list[Any], kwargs: dict[str, Any]) -> RRef[Any]:
+    """Make a module on this rank, for another rank."""
+    # Before it is made: not every class that may be an argument may be made.
+    made: Any = module_cls
+    if not isinstance(module_cls, type) or issubclass(module_cls, nn.Module):
+        made = current().servable(module_cls)(*args, **kwargs)
+    if not isinstance(made, nn.Module):
+        kind = made if isinstance(made, type) else type(made)
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but "
+            f"it returns an instance of {kind}."
+        )
+    return RRef(made)
+
+
+@exposed
+def parameters_of(module_rref: RRef[Any], recurse: bool) -> list[RRef[Any]]:
+    """Return handles of the parameters of a module of this rank, for another rank."""
+    return [RRef(parameter) for parameter in _local_module(module_rref).parameters(recurse)]
+
+
+@exposed
+def set_training(module_rref: RRef[Any], mode: bool) -> None:
+    """Have a module of this rank train, or not, for another rank."""
+    _local_module(module_rref).train(mode)
+
+
+def _local_module(module_rref: RRef[Any]) -> nn.Module:
+    module = module_rref.local_value()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{type(module).__name__} is no module of this rank")
+    return module
