@@ -22,7 +22,9 @@ from rankwire.errors import (  # noqa: E402
     UnsupportedTypeError,
 )
 from rankwire.torch.rpc import constants, workers  # noqa: E402
+from rankwire.torch.rpc.object_server import MAKE  # noqa: E402
 from rankwire.torch.rpc.options import construct_rpc_backend_options  # noqa: E402
+from rankwire.torch.rpc.session import APPLY, current  # noqa: E402
 
 ALLOW = [__name__]
 
@@ -550,6 +552,20 @@ def _no_store_left():
     path = PLACE.removeprefix("file://")
     if os.path.exists(path):
         os.unlink(path)
+
+
+def test_what_may_be_an_argument_is_not_called_for_that():
+    def check(rank):
+        if rank == 0:
+            agent = current().agent
+            for name, args in (
+                (APPLY, (torch.Tensor, [9], {})),
+                (MAKE, (0, 10**6, torch.Tensor, 9)),
+            ):
+                with pytest.raises(RemoteError, match="did not come as a name"):
+                    agent.rpc_sync(1, name, *args, timeout=5)
+
+    run_workers(2, check)
 
 
 # -- pickle ----------------------------------------------------------------------------------------

@@ -226,6 +226,9 @@ class Session:
         """
         if isinstance(function, str):
             return self.agent.lookup(function) or self.function_of(function)
+        if not self.agent.codec.allows_pickle:
+            # Not all that may be an argument may be called: torch.Tensor(9) is memory as it was.
+            raise FunctionNotFoundError(f"{function!r:.200}", reason="it did not come as a name")
         return self.servable(function)
 
     # -- ending ------------------------------------------------------------------------------------
