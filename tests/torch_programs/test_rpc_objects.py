@@ -18,6 +18,7 @@ from rankwire.errors import InvalidMessageError, PeerLostError  # noqa: E402
 from rankwire.torch.rpc.agent_view import current_agent, rref_debug_info  # noqa: E402
 from rankwire.torch.rpc.held import take_news  # noqa: E402
 from rankwire.torch.rpc.owned import ObjectId, OwnedObject, OwnedObjects  # noqa: E402
+from worlds import eventually  # noqa: E402
 
 ALLOW = [__name__]
 
@@ -195,6 +196,32 @@ def test_methods_that_are_nobodys_business_are_refused():
             tensor.rpc_sync().untyped_storage()
 
     on_first(check)
+
+
+def test_who_waits_for_an_object_that_is_refused_is_told_at_once():
+    """The call that makes it does not begin, and what comes after it must not wait for that."""
+
+    def be(rank):
+        if rank == 0:
+            begun = time.monotonic()
+            for use in (
+                lambda rref: rref.rpc_sync().get(),
+                lambda rref: rref.rpc_async().get().wait(),
+                lambda rref: rref.to_here(),
+                lambda rref: rpc.rpc_sync("worker2", fetch, args=(rref,)),
+            ):
+                rref = rpc.remote("worker1", give_back, args=(os.getcwd,))
+                with pytest.raises(RuntimeError, match=r"is refused|never made"):
+                    use(rref)
+            assert time.monotonic() - begun < 10.0
+            del rref
+        rpc.api._barrier({"worker0", "worker1", "worker2"})
+        for _ in range(2):  # tracebacks have handles, and futures have tracebacks
+            gc.collect()
+        if rank == 1:
+            eventually(lambda: rref_debug_info()["num_owner_rrefs"] == "0")
+
+    run_workers(3, be, allow=ALLOW)
 
 
 def test_the_owner_has_the_object_itself_and_others_do_not():

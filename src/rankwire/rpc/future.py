@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rankwire.backends.calls import CallPort
 from rankwire.conditions import SafeCondition
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rankwire")
 
 R = TypeVar("R")
+OnEnd: TypeAlias = "Callable[[RpcFuture[Any]], None]"
 
 # What the base class calls them.
 _PENDING, _FINISHED = "PENDING", "FINISHED"
@@ -51,6 +52,14 @@ class Unheard:
             _log.error("a call failed, and nobody has asked for its result: %s", self.error)
 
 
+def _both(first: OnEnd, second: OnEnd) -> OnEnd:
+    def on_end(future: RpcFuture[Any]) -> None:
+        first(future)
+        second(future)
+
+    return on_end
+
+
 class RpcFuture(ShowsPublic, Future[R]):
     """The result of ``rpc_async``. Safe from any thread.
 
@@ -69,7 +78,7 @@ class RpcFuture(ShowsPublic, Future[R]):
 
     _unheard: Unheard | None = None
     _decoder: object  # the visit that decodes the reply, if there is one
-    _on_end: Callable[[RpcFuture[Any]], None] | None = None
+    _on_end: OnEnd | None = None
 
     def __init__(
         self,
@@ -183,15 +192,21 @@ class RpcFuture(ShowsPublic, Future[R]):
         """
         super().add_done_callback(fn)
 
-    def when_ended(self, on_end: Callable[[RpcFuture[Any]], None]) -> None:
+    def when_ended(self, on_end: OnEnd) -> None:
         """Call something once it is done, but have nobody look for its reply.
 
         For what stands for this future elsewhere, and is waited for there by waiting for this one.
-        There is one such; it must not raise, and may be called twice.
+        It must not raise, and may be called twice.
         """
-        self._on_end = on_end
+        before = self._on_end
+        self._on_end = on_end if before is None else _both(before, on_end)
         if self.done():
             on_end(self)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that it has ended with, if it has; looking at it is not asking for it."""
+        return self._exception
 
     def attend(self) -> None:
         """Have the reply read as soon as it comes, although no thread waits for it."""

@@ -27,9 +27,9 @@ from rankwire.torch.rpc.owned import ObjectId, OwnedObjects
 _log = logging.getLogger("rankwire")
 
 TELL = "torch.rpc tell"
-_RELEASED, _PASSED_ON = 0, 1
+_RELEASED, _PASSED_ON, _NOT_MADE = 0, 1, 2
 
-# What is told of one object: which of the two, its creator and number, and two more numbers.
+# What is told of one object: which of the three, its creator and number, and two more numbers.
 News = tuple[int, int, int, int, int]
 _STOP = -1
 
@@ -75,6 +75,10 @@ class HandleNews:
     def passed_on(self, owner: int, id: ObjectId, rank: int, count: int = 1) -> None:
         """A handle is on its way to a third rank; or is not after all, with a count of -1."""
         self._queue.put((owner, (_PASSED_ON, id.creator, id.number, rank, count)))
+
+    def not_made(self, owner: int, id: ObjectId) -> None:
+        """The call that makes an object came to nothing before it began."""
+        self._queue.put((owner, (_NOT_MADE, id.creator, id.number, 0, 0)))
 
     def close(self) -> None:
         """Tell nobody anything any more."""
@@ -124,5 +128,7 @@ def take_news(objects: OwnedObjects, src: int, news: list[Any]) -> None:
             objects.release(id, src, first, second)
         elif kind == _PASSED_ON:
             objects.pass_on(id, first, second)
+        elif kind == _NOT_MADE and creator == src:
+            objects.not_made(id)
         else:
             raise ValueError(f"there is no such news of handles: {kind!r}")

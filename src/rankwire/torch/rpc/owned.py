@@ -28,6 +28,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+_NEVER_MADE = (
+    "this object was never made: the call of rank {0} that should make it was refused, and rank "
+    "{0} was told why"
+)
+
 
 class ObjectId(NamedTuple):
     """What an object is called everywhere: who made its first handle, and that one's number."""
@@ -184,6 +189,21 @@ class OwnedObjects:
         for owned in unmade:
             owned.resolve(None, error)
             self.tidy(owned)
+
+    def not_made(self, id: ObjectId) -> None:
+        """End an object whose creator knows that the call which makes it was refused.
+
+        It is one that could not be made: its creator has a handle of it, and may have passed it on.
+        """
+        with self._lock:
+            owned = self._expect(id)
+            if not owned.is_expected:
+                return
+            owned.is_expected = False
+            owned.held[id.creator] += 1
+            self._tidy(owned)
+        owned.resolve(None, RuntimeError(_NEVER_MADE.format(id.creator)))
+        self.tidy(owned)
 
     def abandon(self, owned: OwnedObject) -> None:
         """Forget an object that somebody has waited for in vain, if nobody else knows of it."""

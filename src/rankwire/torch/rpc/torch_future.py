@@ -3,6 +3,10 @@
 It is a ``torch.futures.Future``, so callbacks, ``collect_all`` and ``wait_all`` work, and it ends
 when the future of rankwire's call does. A thread that waits in ``wait()`` reads the connection
 itself, as that one does.
+
+An error that is raised belongs to the future, and its traceback has the frames that it came
+through. If one of these had the future, that would be a circle through C++, which no collector
+sees, and all that the frames of the caller hold would be kept. So none of ours has.
 """
 
 from __future__ import annotations
@@ -51,10 +55,13 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
         if self._unfinished:
             try:
                 self.call.result()
-            except Exception:  # it is told in the words of torch, below
-                pass
+            except Exception as error:  # it is told in the words of torch, below
+                error.__traceback__ = None
             self._finish(self.call)
-        return super().wait()
+        try:
+            return super(torch.futures.Future, self).wait()  # of which there is no frame
+        finally:
+            del self
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
@@ -85,6 +92,7 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
         try:
             value = call.result()
         except Exception as error:
+            error.__traceback__ = None
             self.set_exception(translated(error, self._session, self._rank, self._limit))
         else:
             self.set_result(value)
