@@ -603,6 +603,26 @@ def test_methods_of_others_objects_need_to_be_allowed():
     assert find_method(NamingRule(["collections"]), counter, "most_common")(1) == [("a", 2)]
 
 
+def hidden():
+    return 1
+
+
+first_hidden = hidden
+
+
+def hidden():
+    return 2
+
+
+def test_a_function_whose_name_another_one_has_does_not_travel_by_it():
+    """Pickle refuses it as well; else another rank would run the other one."""
+    assert name_of(hidden) == f"{__name__}:hidden"
+    with pytest.raises(NameRefusedError, match="is another function"):
+        name_of(first_hidden)
+    for function in (Program, Program.make, Program.method, Stored.good, torch.add, len):
+        assert ":" in name_of(function)
+
+
 def test_a_class_of_a_package_has_methods_of_modules_in_it():
     """Of packages that rename their classes, or decorate methods that they inherit (torchrl)."""
     methods = {"sample": types.FunctionType(Stored.good.__code__, {}, "sample")}

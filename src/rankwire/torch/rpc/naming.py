@@ -248,7 +248,26 @@ def name_of(function: Any) -> str:
             f"{module}:{qualname} has no name by which another rank could find it: move it to the "
             "top of its module"
         )
+    if _is_another(module, qualname, function):
+        raise NameRefusedError(
+            f"{module}:{qualname} is another function than the one that was given, and another "
+            "rank would run that one: give yours a name of its own at the top of its module"
+        )
     return f"{module}:{qualname}"
+
+
+def _is_another(module: str, qualname: str, function: Any) -> bool:
+    """Tell whether something else has a function's name here, as pickle would find out."""
+    place: Any = vars(sys.modules.get(module, object))
+    owner, found = None, None
+    for key in qualname.split("."):
+        owner, found = _member(place, owner, key)
+        found = _unwrapped(found, owner)
+        if not isinstance(found, type):
+            break
+        owner, place = found, None
+    plain = found.__func__ if isinstance(found, types.MethodType) else found
+    return isinstance(plain, types.FunctionType) and plain is not function
 
 
 def _entry(entry: Any) -> str:
