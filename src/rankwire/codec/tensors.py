@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -97,6 +98,11 @@ def tensor_head(body: memoryview) -> tuple[str, ArrayHead]:
     Raises:
         InvalidMessageError: It is not one that :func:`tensor_body` makes.
     """
+    return _known_head(bytes(body))
+
+
+@lru_cache(maxsize=256)
+def _known_head(body: bytes) -> tuple[str, ArrayHead]:
     return _tensor_head(*description_parts(body))
 
 

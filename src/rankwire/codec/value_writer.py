@@ -87,8 +87,17 @@ class Writer:
 
     def lower_record(self, record: list[Any], paths: Sequence[str], levels: int = 1) -> Any:
         """Lower a list whose items have names; so many outer levels do not count as nesting."""
-        self._depth = -levels
-        return self._each(record, record, paths.__getitem__)
+        self._depth = 1 - levels
+        lowered: list[Any] = []
+        try:
+            for item in record:
+                # Most of a call is plain or empty, and is not looked at any closer.
+                is_plain = type(item) in self._plain or (type(item) in _CONTAINERS and not item)
+                lowered.append(item if is_plain else self.lower(item))
+        except Refusal as refusal:
+            refusal.trail.append(paths[len(lowered)])
+            raise
+        return lowered
 
     def _each(self, owner: Any, values: Collection[Any], name: Callable[[int], str]) -> Any:
         """Lower the values of a container; ``name`` is asked for the path to the one refused."""
@@ -303,6 +312,7 @@ _LOWER: dict[type, Callable[[Writer, Any], Any]] = {
     memoryview: Writer._memoryview,
     np.ndarray: Writer._array,
 }
+_CONTAINERS = frozenset((list, dict))
 # Looked for before registered classes are, so that these cannot have hooks.
 BUILT_IN = PLAIN.union(_LOWER)
 
