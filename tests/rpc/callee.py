@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,8 @@ class Callee:
         """End all futures of ``defer`` that wait; return how many those were."""
         waiting = self.deferred()
         for name in waiting:
-            self._deferred[name].set_result(value)
+            with contextlib.suppress(InvalidStateError):  # its caller has just cancelled it
+                self._deferred[name].set_result(value)
         return len(waiting)
 
     def _unsendable(self) -> Any:
