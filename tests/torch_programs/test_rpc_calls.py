@@ -406,6 +406,43 @@ def test_futures_are_torchs_in_every_way():
     on_first(check)
 
 
+gate = threading.Event()
+
+
+def wait_at_gate():
+    return gate.wait()
+
+
+def open_gate():
+    gate.set()
+
+
+def test_who_waits_in_c_gets_replies_beside_one_who_waits_in_python_and_after_it():
+    """The one in Python reads the replies of its rank; when it leaves, somebody else does."""
+
+    def check():
+        with ThreadPoolExecutor(3) as pool:
+            held = rpc.rpc_async("worker1", wait_at_gate)
+            in_python = pool.submit(held.wait)
+            numbers = [rpc.rpc_async("worker1", add, args=(n, 1)) for n in range(8)]
+            assert torch.futures.wait_all(numbers) == list(range(1, 9))
+            assert not in_python.done()
+            in_c = pool.submit(
+                torch.futures.wait_all, [rpc.rpc_async("worker1", wait_at_gate) for _ in range(3)]
+            )
+            time.sleep(0.05)  # until they are put aside
+            rpc.rpc_sync("worker1", open_gate)
+            assert in_python.result(10.0)
+            assert in_c.result(10.0) == [True] * 3
+            for _ in range(20):
+                late = rpc.rpc_async("worker1", add, args=(1, 2))
+                ready = pool.submit(torch.futures.wait_all, [late])
+                assert rpc.rpc_async("worker1", add, args=(2, 2)).wait() == 4
+                assert ready.result(10.0) == [3]
+
+    on_first(check)
+
+
 def test_a_callback_may_make_calls_and_wait_for_them():
     def check():
         def again(done):

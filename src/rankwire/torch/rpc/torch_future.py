@@ -53,10 +53,14 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
     def wait(self) -> Any:
         """Return the value, or raise the call's error."""
         if self._unfinished:
+            attendant = self._session.attendant
             try:
+                attendant.begin_reading(self._rank)
                 self.call.result()
             except Exception as error:  # it is told in the words of torch, below
                 error.__traceback__ = None
+            finally:
+                attendant.end_reading()
             self._finish(self.call)
         try:
             return super(torch.futures.Future, self).wait()  # of which there is no frame
