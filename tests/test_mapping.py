@@ -67,6 +67,8 @@ SHOWN_IN = {
     "torch/rpc/methods": "torch_programs/test_rpc_naming.py",
     "torch/rpc/naming": "torch_programs/test_rpc_naming.py",
     "torch/rpc/pure_functions": "torch_programs/test_rpc_naming.py",
+    "torch/rpc/layers": "torch_programs/test_rpc_remote_module.py",
+    "torch/rpc/remote_module": "torch_programs/test_rpc_remote_module.py",
     "torch/rpc/installing": "torch_programs/test_rpc_installing.py",
     "torch/rpc/autograd": "torch_programs/test_rpc_autograd.py",
     "torch/rpc/autograd_contexts": "torch_programs/test_rpc_autograd.py",

@@ -15,7 +15,7 @@ from msgspec.msgpack import Ext
 
 from rankwire.codec import tensors
 from rankwire.codec.codec import Codec
-from rankwire.codec.tensor_memory import bytes_of
+from rankwire.codec.tensor_memory import bytes_of, map_tensor
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
 torch = pytest.importorskip("torch")
@@ -273,3 +273,14 @@ def test_what_is_not_just_memory_has_no_bytes():
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
     assert bytes_of(freed) is None
+
+
+@pytest.mark.parametrize("look", [bytes_of, lambda tensor: map_tensor(tensor, np.dtype("f4")).data])
+def test_memory_that_is_looked_at_stays_when_the_tensor_gets_another(look):
+    """As by ``module.half()`` in another thread while a message leaves."""
+    tensor = torch.ones(1 << 18)[5:]
+    memory = look(tensor)
+    tensor.data = torch.zeros(3)
+    others = [torch.full((1 << 18,), 7.0) for _ in range(4)]
+    assert set(np.frombuffer(memory, "f4").tolist()) == {1.0}
+    assert len(others) == 4

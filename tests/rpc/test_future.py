@@ -48,6 +48,18 @@ def test_a_future_has_what_the_base_class_gives_it(agents):
     assert future.result(10) is True
 
 
+def test_all_who_stand_for_a_future_are_told_of_its_end(agents):
+    future, told = agents[0].rpc_async(1, "wait"), []
+    for number in range(3):
+        future.when_ended(lambda ended, number=number: told.append((number, ended.failure)))
+    assert not told
+    agents[0].go_on.set()
+    assert future.result(10) is True
+    assert told == [(0, None), (1, None), (2, None)]
+    future.when_ended(lambda ended: told.append("at once"))
+    assert told[3:] == ["at once"]
+
+
 def test_a_reply_is_decoded_once_whoever_reads_it(agents):
     """The thread that calls and the one that reads may both see it, and what hooks do counts."""
     built = []

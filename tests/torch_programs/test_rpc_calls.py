@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from rpc_ranks import run_workers, worker  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
+from rankwire.clock import REAL_TIME  # noqa: E402
 from rankwire.errors import (  # noqa: E402
     DeadlineExceededError,
     FunctionNotFoundError,
@@ -22,9 +23,11 @@ from rankwire.errors import (  # noqa: E402
     UnsupportedTypeError,
 )
 from rankwire.torch.rpc import constants, workers  # noqa: E402
+from rankwire.torch.rpc.attendant import Attendant  # noqa: E402
 from rankwire.torch.rpc.object_server import MAKE  # noqa: E402
 from rankwire.torch.rpc.options import construct_rpc_backend_options  # noqa: E402
 from rankwire.torch.rpc.session import APPLY, current  # noqa: E402
+from worlds import eventually  # noqa: E402
 
 ALLOW = [__name__]
 
@@ -404,6 +407,47 @@ def test_futures_are_torchs_in_every_way():
             torch.futures.wait_all([futures[0], rpc.rpc_async("worker1", fail)])
 
     on_first(check)
+
+
+class Call:
+    """What an attendant knows of a call."""
+
+    def __init__(self, dst):
+        self.dst = dst
+        self.is_done = False
+        self.attended = 0
+
+    def done(self):
+        return self.is_done
+
+    def attend(self):
+        self.attended += 1
+
+
+def test_replies_that_a_thread_reads_are_left_to_it_until_it_leaves():
+    attendant = Attendant(REAL_TIME)
+    read, unread = [Call(1) for _ in range(200)], Call(2)
+    try:
+        attendant.begin_reading(1)
+        for call in (*read, unread):
+            attendant.watch(call)
+        eventually(lambda: unread.attended)
+        assert not any(call.attended for call in read)
+        for call in read[:-1]:
+            call.is_done = True
+        more = [Call(1) for _ in range(400)]
+        for call in more:
+            attendant.watch(call)
+            call.is_done = True
+        attendant.watch(last := Call(2))
+        eventually(lambda: last.attended)
+        assert sum(map(len, attendant._aside.values())) < 500, "what has ended is let go"
+        attendant.end_reading()
+        attendant.end_reading()
+        eventually(lambda: read[-1].attended)
+        assert [call.attended for call in read[:-1]] == [0] * 199
+    finally:
+        attendant.close()
 
 
 gate = threading.Event()

@@ -486,6 +486,27 @@ def test_what_is_told_in_another_order_than_it_was_done_comes_out_right():
     assert owned.count() == (0, 0)
 
 
+def test_an_object_that_is_not_made_fails_for_all_who_wait_and_is_forgotten_with_its_handle():
+    owned = objects()
+    waiter = owned.expect(ObjectId(1, 9)).when_ready()
+    owned.not_made(ObjectId(1, 9))
+    assert "never made" in str(waiter.exception(0))
+    assert "never made" in str(owned.expect(ObjectId(1, 9)).error)  # who comes later
+    owned.not_made(ObjectId(1, 9))
+    owned.release(ObjectId(1, 9), 1, 1)
+    assert owned.count() == (0, 0)
+    owned.release(ObjectId(1, 10), 1, 1)  # before it is known
+    owned.not_made(ObjectId(1, 10))
+    assert owned.count() == (0, 0)
+    thing = made(owned)
+    owned.give(thing, 1)
+    owned.not_made(thing.id)  # it was made, whatever its creator says
+    assert thing.error is None
+    owned.lose(1, PeerLostError(1, "killed"))
+    owned.not_made(ObjectId(1, 11))
+    assert owned.count() == (0, 0)
+
+
 def test_a_lost_rank_lets_go_and_what_it_was_going_to_make_fails():
     owned = objects()
     thing = made(owned)

@@ -2,7 +2,8 @@
 
 Never ``tensor.numpy()``: after that torch refuses to resize the tensor's storage, for ever, and
 programs that free the memory of their parameters between two uses fail. An array made here holds
-its tensor as long as somebody uses it. It knows torch and never imports it: who holds a tensor has.
+the storage as long as somebody uses it. It knows torch and never imports it: who holds a tensor
+has.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
         strides = tuple(step * itemsize for step in steps)
         is_frozen = any(not step and extent > 1 for step, extent in zip(steps, shape, strict=True))
         reach = 1 + sum(step * (extent - 1) for step, extent in zip(steps, shape, strict=True))
-    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + reach) * itemsize:
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    if storage.nbytes() < (offset + reach) * itemsize:
         return None
     interface = {
         "shape": shape,
         "typestr": carrier.str,
         "strides": strides,
-        "data": (tensor.data_ptr(), is_frozen),
+        "data": (storage.data_ptr() + offset * itemsize, is_frozen),
         "version": 3,
     }
-    return np.asarray(_TensorMemory(tensor, interface))
+    return np.asarray(_HeldMemory(storage, interface))
 
 
 def bytes_of(tensor: Any) -> memoryview | None:
@@ -79,22 +81,26 @@ def bytes_of(tensor: Any) -> memoryview | None:
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         return None
     nbytes, start = tensor.nbytes, tensor.storage_offset() * tensor.itemsize
-    if not nbytes or tensor.untyped_storage().nbytes() < start + nbytes:
+    storage = tensor.untyped_storage()
+    if not nbytes or storage.nbytes() < start + nbytes:
         return None
     interface = {
         "shape": (nbytes,),
         "typestr": "|u1",
-        "data": (tensor.data_ptr(), False),
+        "data": (storage.data_ptr() + start, False),
         "version": 3,
     }
-    return np.asarray(_TensorMemory(tensor, interface)).data
+    return np.asarray(_HeldMemory(storage, interface)).data
 
 
-class _TensorMemory:
-    """The memory of a tensor. An array made of it holds this, and so the tensor."""
+class _HeldMemory:
+    """The memory of a tensor. An array made of it holds this, and so the storage.
 
-    __slots__ = ("__array_interface__", "tensor")
+    Not the tensor: that may be given another storage while a message leaves (``p.data = ...``).
+    """
 
-    def __init__(self, tensor: Any, interface: dict[str, Any]) -> None:
-        self.tensor = tensor
+    __slots__ = ("__array_interface__", "storage")
+
+    def __init__(self, storage: Any, interface: dict[str, Any]) -> None:
+        self.storage = storage
         self.__array_interface__ = interface

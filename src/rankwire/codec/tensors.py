@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import msgspec
@@ -113,7 +113,7 @@ def view_tensor(name: str, array: Array) -> Any:
         InvalidMessageError: torch is not installed here, or too old to know the dtype.
     """
     try:
-        torch = sys.modules.get("torch") or importlib.import_module("torch")
+        torch = _torch()
         dtype = getattr(torch, name)
     except (ImportError, AttributeError) as error:
         raise InvalidMessageError(
@@ -123,6 +123,12 @@ def view_tensor(name: str, array: Array) -> Any:
         array = array.astype(array.dtype.newbyteorder("="))
     tensor = torch.from_numpy(array)
     return tensor if tensor.dtype is dtype else tensor.view(dtype)
+
+
+@cache
+def _torch() -> Any:
+    """Return torch, once it is imported: another thread may be about to."""
+    return importlib.import_module("torch")
 
 
 def parameter_body(parameter: Any) -> tuple[bytes, memoryview]:
@@ -147,7 +153,7 @@ def parameter_head(body: memoryview) -> tuple[bool, str, ArrayHead]:
 def view_parameter(requires_grad: bool, name: str, array: Array) -> Any:
     """Return an ``nn.Parameter`` on an array's memory; raises as :func:`view_tensor`."""
     tensor = view_tensor(name, array)
-    return sys.modules["torch"].nn.Parameter(tensor, requires_grad=requires_grad)
+    return _torch().nn.Parameter(tensor, requires_grad=requires_grad)
 
 
 def _tensor_head(name: Any, *shape: Any) -> tuple[str, ArrayHead]:

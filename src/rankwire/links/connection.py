@@ -431,6 +431,7 @@ class Connection:
             patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
             if frames is not None:  # a part of a frame; there may be more of it
                 late_reads += patience <= 0.0
+                was_woken = False
                 continue
             # Now and then the reader looks up: what it waits for may have ended in another way.
             if patience <= 0.0 or not self.stream.wait_readable(patience):

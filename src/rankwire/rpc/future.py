@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -52,14 +52,6 @@ class Unheard:
             _log.error("a call failed, and nobody has asked for its result: %s", self.error)
 
 
-def _both(first: OnEnd, second: OnEnd) -> OnEnd:
-    def on_end(future: RpcFuture[Any]) -> None:
-        first(future)
-        second(future)
-
-    return on_end
-
-
 class RpcFuture(ShowsPublic, Future[R]):
     """The result of ``rpc_async``. Safe from any thread.
 
@@ -78,7 +70,7 @@ class RpcFuture(ShowsPublic, Future[R]):
 
     _unheard: Unheard | None = None
     _decoder: object  # the visit that decodes the reply, if there is one
-    _on_end: OnEnd | None = None
+    _on_end: Sequence[OnEnd] = ()
 
     def __init__(
         self,
@@ -169,8 +161,8 @@ class RpcFuture(ShowsPublic, Future[R]):
             if not super().cancel():
                 return False
             self._take_back()
-            if self._on_end is not None:
-                self._on_end(self)
+            if self._on_end:
+                self._tell_end()
         except BaseException:  # an interrupt: a reply of which nobody knows would not be read
             if self.cancelled():
                 self._take_back()
@@ -198,9 +190,12 @@ class RpcFuture(ShowsPublic, Future[R]):
         For what stands for this future elsewhere, and is waited for there by waiting for this one.
         It must not raise, and may be called twice.
         """
-        before = self._on_end
-        self._on_end = on_end if before is None else _both(before, on_end)
+        self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
+            on_end(self)
+
+    def _tell_end(self) -> None:
+        for on_end in list(self._on_end):
             on_end(self)
 
     @property
@@ -264,8 +259,8 @@ class RpcFuture(ShowsPublic, Future[R]):
                 self._state = _FINISHED
         if not is_alone:
             self._settle(self.set_result, value)
-        if self._on_end is not None:
-            self._on_end(self)
+        if self._on_end:
+            self._tell_end()
 
     def fail(self, error: BaseException, *, is_news: bool = True) -> None:
         """End with an error, unless it was cancelled; ``is_news`` if somebody should hear of it."""
@@ -273,8 +268,8 @@ class RpcFuture(ShowsPublic, Future[R]):
         if is_news and self._unheard is None:
             self._unheard = Unheard(error)  # before callbacks ask for it
         self._settle(self.set_exception, error)
-        if self._on_end is not None:
-            self._on_end(self)
+        if self._on_end:
+            self._tell_end()
 
     def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
         """End it, and tell all who wait for that."""

@@ -17,7 +17,8 @@ Lock: ``_lock`` guards who reads and what is aside, for moments; nothing is take
 from __future__ import annotations
 
 import threading
-from collections import deque
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from rankwire.clock import Clock
@@ -25,6 +26,7 @@ from rankwire.rpc.future import RpcFuture
 
 _MOMENT = 0.0002  # seconds
 _MOST_MOMENTS = 10  # after so many it looks, also while calls are being made
+_FEW_ASIDE = 64  # from here on those that have ended are let go now and then
 
 
 class Attendant:
@@ -36,24 +38,21 @@ class Attendant:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._calls: deque[RpcFuture[Any]] = deque()
+        # To be looked at; None has it look at what is aside, or whether it is closed.
+        self._calls: SimpleQueue[RpcFuture[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._readers: dict[int, int] = {}  # by thread, the rank whose replies it reads
-        self._aside: list[RpcFuture[Any]] = []
-        self._bell = threading.Semaphore(0)
-        self._is_awake = False
+        self._aside: dict[int, list[RpcFuture[Any]]] = {}  # by rank
+        self._most_aside: dict[int, int] = {}  # by rank; then those that have ended are let go
         self._is_closed = False
         self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def watch(self, call: RpcFuture[Any]) -> None:
         """Have the reply of a call read soon, if no thread has read it by then."""
-        self._calls.append(call)
-        if not self._is_awake:  # after the append: whoever falls asleep looks once more
-            self._is_awake = True
-            if self._thread is None:
-                self._start()
-            self._bell.release()
+        if self._thread is None:
+            self._start()
+        self._calls.put(call)
 
     def begin_reading(self, rank: int) -> None:
         """This thread is going to read the replies of a rank, until ``end_reading``."""
@@ -63,16 +62,15 @@ class Attendant:
     def end_reading(self) -> None:
         """This thread reads no more. Safe to repeat."""
         with self._lock:
-            self._readers.pop(threading.get_ident(), None)
-            aside, self._aside = self._aside, []
-        for call in aside:
-            if not call.done():
-                self.watch(call)
+            rank = self._readers.pop(threading.get_ident(), None)
+            is_left = rank in self._aside and rank not in self._readers.values()
+        if is_left:
+            self._calls.put(None)
 
     def close(self) -> None:
         """Look after nothing any more."""
         self._is_closed = True
-        self._bell.release()
+        self._calls.put(None)
 
     def _start(self) -> None:
         with self._start_lock:
@@ -84,33 +82,45 @@ class Attendant:
 
     def _run(self) -> None:
         while not self._is_closed:
-            self._bell.acquire()
-            while not self._is_closed:
-                self._wait_for_a_pause()
-                self._attend()
-                self._is_awake = False
-                if not self._calls:
-                    break
-                self._is_awake = True
+            self._look([self._calls.get()])
+
+    def _look(self, calls: list[RpcFuture[Any] | None]) -> None:
+        """Look at calls, and at what comes after them; none of them is kept when this returns."""
+        self._wait_for_a_pause()
+        with suppress(Empty):
+            while True:
+                calls.append(self._calls.get_nowait())
+        for call in self._unread(calls):
+            call.attend()
 
     def _wait_for_a_pause(self) -> None:
         """Wait until no call is made for a moment: whoever makes them has not begun to wait."""
         for _ in range(_MOST_MOMENTS):
-            count = len(self._calls)
+            count = self._calls.qsize()
             self._clock.sleep(_MOMENT)
-            if len(self._calls) == count:
+            if self._calls.qsize() == count:
                 return
 
-    def _attend(self) -> None:
-        for _ in range(len(self._calls)):
-            call = self._calls.popleft()
-            if not call.done() and not self._put_aside(call):
-                call.attend()
-
-    def _put_aside(self, call: RpcFuture[Any]) -> bool:
-        """Leave a call to a thread that reads the replies of its rank, if there is one."""
+    def _unread(self, calls: list[RpcFuture[Any] | None]) -> list[RpcFuture[Any]]:
+        """Return those that have not ended, and whose replies no thread reads; put others aside."""
+        found = []
         with self._lock:
-            is_read = call.dst in self._readers.values()
-            if is_read:
-                self._aside.append(call)
-        return is_read
+            read = set(self._readers.values())
+            for rank in self._aside.keys() - read:
+                calls += self._aside.pop(rank)
+                self._most_aside.pop(rank, None)
+            for call in calls:
+                if call is None or call.done():
+                    continue
+                if call.dst in read:
+                    self._put_aside(call)
+                else:
+                    found.append(call)
+        return found
+
+    def _put_aside(self, call: RpcFuture[Any]) -> None:
+        aside = self._aside.setdefault(call.dst, [])
+        aside.append(call)
+        if len(aside) >= self._most_aside.get(call.dst, _FEW_ASIDE):
+            aside[:] = [each for each in aside if not each.done()]
+            self._most_aside[call.dst] = 2 * len(aside) + _FEW_ASIDE

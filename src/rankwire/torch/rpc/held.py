@@ -17,11 +17,18 @@ import queue
 import threading
 from collections import defaultdict
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rankwire.errors import RankwireError
+from rankwire.errors import (
+    DeadlineExceededError,
+    InvalidMessageError,
+    OverloadedError,
+    RankwireError,
+)
 from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.owned import ObjectId, OwnedObjects
 
 _log = logging.getLogger("rankwire")
@@ -32,6 +39,9 @@ _RELEASED, _PASSED_ON, _NOT_MADE = 0, 1, 2
 # What is told of one object: which of the three, its creator and number, and two more numbers.
 News = tuple[int, int, int, int, int]
 _STOP = -1
+
+_REFUSALS = (InvalidMessageError, OverloadedError)  # by the callee, of a call that has not begun
+_NOT_SENT = (OverloadedError, DeadlineExceededError)  # of a call that did not leave
 
 
 class HandleNews:
@@ -76,8 +86,26 @@ class HandleNews:
         """A handle is on its way to a third rank; or is not after all, with a count of -1."""
         self._queue.put((owner, (_PASSED_ON, id.creator, id.number, rank, count)))
 
-    def not_made(self, owner: int, id: ObjectId) -> None:
-        """The call that makes an object came to nothing before it began."""
+    def watch_making(self, owner: int, id: ObjectId, creation: Future[Any]) -> None:
+        """Tell the owner if the call that makes an object is refused before it begins.
+
+        Others may wait for that object there. If the call has begun, the owner knows what became of
+        it.
+        """
+        if isinstance(creation, RpcFuture):
+            creation.when_ended(partial(self._tell_if_refused, owner, id, [True]))
+        elif isinstance(creation.exception(), _NOT_SENT):
+            self._not_made(owner, id)
+
+    def _tell_if_refused(
+        self, owner: int, id: ObjectId, untold: list[bool], creation: RpcFuture[Any]
+    ) -> None:
+        if isinstance(creation.failure, _REFUSALS):
+            with suppress(IndexError):  # told before
+                untold.pop()
+                self._not_made(owner, id)
+
+    def _not_made(self, owner: int, id: ObjectId) -> None:
         self._queue.put((owner, (_NOT_MADE, id.creator, id.number, 0, 0)))
 
     def close(self) -> None:

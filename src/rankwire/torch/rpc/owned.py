@@ -200,7 +200,8 @@ class OwnedObjects:
             if not owned.is_expected:
                 return
             owned.is_expected = False
-            owned.held[id.creator] += 1
+            if id.creator not in self._lost:
+                owned.held[id.creator] += 1
             self._tidy(owned)
         owned.resolve(None, RuntimeError(_NEVER_MADE.format(id.creator)))
         self.tidy(owned)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -19,14 +18,10 @@ import torch
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     DeadlineExceededError,
-    InvalidMessageError,
-    OverloadedError,
     RankwireError,
 )
-from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.autograd import backward_of
 from rankwire.torch.rpc.constants import UNSET_RPC_TIMEOUT
-from rankwire.torch.rpc.held import HandleNews
 from rankwire.torch.rpc.object_server import (
     BACKWARD,
     CALL,
@@ -43,8 +38,6 @@ from rankwire.torch.rpc.torch_future import CallFuture
 from rankwire.torch.rpc.workers import WorkerInfo
 
 T = TypeVar("T")
-
-_REFUSALS = (InvalidMessageError, OverloadedError)  # of a call that has not begun
 
 
 class RRef(Generic[T]):
@@ -318,23 +311,10 @@ def _make(
         rref._is_counted = False
         raise
     rref._creation_limit = limit
-    if rank != session.me.id and isinstance(rref._creation, RpcFuture):
-        rref._creation.when_ended(partial(_tell_if_refused, session.news, rank, id, [True]))
+    if rank == session.me.id:
+        return rref
+    session.news.watch_making(rank, id, rref._creation)
     return rref
-
-
-def _tell_if_refused(
-    news: HandleNews, owner: int, id: ObjectId, untold: list[bool], creation: RpcFuture[Any]
-) -> None:
-    """Let the owner know that an object is not going to be made: others may wait for it there.
-
-    If the call had begun, the owner knows what became of it.
-    """
-    if not isinstance(creation.failure, _REFUSALS):
-        return
-    with suppress(IndexError):  # told before
-        untold.pop()
-        news.not_made(owner, id)
 
 
 class MethodProxy:

@@ -60,7 +60,10 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
             except Exception as error:  # it is told in the words of torch, below
                 error.__traceback__ = None
             finally:
-                attendant.end_reading()
+                try:
+                    attendant.end_reading()
+                finally:
+                    attendant.end_reading()  # an interrupt may have fallen into the first
             self._finish(self.call)
         try:
             return super(torch.futures.Future, self).wait()  # of which there is no frame
