@@ -452,11 +452,12 @@ def test_a_tensor_that_is_dropped_is_held_until_it_was_read(backend, count):
     run(3, each, backend=backend)
 
 
-def test_an_array_on_a_tensor_holds_the_tensor():
-    tensor = torch.ones(1000)
-    gone = weakref.ref(tensor)
+def test_an_array_on_a_tensor_holds_its_memory():
+    memory = np.ones(1000, np.float32)
+    tensor = torch.from_numpy(memory)
+    gone = weakref.ref(memory)
     view = operand(tensor).flat()[3:].view(np.uint8).data
-    del tensor
+    del tensor, memory
     assert gone() is not None
     assert np.frombuffer(view, np.float32).tolist() == [1.0] * 997
     del view
