@@ -85,8 +85,8 @@ def test_two_who_fell_asleep_over_each_other_wake_up_for_good(hands):
     assert looking > 300
 
 
-def test_data_that_comes_while_polling_restores_the_whole_budget():
-    spin = Spin(100e-6, REAL_TIME)
+def test_data_that_comes_while_polling_restores_the_whole_budget(hands):
+    spin = Spin(100e-6, hands)
     spin.wasted()
     near, far = socket.socketpair()
     with near, far:
