@@ -2,7 +2,9 @@
 
 Run with ``python -m benchmarks.torch_rpc``. Two forked ranks have both; every figure is measured on
 one and then on the other, ``ROUNDS`` times, and the best median of each counts: other work on the
-machine only ever adds. Renews the table in ``docs/from-torch-rpc.md``.
+machine only ever adds. Before each there is a pause: torch's threads go on polling for a while
+after a call, and what follows at once takes three times as long. Renews the table in
+``docs/from-torch-rpc.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ import rankwire.torch.rpc as ours
 from benchmarks.torch_backends import BEGIN, END, shown
 
 ROUNDS = 5
+PAUSE = 0.3  # seconds
 PAGE = Path(__file__).parents[1] / "docs" / "from-torch-rpc.md"
 KINDS = {"torch": stock, "rankwire": ours}
 AUTOGRAD = {"torch": torch.distributed.autograd, "rankwire": ours.autograd}
@@ -130,6 +133,7 @@ def measured() -> dict[str, dict[str, float]]:
         for _ in range(ROUNDS):
             for kind, known in of_kind.items():
                 run, count, calls = known[name]
+                sleep(PAUSE)
                 seconds = median(run, count) / calls
                 best.setdefault(name, {})
                 best[name][kind] = min(best[name].get(kind, seconds), seconds)
