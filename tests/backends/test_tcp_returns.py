@@ -77,7 +77,10 @@ class Job:
         )
 
     def lose(self, rank):
+        gone = ("gone", rank)
+        before = self.told.count(gone)
         self.ranks[rank].close(error=RuntimeError("it fell"))
+        eventually(lambda: self.told.count(gone) > before)  # there may be no other to hear of it
         for other in self.ranks:
             if other is not self.ranks[rank] and not other.closed:
                 eventually(lambda other=other: rank not in other.alive)
