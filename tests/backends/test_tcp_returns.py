@@ -313,7 +313,7 @@ def test_a_world_that_all_ranks_were_lost_to_is_kept_for_them(job):
     for rank in range(3):
         job.lose(rank)
     first = job.restart(0)
-    assert first.alive == (0,)
+    eventually(lambda: first.alive == (0,))
     job.restart(2)
     eventually(lambda: first.alive == (0, 2))
     job.restart(1)
