@@ -62,8 +62,9 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
             finally:
                 try:
                     attendant.end_reading()
-                finally:
-                    attendant.end_reading()  # an interrupt may have fallen into the first
+                except BaseException:
+                    attendant.end_reading()  # an interrupt has fallen into the first
+                    raise
             self._finish(self.call)
         try:
             return super(torch.futures.Future, self).wait()  # of which there is no frame
