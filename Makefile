@@ -10,6 +10,8 @@ N ?= 4
 WORKERS ?= 6
 # Of torch's own tests of RPC, run only every so many-th.
 EVERY_RPC ?= 1
+# CI runs a failed test once more, alone: RETRY='python3 tools/retry_failed.py'.
+RETRY ?=
 SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
 TORCH_TESTS := tests/codec/test_tensors.py tests/codec/test_torch_constants.py \
 	tests/backends/test_torch_arrays.py tests/test_what_can_i_send.py \
@@ -47,7 +49,7 @@ test: $(VENV)/ready  ## run the tests but the slow ones (under 4 minutes on 2 co
 	RANKWIRE_QUICK=1 $(SUITE) -m 'not slow'
 
 test-all: $(VENV)/ready  ## run all tests, as CI does
-	$(SUITE)
+	$(RETRY) $(SUITE)
 
 test-loaded: $(VENV)/ready  ## run what `make test` runs beside two busy loops: it must pass there too
 	@busy() { exec $(VENV)/bin/python -c 'while True: pass'; }; \
@@ -67,7 +69,7 @@ bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the ta
 	$(BENCH)/bin/python -m benchmarks.update_pages
 
 test-torch: $(BENCH)/ready  ## run the tests that need torch
-	$(BENCH)/bin/pytest $(TORCH_TESTS)
+	$(RETRY) $(BENCH)/bin/pytest $(TORCH_TESTS)
 
 test-torch-suites: $(BENCH)/ready  ## run torch's own tests of its backends and of RPC on rankwire (7 minutes)
 	$(BENCH)/bin/python tools/torch_suites.py
