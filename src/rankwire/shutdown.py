@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 from rankwire.errors import ChannelClosedError
+from rankwire.finalizing import finish
 
 _log = logging.getLogger("rankwire")
 
@@ -67,6 +68,7 @@ def _close_at_exit() -> None:
             leave(thing, error)
         except Exception as trouble:  # the others leave all the same
             _log.warning("something went wrong while leaving: %s", trouble)
+    finish()
 
 
 def _uncaught() -> BaseException | None:

@@ -1,8 +1,10 @@
 """The process group: what ``torch.distributed`` does on rankwire is what it does on Gloo."""
 
+import gc
 import os
 import signal
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -12,7 +14,9 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch_ranks import on_both, run_ranks  # noqa: E402
 
+from rankwire.errors import ChannelClosedError  # noqa: E402
 from rankwire.torch import monitored_barrier  # noqa: E402
+from rankwire.torch.group import RankwireGroup  # noqa: E402
 
 SIZES = [2, 3]
 REDUCTIONS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
@@ -300,6 +304,58 @@ def test_a_world_can_be_destroyed_and_made_again():
         return sums
 
     assert run_ranks(2, run) == [[2.0] * 3] * 2
+
+
+class Closable:
+    """Stands for the backend of a group; closing it takes locks that are in use all the time."""
+
+    rank, world_size, timeout, closed = 0, 2, 20.0, 0
+
+    def __init__(self, world):
+        self.world = world
+
+    def close(self):
+        self.world.abandon(12345, ChannelClosedError("this group is closed"))
+        Closable.closed += 1
+
+
+@contextmanager
+def dropping(make):
+    """Have every collection leave something new for the next, which comes at any allocation."""
+
+    class Cycle:
+        def __init__(self, content):
+            self.content, self.itself = content, self
+
+    def litter(phase, info):
+        if phase == "stop":
+            Cycle(make())
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(litter)
+    gc.set_threshold(1, 100, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(litter)
+
+
+def test_groups_are_dropped_by_the_collector_wherever_it_runs():
+    """Also inside of locks that closing a group takes."""
+
+    def run(rank):
+        world = dist.group.WORLD.ranks
+        with dropping(lambda: RankwireGroup(Closable(world), None)):
+            for _ in range(100):
+                tensor = torch.ones(3)
+                dist.all_reduce(tensor)
+                works = [dist.isend(tensor, 1 - rank), dist.irecv(torch.empty(3), 1 - rank)]
+                for work in works:
+                    work.wait()
+        return Closable.closed > 1000
+
+    assert run_ranks(2, run) == [True, True]
 
 
 def test_aborting_a_group_ends_what_waits_in_it_elsewhere():

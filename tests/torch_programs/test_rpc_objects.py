@@ -388,6 +388,32 @@ def test_an_object_whose_handle_is_dropped_at_once_is_let_go():
     on_first(check)
 
 
+def test_handles_are_dropped_by_the_collector_wherever_it_runs():
+    def check():
+        rrefs = [rpc.remote("worker1", Counter, args=(0,)) for _ in range(300)]
+        counter = rpc.remote("worker1", Counter, args=(0,))
+        collections = 0
+
+        def litter(phase, info):
+            nonlocal collections
+            collections += phase == "stop"
+            if phase == "stop" and rrefs and collections % 5 == 0:
+                cycle = [rrefs.pop()]
+                cycle.append(cycle)
+
+        gc.callbacks.append(litter)
+        gc.set_threshold(1, 100, 1000)
+        for number in range(100):
+            assert counter.rpc_sync().add() == number + 1
+        gc.callbacks.remove(litter)
+        gc.set_threshold(700, 10, 10)
+        assert not rrefs
+        del counter
+        nothing_is_owned("worker1")
+
+    on_first(check)
+
+
 def test_a_handle_that_could_not_be_sent_is_not_counted():
     def check():
         own, rref = rpc.RRef(1), rpc.remote("worker1", plus, args=(1, 0))

@@ -113,6 +113,7 @@ class SubBackend(Backend):
         self._lock = threading.Lock()
         self._ports: set[SubCallPort] = set()
         self._waiting: list[int] = []  # the group of each receive under way
+        self._has_closed = False
         self._joins = parent.joins
         self._incarnations = [parent.incarnation_of(member) for member in chosen]
         self._replaced: dict[int, PeerLostError] = {}  # ranks of this group that are others by now
@@ -385,6 +386,8 @@ class SubBackend(Backend):
         Receives and barriers that wait, also those of groups made of this one, and all later
         operations get ``ChannelClosedError``. A send that waits for room goes on.
         """
+        if self._has_closed:
+            return
         with self._lock:
             self._closed = True
             ports = list(self._ports)
@@ -397,6 +400,7 @@ class SubBackend(Backend):
         while self._waiting and not patience.expired:
             self.clock.sleep(0.001)  # one had not reached the parent yet, or sleeps
             self._abandon_waiting()
+        self._has_closed = True  # last: what an interrupt has left is done by the next close
 
     def _abandon_waiting(self) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from rankwire.rendezvous.join import Joining
 from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret
+from rankwire.shutdown import close_at_exit
 from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status, job_id
 from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap, unwrap_one
 from rankwire.wire.seals import Seals
@@ -90,8 +91,7 @@ class Formation:
         self._keys: dict[int, HiddenKey] = {}  # with every other rank
         self._job = job_id(self.job)
         self._agreed_secret = b""
-        # Removed by close(), and by the interpreter's end if nobody closes.
-        self._files: list[weakref.finalize[..., Formation]] = []
+        self._files: list[Callable[[], None]] = []  # each removes one
         # Until the acceptor has them; that for TCP comes first.
         self._listeners = [] if listener is None else [listener]
         self._member: Member | None = None
@@ -99,6 +99,7 @@ class Formation:
         self._coordinator: Coordinator | None = None
         self._membership: Membership | None = None
         guard(self)
+        close_at_exit(self, Formation._remove_files)
 
     # -- forming -----------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class Formation:
         if self.secret is None:
             agreed = AgreedSecret(self.address.port)
             self._agreed_secret = agreed.publish()
-            self._files.append(weakref.finalize(self, agreed.remove, self._agreed_secret))
+            self._files.append(partial(agreed.remove, self._agreed_secret))
         secret = self.secret or self._agreed_secret
         if isinstance(secret, RankKey):
             raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
@@ -214,7 +215,7 @@ class Formation:
             sweep_socket_files()
             unix_path = new_socket_path()
             self._listeners.append(listen_unix(unix_path))
-            self._files.append(weakref.finalize(self, _remove_file, unix_path))
+            self._files.append(partial(_remove_file, unix_path))
         self._member = Member(
             self.owner.rank,
             os.getpid(),
@@ -269,8 +270,7 @@ class Formation:
 
     def forsake(self) -> None:
         """Leave the files to the parent, in a forked child."""
-        for remove in self._files:
-            remove.detach()
+        self._files.clear()
         for listener in self._listeners:
             listener.close()
 
@@ -290,11 +290,14 @@ class Formation:
             if fallen is not None and self._membership.has_ended:
                 # Nobody can be told. A file that is gone would say that this rank left in good
                 # order; as that of a killed one, it is swept by the next world.
-                for remove in self._files:
-                    remove.detach()
+                self._files.clear()
             self._membership.leave(fallen)
         for listener in self._listeners:
             listener.close()
+        self._remove_files()
+
+    def _remove_files(self, error: BaseException | None = None) -> None:
+        """Remove the files of this rank: when it closes, or else when the interpreter ends."""
         for remove in self._files:
             remove()
 

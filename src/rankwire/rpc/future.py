@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from rankwire.backends.calls import CallPort
 from rankwire.conditions import SafeCondition
 from rankwire.deadline import Deadline
+from rankwire.finalizing import hand_over
 from rankwire.links.reply import Reply
 from rankwire.rpc.call import Call, serving
 from rankwire.showing import ShowsPublic
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rankwire.rpc.caller import Caller
 
 _log = logging.getLogger("rankwire")
+_UNHEARD = "a call failed, and nobody has asked for its result: %s"
 
 R = TypeVar("R")
 OnEnd: TypeAlias = "Callable[[RpcFuture[Any]], None]"
@@ -48,8 +49,8 @@ class Unheard:
         self.error: BaseException | None = error
 
     def __del__(self) -> None:
-        if self.error is not None and not sys.is_finalizing():
-            _log.error("a call failed, and nobody has asked for its result: %s", self.error)
+        if self.error is not None:
+            hand_over(_log.error, _UNHEARD, self.error)
 
 
 class RpcFuture(ShowsPublic, Future[R]):

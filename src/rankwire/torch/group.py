@@ -29,6 +29,7 @@ from rankwire.backends.sub import SubBackend
 from rankwire.codec.tensor_memory import bytes_of
 from rankwire.collectives.operands import operand
 from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.finalizing import hand_over
 from rankwire.torch.barriers import meet_monitored
 from rankwire.torch.devices import Devices, plain
 from rankwire.torch.forming import form_world
@@ -107,7 +108,8 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._name = ""
         self._description = "undefined"
-        weakref.finalize(self, ranks.close)
+        # Not at exit: the backend leaves by itself then, and knows by which error.
+        weakref.finalize(self, hand_over, ranks.close).atexit = False
 
     # -- who it is ---------------------------------------------------------------------------------
 

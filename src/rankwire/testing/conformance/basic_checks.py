@@ -16,9 +16,11 @@ from rankwire.errors import (
     InvalidRankError,
     InvalidWorldSizeError,
     MessageTooLargeError,
+    RankwireError,
     SelfSendError,
     SizeMismatchError,
 )
+from rankwire.rpc.agent import RpcAgent
 from rankwire.testing.conformance.tools import SIZES, expect, run_in_worlds
 from rankwire.testing.ranks import in_parallel
 from rankwire.testing.worlds import MakeWorld
@@ -288,6 +290,19 @@ def close_wakes_whoever_waits(make_world: MakeWorld) -> None:
         in_parallel(actions, timeout=10)
         expect(ChannelClosedError, lambda: first.send(b"x", 1))
         expect(ChannelClosedError, lambda: first.recv(1))
+
+
+def closing_again_does_nothing(make_world: MakeWorld) -> None:
+    with make_world(2) as (first, second):
+        agent = RpcAgent(first)
+        for _ in range(2):
+            agent.close()
+        first.close()
+        first.close(error=ValueError("the second time"))  # the first has told how it leaves
+        assert first.closed
+        assert not second.closed
+        error = expect(RankwireError, lambda: second.recv(0, timeout=0.2))
+        assert "the second time" not in str(error)
 
 
 def _eventually(receive: Callable[[], bytearray]) -> bytearray:
