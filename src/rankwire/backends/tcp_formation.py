@@ -151,7 +151,7 @@ class Formation:
         if self.secret is None:
             agreed = AgreedSecret(self.address.port)
             self._agreed_secret = agreed.publish()
-            self._files.append(partial(agreed.remove, self._agreed_secret))
+            self._files.append(lambda: agreed.remove(self._agreed_secret))
         secret = self.secret or self._agreed_secret
         if isinstance(secret, RankKey):
             raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
