@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -176,12 +177,26 @@ class Option(enum.IntFlag):
     ONE = 1
 
 
-def test_a_flag_of_thousands_of_bits_is_refused():
-    """Python would look at all of them for each of them."""
+class Wide(enum.IntFlag):
+    LOW = 1
+    HIGH = 1 << 200
+
+
+def test_combined_flags_of_more_than_64_bits_are_refused():
+    """Their class keeps all of them in one dict, and a sender could choose values of one hash."""
     carried = EnumClass("Option", Option)
-    assert carried.member_of(1 << 200 | 1) == 1 << 200 | 1
-    with pytest.raises(InvalidMessageError, match="no such member"):
-        carried.member_of(1 << 30_000)
+    assert carried.member_of(1 << 63 | 1) == 1 << 63 | 1
+    for value in (1 << 64, 1 << 30_000, sys.hash_info.modulus * 9):
+        with pytest.raises(InvalidMessageError, match="no such member"):
+            carried.member_of(value)
+    assert carried.cls._value2member_map_.keys() == {1, 1 << 63 | 1}
+
+
+def test_a_named_flag_travels_whatever_its_width_and_the_sender_learns_of_others():
+    carried = EnumClass("Wide", Wide)
+    assert carried.member_of(carried.key_of(Wide.HIGH)) is Wide.HIGH
+    with pytest.raises(UnsupportedTypeError, match=r"at most 64 bits: send value\.value"):
+        Codec([Wide]).encode(Wide.HIGH | Wide.LOW)
 
 
 # -- namedtuples -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 import struct
 import sys
 import tracemalloc
+from collections import Counter, OrderedDict, deque
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -110,6 +111,10 @@ class Named:
     content: Any = dataclasses.field(hash=False)
 
 
+def parts_of_named(value: Any) -> list[Any] | None:
+    return [value.name, value.content] if type(value) is Named else None
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nested_keys_that_multiply_their_collisions_are_refused(depth):
     count = {1: 64, 2: 30, 3: 8}[depth]
@@ -123,16 +128,37 @@ def test_what_the_fields_of_a_key_hold_is_counted():
     keys = [Named("one", {7 + PRIME * i: n for i in range(100)}) for n in range(100)]
     KeyCheck(1025, lambda _: None).check(keys)
     with pytest.raises(InvalidMessageError, match="too long to compare"):
-        KeyCheck(1025, lambda key: [key.name, key.content]).check(keys)
+        KeyCheck(1025, parts_of_named).check(keys)
 
 
-def test_a_wide_number_counts_as_many_steps_as_it_has_parts():
-    top = 1 << 8 * 65_536 - 9
-    keys = [(top + PRIME * n,) for n in range(100)]
-    assert len(set(map(hash, keys))) == 1
+def test_a_wide_number_counts_as_the_square_of_its_width():
+    """As much as it takes to convert it to decimal digits."""
+    for nbytes, is_refused in ((64, False), (1024, False), (8192, True), (65_535, True)):
+        wide = 1 << 8 * nbytes - 9
+        keys = [(wide + PRIME * n,) for n in range(2)]
+        assert len(set(map(hash, keys))) == 1
+        check = KeyCheck(sum(key[0].bit_length() // 8 for key in keys), lambda _: None)
+        if is_refused:
+            with pytest.raises(InvalidMessageError, match="too long to compare"):
+                check.check(keys)
+        else:
+            check.check(keys)
+
+
+def test_wide_ints_by_themselves_are_compared_quickly_and_pass():
+    check_keys([2**exponent - 1 for exponent in range(61, 61 * 128, 61)])
+    check_keys([*[(1 << 500_000) + PRIME * n for n in range(100)], 0.5, "text", 1j])
+
+
+@pytest.mark.parametrize(
+    "contain", [list, deque, dict.fromkeys, OrderedDict.fromkeys, Counter, set, slice]
+)
+def test_what_the_fields_of_a_key_hold_is_counted_whatever_holds_it(contain):
+    """Fields that are not hashed are compared all the same."""
+    wide = [1 << 300_000, Decimal(5), Fraction(1, 3)]
+    held = slice(*wide) if contain is slice else contain(wide)
     with pytest.raises(InvalidMessageError, match="too long to compare"):
-        KeyCheck(1025, lambda _: None).check(keys)
-    KeyCheck(100 * 65_536, lambda _: None).check(keys)
+        KeyCheck(70_000, parts_of_named).check([Named("one", held), Named("one", [held])])
 
 
 def test_what_a_tuple_of_another_class_holds_is_counted():

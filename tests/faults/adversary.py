@@ -127,7 +127,7 @@ class Adversary:
 
     def _of_one_hash(self, count: int) -> list[Item]:
         """Return different keys that are not containers, all with one hash."""
-        kind = self._chance.randrange(6)
+        kind = self._chance.randrange(7)
         if kind == 0:
             return [_number(n) for n in range(count)]
         if kind == 1:  # -1 and -2 have one hash, so do tuples of them
@@ -145,6 +145,11 @@ class Adversary:
             return [Ext(_DECIMAL, b"%d" % (7 + PRIME * n)) for n in range(count)]
         if kind == 4:
             return [_fraction(7 + PRIME * n, 1) for n in range(count)]
+        if kind == 5:  # to compare it with the others, Python converts the first to digits
+            top = 1 << 8 * self._chance.choice([100, 4000, 65_535]) - 2
+            wide = top + (7 - top) % PRIME
+            others = [Ext(_DECIMAL, b"%d" % (7 + PRIME * n)) for n in range(1, count)]
+            return [Ext(_INT, wide.to_bytes(wide.bit_length() // 8 + 1, "little")), *others]
         return [
             Ext(_NUMPY_SCALAR, _pack(["<i8", _number(n).to_bytes(8, "little")])) for n in range(4)
         ]

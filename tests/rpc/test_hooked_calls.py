@@ -1,5 +1,6 @@
 """Values with codec hooks in calls: who is told what, and what is undone when nothing is sent."""
 
+import asyncio
 import concurrent.futures
 import threading
 
@@ -29,6 +30,21 @@ class Handle:
         self.key = key
 
 
+class Speechless(BaseException):
+    def __str__(self):
+        raise ValueError(self)
+
+
+# What would end a thread, or has no text.
+FATAL = {
+    "exit": SystemExit(3),
+    "generator": GeneratorExit(),
+    "cancelled": asyncio.CancelledError(),
+    "speechless": Speechless(),
+    "wide": KeyError(1 << 16_000),
+}
+
+
 class Desk:
     """A codec that counts the handles which it has sent, by the rank that has them."""
 
@@ -49,6 +65,8 @@ class Desk:
             raise ValueError("no such handle")
         if key == "worse":
             raise InvalidMessageError("handles are closed today")
+        if key in FATAL:
+            raise FATAL[key]
         self.came_from.append(receiving.peer)
         return Handle(key)
 
@@ -121,6 +139,33 @@ def test_a_build_that_fails_in_a_reply_is_an_error_of_the_caller(pair):
     with pytest.raises(InvalidMessageError, match="no such handle"):
         caller.rpc_async(1, "make", "bad", timeout=10).result()
     assert caller.rpc_sync(1, "make", "good").key == "good"
+
+
+@pytest.mark.parametrize("key", FATAL)
+def test_calls_and_replies_that_cannot_be_read_do_not_lose_those_beside_them(key):
+    with tcp_world(3) as world:
+        agents = [RpcAgent(backend, codec=Desk().codec) for backend in world]
+        callee, caller, bystander = agents
+        callee.register("keep", lambda handle: None)
+        callee.register("make", Handle)
+        callee.register("echo", lambda value: value)
+        began = threading.Event()
+
+        def interfere():
+            began.set()
+            calls = [caller.rpc_async(0, "keep", Handle(key), timeout=30) for _ in range(50)]
+            calls += [caller.rpc_async(0, "make", key, timeout=30) for _ in range(50)]
+            return [type(call.exception()) for call in calls]
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            refused = pool.submit(interfere)
+            began.wait()
+            honest = [bystander.rpc_async(0, "echo", n, timeout=30) for n in range(300)]
+            honest += [caller.rpc_async(0, "echo", n, timeout=30) for n in range(300)]
+            assert [call.result() for call in honest] == [*range(300)] * 2
+            assert refused.result() == [InvalidMessageError] * 100
+        for agent in agents:
+            agent.close(grace=0.5)
 
 
 def test_arguments_that_cannot_be_sent_undo_those_that_could(pair):

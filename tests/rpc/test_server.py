@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from rankwire import RpcAgent, SimulatedBackend
+from rankwire import Codec, RpcAgent, SimulatedBackend
 from rankwire.backends.calls import OWN, IncomingCall
 from rankwire.errors import (
     ChannelClosedError,
@@ -51,6 +51,32 @@ def test_a_malformed_request_is_answered(agents):
             decode_reply(agents[0].codec, send_raw(agents[0], garbage), 1, 5.0)
     agents[1].register("fine", lambda: 1)
     assert agents[0].rpc_sync(1, "fine") == 1
+
+
+class Failing(Codec):
+    """Breaks the contract of ``decode``."""
+
+    def decode(self, payload, *args, **kwargs):
+        if b"unlucky" in payload:
+            raise LookupError("a defect")
+        return super().decode(payload, *args, **kwargs)
+
+
+def test_a_defect_in_accepting_a_call_is_answered_and_the_others_are_served(caplog):
+    with tcp_world(2) as world:
+        caller, callee = RpcAgent(world[0]), RpcAgent(world[1], codec=Failing())
+        callee.register("echo", lambda value: value)
+        values = ["lucky" if n % 3 else "unlucky" for n in range(300)]
+        calls = [caller.rpc_async(1, "echo", value, timeout=30) for value in values]
+        for value, call in zip(values, calls, strict=True):
+            if value == "lucky":
+                assert call.result() == value
+            else:
+                with pytest.raises(RemoteError, match="a defect"):
+                    call.result()
+        for agent in (caller, callee):
+            agent.close(grace=0.5)
+    assert "could not be accepted" in caplog.text
 
 
 def test_a_reply_of_an_unknown_id_is_dropped(agents):

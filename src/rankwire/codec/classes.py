@@ -22,8 +22,9 @@ from rankwire.errors import ConfigurationError, InvalidMessageError
 # An instance of a subclass of these holds more than its fields, and that part would be lost.
 _BUILTINS = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
-# Python looks at the bits of an unknown flag one by one, each time at all of them.
-_MAX_FLAG_BITS = 256
+# A flag class keeps every combination of flags that it was asked for in a dict, by its value. With
+# more bits a sender could choose many values of one hash.
+_MAX_FLAG_BITS = 64
 
 
 class EnumClass:
@@ -36,19 +37,37 @@ class EnumClass:
         self.name = name
         self.cls = cls
         self._is_flag = issubclass(cls, Flag)
+        if self._is_flag:
+            self._named = frozenset(member.value for member in cls.__members__.values())
 
     def key_of(self, member: Enum) -> Any:
-        """Return what stands for a member on the wire."""
-        return member.value if self._is_flag else member.name
+        """Return what stands for a member on the wire.
+
+        Raises:
+            ValueError: Flags are combined that are not carried; with advice.
+        """
+        if not self._is_flag:
+            return member.name
+        if not self._carries(member.value):
+            raise ValueError(
+                f"Combined flags have at most {_MAX_FLAG_BITS} bits: send value.value."
+            )
+        return member.value
 
     def member_of(self, key: Any) -> Enum:
         """Return the member that a received key stands for."""
         try:
-            if self._is_flag and type(key) is int and key.bit_length() <= _MAX_FLAG_BITS:
+            if not self._is_flag:
+                return self.cls.__members__[key]
+            if type(key) is int and self._carries(key):
                 return self.cls(key)
-            return self.cls.__members__[key]
         except Exception as error:
             raise InvalidMessageError(f"enum {self.name!r} has no such member") from error
+        raise InvalidMessageError(f"enum {self.name!r} has no such member")
+
+    def _carries(self, value: int) -> bool:
+        """Tell whether a flag's value is that of a member, or of a combination that is carried."""
+        return value in self._named or value.bit_length() <= _MAX_FLAG_BITS
 
 
 class RecordClass:

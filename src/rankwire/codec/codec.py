@@ -37,7 +37,7 @@ from rankwire.errors import (
     MessageTooLargeError,
     UnsupportedTypeError,
 )
-from rankwire.texts import one_line
+from rankwire.texts import one_line, text_of, type_name
 
 T = TypeVar("T")
 Buffers: TypeAlias = list[Buffer]
@@ -299,12 +299,13 @@ class Codec:
             value = reader.read(memoryview(payload)[4:head_end])
             if reader.position == len(payload):
                 return value
-        except InvalidMessageError:
+        except (InvalidMessageError, KeyboardInterrupt):
             raise
-        # The one border: whatever msgspec, numpy, a constructor or a hash function has to say.
-        except Exception as error:
+        # The one border: whatever msgspec, numpy, a constructor, a hook or a hash function raises.
+        # It must not end the thread that reads, so only an interrupt (Ctrl-C) passes.
+        except BaseException as error:
             raise InvalidMessageError(
-                one_line(f"the payload does not decode: {type(error).__name__}: {error}")
+                one_line(f"the payload does not decode: {type_name(error)}: {text_of(error)}")
             ) from error
         raise InvalidMessageError(
             f"the payload has {len(payload)} bytes, its head describes {reader.position}"

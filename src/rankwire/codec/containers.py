@@ -50,6 +50,8 @@ def _factory_of(value: defaultdict[Any, Any]) -> tuple[str | None]:
 
 
 def _build_default_dict(pairs: dict[Any, Any], name: Any) -> defaultdict[Any, Any]:
+    if name is not None and (type(name) is not str or name not in _FACTORIES):
+        raise ValueError("a default dict of an unknown factory")
     return defaultdict(None if name is None else _FACTORIES[name], pairs)
 
 

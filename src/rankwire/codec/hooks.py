@@ -116,12 +116,12 @@ class HookedClass:
         """
         try:
             return self.build_hook(state, receiving)
-        except InvalidMessageError:
+        except (InvalidMessageError, KeyboardInterrupt):
             raise
         except RankwireError as error:
             raise InvalidMessageError(error.message) from error
         # SystemExit too: a message must not end the thread that reads it.
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise InvalidMessageError(
                 one_line(f"building {self.name!r} raised {type_name(error)}: {text_of(error)}")
             ) from error

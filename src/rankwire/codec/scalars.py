@@ -206,3 +206,5 @@ _CARRIED: dict[int, tuple[type, Callable[[Any], bytes], Callable[[memoryview], A
 PACKERS = {kind: (code, pack) for code, (kind, pack, _) in _CARRIED.items()}
 PACKERS.update(dict.fromkeys(_PATHS, PACKERS.pop(PurePath)))
 UNPACKERS = {code: unpack for code, (_, _, unpack) in _CARRIED.items()}
+# The codes of those that may take long to compare with a number of another type (``limits``).
+COSTLY_KEYS = frozenset(PACKERS[kind][0] for kind in (int, Decimal, Fraction))

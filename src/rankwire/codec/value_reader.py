@@ -97,6 +97,8 @@ class Reader:
         if code in _LIFT:
             return _LIFT[code](self, body)
         if code in scalars.UNPACKERS:
+            if code in scalars.COSTLY_KEYS:
+                self._refuse_odd_keys()
             return scalars.UNPACKERS[code](body)
         raise InvalidMessageError(f"there is no extension {code}")
 
@@ -143,7 +145,7 @@ class Reader:
         return containers.build_deque(items, longest)
 
     def _slice(self, body: memoryview) -> slice:
-        self._refuse_odd_keys()  # it may be hashed, and takes long to compare
+        self._refuse_odd_keys()  # Python 3.12 hashes slices
         return containers.build_slice(self._level(body))
 
     def _pairs(self, keys: Any, values: Any) -> dict[Any, Any]:
@@ -155,8 +157,8 @@ class Reader:
     def _refuse_odd_keys(self) -> None:
         """Refuse native maps with extensions as keys in all that is being decoded.
 
-        No writer makes them. msgspec would compare them without asking, and a frozenset or a
-        record takes long to compare.
+        No writer makes them. msgspec would compare them without asking, and what calls this takes
+        long to compare.
         """
         while self._open:
             limits.refuse_extensions_as_keys(self._open.pop())
@@ -203,6 +205,7 @@ class Reader:
         return arrays.view_array(head, self._payload, self._take(head.nbytes))
 
     def _numpy_scalar(self, body: memoryview) -> np.generic:
+        self._refuse_odd_keys()
         return arrays.scalar_of(self._list(body))
 
     def _tensor(self, body: memoryview) -> Any:
@@ -244,9 +247,11 @@ class Reader:
         return self._registered(HookedClass, name).build(state, BuildContext(self._peer))
 
     def _registered(self, kind: type[Carried], name: Any) -> Carried:
+        if type(name) is not str:
+            raise InvalidMessageError("the name of a class is not a string")
         carried = self._classes.of_name(name)
         if not isinstance(carried, kind):
-            raise InvalidMessageError(f"no class is registered here as {str(name)[:80]!r}")
+            raise InvalidMessageError(f"no class is registered here as {name[:80]!r}")
         return carried
 
 

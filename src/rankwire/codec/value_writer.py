@@ -236,8 +236,12 @@ class Writer:
         self._put_beside(data)
         return Ext(code, body)
 
-    def _enum(self, carried: EnumClass, value: Any) -> Ext:
-        return Ext(Code.ENUM, _pack([carried.name, self.lower(carried.key_of(value))]))
+    def _enum(self, carried: EnumClass, value: Any) -> Any:
+        try:
+            key = carried.key_of(value)
+        except ValueError as error:
+            return self._unsupported(value, str(error), error)
+        return Ext(Code.ENUM, _pack([carried.name, self.lower(key)]))
 
     def _record(self, carried: RecordClass, value: Any) -> Any:
         try:

@@ -125,7 +125,13 @@ class Server:
         jobs: list[Job] = []
         for event in self._port.poll():
             if event.__class__ is IncomingCall:
-                job = self._accept(event)
+                try:
+                    job = self._accept(event)
+                except Exception as error:  # a defect must not lose the other calls of this poll
+                    _log.exception("a call from rank %d could not be accepted", event.src)
+                    self._free_room(event)
+                    self.answers.send_at_once(event, self.answers.error(error))
+                    continue
                 if job is not None:
                     jobs.append(job)
             elif isinstance(event, CallCancelled):
