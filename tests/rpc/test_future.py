@@ -3,10 +3,12 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import inspect
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -58,6 +60,28 @@ def test_all_who_stand_for_a_future_are_told_of_its_end(agents):
     assert told == [(0, None), (1, None), (2, None)]
     future.when_ended(lambda ended: told.append("at once"))
     assert told[3:] == ["at once"]
+
+
+def test_what_stands_for_a_future_is_freed_with_it_without_the_collector(agents):
+    class Standing:
+        def __init__(self, future):
+            self.future = future
+            future.when_ended(self.end)
+
+        def end(self, future):
+            pass
+
+    gc.disable()
+    try:
+        early = Standing(agents[0].rpc_async(1, "wait"))
+        agents[0].go_on.set()
+        assert early.future.result(10) is True
+        late = Standing(early.future)
+        gone = [weakref.ref(early), weakref.ref(late)]
+        del early, late
+        eventually(lambda: not any(one() for one in gone))  # another thread may be telling them
+    finally:
+        gc.enable()
 
 
 def test_a_reply_is_decoded_once_whoever_reads_it(agents):

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rankwire.backends.calls import CallPort
@@ -193,11 +194,17 @@ class RpcFuture(ShowsPublic, Future[R]):
         """
         self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
-            on_end(self)
+            self._tell(on_end)
 
     def _tell_end(self) -> None:
         for on_end in list(self._on_end):
-            on_end(self)
+            self._tell(on_end)
+
+    def _tell(self, on_end: OnEnd) -> None:
+        on_end(self)
+        # What stands for this future refers to it: without this, only the collector frees both.
+        with suppress(ValueError):  # another thread has told it too
+            self.__dict__["_on_end"].remove(on_end)
 
     @property
     def failure(self) -> BaseException | None:
