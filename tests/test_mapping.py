@@ -63,6 +63,7 @@ SHOWN_IN = {
     "torch/rpc/owned": "torch_programs/test_rpc_objects.py",
     "torch/rpc/rref": "torch_programs/test_rpc_objects.py",
     "torch/rpc/rref_travel": "torch_programs/test_rpc_objects.py",
+    "torch/rpc/verbs": "torch_programs/test_rpc_verbs.py",
     "torch/rpc/exposing": "torch_programs/test_rpc_naming.py",
     "torch/rpc/methods": "torch_programs/test_rpc_naming.py",
     "torch/rpc/naming": "torch_programs/test_rpc_naming.py",

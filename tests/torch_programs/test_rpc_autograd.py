@@ -460,7 +460,7 @@ def test_a_malformed_call_is_refused(state):
 
 def test_a_call_after_the_end_of_its_context_runs_without_one():
     contexts = Contexts(0)
-    context = contexts.meet(1 << COUNTER_BITS)
+    context = contexts.meet(1 << COUNTER_BITS, 1)
     assert contexts.end(context.id) is context
     tracking = Tracking(contexts, lambda name, args, kwargs: CONTEXT.get())
     call = tracking._build_call([context.id, "name", [], {}, Incoming(1, 0)], BuildContext(1))

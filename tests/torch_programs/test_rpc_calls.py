@@ -24,9 +24,9 @@ from rankwire.errors import (  # noqa: E402
 )
 from rankwire.torch.rpc import constants, workers  # noqa: E402
 from rankwire.torch.rpc.attendant import Attendant  # noqa: E402
-from rankwire.torch.rpc.object_server import MAKE  # noqa: E402
 from rankwire.torch.rpc.options import construct_rpc_backend_options  # noqa: E402
-from rankwire.torch.rpc.session import APPLY, current  # noqa: E402
+from rankwire.torch.rpc.session import current  # noqa: E402
+from rankwire.torch.rpc.verbs import APPLY, MAKE  # noqa: E402
 from worlds import eventually  # noqa: E402
 
 ALLOW = [__name__]
@@ -641,7 +641,7 @@ def test_what_may_be_an_argument_is_not_called_for_that():
             agent = current().agent
             for name, args in (
                 (APPLY, (torch.Tensor, [9], {})),
-                (MAKE, (0, 10**6, torch.Tensor, 9)),
+                (MAKE, (0, 10**6, 0, torch.Tensor, 9)),
             ):
                 with pytest.raises(RemoteError, match="did not come as a name"):
                     agent.rpc_sync(1, name, *args, timeout=5)

@@ -14,10 +14,16 @@ torch = pytest.importorskip("torch")
 from rpc_ranks import run_workers, worker  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
-from rankwire.errors import InvalidMessageError, PeerLostError  # noqa: E402
+from rankwire.errors import InvalidMessageError, OverloadedError, PeerLostError  # noqa: E402
 from rankwire.torch.rpc.agent_view import current_agent, rref_debug_info  # noqa: E402
 from rankwire.torch.rpc.held import take_news  # noqa: E402
-from rankwire.torch.rpc.owned import ObjectId, OwnedObject, OwnedObjects  # noqa: E402
+from rankwire.torch.rpc.owned import (  # noqa: E402
+    MOST_EXPECTED,
+    ObjectId,
+    OwnedObject,
+    OwnedObjects,
+)
+from rankwire.torch.rpc.session import current  # noqa: E402
 from worlds import eventually  # noqa: E402
 
 ALLOW = [__name__]
@@ -454,6 +460,27 @@ def test_a_killed_user_leaves_nothing_behind():
     run_workers(3, check, allow=ALLOW, killed=[2])
 
 
+def test_an_object_that_was_offered_to_a_killed_worker_is_let_go():
+    def check(rank):
+        if rank == 2:
+            time.sleep(60)
+        if rank == 0:
+            own, rref = rpc.RRef(Counter()), rpc.remote("worker1", Counter)
+            rpc.rpc_sync("worker1", keep, args=(own,))
+            os.kill(rpc.rpc_sync("worker2", process), signal.SIGKILL)
+            eventually(lambda: 2 not in current().backend.alive)
+            for handle in (own, rref):
+                with pytest.raises(RuntimeError, match="worker2"):
+                    rpc.rpc_sync("worker2", keep, args=(handle,))
+            del own, rref, handle
+            rpc.rpc_sync("worker1", let_go)
+            nothing_is_owned("worker0", "worker1")
+        rpc._barrier(["worker0", "worker1"])
+        rpc.shutdown(graceful=False)
+
+    run_workers(3, check, allow=ALLOW, killed=[2])
+
+
 def test_a_killed_owner_is_named_at_once():
     def check(rank):
         if rank == 1:
@@ -476,81 +503,116 @@ def test_a_killed_owner_is_named_at_once():
 # -- counting, without ranks -----------------------------------------------------------------------
 
 
+KEY = 7
+
+
 def objects():
     return OwnedObjects(0)
 
 
-def made(owned, creator=1, number=1):
-    thing = owned.expect(ObjectId(creator, number))
+def made(owned, number=1):
+    """Return an object that rank 1 has made, and has a handle of."""
+    thing = owned.begin(ObjectId(1, number, KEY))
     thing.resolve("thing")
     return thing
 
 
 def test_what_is_told_in_another_order_than_it_was_done_comes_out_right():
     owned = objects()
-    id = ObjectId(1, 1)
-    owned.release(id, 1, 1)  # the creator has let go before its call has come
-    thing = owned.expect(id)
-    owned.give(thing, 1)
-    thing.resolve("thing")
-    owned.tidy(thing)
+    id = ObjectId(1, 1, KEY)
+    owned.release(id, 1, giver=0)  # the creator has let go before its call has come
+    made(owned)
+    owned.tidy(owned.expect(id, 1))
     assert owned.count() == (0, 0)
 
     thing = made(owned, number=2)
-    owned.give(thing, 1)
-    owned.release(thing.id, 2, 1)  # a third rank has let go before it is told that it has got one
+    owned.release(thing.id, 2, giver=1)  # before the owner is told that rank 2 has got one
     assert owned.count()[0] == 1
-    owned.pass_on(thing.id, 2, 1)
-    owned.release(thing.id, 1, 1)
+    owned.pass_on(thing.id, 1, 2, 1)
+    owned.release(thing.id, 1, giver=0)
     assert owned.count() == (0, 0)
 
     thing = made(owned, number=3)
-    owned.give(thing, 1)
-    owned.release(thing.id, 1, 1, sent_back=1)  # what it has sent back is still on its way
+    owned.release(thing.id, 1, giver=0, sent_back=1)  # what it has sent back is still on its way
     assert owned.count()[0] == 1
     assert owned.came_back(thing.id, 1) is thing
+    assert owned.count() == (0, 0)
+
+    id = ObjectId(1, 4, KEY)
+    owned.release(id, 2, giver=1)  # a third rank, before all else
+    owned.pass_on(id, 1, 2, 1)
+    thing = made(owned, number=4)
+    owned.release(id, 1, giver=0)
     assert owned.count() == (0, 0)
 
 
 def test_an_object_that_is_not_made_fails_for_all_who_wait_and_is_forgotten_with_its_handle():
     owned = objects()
-    waiter = owned.expect(ObjectId(1, 9)).when_ready()
-    owned.not_made(ObjectId(1, 9))
+    id, other = ObjectId(1, 9, KEY), ObjectId(1, 10, KEY)
+    waiter = owned.expect(id, 2).when_ready()
+    owned.not_made(id)
     assert "never made" in str(waiter.exception(0))
-    assert "never made" in str(owned.expect(ObjectId(1, 9)).error)  # who comes later
-    owned.not_made(ObjectId(1, 9))
-    owned.release(ObjectId(1, 9), 1, 1)
+    assert "never made" in str(owned.expect(id, 2).error)  # who comes later
+    owned.not_made(id)
+    owned.release(id, 1, giver=0)
     assert owned.count() == (0, 0)
-    owned.release(ObjectId(1, 10), 1, 1)  # before it is known
-    owned.not_made(ObjectId(1, 10))
+    owned.release(other, 1, giver=0)  # before it is known
+    owned.not_made(other)
     assert owned.count() == (0, 0)
     thing = made(owned)
-    owned.give(thing, 1)
     owned.not_made(thing.id)  # it was made, whatever its creator says
     assert thing.error is None
     owned.lose(1, PeerLostError(1, "killed"))
-    owned.not_made(ObjectId(1, 11))
+    owned.not_made(ObjectId(1, 11, KEY))
     assert owned.count() == (0, 0)
 
 
 def test_a_lost_rank_lets_go_and_what_it_was_going_to_make_fails():
     owned = objects()
     thing = made(owned)
-    owned.give(thing, 1)
     owned.give(thing, 2)
-    unmade = owned.expect(ObjectId(1, 9))
-    waiter = unmade.when_ready()
+    unmade = ObjectId(1, 9, KEY)
+    waiter = owned.expect(unmade, 2).when_ready()
+    owned.pass_on(unmade, 1, 2, 1)
     owned.lose(1, PeerLostError(1, "killed"))
     assert owned.count() == (1, 1)
     assert isinstance(waiter.exception(0), PeerLostError)
-    owned.give(thing, 1)  # too late
-    owned.release(thing.id, 2, 1)
+    assert isinstance(owned.expect(unmade, 2).error, PeerLostError)
+    assert isinstance(owned.came_back(unmade, 2).error, PeerLostError)
+    owned.release(unmade, 2, giver=1)
+    owned.release(thing.id, 2, giver=0)
+    assert owned.count() == (0, 0)
+
+
+def test_an_object_that_is_offered_to_a_lost_rank_is_let_go_with_its_other_handles():
+    owned = objects()
+    thing = made(owned)
+    owned.lose(2, PeerLostError(2, "killed"))
+    owned.give(thing, 2)
+    owned.release(thing.id, 2, giver=0)  # the message did not leave
+    owned.pass_on(thing.id, 1, 2, 1)
+    owned.pass_on(thing.id, 1, 2, -1)
+    assert owned.count() == (1, 1)
+    owned.release(thing.id, 1, giver=0)
+    assert owned.count() == (0, 0)
+
+
+def test_what_a_lost_rank_had_not_told_yet_is_not_waited_for():
+    owned = objects()
+    thing = made(owned)
+    owned.release(thing.id, 3, giver=2)  # rank 2 has not told that it gave one to rank 3
+    owned.release(thing.id, 3, giver=1)
+    owned.lose(2, PeerLostError(2, "killed"))
+    owned.release(thing.id, 3, giver=2)  # another one
+    owned.pass_on(thing.id, 1, 3, 1)  # rank 1 tells it now
+    assert owned.count() == (1, 1)
+    owned.release(thing.id, 1, giver=0)
     assert owned.count() == (0, 0)
 
 
 def test_what_was_waited_for_in_vain_is_forgotten():
     owned = objects()
-    thing = owned.expect(ObjectId(1, 1))
+    thing = owned.expect(ObjectId(1, 1, KEY), 2)
     first, second = thing.when_ready(), thing.when_ready()
     first.cancel()
     owned.abandon(thing)
@@ -561,18 +623,60 @@ def test_what_was_waited_for_in_vain_is_forgotten():
     thing.resolve("late")
 
 
+def test_each_rank_can_have_so_many_objects_expected_and_lets_go_of_them_when_it_is_lost():
+    owned = objects()
+    for number in range(MOST_EXPECTED):
+        owned.pass_on(ObjectId(1, number, KEY), 2, 3, 1)
+    for refused in (
+        lambda: owned.expect(ObjectId(1, MOST_EXPECTED, KEY), 2),
+        lambda: owned.release(ObjectId(1, MOST_EXPECTED, KEY), 2, giver=1),
+        lambda: owned.came_back(ObjectId(1, MOST_EXPECTED, KEY), 2),
+        lambda: owned.not_made(ObjectId(2, 0, KEY)),
+        lambda: owned.begin_waiting(2),
+    ):
+        with pytest.raises(OverloadedError, match="rank 2"):
+            refused()
+    assert owned.expect(ObjectId(1, MOST_EXPECTED, KEY), 3).is_expected  # others can
+    made(owned, number=5)
+    owned.begin_waiting(2)  # that one does not count any more
+    owned.lose(2, PeerLostError(2, "killed"))
+    owned.lose(3, PeerLostError(3, "killed"))
+    assert owned.count() == (1, 1)  # that which was made
+    for number in range(3):
+        owned.not_made(ObjectId(4, number, KEY))
+        owned.release(ObjectId(4, number, KEY), 4, giver=0)
+    assert not any(owned._claims[rank] for rank in range(5))
+
+
+def test_a_rank_without_the_key_has_no_handle():
+    owned = objects()
+    thing = made(owned)
+    guessed = thing.id._replace(key=8)
+    for refused in (
+        lambda: owned.expect(guessed, 2),
+        lambda: owned.release(guessed, 2, giver=1),
+        lambda: owned.pass_on(guessed, 2, 3, 1),
+        lambda: owned.came_back(guessed, 2),
+        lambda: owned.not_made(guessed),
+        lambda: owned.begin(guessed),
+    ):
+        with pytest.raises(PermissionError, match="has no handle of object 1 of rank 1"):
+            refused()
+    assert owned.count() == (1, 1)
+
+
 def test_the_owners_own_handle_keeps_an_object_findable():
     owned = objects()
-    thing = OwnedObject(ObjectId(0, 1))
+    thing = OwnedObject(ObjectId(0, 1, KEY))
     thing.resolve("thing")
     owned.keep_own(thing)
-    assert owned.expect(thing.id) is thing
-    owned.pass_on(thing.id, 2, 1)
+    assert owned.expect(thing.id, 1) is thing
+    owned.pass_on(thing.id, 1, 2, 1)
     assert owned.count() == (1, 1)
     id = thing.id
     del thing
-    assert owned.expect(id).value == "thing"
-    owned.release(id, 2, 1)
+    assert owned.expect(id, 2).value == "thing"
+    owned.release(id, 2, giver=1)
     assert owned.count() == (0, 0)
 
 
@@ -580,25 +684,45 @@ def test_many_threads_count_alike():
     owned = objects()
     thing = made(owned)
     owned.give(thing, 3)
+    owned.release(thing.id, 1, giver=0)
 
     def go(rank):
         for _ in range(500):
             owned.give(thing, rank)
-            owned.pass_on(thing.id, rank, 1)
-            owned.release(thing.id, rank, 2, sent_back=1)
+            owned.pass_on(thing.id, 3, rank, 1)
+            owned.release(thing.id, rank, giver=0)
+            owned.release(thing.id, rank, giver=3, sent_back=1)
             owned.came_back(thing.id, rank)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(go, [1, 2, 1, 2]))
     assert owned.count() == (1, 1)
-    owned.release(thing.id, 3, 1)
+    owned.release(thing.id, 3, giver=0)
     assert owned.count() == (0, 0)
 
 
-@pytest.mark.parametrize("news", [[(7, 1, 1, 1, 1)], [(0, 1, 1, "a", 1)], [(0, 1)], [3]])
+@pytest.mark.parametrize(
+    "news",
+    [
+        *([(7, 1, 1, KEY, 1, 1)], [(0, 1, 1, KEY, "a", 1)], [(0, 1)], [3]),
+        *([(0, 1, 1, KEY, 0, -1)], [(1, 1, 1, KEY, 3, 1)], [(1, 1, 1, KEY, 2, -5)]),
+        [(2, 2, 1, KEY, 0, 0)],
+    ],
+)
 def test_news_that_no_rank_sends_are_refused(news):
+    owned = objects()
+    made(owned)
     with pytest.raises((ValueError, TypeError)):
-        take_news(objects(), 1, news)
+        take_news(owned, 1, 3, news)
+    assert owned.count() == (1, 1)
+
+
+def test_news_that_are_refused_do_not_keep_others_from_being_counted():
+    owned = objects()
+    thing = made(owned)
+    with pytest.raises(PermissionError):
+        take_news(owned, 1, 3, [(0, 1, 1, KEY + 1, 0, 0), (0, *thing.id, 0, 0)])
+    assert owned.count() == (0, 0)
 
 
 def test_a_handle_that_no_rank_sends_is_refused():
@@ -606,11 +730,19 @@ def test_a_handle_that_no_rank_sends_is_refused():
     from rankwire.torch.rpc.rref_travel import build_rref
 
     def check():
-        for wrong in (None, [1], [1, 2, "a"], [9, 0, 0], [0, 9, 0], [0, 0, -1], [True, 0, 0]):
+        for wrong in (
+            None,
+            [1],
+            [1, 2, "a", 0],
+            [9, 0, 0, 0],
+            [0, 9, 0, 0],
+            [0, 0, -1, 0],
+            [1, 0, 0],
+        ):
             with pytest.raises(InvalidMessageError):
                 build_rref(wrong, BuildContext(1))
         with pytest.raises(InvalidMessageError):
-            build_rref([0, 0, 0], BuildContext(None))
+            build_rref([0, 0, 0, 0], BuildContext(None))
 
     on_first(check)
 

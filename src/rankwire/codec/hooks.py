@@ -63,12 +63,15 @@ class BuildContext:
 
     Attributes:
         peer: The rank that sent it; None if that is not known.
+        notes: What one ``build`` leaves to those after it. All of a message have the same, and it
+            goes with the message.
     """
 
-    __slots__ = ("peer",)
+    __slots__ = ("notes", "peer")
 
     def __init__(self, peer: int | None) -> None:
         self.peer = peer
+        self.notes: dict[Any, Any] = {}
 
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

@@ -73,7 +73,7 @@ class Reader:
         self._items = ItemCount(max_items) if position > max_items else None
         self._keys: limits.KeyCheck | None = None
         self._head_nbytes = position
-        self._peer = peer
+        self._receiving = BuildContext(peer)
         # What is being decoded now, from outside to inside, and was not looked at for odd keys.
         self._open: list[memoryview] = []
         self.position = position
@@ -244,7 +244,7 @@ class Reader:
     def _hooked(self, body: memoryview) -> Any:
         self._refuse_odd_keys()
         name, state = self._level(body)
-        return self._registered(HookedClass, name).build(state, BuildContext(self._peer))
+        return self._registered(HookedClass, name).build(state, self._receiving)
 
     def _registered(self, kind: type[Carried], name: Any) -> Carried:
         if type(name) is not str:

@@ -30,9 +30,8 @@ from rankwire.torch.rpc.autograd_contexts import (
 )
 from rankwire.torch.rpc.autograd_engine import Engine
 from rankwire.torch.rpc.autograd_tracking import TrackedCall, Tracking
+from rankwire.torch.rpc.verbs import CALL_IN_CONTEXT, register
 
-# What a call in a context is called between ranks.
-CALL = "rankwire.torch.autograd:call"
 _NO_CONTEXT = -1  # as torch says it
 
 
@@ -46,7 +45,7 @@ class _Joined:
         self.engine = Engine(agent, self.contexts, time_limit)
         tracking = Tracking(self.contexts, run)
         tracking.register(agent.codec)
-        agent.register(CALL, tracking.serve)
+        register(agent, CALL_IN_CONTEXT, tracking.serve)
 
 
 _joined: _Joined | None = None
@@ -83,7 +82,7 @@ def _here() -> _Joined:
 def call_in(
     context: Context, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> tuple[TrackedCall]:
-    """Return the arguments of ``CALL``, in place of a call that is made in a context."""
+    """Return the arguments of ``CALL_IN_CONTEXT``, in place of a call that is made in a context."""
     context.peers.add(rank)
     return (TrackedCall(context, name, list(args), dict(kwargs)),)
 

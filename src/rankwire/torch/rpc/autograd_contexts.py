@@ -1,9 +1,13 @@
 """What a rank knows of the autograd contexts that reach it, and which one a thread is in.
 
-A context has an id that all ranks know it by; its upper 16 bits are the rank that made it. It comes
+A context has an id that all ranks know it by. Its upper 16 bits are the rank that made it, the
+others are random: a rank that knows the id has been called in the context, or was told. It comes
 into being at a rank with the first call that is made in it there, and ends at its maker's ``with``
-block, or with its maker. Here is only what is kept: which tensors left and came in messages, and
-the gradients. How these are followed backwards is ``autograd_pass``; nothing here calls a rank.
+block, or with its maker, or when no rank is left that has called this one in it. Here is only what
+is kept: which tensors left and came in messages, and the gradients. How these are followed
+backwards is ``autograd_pass``; nothing here calls a rank.
+
+Each rank can have ``MOST_KEPT`` contexts and messages with tensors kept here by its calls.
 
 Locks: the table's and each context's own, both innermost; none is held while anything is called.
 """
@@ -11,7 +15,9 @@ Locks: the table's and each context's own, both innermost; none is held while an
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,12 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from rankwire.errors import OverloadedError
+
 if TYPE_CHECKING:
     from rankwire.torch.rpc.autograd_pass import LocalPass
     from rankwire.torch.rpc.autograd_tracking import Outgoing
 
 COUNTER_BITS = 48
 MAX_COUNT = (1 << COUNTER_BITS) - 1
+MOST_KEPT = 131_072  # for each rank; a program that makes so many calls in one step is unknown
 # A call may come after the end of its context. It must not bring the context back.
 _REMEMBERED = 4096
 
@@ -38,12 +47,10 @@ class AutogradThread(threading.local):
 
     Attributes:
         outgoing: The message in a context that it is encoding.
-        incoming: Tensors of such a message that it is decoding, by their numbers.
         running: The backward pass whose part it runs.
     """
 
     outgoing: Outgoing | None = None
-    incoming: dict[int, Tensor] | None = None
     running: LocalPass | None = None
 
 
@@ -66,7 +73,10 @@ class Context:
     Attributes:
         id: Its number on all ranks.
         peers: Ranks that this one has called in it: they know of it from here.
-        sent: What stands for the tensors of each message sent, by the message's number.
+        callers: Ranks that have called this one in it.
+        kept: How much is kept in it because of calls of each rank.
+        sent: For each message sent, by its number: the rank that it was for, and what stands for
+            its tensors.
         received: The autograd node of each message that came, by sender and number.
         passes: The backward passes under way here, by number.
         is_released: It has ended, and nothing is added any more.
@@ -75,7 +85,9 @@ class Context:
     def __init__(self, number: int) -> None:
         self.id = number
         self.peers: set[int] = set()
-        self.sent: dict[int, Tensor] = {}
+        self.callers: set[int] = set()
+        self.kept: Counter[int] = Counter()
+        self.sent: dict[int, tuple[int, Tensor]] = {}
         self.received: dict[tuple[int, int], Any] = {}
         self.passes: dict[int, LocalPass] = {}
         self.is_released = False
@@ -86,6 +98,17 @@ class Context:
     def maker(self) -> int:
         """The rank that made it."""
         return self.id >> COUNTER_BITS
+
+    def message(self, number: int) -> tuple[int, Tensor]:
+        """Return the rank that a message was for, and what stands for its tensors.
+
+        Raises:
+            RuntimeError: This rank has sent no such message with tensors in this context.
+        """
+        found = self.sent.get(number)
+        if found is None:
+            raise RuntimeError(f"no message {number} with tensors was sent in context {self.id}")
+        return found
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """Return the gradients so far, by the leaf that each is of."""
@@ -105,7 +128,7 @@ class Context:
         return self.id
 
     def _send_functions(self) -> dict[int, Any]:
-        return {number: handle.grad_fn for number, handle in list(self.sent.items())}
+        return {number: handle.grad_fn for number, (_, handle) in list(self.sent.items())}
 
     def _recv_functions(self) -> dict[tuple[int, int], Any]:
         return dict(self.received)
@@ -122,7 +145,7 @@ class Contexts:
         self._lock = threading.Lock()
         self._known: dict[int, Context] = {}
         self._ended: dict[int, None] = {}  # the latest, in order
-        self._counts = itertools.count()
+        self._kept: Counter[int] = Counter()
         self._messages = itertools.count(1)
 
     def __len__(self) -> int:
@@ -139,18 +162,46 @@ class Contexts:
 
     def make(self) -> Context:
         """Return a new context."""
-        context = Context((self.rank << COUNTER_BITS) + (next(self._counts) & MAX_COUNT))
+        context = Context((self.rank << COUNTER_BITS) + secrets.randbits(COUNTER_BITS))
         with self._lock:
             self._known[context.id] = context
         return context
 
-    def meet(self, number: int) -> Context | None:
-        """Return the context that a call was made in; None if it has ended already."""
+    def meet(self, number: int, caller: int) -> Context | None:
+        """Return the context that a rank has made a call in; None if it has ended already.
+
+        Raises:
+            OverloadedError: Too much is kept because of this rank.
+        """
         with self._lock:
             context = self._known.get(number)
-            if context is None and number not in self._ended:
-                context = self._known[number] = Context(number)
+            if context is None:
+                if number in self._ended or number >> COUNTER_BITS == self.rank:
+                    return None
+                context = Context(number)
+                self._charge(context, caller)
+                self._known[number] = context
+            context.callers.add(caller)
             return context
+
+    def charge(self, context: Context, caller: int) -> None:
+        """Count a message that is kept in a context because of a call of a rank.
+
+        Raises:
+            OverloadedError: Too much is kept because of this rank.
+        """
+        with self._lock:
+            if not context.is_released:
+                self._charge(context, caller)
+
+    def _charge(self, context: Context, caller: int) -> None:
+        if caller != self.rank and self._kept[caller] >= MOST_KEPT:
+            raise OverloadedError(
+                f"{MOST_KEPT} contexts and messages in contexts are kept here because of rank "
+                f"{caller}: end contexts in which no backward pass is to come"
+            )
+        self._kept[caller] += 1
+        context.kept[caller] += 1
 
     def get(self, number: int) -> Context | None:
         """Return a context that is known here, or None."""
@@ -168,14 +219,24 @@ class Contexts:
         return context
 
     def end(self, number: int) -> Context | None:
-        """Forget a context and all that belongs to it; return it if it was there."""
+        """Forget a context and all that belongs to it; return it if it was there.
+
+        Calls in it that come later run without it.
+        """
         with self._lock:
             self._ended[number] = None
             if len(self._ended) > _REMEMBERED:
                 del self._ended[next(iter(self._ended))]
+        return self.forget(number)
+
+    def forget(self, number: int) -> Context | None:
+        """Forget a context as far as it has come here; later calls may bring it back."""
+        with self._lock:
             context = self._known.pop(number, None)
-        if context is not None:
+            if context is None:
+                return None
             context.is_released = True
-            context.sent.clear()
-            context.received.clear()
+            self._kept.subtract(context.kept)
+        context.sent.clear()
+        context.received.clear()
         return context

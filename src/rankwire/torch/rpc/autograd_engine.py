@@ -37,12 +37,10 @@ from rankwire.errors import PeerLostError, RankwireError, RemoteError
 from rankwire.rpc.agent import RpcAgent
 from rankwire.torch.rpc.autograd_contexts import COUNTER_BITS, Context, Contexts
 from rankwire.torch.rpc.autograd_pass import Gradients, LocalPass
+from rankwire.torch.rpc.verbs import ARRIVE, END, FAIL, REACH, RUN, register, sender
 
-# What the functions of this module are called between ranks.
-_REACH, _RUN, _ARRIVE, _FAIL, _END = (
-    f"rankwire.torch.autograd:{verb}" for verb in ("reach", "run", "arrive", "fail", "end")
-)
 _GRACE = 1.0
+_MOST_PASSES = 1024  # under way in one context
 
 
 class Engine:
@@ -64,14 +62,15 @@ class Engine:
         self._threads: set[threading.Thread] = set()
         self._told_lock = threading.Lock()
         self._told: list[Future[Any]] = []  # calls whose results nobody wants
-        for name, function in (
-            (_REACH, self._serve_reach),
-            (_RUN, self._serve_run),
-            (_ARRIVE, self._serve_arrive),
-            (_FAIL, self._serve_fail),
-            (_END, self.end),
-        ):
-            agent.register(name, function)
+        verbs: tuple[tuple[str, Callable[..., Any]], ...] = (
+            (REACH, self._serve_reach),
+            (RUN, self._serve_run),
+            (ARRIVE, self._serve_arrive),
+            (FAIL, self._serve_fail),
+            (END, self._serve_end),
+        )
+        for verb, function in verbs:
+            register(agent, verb, function)
         self._unwatch = agent.backend.on_peer_lost(self._lost)
 
     def close(self) -> None:
@@ -90,18 +89,25 @@ class Engine:
         if context is not None:
             self._drop(context, RuntimeError(f"autograd context {number} has ended"))
             for peer in tuple(context.peers - {self._agent.rank}):
-                self._tell(peer, _END, number)
+                self._tell(peer, END, number)
 
-    def _drop(self, context: Context, reason: Exception) -> None:
-        self._contexts.end(context.id)
+    def _drop(self, context: Context, reason: Exception, *, is_over: bool = True) -> None:
+        if is_over:
+            self._contexts.end(context.id)
+        else:
+            self._contexts.forget(context.id)
         for part in list(context.passes.values()):
             part.fail(reason)
 
     def _lost(self, error: PeerLostError) -> None:
         """A rank is gone: so are its contexts, and the passes that it conducted."""
         for context in self._contexts.all():
+            context.callers.discard(error.peer)
             if context.maker == error.peer:
                 self._drop(context, error)
+            elif not context.callers and context.maker != self.rank:
+                # The word of its end will not come. Its maker may yet call this rank in it.
+                self._drop(context, error, is_over=False)
             for number, part in list(context.passes.items()):
                 if number >> COUNTER_BITS == error.peer:
                     part.fail(error)
@@ -136,7 +142,7 @@ class Engine:
             if peer == self._agent.rank:
                 part.arrive(message, gradients)
                 return _done()
-            return self.call(peer, deadline, _ARRIVE, context.id, number, message, list(gradients))
+            return self.call(peer, deadline, ARRIVE, context.id, number, message, list(gradients))
 
         context.passes[number] = part = LocalPass(context, deliver, roots)
         return part
@@ -158,7 +164,7 @@ class Engine:
     def fail(self, ranks: Iterable[int], context: int, number: int, reason: str) -> None:
         """Tell ranks that a pass has failed."""
         for rank in ranks:
-            self._tell(rank, _FAIL, context, number, reason)
+            self._tell(rank, FAIL, context, number, reason)
 
     @property
     def rank(self) -> int:
@@ -167,14 +173,27 @@ class Engine:
 
     # -- serving -----------------------------------------------------------------------------------
 
+    def _serve_end(self, number: int) -> None:
+        src = sender()
+        context = self._contexts.get(number)
+        if context is None:
+            return
+        if src != context.maker and (context.maker == self.rank or src not in context.callers):
+            raise PermissionError(f"rank {src} cannot end a context of rank {context.maker}")
+        self.end(number)
+
     def _serve_reach(self, context_id: int, number: int, messages: list[int]) -> list[Any]:
+        _check_conductor(number)
         context = self._contexts.find(context_id)
         part = context.passes.get(number)
         if part is None:
+            if len(context.passes) >= _MOST_PASSES:
+                raise RuntimeError(f"{_MOST_PASSES} passes are under way in this context")
             part = self._open(context, number, Deadline(math.inf, self._agent.backend.clock))
         return part.reach_from(messages)
 
     def _serve_run(self, context_id: int, number: int, retain_graph: bool) -> Future[None]:
+        _check_conductor(number)
         context = self._contexts.find(context_id)
         part = context.passes[number]
         over: Future[None] = Future()
@@ -202,11 +221,15 @@ class Engine:
     def _serve_arrive(
         self, context_id: int, number: int, message: int, gradients: list[Tensor | None]
     ) -> None:
-        part = self._contexts.find(context_id).passes.get(number)
+        context = self._contexts.find(context_id)
+        if (src := sender()) != context.message(message)[0]:
+            raise PermissionError(f"message {message} was not for rank {src}")
+        part = context.passes.get(number)
         if part is not None:  # else it has failed
             part.arrive(message, gradients)
 
     def _serve_fail(self, context_id: int, number: int, reason: str) -> None:
+        _check_conductor(number)
         context = self._contexts.get(context_id)
         part = context.passes.pop(number, None) if context else None
         if part is not None:
@@ -236,9 +259,7 @@ class _Conducted:
             own = messages.pop(self._engine.rank, ())
             self._ranks |= messages.keys()
             asked = {
-                rank: self._engine.call(
-                    rank, deadline, _REACH, self._context, self._number, numbers
-                )
+                rank: self._engine.call(rank, deadline, REACH, self._context, self._number, numbers)
                 for rank, numbers in messages.items()
             }
             found = self._own.reach_from(own)
@@ -253,7 +274,7 @@ class _Conducted:
         """Have all go through their parts."""
         for rank in self._ranks:
             self._parts[rank] = part = self._engine.call(
-                rank, deadline, _RUN, self._context, self._number, retain_graph
+                rank, deadline, RUN, self._context, self._number, retain_graph
             )
             part.add_done_callback(partial(self._over, rank))
         self._own.run(retain_graph=retain_graph)
@@ -291,6 +312,12 @@ class _Conducted:
         told = RuntimeError(f"Error on Node {rank}: {_text_of(cause)}")
         told.__cause__ = cause
         return told
+
+
+def _check_conductor(number: int) -> None:
+    """Refuse a verb about a pass that another rank than its sender conducts."""
+    if (src := sender()) != number >> COUNTER_BITS:
+        raise PermissionError(f"rank {src} does not conduct this backward pass")
 
 
 def _text_of(error: BaseException) -> str:

@@ -82,6 +82,8 @@ class LocalPass:
         self._deliveries: list[Future[None]] = []
         self._changed = SafeCondition()
         self._arrived: dict[int, Gradients] = {}
+        self._unanswered: set[int] = set()  # of those that are awaited
+        self._is_begun = False
         self._failure: BaseException | None = None
 
     # -- what takes part ---------------------------------------------------------------------------
@@ -100,12 +102,9 @@ class LocalPass:
         """
         nodes = []
         for number in numbers:
-            handle = self._context.sent.get(number)
-            if handle is None:
-                raise RuntimeError(
-                    f"no message {number} with tensors was sent in context {self._context.id}"
-                )
+            handle = self._context.message(number)[1]
             self._awaited[number] = handle
+            self._unanswered.add(number)
             nodes.append(handle.grad_fn)
         return self._reach(nodes)
 
@@ -132,8 +131,13 @@ class LocalPass:
         """Go through this rank's part and add the gradients of leaves to the context's.
 
         Raises:
+            RuntimeError: It was begun before.
             BaseException: What a node raised, or what ``fail`` was given.
         """
+        with self._changed:
+            if self._is_begun:
+                raise RuntimeError("this part of the backward pass was begun before")
+            self._is_begun = True
         outputs = [*self._roots]
         seeds = [torch.ones_like(root) for root in self._roots]
         if self._awaited:
@@ -187,8 +191,15 @@ class LocalPass:
     # -- what other ranks have to say --------------------------------------------------------------
 
     def arrive(self, number: int, gradients: Gradients) -> None:
-        """Gradients have come for a message."""
+        """Take gradients that have come for a message.
+
+        Raises:
+            RuntimeError: None are awaited for it, or they have come before.
+        """
         with self._changed:
+            if number not in self._unanswered:
+                raise RuntimeError(f"no gradients are awaited for message {number}")
+            self._unanswered.discard(number)
             self._arrived[number] = gradients
             self._changed.notify_all()
 

@@ -26,6 +26,8 @@ from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import InvalidMessageError
 from rankwire.torch.rpc.autograd_contexts import HERE, Context, Contexts, inside
 
+_NUMBERED = "numbered tensors"  # among the notes of a message
+
 # Without an input that requires a gradient torch records no node.
 ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -93,9 +95,11 @@ class TrackedResult:
 class Outgoing:
     """A message while it is encoded: the tensors so far. Last in the message, as its seal."""
 
-    def __init__(self, context: Context, number: int) -> None:
+    def __init__(self, context: Context, number: int, peer: int, is_result: bool) -> None:
         self.context = context
         self.number = number
+        self.peer = peer
+        self.is_result = is_result
         self.tensors: list[Tensor] = []
 
     def seal(self) -> None:
@@ -104,7 +108,7 @@ class Outgoing:
         if self.tensors and not self.context.is_released:
             with torch.enable_grad():  # also if the user has no_grad: the tensors require gradients
                 handle = Sent.apply(self.number, *self.tensors)
-            self.context.sent[self.number] = handle
+            self.context.sent[self.number] = self.peer, handle
 
     def withdraw(self) -> None:
         """The message does not leave."""
@@ -134,20 +138,20 @@ def sent(tensor: Tensor) -> int | None:
     return len(outgoing.tensors) - 1
 
 
-def received(tensor: Tensor, number: int) -> Tensor:
+def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
     """Take a tensor that had a number at the other end.
 
     Args:
-        tensor: Requires no gradient; nobody else has it.
+        tensor: Requires no gradient, and has no other user.
         number: What ``sent`` returned there.
+        receiving: The message that it came in.
 
     Returns:
         The tensor to hand out.
     """
-    if HERE.incoming is None:
-        HERE.incoming = {}
     # Of several outputs of a node none may be a view, as which a tensor may come from the codec.
-    HERE.incoming[number] = kept = tensor.data if tensor._is_view() else tensor
+    kept = tensor.data if tensor._is_view() else tensor
+    receiving.notes.setdefault(_NUMBERED, {})[number] = kept
     return kept
 
 
@@ -167,7 +171,7 @@ class Tracking:
         """Have a codec carry calls in contexts, and their results."""
         codec.register(TrackedCall, take=self._take_call, build=self._build_call)
         codec.register(TrackedResult, take=self._take_result, build=self._build_result)
-        codec.register(Outgoing, take=_take_seal, build=_build_seal)
+        codec.register(Outgoing, take=self._take_seal, build=_build_seal)
 
     def serve(self, call: TrackedCall) -> Any:
         """Serve a call in its context."""
@@ -185,20 +189,33 @@ class Tracking:
     def _take_call(self, call: TrackedCall, sending: TakeContext) -> list[Any]:
         context = call.context
         assert context is not None
-        return [context.id, call.name, call.args, call.kwargs, self._begin(context, sending)]
+        outgoing = self._begin(context, sending, is_result=False)
+        return [context.id, call.name, call.args, call.kwargs, outgoing]
 
     def _take_result(self, result: TrackedResult, sending: TakeContext) -> list[Any]:
-        return [result.context.id, result.value, self._begin(result.context, sending)]
+        outgoing = self._begin(result.context, sending, is_result=True)
+        return [result.context.id, result.value, outgoing]
 
-    def _begin(self, context: Context, sending: TakeContext) -> Outgoing:
-        HERE.outgoing = outgoing = Outgoing(context, self._contexts.next_message())
+    def _begin(self, context: Context, sending: TakeContext, *, is_result: bool) -> Outgoing:
+        assert sending.peer is not None  # calls and results are for one rank
+        number = self._contexts.next_message()
+        HERE.outgoing = outgoing = Outgoing(context, number, sending.peer, is_result)
         sending.undo(outgoing.withdraw)
         return outgoing
+
+    def _take_seal(self, outgoing: Outgoing, sending: TakeContext) -> list[int]:
+        if outgoing.is_result and outgoing.tensors:
+            self._contexts.charge(outgoing.context, outgoing.peer)
+        outgoing.seal()
+        return [outgoing.number, len(outgoing.tensors)]
 
     def _build_call(self, state: Any, receiving: BuildContext) -> TrackedCall:
         match state:
             case [int(number), str(name), args, dict(kwargs), Incoming() as seal]:
-                context = self._contexts.meet(number)
+                peer = receiving.peer
+                context = None if peer is None else self._contexts.meet(number, peer)
+                if context is not None and peer is not None and seal.count:
+                    self._contexts.charge(context, peer)
                 _attach(context, seal, receiving)
                 return TrackedCall(context, name, args, kwargs)
         raise InvalidMessageError("a call in an autograd context is malformed")
@@ -211,11 +228,6 @@ class Tracking:
         raise InvalidMessageError("a result in an autograd context is malformed")
 
 
-def _take_seal(outgoing: Outgoing, sending: TakeContext) -> list[int]:
-    outgoing.seal()
-    return [outgoing.number, len(outgoing.tensors)]
-
-
 def _build_seal(state: Any, receiving: BuildContext) -> Any:
     match state:
         case [int(number), int(count)]:
@@ -225,7 +237,7 @@ def _build_seal(state: Any, receiving: BuildContext) -> Any:
 
 def _attach(context: Context | None, seal: Incoming, receiving: BuildContext) -> None:
     """Give the numbered tensors of a message that came their history."""
-    numbered, HERE.incoming = HERE.incoming or {}, None
+    numbered = receiving.notes.pop(_NUMBERED, {})
     try:
         tensors = [numbered[number] for number in range(seal.count)]
     except KeyError as missing:

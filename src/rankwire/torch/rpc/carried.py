@@ -106,7 +106,7 @@ def build_tensor(parts: Any, receiving: BuildContext) -> torch.Tensor:
             tensor = make(*rest, _shape(shape), check_invariants=True)
         case _:
             raise InvalidMessageError("malformed tensor")
-    return _with_history(tensor, history)
+    return _with_history(tensor, history, receiving)
 
 
 def _are_tensors(values: list[Any]) -> bool:
@@ -119,9 +119,9 @@ def _history(tensor: torch.Tensor) -> int:
     return tensor.requires_grad if number is None else number
 
 
-def _with_history(tensor: torch.Tensor, history: int) -> torch.Tensor:
+def _with_history(tensor: torch.Tensor, history: int, receiving: BuildContext) -> torch.Tensor:
     if type(history) is not bool:
-        return received(tensor, history)
+        return received(tensor, history, receiving)
     return tensor.requires_grad_() if history else tensor
 
 
@@ -166,7 +166,7 @@ def _take_parameter(parameter: torch.nn.Parameter, sending: TakeContext) -> Any:
 def _build_parameter(parts: Any, receiving: BuildContext) -> torch.Tensor:
     match parts:
         case [int() as number, torch.Tensor() as data]:
-            return received(data, number)
+            return received(data, number, receiving)
     raise InvalidMessageError("malformed parameter")
 
 

@@ -22,25 +22,28 @@ from functools import partial
 from typing import Any
 
 from rankwire.errors import (
+    CallCancelledError,
     DeadlineExceededError,
     InvalidMessageError,
     OverloadedError,
     RankwireError,
+    RemoteError,
 )
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.owned import ObjectId, OwnedObjects
+from rankwire.torch.rpc.verbs import TELL
 
 _log = logging.getLogger("rankwire")
 
-TELL = "torch.rpc tell"
 _RELEASED, _PASSED_ON, _NOT_MADE = 0, 1, 2
 
-# What is told of one object: which of the three, its creator and number, and two more numbers.
-News = tuple[int, int, int, int, int]
+# What is told of one object: which of the three, its id, and two more numbers.
+News = tuple[int, int, int, int, int, int]
 _STOP = -1
 
-_REFUSALS = (InvalidMessageError, OverloadedError)  # by the callee, of a call that has not begun
+# With these a call may end that has not begun. If it has, the owner takes no notice.
+_REFUSALS = (InvalidMessageError, OverloadedError, DeadlineExceededError, CallCancelledError)
 _NOT_SENT = (OverloadedError, DeadlineExceededError)  # of a call that did not leave
 
 
@@ -77,17 +80,17 @@ class HandleNews:
                     )
                     self._thread.start()
 
-    def released(self, owner: int, id: ObjectId, sent_back: int) -> None:
+    def released(self, owner: int, id: ObjectId, giver: int, sent_back: int) -> None:
         """A handle is garbage; before, it was sent back to its owner so many times."""
         if not self.is_closed:
-            self._queue.put((owner, (_RELEASED, id.creator, id.number, 1, sent_back)))
+            self._queue.put((owner, (_RELEASED, *id, giver, sent_back)))
 
     def passed_on(self, owner: int, id: ObjectId, rank: int, count: int = 1) -> None:
         """A handle is on its way to a third rank; or is not after all, with a count of -1."""
-        self._queue.put((owner, (_PASSED_ON, id.creator, id.number, rank, count)))
+        self._queue.put((owner, (_PASSED_ON, *id, rank, count)))
 
     def watch_making(self, owner: int, id: ObjectId, creation: Future[Any]) -> None:
-        """Tell the owner if the call that makes an object is refused before it begins.
+        """Tell the owner if the call that makes an object ends before it begins.
 
         Others may wait for that object there. If the call has begun, the owner knows what became of
         it.
@@ -106,7 +109,7 @@ class HandleNews:
                 self._not_made(owner, id)
 
     def _not_made(self, owner: int, id: ObjectId) -> None:
-        self._queue.put((owner, (_NOT_MADE, id.creator, id.number, 0, 0)))
+        self._queue.put((owner, (_NOT_MADE, *id, 0, 0)))
 
     def close(self) -> None:
         """Tell nobody anything any more."""
@@ -139,24 +142,38 @@ class HandleNews:
 
     def _told(self, owner: int, call: Future[Any]) -> None:
         """Let the thread know that an owner has been told, or is gone."""
+        error = None if call.cancelled() else call.exception()
+        if isinstance(error, RemoteError):
+            _log.warning("rank %d does not take what it is told of handles: %s", owner, error)
         self._queue.put((owner, None))
 
 
-def take_news(objects: OwnedObjects, src: int, news: list[Any]) -> None:
+def take_news(objects: OwnedObjects, src: int, world_size: int, news: list[Any]) -> None:
     """Count what another rank tells of handles of this rank's objects.
+
+    What is refused of it does not keep the rest from being counted: that rank may have been given
+    a handle of nothing.
 
     Raises:
         ValueError: It is not what ``HandleNews`` sends.
+        PermissionError: It is about an object that the rank has no handle of.
+        OverloadedError: It is about too many objects that are not made.
     """
-    for kind, creator, number, first, second in news:
-        id = ObjectId(creator, number)
-        if not all(type(part) is int for part in (creator, number, first, second)):
+    refusal: Exception | None = None
+    for kind, creator, number, key, first, second in news:
+        if not all(type(part) is int for part in (creator, number, key, first, second)):
             raise ValueError("news of handles are numbers")
-        if kind == _RELEASED:
-            objects.release(id, src, first, second)
-        elif kind == _PASSED_ON:
-            objects.pass_on(id, first, second)
-        elif kind == _NOT_MADE and creator == src:
-            objects.not_made(id)
-        else:
-            raise ValueError(f"there is no such news of handles: {kind!r}")
+        id = ObjectId(creator, number, key)
+        try:
+            if kind == _RELEASED and second >= 0:
+                objects.release(id, src, first, second)
+            elif kind == _PASSED_ON and 0 <= first < world_size and second in (-1, 1):
+                objects.pass_on(id, src, first, second)
+            elif kind == _NOT_MADE and creator == src:
+                objects.not_made(id)
+            else:
+                raise ValueError(f"there is no such news of handles: {kind!r}")
+        except (PermissionError, OverloadedError) as error:
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal

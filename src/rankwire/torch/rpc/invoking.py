@@ -12,9 +12,10 @@ from typing import Any
 
 from rankwire.errors import RankwireError
 from rankwire.torch.rpc.constants import UNSET_RPC_TIMEOUT
-from rankwire.torch.rpc.session import APPLY, NOT_INITIALIZED, Session, state
+from rankwire.torch.rpc.session import NOT_INITIALIZED, Session, state
 from rankwire.torch.rpc.torch_errors import translated
 from rankwire.torch.rpc.torch_future import CallFuture
+from rankwire.torch.rpc.verbs import APPLY
 
 
 class _Collected(threading.local):

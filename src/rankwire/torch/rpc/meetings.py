@@ -13,17 +13,18 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rankwire.errors import ConfigurationError, PeerLostError
-from rankwire.rpc.call import current_call
+from rankwire.errors import OverloadedError, PeerLostError
+from rankwire.torch.rpc.verbs import GATHER, register, sender
 
 if TYPE_CHECKING:
     from rankwire.torch.rpc.session import Session
 
-GATHER = "torch.rpc gather"
-
 Names = tuple[str, ...]
+
+_MOST_WAITING = 1024  # calls of one worker; as many as it has in flight by itself
 
 
 @dataclass
@@ -45,8 +46,9 @@ class Meetings:
         self._session = session
         self._lock = threading.Lock()
         self._counts: Counter[Names] = Counter()
+        self._waiting: Counter[int] = Counter()
         self._meetings: dict[tuple[Names, int], _Meeting] = {}
-        session.agent.register(GATHER, self._come)
+        register(session.agent, GATHER, self._come)
 
     def gather(self, value: Any, names: Names, limit: float) -> dict[str, Any]:
         """Give a value and return what each worker gave, by name.
@@ -76,24 +78,34 @@ class Meetings:
 
     def _come(self, names: list[str], number: int, value: Any) -> Future[Any]:
         """Let a worker give its part; the reply is everything."""
-        call = current_call()
-        assert call is not None  # it is only called by other ranks
-        name = self._session.workers[call.src].name
-        if name not in names or any(other not in self._session.ranks for other in names):
-            raise ConfigurationError(f"{name} is not one of those who gather: {names}")
+        src, key = sender(), (tuple(names), number)
+        name, me = self._session.workers[src].name, self._session.me.name
+        if name not in names or names[0] != me or not self._session.ranks.keys() >= set(names):
+            raise PermissionError(f"{name} does not take part in a gathering of {names} at {me}")
         waiter: Future[Any] = Future()
-        key = tuple(names), number
         with self._lock:
+            if self._waiting[src] >= _MOST_WAITING:
+                raise OverloadedError(f"{name} waits in {_MOST_WAITING} gatherings here")
+            self._waiting[src] += 1
             meeting = self._meetings.setdefault(key, _Meeting())
             meeting.given[name] = value
             meeting.waiters.append(waiter)
             is_complete = len(meeting.given) == len(names)
             if is_complete:
                 del self._meetings[key]
+        waiter.add_done_callback(partial(self._leave, key, src))
         if is_complete:
             for each in meeting.waiters:
                 _end(each, lambda w: w.set_result(meeting.given))
         return waiter
+
+    def _leave(self, key: tuple[Names, int], src: int, waiter: Future[Any]) -> None:
+        """Forget a call that has ended, and a gathering that no worker waits for any more."""
+        with self._lock:
+            self._waiting[src] -= 1
+            meeting = self._meetings.get(key)
+            if meeting is not None and all(each.cancelled() for each in meeting.waiters):
+                del self._meetings[key]
 
 
 def _end(waiter: Future[Any], how: Callable[[Future[Any]], None]) -> None:

@@ -14,22 +14,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwire.errors import ConfigurationError
-from rankwire.rpc.call import current_call
 from rankwire.torch.rpc.autograd import backward_of
-from rankwire.torch.rpc.held import TELL, take_news
+from rankwire.torch.rpc.held import take_news
 from rankwire.torch.rpc.methods import find_method
 from rankwire.torch.rpc.owned import ObjectId, OwnedObject
+from rankwire.torch.rpc.verbs import (
+    BACKWARD,
+    CALL,
+    CHECK,
+    FETCH,
+    MAKE,
+    MAKE_BY_METHOD,
+    TELL,
+    TYPE,
+    register,
+    sender,
+)
 
 if TYPE_CHECKING:
     from rankwire.torch.rpc.session import Session
-
-MAKE = "torch.rpc make"
-MAKE_BY_METHOD = "torch.rpc make by method"
-FETCH = "torch.rpc fetch"
-CALL = "torch.rpc call"
-CHECK = "torch.rpc check"
-TYPE = "torch.rpc type"
-BACKWARD = "torch.rpc backward"
 
 
 class ObjectServer:
@@ -44,7 +47,7 @@ class ObjectServer:
         self._owned = session.owned
         self._lock = threading.Lock()
         self._waiting_room: ThreadPoolExecutor | None = None
-        self._ways: dict[str, Callable[..., Any]] = {
+        ways: dict[str, Callable[..., Any]] = {
             MAKE: self.make,
             MAKE_BY_METHOD: self.make_by_method,
             FETCH: self.fetch,
@@ -54,8 +57,8 @@ class ObjectServer:
             BACKWARD: self.backward,
             TELL: self.take_news,
         }
-        for name, function in self._ways.items():
-            session.agent.register(name, function)
+        for verb, function in ways.items():
+            register(session.agent, verb, function)
 
     def close(self) -> None:
         """Run no more methods of objects that are still being made."""
@@ -65,58 +68,67 @@ class ObjectServer:
 
     # -- what is served ----------------------------------------------------------------------------
 
-    def make(self, creator: int, number: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def make(
+        self, creator: int, number: int, key: int, function: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Make an object: what a function returns."""
-        owned = self._begin(creator, number)
+        owned = self._begin(creator, number, key)
         return self._make(owned, lambda: self._session.runnable(function)(*args, **kwargs))
 
     def make_by_method(
         self,
         creator: int,
         number: int,
+        key: int,
         of_creator: int,
         of_number: int,
+        of_key: int,
         method: str,
         /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Make an object: what a method of another object returns."""
-        owned = self._begin(creator, number)
-        return self._make(owned, lambda: self.call(of_creator, of_number, method, *args, **kwargs))
+        owned = self._begin(creator, number, key)
+        of = of_creator, of_number, of_key
+        return self._make(owned, lambda: self.call(*of, method, *args, **kwargs))
 
-    def fetch(self, creator: int, number: int) -> Any:
+    def fetch(self, creator: int, number: int, key: int) -> Any:
         """Return the value of an object."""
-        owned = self._owned.expect(_id(creator, number))
+        owned = self._find(creator, number, key)
         return owned.get() if owned.is_ready else self._wait_for(owned)
 
-    def call(self, creator: int, number: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, creator: int, number: int, key: int, method: str, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call a method of an object."""
-        owned = self._owned.expect(_id(creator, number))
+        owned = self._find(creator, number, key)
         if owned.is_ready:
             return self._method(owned, method)(*args, **kwargs)
         return self._once_ready(owned, lambda: self._method(owned, method)(*args, **kwargs))
 
-    def check(self, creator: int, number: int, method: str) -> Any:
+    def check(self, creator: int, number: int, key: int, method: str) -> Any:
         """Raise what calling a method of an object would, if it could not be called."""
-        owned = self._owned.expect(_id(creator, number))
+        owned = self._find(creator, number, key)
         if owned.is_ready:
             self._method(owned, method)
             return None
-        return self._once_ready(owned, partial(self.check, creator, number, method))
+        return self._once_ready(owned, partial(self.check, creator, number, key, method))
 
-    def type_of(self, creator: int, number: int) -> Any:
+    def type_of(self, creator: int, number: int, key: int) -> Any:
         """Return the class of an object."""
-        owned = self._owned.expect(_id(creator, number))
+        owned = self._find(creator, number, key)
         return (
             type(owned.get())
             if owned.is_ready
             else self._once_ready(owned, lambda: type(owned.get()))
         )
 
-    def backward(self, creator: int, number: int, context_id: int, retain_graph: bool) -> Any:
+    def backward(
+        self, creator: int, number: int, key: int, context_id: int, retain_graph: bool
+    ) -> Any:
         """Run a backward pass from an object."""
-        owned = self._owned.expect(_id(creator, number))
+        owned = self._find(creator, number, key)
 
         def run() -> None:
             backward_of(owned.get(), context_id, retain_graph)
@@ -125,22 +137,20 @@ class ObjectServer:
 
     def take_news(self, news: list[Any]) -> None:
         """Hear who has got handles, and who has let go."""
-        take_news(self._owned, _caller(), news)
+        take_news(self._owned, sender(), len(self._session.workers), news)
+
+    def _find(self, creator: int, number: int, key: int) -> OwnedObject:
+        """Return an object that the sender has a handle of; it may still have to be made."""
+        return self._owned.expect(_id(creator, number, key), sender())
 
     # -- making ------------------------------------------------------------------------------------
 
-    def _begin(self, creator: int, number: int) -> OwnedObject:
+    def _begin(self, creator: int, number: int, key: int) -> OwnedObject:
         """Count the first handle of an object that is going to be made."""
-        src = _caller()
+        src = sender()
         if creator != src:
-            raise ConfigurationError(f"rank {src} cannot make objects of rank {creator}")
-        owned = self._owned.expect(_id(creator, number))
-        if owned.is_ready or not owned.is_expected:
-            raise ConfigurationError(f"object {owned.id} was made before")
-        owned.is_expected = False
-        if src != self._session.me.id:  # an owner's handle has the object itself
-            self._owned.give(owned, src)
-        return owned
+            raise PermissionError(f"rank {src} cannot make objects of rank {creator}")
+        return self._owned.begin(_id(creator, number, key))
 
     def _make(self, owned: OwnedObject, make: Callable[[], Any]) -> Future[Any] | None:
         try:
@@ -179,11 +189,14 @@ class ObjectServer:
 
     def _wait_for(self, owned: OwnedObject) -> Future[Any]:
         """Return a future of an object that is still being made."""
+        src = sender()
+        self._owned.begin_waiting(src)
         waiter = owned.when_ready()
-        waiter.add_done_callback(partial(self._stop_waiting, owned))
+        waiter.add_done_callback(partial(self._stop_waiting, owned, src))
         return waiter
 
-    def _stop_waiting(self, owned: OwnedObject, waiter: Future[Any]) -> None:
+    def _stop_waiting(self, owned: OwnedObject, src: int, waiter: Future[Any]) -> None:
+        self._owned.end_waiting(src)
         if waiter.cancelled():
             self._owned.abandon(owned)
 
@@ -224,14 +237,7 @@ def _copy_outcome(target: Future[Any], source: Future[Any]) -> None:
         target.set_exception(error)
 
 
-def _caller() -> int:
-    call = current_call()
-    if call is None:
-        raise ConfigurationError("this is for other ranks to call")
-    return call.src
-
-
-def _id(creator: int, number: int) -> ObjectId:
-    if type(creator) is not int or type(number) is not int:
-        raise ConfigurationError("an object's name is two numbers")
-    return ObjectId(creator, number)
+def _id(creator: int, number: int, key: int) -> ObjectId:
+    if not all(type(part) is int for part in (creator, number, key)):
+        raise ConfigurationError("an object's name is three numbers")
+    return ObjectId(creator, number, key)

@@ -22,19 +22,11 @@ from rankwire.errors import (
 )
 from rankwire.torch.rpc.autograd import backward_of
 from rankwire.torch.rpc.constants import UNSET_RPC_TIMEOUT
-from rankwire.torch.rpc.object_server import (
-    BACKWARD,
-    CALL,
-    CHECK,
-    FETCH,
-    MAKE,
-    MAKE_BY_METHOD,
-    TYPE,
-)
 from rankwire.torch.rpc.owned import ObjectId, OwnedObject
 from rankwire.torch.rpc.session import Session, current, state
 from rankwire.torch.rpc.torch_errors import translated
 from rankwire.torch.rpc.torch_future import CallFuture
+from rankwire.torch.rpc.verbs import BACKWARD, CALL, CHECK, FETCH, MAKE, MAKE_BY_METHOD, TYPE
 from rankwire.torch.rpc.workers import WorkerInfo
 
 T = TypeVar("T")
@@ -60,7 +52,7 @@ class RRef(Generic[T]):
                 "Current RPC agent is not set! Did you initialize the RPC framework "
                 "(e.g. by calling `rpc.init_rpc`)?"
             )
-        owned = OwnedObject(ObjectId(session.me.id, next(session.numbers)))
+        owned = OwnedObject(session.new_id())
         owned.resolve(value)
         self._set_up(session, session.me.id, owned.id, owned)
 
@@ -76,25 +68,40 @@ class RRef(Generic[T]):
         self._fork = id  # for messages alone
         self._creation: Future[Any] | None = None
         self._creation_limit = 0.0
+        self._giver = owner
         self._sent_back = 0
         self._type: torch.futures.Future[type] | None = None
         self._checked: set[str] = set()
 
     @classmethod
     def _of(
-        cls, session: Session, owner: int, id: ObjectId, owned: OwnedObject | None = None
+        cls,
+        session: Session,
+        owner: int,
+        id: ObjectId,
+        owned: OwnedObject | None = None,
+        giver: int | None = None,
     ) -> RRef[Any]:
-        """Return a handle; without the object, one that the owner has counted for this rank."""
+        """Return a handle; without the object, one that the owner has counted for this rank.
+
+        Args:
+            session: This process's.
+            owner: The rank that has the object.
+            id: The object's.
+            owned: The object, on its owner.
+            giver: The rank that has given it to this one; the owner if not given.
+        """
         rref: RRef[Any] = cls.__new__(cls)
         rref._set_up(session, owner, id, owned)
         if owned is None:
             rref._is_counted = True
+            rref._giver = owner if giver is None else giver
             session.news.start()
         return rref
 
     def __del__(self) -> None:
         if self._is_counted:
-            self._session.news.released(self._owner, self._id, self._sent_back)
+            self._session.news.released(self._owner, self._id, self._giver, self._sent_back)
 
     # -- whose it is -------------------------------------------------------------------------------
 
@@ -294,12 +301,11 @@ def _make(
     limit: float,
 ) -> RRef[Any]:
     """Start a call that makes an object, and return a handle of it."""
-    id = ObjectId(session.me.id, next(session.numbers))
-    fork = id
+    id = fork = session.new_id()
     if rank == session.me.id:
-        rref = RRef._of(session, rank, id, session.owned.expect(id))
+        rref = RRef._of(session, rank, id, session.owned.expect(id, rank))
     else:
-        fork = ObjectId(session.me.id, next(session.numbers))
+        fork = session.new_id()
         rref = RRef._of(session, rank, id)
     rref._fork = fork
     try:

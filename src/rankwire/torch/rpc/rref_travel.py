@@ -29,7 +29,7 @@ def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
         raise ConfigurationError("An RRef can be sent to one rank at a time.")
     if rref._owned is not None:
         session.owned.give(rref._owned, peer)
-        sending.undo(lambda: session.owned.release(id, peer, 1))
+        sending.undo(lambda: session.owned.release(id, peer, session.me.id))
     elif peer == rref._owner:
         _send_back(rref, 1)
         sending.undo(lambda: _send_back(rref, -1))
@@ -42,18 +42,18 @@ def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
 def build_rref(handle: Any, receiving: BuildContext) -> RRef[Any]:
     """Return a handle of what another rank says."""
     session, peer = current(), receiving.peer
-    if type(handle) is not list or len(handle) != 3 or not all(map(_is_number, handle)):
-        raise InvalidMessageError("a handle is three numbers")
+    if type(handle) is not list or len(handle) != 4 or not all(map(_is_number, handle)):
+        raise InvalidMessageError("a handle is four numbers")
     owner, id = handle[0], ObjectId(*handle[1:])
     if peer is None or owner >= len(session.workers) or id.creator >= len(session.workers):
         raise InvalidMessageError("a handle of no rank")
     me = session.me.id
     if owner != me:
-        return RRef._of(session, owner, id)
+        return RRef._of(session, owner, id, giver=peer)
     if peer != me:
         return RRef._of(session, me, id, session.owned.came_back(id, peer))
-    owned = session.owned.expect(id)
-    session.owned.release(id, me, 1)
+    owned = session.owned.expect(id, me)
+    session.owned.release(id, me, me)
     return RRef._of(session, me, id, owned)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -32,12 +33,11 @@ from rankwire.torch.rpc.layers import is_layer, make_layer
 from rankwire.torch.rpc.meetings import Meetings
 from rankwire.torch.rpc.naming import NameRefusedError, NamingRule, name_of
 from rankwire.torch.rpc.object_server import ObjectServer
-from rankwire.torch.rpc.owned import OwnedObjects
+from rankwire.torch.rpc.owned import ObjectId, OwnedObjects
+from rankwire.torch.rpc.verbs import APPLY, CALL_IN_CONTEXT, register
 from rankwire.torch.rpc.workers import WorkerInfo
 
 _MAX_NAMES = 4096
-# Registered under such names, which no module has.
-APPLY = "torch.rpc apply"
 
 NOT_INITIALIZED = (
     "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first, or the init_rpc of "
@@ -65,7 +65,6 @@ class Session:
         names: The names of functions that were called.
         owned: The objects of this rank that others hold.
         news: Tells other ranks of the handles of their objects.
-        numbers: For the next objects and handles that are made here.
         attendant: Looks after futures that are waited for in C++.
         object_server: Serves what other ranks' handles ask for.
         meetings: Where values of several workers come together.
@@ -99,10 +98,10 @@ class Session:
             codec=codec,
             resolve=self.function_of,
         )
-        self.agent.register(APPLY, self._apply)
+        register(self.agent, APPLY, self._apply)
         self.owned = OwnedObjects(backend.rank)
         self.news = HandleNews(self.agent)
-        self.numbers = itertools.count()
+        self._numbers = itertools.count()
         self.attendant = Attendant(backend.clock)
         self.object_server = ObjectServer(self)
         self.meetings = Meetings(self)
@@ -138,6 +137,10 @@ class Session:
             timeout = self.timeout
         return timeout if timeout > 0.0 else math.inf
 
+    def new_id(self) -> ObjectId:
+        """Return an id for an object or handle that is made here."""
+        return ObjectId(self.me.id, next(self._numbers), secrets.randbits(63))
+
     # -- calls -------------------------------------------------------------------------------------
 
     def call(
@@ -147,7 +150,7 @@ class Session:
         context = CONTEXT.get()
         if context is not None:
             args = autograd.call_in(context, rank, name, args, kwargs)
-            name, kwargs = autograd.CALL, {}
+            name, kwargs = CALL_IN_CONTEXT, {}
         elif "timeout" in kwargs:  # the agent has one of its own
             name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
         return self.agent.rpc_sync(rank, name, *args, timeout=limit, **kwargs)
@@ -163,7 +166,7 @@ class Session:
         context = CONTEXT.get()
         if context is not None:
             args = autograd.call_in(context, rank, name, args, kwargs)
-            name, kwargs = autograd.CALL, {}
+            name, kwargs = CALL_IN_CONTEXT, {}
         elif "timeout" in kwargs:
             name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
         try:

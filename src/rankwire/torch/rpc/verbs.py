@@ -1,0 +1,87 @@
+"""The verbs: what ranks ask of each other beyond calls of the program's functions, and who may ask.
+
+A verb is registered with the agent under a name that no module has, by ``register`` below, which
+knows only the verbs of this table. Each one checks its sender before it does anything; the table
+says whom it accepts:
+
+- *Holder*: the sender was given a handle of the object. It proves that by the key of the object's
+  id, 63 random bits that travel inside of handles alone. So it can use a handle at once, also if
+  the owner has not heard yet from the rank that passed it on.
+- *Creator*: the sender's rank is the one in the object's id.
+- *Member*: the sender knows the id of the context, of which 48 bits are random and which travels
+  inside of calls in the context.
+- *Conductor*: the sender's rank is the one in the number of the backward pass.
+
+``SECURITY.md`` has the same table, and ``test_rpc_verbs.py`` sends each verb from a rank that may
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.call import current_call
+
+APPLY = "torch.rpc apply"
+GATHER = "torch.rpc gather"
+
+MAKE = "torch.rpc make"
+MAKE_BY_METHOD = "torch.rpc make by method"
+FETCH = "torch.rpc fetch"
+CALL = "torch.rpc call"
+CHECK = "torch.rpc check"
+TYPE = "torch.rpc type"
+BACKWARD = "torch.rpc backward"
+TELL = "torch.rpc tell"
+
+CALL_IN_CONTEXT = "rankwire.torch.autograd:call"
+REACH = "rankwire.torch.autograd:reach"
+RUN = "rankwire.torch.autograd:run"
+ARRIVE = "rankwire.torch.autograd:arrive"
+FAIL = "rankwire.torch.autograd:fail"
+END = "rankwire.torch.autograd:end"
+
+SENDERS = {
+    APPLY: "any worker; the rule for names decides what it runs",
+    GATHER: "a worker that takes part, to the first of those that do",
+    MAKE: "the creator of the new object",
+    MAKE_BY_METHOD: "the creator of the new object, if it holds the other one",
+    FETCH: "a holder",
+    CALL: "a holder",
+    CHECK: "a holder",
+    TYPE: "a holder",
+    BACKWARD: "a holder, in a context that it is a member of",
+    TELL: "a holder, of its own handles; the creator, of an object that was not made",
+    CALL_IN_CONTEXT: "a member; the rule for names decides what it runs",
+    REACH: "the conductor of the pass",
+    RUN: "the conductor of the pass",
+    ARRIVE: "the rank that the message was sent to",
+    FAIL: "the conductor of the pass",
+    END: "the maker of the context, or a rank that has called this one in it",
+}
+
+
+def register(agent: RpcAgent, verb: str, function: Callable[..., Any]) -> None:
+    """Have an agent serve a verb.
+
+    Args:
+        agent: The rank's.
+        verb: One of ``SENDERS``.
+        function: Checks who sends it (``sender``) as the table says, and does it.
+    """
+    assert verb in SENDERS, verb
+    agent.register(verb, function)
+
+
+def sender() -> int:
+    """Return the rank that has sent the verb which this thread serves.
+
+    Raises:
+        PermissionError: No rank has; the function was called as if it were the program's.
+    """
+    call = current_call()
+    if call is None:
+        raise PermissionError("this is for other ranks to call")
+    return call.src
