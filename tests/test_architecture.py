@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "showing": set(),
     "conditions": set(),
     "deadline": {"errors", "clock"},
-    "codec": {"errors", "texts"},
+    "codec": {"errors", "texts", "showing"},
     "wire": {"errors", "texts", "codec"},
     "links": {*LEAVES, "wire"},
     "rendezvous": {*LEAVES, "wire", "links"},

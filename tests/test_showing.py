@@ -15,10 +15,10 @@ FUTURE = {
     "set_exception", "set_result", "set_running_or_notify_cancel",
 }  # fmt: skip
 BACKEND = {
-    "rank", "world_size", "timeout", "max_message_nbytes", "clock", "security",
+    "rank", "world_size", "incarnation", "timeout", "max_message_nbytes", "clock", "security",
     "send", "recv", "recv_into", "recv_any", "send_array", "recv_array", "sendrecv",
     "isend", "irecv", "irecv_into", "isend_array", "irecv_array", "barrier",
-    "alive", "status", "on_peer_lost", "on_peer_suspected", "close", "closed",
+    "alive", "status", "on_peer_lost", "on_peer_joined", "on_peer_suspected", "close", "closed",
 }  # fmt: skip
 SHOWN = {
     "agent": {

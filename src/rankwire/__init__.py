@@ -128,13 +128,15 @@ def _meet(backend: Backend, timeout: float | None) -> None:
 Backend.meeting = _meet
 
 
-def __getattr__(name: str) -> Any:
-    """Load one of the names that most jobs do not use."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"rankwire.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one that this returns
+
+    def __getattr__(name: str) -> Any:
+        """Load one of the names that most jobs do not use."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"rankwire.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -128,8 +128,8 @@ def run(
             "--debug-rank",
             min=0,
             metavar="R",
-            help="Give this rank the terminal, for breakpoint(); operations of all ranks then wait"
-            " without a limit.",
+            help="Give this rank the terminal, for breakpoint(). Operations of all ranks without a"
+            " timeout of their own then wait without a limit.",
         ),
     ] = None,
     grace: Annotated[

@@ -550,6 +550,32 @@ def test_memory_in_common_is_noticed():
     assert not share_memory(memory, np.zeros(10))
 
 
+# -- what has a mask -------------------------------------------------------------------------------
+
+MASKED = np.ma.array([1.0, 2.0, 3.0], mask=[False, True, False])
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda backend: backend.send(MASKED, 1),
+        lambda backend: backend.send([b"x", MASKED], 1),
+        lambda backend: backend.isend(MASKED, 1),
+        lambda backend: backend.recv_into(MASKED, 1),
+        lambda backend: backend.send_array(MASKED, 1),
+        lambda backend: backend.isend_array(MASKED, 1),
+        lambda backend: backend.sendrecv(MASKED, 1, 1),
+        lambda backend: backend.sendrecv(np.zeros(3), 1, 1, out=MASKED),
+        lambda backend: backend.recv_array(1, out=MASKED),
+        lambda backend: backend.irecv_array(1, out=MASKED),
+    ],
+)
+def test_an_array_with_a_mask_is_refused_before_anything_moves(send):
+    with simulated_world(2, timeout=PATIENCE) as (first, _second):
+        with pytest.raises((ConfigurationError, UnsupportedTypeError), match=r"mask"):
+            send(first)
+
+
 # -- what holds references -------------------------------------------------------------------------
 
 OBJECTS = {

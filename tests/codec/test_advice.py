@@ -53,6 +53,10 @@ class Wrapped:
         return np.ones(1)
 
 
+async def generate_later():
+    yield 1
+
+
 def generate() -> Any:
     yield 1
 
@@ -83,6 +87,7 @@ REGISTER = "Put @rankwire.message above class {0}, or codec.register({0}), on al
         (types, "send its name"),
         (ValueError("x"), "Raise it"),
         (COROUTINE, "await it"),
+        (generate_later(), "send [item async for item in value]"),
         (generate(), "send list(value)"),
         (iter([]), "send list(value)"),
         (map(str, []), "send list(value)"),
@@ -101,7 +106,8 @@ REGISTER = "Put @rankwire.message above class {0}, or codec.register({0}), on al
         (Texts(), "It is a subclass of list, which may hold more: send list(value)"),
         (np.random.default_rng(), "bit_generator.state"),
         (Wrapped(), "Send numpy.asarray(value)"),
-        (np.ma.zeros(1), "Send numpy.asarray(value)"),
+        (np.ma.zeros(1), "pass value.data and numpy.ma.getmaskarray(value)"),
+        (np.ma.masked, "pass value.data and numpy.ma.getmaskarray(value)"),
         (collections.ChainMap(), "Send dict(value)"),
         (types.MappingProxyType({}), "Send dict(value)"),
         ({}.keys(), "Send list(value) or set(value)"),

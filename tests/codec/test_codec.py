@@ -9,6 +9,7 @@ import random
 import struct
 import sys
 import time
+import traceback
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,25 @@ def name_of(value: Any) -> str:
 def test_a_value_arrives_equal_and_of_the_same_type(codec, value):
     assert_same(roundtrip(codec, value), value)
     assert_same(roundtrip(codec, [value, (value,), {"k": value}]), [value, (value,), {"k": value}])
+
+
+@pytest.mark.parametrize("value", VALUES, ids=name_of)
+def test_what_encode_returns_can_be_decoded(codec, value):
+    assert_same(codec.decode(codec.encode(value)), value)
+
+
+def test_what_is_decoded_is_a_copy_and_writable(codec):
+    array = np.arange(1000)
+    arrived = codec.decode(codec.encode([array]))[0]
+    arrived[0] = 5
+    assert array[0] == 0
+
+
+def test_decoding_what_was_encoded_fails_as_decoding_a_payload_does(codec):
+    buffers, nbytes = codec.encode("text")
+    with pytest.raises(InvalidMessageError) as caught:
+        codec.decode((buffers[:-1], nbytes))
+    assert "tuple" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_all_values_travel_together_in_one_record(codec):

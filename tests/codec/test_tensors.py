@@ -38,6 +38,8 @@ def roundtrip(value: Any) -> Any:
 def assert_same(left: Any, right: Any) -> None:
     assert type(left) is torch.Tensor
     assert (left.dtype, left.shape) == (right.dtype, right.shape)
+    if "float8" in str(left.dtype):  # torch compares none of them
+        left, right = left.view(torch.uint8), right.view(torch.uint8)
     assert torch.equal(left, right)
 
 
@@ -112,10 +114,10 @@ def test_a_tensor_on_another_device_says_call_cpu():
     [
         (torch.nn.Parameter(torch.ones(2)).as_subclass(Marked), "detach"),
         (torch.ones(2, 2).to_sparse(), "to_dense"),
-        (torch.ones(2).to(torch.float8_e5m2), "dtype"),
+        (torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "dtype"),
         (torch.ones((1,) * 33), "dimensions"),
     ],
-    ids=["subclass", "sparse", "float8", "33 dimensions"],
+    ids=["subclass", "sparse", "bits8", "33 dimensions"],
 )
 def test_other_tensors_are_refused_with_advice(tensor, advice):
     with pytest.raises(UnsupportedTypeError, match=advice):

@@ -3,7 +3,8 @@
 A line whose end says ``# error`` is one that mypy must refuse, in these words.
 """
 
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, as_completed, wait
 from typing import Any, assert_type
 
 import numpy as np
@@ -59,6 +60,37 @@ async def start(agent: RpcAgent) -> None:
     assert_type(agent.rpc_async(1, "add", 1), RpcFuture[Any])
     agent.rpc_async(1, add, "a")  # error: No overload variant of "rpc_async"
     add(agent.rpc_async(1, later, "a").result())  # error: Argument 1 to "add"
+
+
+def futures(agent: RpcAgent, works: list[rankwire.Work[int]]) -> None:
+    started = [agent.rpc_async(1, add, 1), agent.rpc_async(1, add, 2)]
+    assert_type(as_completed(started), Iterator[Future[int]])
+    assert_type(wait(started).done, set[Future[int]])
+    assert_type([future.result() for future in as_completed(started, timeout=5)], list[int])
+    assert_type(as_completed([agent.rpc_async(1, "add", 1)]), Iterator[Future[Any]])
+    assert_type(as_completed(works), Iterator[Future[int]])
+
+
+def resolve(backend: rankwire.Backend) -> None:
+    functions: dict[str, Callable[..., Any]] = {"add": add}
+    with RpcAgent(backend, resolve=functions.get) as agent:
+        assert_type(agent, RpcAgent)
+    assert_type(backend.incarnation, int)
+    stop = backend.on_peer_joined(lambda rank, incarnation: print(rank + incarnation))
+    stop()
+    backend.on_peer_joined(lambda rank: None)  # error: Argument 1 to "on_peer_joined"
+
+
+def names_that_are_not_there(agent: RpcAgent, backend: rankwire.Backend) -> None:
+    rankwire.all_reduced(backend)  # error: Module has no attribute "all_reduced"
+    rankwire.RpcAgnet(backend)  # error: Module has no attribute "RpcAgnet"
+    agent.rpc(1, "add")  # error: "RpcAgent" has no attribute "rpc"
+    backend.sned(b"", 1)  # error: "Backend" has no attribute "sned"
+
+
+def values(codec: rankwire.Codec) -> None:
+    assert_type(codec.decode(codec.encode(5)), Any)
+    assert_type(codec.decode(bytearray().join(codec.encode(5)[0])), Any)
 
 
 def settings(agent: RpcAgent, server: Server) -> None:

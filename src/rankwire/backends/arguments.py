@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rankwire.codec.arrays import ADVICE_FOR_MASKED, is_masked
 from rankwire.codec.references import holds_references
 from rankwire.errors import ConfigurationError, InvalidRankError, InvalidWorldSizeError
 from rankwire.wire.frames import Buffer
@@ -72,7 +73,7 @@ def flat_view(buffer: Any) -> memoryview:
     """Return a contiguous buffer as bytes, uncopied.
 
     Raises:
-        ConfigurationError: It is no buffer, or has gaps, or holds references to objects.
+        ConfigurationError: It is no buffer, or has gaps or a mask, or holds references to objects.
     """
     try:
         view = memoryview(buffer)
@@ -83,6 +84,8 @@ def flat_view(buffer: Any) -> memoryview:
         raise ConfigurationError(
             f"a message is one or more contiguous buffers, not {type(buffer).__name__}: {error}"
         ) from error
+    if is_masked(buffer):
+        raise ConfigurationError(f"a masked array is no buffer. {ADVICE_FOR_MASKED}")
     if refers:
         raise ConfigurationError(
             f"this {type(buffer).__name__} holds references to objects, which mean nothing to "

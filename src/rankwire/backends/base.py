@@ -54,23 +54,28 @@ class Backend(MessagePosting):
         clock: By which everything in its world waits.
 
     Attributes:
-        clock: The same.
-        agreement: How groups of its ranks come to be.
+        rank: This process's index, from 0.
+        world_size: The number of ranks.
+        incarnation: How many times this rank's process was started anew alone, by a launcher.
+        timeout: Seconds for operations without a limit of their own.
+        max_message_nbytes: Largest message sent or accepted.
+        clock: By which everything in its world waits.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
-        ranks_return: Whether a rank that is lost may be started anew alone, and come back.
-        meeting: The barrier of the collectives, which are a layer above; the package puts it here.
     """
 
     _SHOWN: ClassVar[tuple[str, ...]] = (
-        *("rank", "world_size", "timeout", "max_message_nbytes", "clock", "security"),
+        *("rank", "world_size", "incarnation", "timeout", "max_message_nbytes", "clock"),
+        "security",
         *("send", "recv", "recv_into", "recv_any", "send_array", "recv_array", "sendrecv"),
         *("isend", "irecv", "irecv_into", "isend_array", "irecv_array", "barrier"),
-        *("alive", "status", "on_peer_lost", "on_peer_suspected", "close", "closed"),
+        *("alive", "status", "on_peer_lost", "on_peer_joined", "on_peer_suspected"),
+        *("close", "closed"),
     )
 
     security: str = "local"
-    ranks_return: bool = False
+    ranks_return: bool = False  # whether a lost rank may be started anew alone, and come back
+    # The barrier of the collectives, which are a layer above; the package puts it here.
     meeting: ClassVar[Callable[[Backend, float | None], None]]
 
     def __init__(
@@ -90,7 +95,7 @@ class Backend(MessagePosting):
         # What the collectives keep about this group; theirs alone, but for ``release`` at the end
         # and ``now``, the words of the one that is under way.
         self.operations: Any = None
-        self.agreement = Agreement()
+        self.agreement = Agreement()  # how groups of its ranks come to be
         self._events = PeerEvents()
         guard(self)
 

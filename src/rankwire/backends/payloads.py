@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rankwire.codec.arrays import dtype_code
+from rankwire.codec.arrays import dtype_code, is_masked
 from rankwire.codec.tensor_memory import carrier_of, map_tensor
 from rankwire.codec.tensors import advice_for, is_tensor
 from rankwire.errors import ConfigurationError, RankwireError
@@ -164,8 +164,11 @@ def check_out(out: Any) -> None:
     """Raise, before anything is received, if ``out`` is an array that no message can fill.
 
     Raises:
-        ConfigurationError: Its dtype is not carried: it holds references to objects, say.
+        ConfigurationError: Its dtype is not carried: it holds references to objects, say. Or it
+            has a mask, which would stay as it is.
     """
+    if is_masked(out):
+        raise ConfigurationError("out has a mask: pass out.data, and set the mask afterwards")
     if isinstance(out, np.ndarray) and dtype_code(out.dtype) is None:
         raise ConfigurationError(f"out is of dtype {out.dtype}, which is not carried")
 

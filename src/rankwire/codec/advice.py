@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rankwire.codec.arrays import ADVICE_FOR_MASKED, is_masked
 from rankwire.codec.classes import is_namedtuple
 
 _FUNCTIONS = (
@@ -107,7 +108,11 @@ _KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], str]]] = [
         _says("Raise it: the caller gets a RemoteError. Or send its type's name and its text."),
     ),
     (
-        lambda value: isinstance(value, (Awaitable, AsyncIterator)),
+        lambda value: isinstance(value, AsyncIterator),
+        _says("It runs in this process: send [item async for item in value], or item by item."),
+    ),
+    (
+        lambda value: isinstance(value, Awaitable),
         _says("It runs in this process: await it, and send the result."),
     ),
     (
@@ -154,6 +159,7 @@ _KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], str]]] = [
         lambda value: isinstance(value, _BUILTINS),
         _convert,
     ),
+    (is_masked, _says(ADVICE_FOR_MASKED)),
     (
         lambda value: hasattr(type(value), "__array__") or hasattr(type(value), "__dlpack__"),
         _says("Send numpy.asarray(value)."),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -34,6 +35,10 @@ _MAX_NBYTES = 2**63 - 1
 _CARRIED = re.compile(
     r"[<>|](?:b1|[iu][1248]|f[248]|c(?:8|16)|[SU][1-9][0-9]{0,9}"
     r"|[mM]8(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+)
+ADVICE_FOR_MASKED = (
+    "It has a mask, which would be lost: pass value.data and numpy.ma.getmaskarray(value) as two"
+    " arrays; numpy.ma.array(data, mask=mask) makes one of them again."
 )
 _LARGEST_CODE_POINT = 0x10FFFF
 _INT = frozenset({int})
@@ -61,6 +66,19 @@ def is_plain_array(value: object) -> bool:
     Other subclasses mean more by it, such as a mask.
     """
     return type(value) is np.ndarray or type(value) is np.memmap
+
+
+def is_masked(value: object) -> bool:
+    """Tell whether a value is an array of ``numpy.ma``, without importing that."""
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(value, masked.MaskedArray)
+
+
+def advice_for_array(value: object) -> str:
+    """Return what to do in place of passing something that is no plain array."""
+    if is_masked(value):
+        return ADVICE_FOR_MASKED
+    return "Pass a numpy array or a torch tensor; numpy.asarray(...) makes one."
 
 
 @lru_cache(maxsize=256)

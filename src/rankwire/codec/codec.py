@@ -37,6 +37,7 @@ from rankwire.errors import (
     MessageTooLargeError,
     UnsupportedTypeError,
 )
+from rankwire.showing import ShowsPublic
 from rankwire.texts import one_line, text_of, type_name
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def unpacker_of(kind: type[T]) -> Callable[[memoryview], T]:
 _unpack_plain: Callable[[memoryview], Any] = unpacker_of(object)
 
 
-class Codec:
+class Codec(ShowsPublic):
     """Turns values into payloads and payloads into values.
 
     Carried, each exactly: None, bool, int, float, complex, Decimal, Fraction, str, bytes,
@@ -99,6 +100,8 @@ class Codec:
         max_items: How many values a message that is decoded may hold, those in containers included;
             an array or a byte string is one.
     """
+
+    _SHOWN = ("allows_pickle", "decode", "encode", "register", "undo")
 
     def __init__(
         self,
@@ -270,17 +273,35 @@ class Codec:
         if type(message[0]) is UndoableBuffers:
             message[0].sending.undo_all()
 
+    @overload
     def decode(
         self,
         payload: bytearray,
         unpack: Callable[[memoryview], Any] = _unpack_plain,
         peer: int | None = None,
+    ) -> Any: ...
+    @overload
+    def decode(
+        self,
+        payload: tuple[Sequence[Buffer], int],
+        unpack: Callable[[memoryview], Any] = _unpack_plain,
+        peer: int | None = None,
+    ) -> Any: ...
+    def decode(
+        self,
+        payload: Any,
+        unpack: Callable[[memoryview], Any] = _unpack_plain,
+        peer: int | None = None,
     ) -> Any:
         """Decode a whole payload.
 
+        ``decode(encode(value))`` is a copy of the value. To keep it in a file, write the buffers
+        one after the other; ``decode(bytearray(data))`` reads it back.
+
         Args:
             payload: What the buffers of one ``encode`` held, in one piece. Arrays in the value are
-                writable views of it, so it belongs to the value from now on.
+                writable views of it, so it belongs to the value from now on. Or what ``encode``
+                returned, which is copied.
             unpack: Decodes a small plain one to the type that is expected (``unpacker_of``); one
                 that it refuses, and any other, is decoded to what it says.
             peer: Who sent it, to be told to hooks.
@@ -304,12 +325,16 @@ class Codec:
         # The one border: whatever msgspec, numpy, a constructor, a hook or a hash function raises.
         # It must not end the thread that reads, so only an interrupt (Ctrl-C) passes.
         except BaseException as error:
+            if not isinstance(payload, tuple):
+                raise InvalidMessageError(
+                    one_line(f"the payload does not decode: {type_name(error)}: {text_of(error)}")
+                ) from error
+        else:
             raise InvalidMessageError(
-                one_line(f"the payload does not decode: {type_name(error)}: {text_of(error)}")
-            ) from error
-        raise InvalidMessageError(
-            f"the payload has {len(payload)} bytes, its head describes {reader.position}"
-        )
+                f"the payload has {len(payload)} bytes, its head describes {reader.position}"
+            )
+        # What ``encode`` returned. This comes last, so that the payload of a call is not tested.
+        return self.decode(bytearray().join(payload[0]), unpack, peer)
 
     def _encode_by_walk(
         self, lower: Callable[[Writer], Any], path: str, peer: int | None

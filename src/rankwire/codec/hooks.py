@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from rankwire.errors import InvalidMessageError, RankwireError
+from rankwire.showing import ShowsPublic
 from rankwire.texts import one_line, text_of, type_name
 
 
-class TakeContext:
+class TakeContext(ShowsPublic):
     """What ``take`` learns of the message that its value is part of.
 
     Attributes:
@@ -24,6 +25,7 @@ class TakeContext:
     """
 
     __slots__ = ("_undos", "peer")
+    _SHOWN = ("peer", "undo")
 
     def __init__(self, peer: int | None) -> None:
         self.peer = peer

@@ -30,13 +30,15 @@ from rankwire.codec.tensor_memory import bytes_of, carrier_of, map_tensor
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
 # torch's names with the little-endian numpy type that has the same bytes: mostly that of the same
-# name. numpy has no bfloat16.
+# name. numpy has no bfloat16, and no float8.
 _SAME_NAMES = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
 CODES = {name: np.dtype(name).newbyteorder("<").str for name in _SAME_NAMES}
 CODES["bfloat16"] = "<i2"
+_FLOAT8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
+CODES |= {f"float8_{kind}": "|i1" for kind in _FLOAT8}
 _IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 _pack = msgspec.msgpack.Encoder().encode

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rankwire.codec.arrays import dtype_code, is_plain_array
+from rankwire.codec.arrays import advice_for_array, dtype_code, is_plain_array
 from rankwire.codec.tensor_memory import carrier_of, map_tensor
 from rankwire.codec.tensors import advice_for, is_tensor
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
@@ -116,8 +116,7 @@ def operand(value: Any, name: str = "array") -> Operand:
             advice = f"Arrays of dtype {value.dtype} are not carried."
             raise UnsupportedTypeError(name, type(value).__qualname__, advice)
         return Operand(value, value, dtype_name)
-    advice = "Pass a numpy array or a torch tensor; numpy.asarray(...) makes one."
-    raise UnsupportedTypeError(name, type(value).__qualname__, advice)
+    raise UnsupportedTypeError(name, type(value).__qualname__, advice_for_array(value))
 
 
 def new_like(other: Operand, shape: tuple[int, ...]) -> Operand:

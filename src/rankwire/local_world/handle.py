@@ -21,6 +21,7 @@ from rankwire.local_world.printing import Printing
 from rankwire.local_world.process_world import ProcessWorld
 from rankwire.local_world.rank_thread import RankThread
 from rankwire.local_world.running import Rank, Run
+from rankwire.showing import ShowsPublic
 from rankwire.shutdown import close_at_exit
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ def local(
     return LocalWorld(world_size, simulated=simulated, timeout=timeout, **options)
 
 
-class LocalWorld:
+class LocalWorld(ShowsPublic):
     """A world that this process has started. Made by ``rankwire.local``; see there.
 
     Every method is safe from any thread. A rank runs one function at a time, in the main thread of
@@ -67,6 +68,8 @@ class LocalWorld:
     Attributes:
         world_size: The number of ranks.
     """
+
+    _SHOWN = ("close", "closed", "on", "run", "world_size")
 
     def __init__(self, world_size: int, *, simulated: bool, timeout: float, **options: Any) -> None:
         self._backends: Sequence[Backend] = ()

@@ -16,7 +16,15 @@ from rankwire.rpc.remote_errors import E
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-_NONE: Any = object()  # where None would be an argument
+
+class _LeftOut:
+    """Stands for a function that was not given: None would be one that cannot be registered."""
+
+    def __repr__(self) -> str:
+        return "<left out>"
+
+
+_LEFT_OUT: Any = _LeftOut()
 
 
 class AgentFunctions:
@@ -36,8 +44,13 @@ class AgentFunctions:
     @overload
     def register(self, name: T, *, replace: bool = False, copy: bool = False) -> T: ...
     def register(
-        self, name: Any = None, function: Any = _NONE, *, replace: bool = False, copy: bool = False
-    ) -> Any:
+        self,
+        name: str | T | None = None,
+        function: T = _LEFT_OUT,
+        *,
+        replace: bool = False,
+        copy: bool = False,
+    ) -> T | Callable[[F], F]:
         """Let other ranks call a function, or the public methods of an object.
 
         Written ``register("add", add)``, ``@agent.register`` or ``@agent.register("add")``. An
@@ -61,7 +74,7 @@ class AgentFunctions:
 
         Args:
             name: What callers call it; the function's own name, or that of the object's class, if
-                left out.
+                left out. Or the function or object itself, as the only argument.
             function: The function; it may be an ``async def``, and may return a future. Or the
                 object. One that can be called itself counts as a function.
             replace: Whether a function or object of that name is replaced; without it that is an
@@ -80,13 +93,13 @@ class AgentFunctions:
             ConfigurationError: It can neither be called nor has it such methods; or it has no name
                 of its own, and was given none; or the name is taken, or is no name.
         """
-        if function is not _NONE:
+        if function is not _LEFT_OUT:
             return self._register(name, function, replace, copy)
         if name is None or isinstance(name, str):
             return lambda target: self._register(name, target, replace, copy)
         return self._register(None, name, replace, copy)
 
-    def _register(self, name: str | None, target: T, replace: bool, copy: bool) -> T:
+    def _register(self, name: Any, target: T, replace: bool, copy: bool) -> T:
         if callable(target):
             name = _own_name(target) if name is None else name
             self._registry.add(name, target, replace=replace, copies=copy)

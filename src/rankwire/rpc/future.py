@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from threading import Condition
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rankwire.backends.calls import CallPort
@@ -100,9 +101,8 @@ class RpcFuture(ShowsPublic, Future[R]):
         self.name = name
         self.deadline = deadline
 
-    @property
-    def _condition(self) -> SafeCondition:  # type: ignore[override]
-        """The base class's, made for the first who uses it.
+    def _attended_condition(self) -> SafeCondition:
+        """Return the base class's condition, made for the first who uses it.
 
         Most futures end before anyone waits, cancels or asks to be called back, and a condition
         takes as long as encoding the call. Its lock is its own: ``concurrent.futures.wait`` takes
@@ -117,6 +117,10 @@ class RpcFuture(ShowsPublic, Future[R]):
         if self.reply is not None and not self.reply.done:
             self._port.attend_to(self.dst, self.reply)
         return made
+
+    # An attribute to type checkers, as in the base class: ``as_completed`` is declared to take only
+    # futures with one that can be assigned.
+    _condition: Condition = property(_attended_condition)  # type: ignore[assignment]
 
     def _make_condition(self) -> SafeCondition:
         made = SafeCondition()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rankwire.codec.arrays import (
     ArrayHead,
+    advice_for_array,
     array_body,
     array_bytes,
     array_head,
@@ -79,8 +80,7 @@ def pack_array(value: Any) -> tuple[list[Buffer], int]:
         kind = _TENSOR
         body, elements = tensor_body(value)
     else:
-        advice = "Send a numpy array or a torch tensor; numpy.asarray(...) makes one."
-        raise UnsupportedTypeError("array", type(value).__qualname__, advice)
+        raise UnsupportedTypeError("array", type(value).__qualname__, advice_for_array(value))
     head = _PREFIX.pack(kind, 0, len(body)) + body
     head += bytes(-len(head) % _ALIGNMENT)
     return [head, elements], len(head) + len(elements)
