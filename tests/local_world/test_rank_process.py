@@ -63,6 +63,38 @@ def test_an_interrupt_reaches_a_function_that_has_not_begun_and_none_after_it(wo
         assert outcome(world, rank.start(lambda backend: "well", ())).value == "well"
 
 
+MODULE = """
+import os, pathlib, time
+here = pathlib.Path(__file__).parent
+if os.getpid() != {starter}:
+    with open(here / "imported", "a") as imported:
+        imported.write("once ")
+    while not (here / "go").exists():
+        time.sleep(0.01)
+def function(backend):
+    return (here / "imported").read_text()
+"""
+
+
+def test_an_interrupt_does_not_leave_a_module_half_imported(tmp_path, monkeypatch):
+    (tmp_path / "imported_slowly.py").write_text(MODULE.format(starter=os.getpid()))
+    monkeypatch.syspath_prepend(tmp_path)
+    from imported_slowly import function
+
+    world = ProcessWorld(1, {})
+    try:
+        rank = world.ranks[0]
+        running = rank.start(function, ())
+        until((tmp_path / "imported").exists)
+        rank.interrupt()
+        outcome(world, rank.ask_for_stacks())  # it has heard of the interrupt
+        (tmp_path / "go").touch()
+        assert isinstance(outcome(world, running).error, KeyboardInterrupt)
+        assert outcome(world, rank.start(function, ())).value == "once "
+    finally:
+        world.close()
+
+
 def test_stacks_are_told_while_a_function_runs(world, rank):
     def hang(backend):
         time.sleep(60)

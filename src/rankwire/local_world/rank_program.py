@@ -113,12 +113,12 @@ class _RankProgram:
         """Do one thing; return whether there is more to do."""
         self._running = number
         if verb == "join":
-            report = self._report(lambda: self._join(*unpack(words[0])))
+            report = self._report(words[0], self._join)
             self._say("ended", _packed(report))
             return report.error_name == ""
         if verb == "run":
             parcel, leaves = words
-            report = self._report(lambda: self._call(parcel))
+            report = self._report(parcel, self._call)
             packed = _packed(report)
             if leaves:  # others hear of its end before the starter does, as from any program
                 self._close(report)
@@ -131,8 +131,7 @@ class _RankProgram:
         listener = socket.socket(fileno=self._listener) if self._listener >= 0 else None
         self._backend = TcpBackend(self._rank, world_size, listener=listener, **options)
 
-    def _call(self, parcel: bytes) -> Any:
-        function, args = unpack(parcel)
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return function(self._backend, *args)
 
     def _close(self, report: RunReport) -> None:
@@ -144,12 +143,18 @@ class _RankProgram:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def _report(self, function: Callable[[], Any]) -> RunReport:
+    def _report(self, parcel: bytes, obey: Callable[..., Any]) -> RunReport:
+        """Carry out an order with the words of a parcel.
+
+        Unpacking imports the program's modules. An interrupt waits for its end: Python does not
+        finish an import that was interrupted, so that "import asyncio" would fail ever after.
+        """
         try:
+            words = unpack(parcel)
             self._is_interruptible = True
             if self._interrupted == self._running:
                 raise KeyboardInterrupt
-            return RunReport(function())
+            return RunReport(obey(*words))
         except BaseException as error:  # whatever it is, SystemExit included, is the starter's
             self._is_interruptible = False
             return RunReport(None, error, type(error).__name__, text_of(error), _traceback(error))
