@@ -285,7 +285,7 @@ def test_one_failure_raised_in_many_threads_keeps_their_tracebacks_apart():
 
 
 def test_a_rendezvous_error_names_the_missing_ranks_in_order():
-    assert str(RendezvousError("too late", missing=(5, 2))) == "too late; missing ranks: [2, 5]"
+    assert str(RendezvousError("too late", missing=(5, 2))) == "too late; missing ranks 2, 5"
     assert str(RendezvousError("refused")) == "refused"
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.texts import one_line, printable, shortened, type_name
+from rankwire.texts import name_ranks, one_line, printable, shortened, type_name
 
 
 @pytest.mark.parametrize("text", ["", "plain", "two\n\tlines", "äöü 漢字 \U0001f600", "x" * 1000])
@@ -57,3 +57,25 @@ def test_what_was_treated_once_is_not_changed_again(text, longest):
 )
 def test_a_type_is_named_with_its_module_unless_it_is_built_in(value, name):
     assert type_name(value) == name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([2], "rank 2"),
+        ([5, 3], "ranks 5, 3"),
+        (range(8), "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
+        (range(9), "9 ranks: 0-8"),
+        ([*range(1, 299), 301], "299 ranks: 1-298, 301"),
+        ([9, 7, 5, 3, 1, 11, 13, 14, 15], "9 ranks: 1, 3, 5, 7, 9, 11, 13-15"),
+    ],
+)
+def test_many_ranks_are_named_by_ranges_and_their_number(ranks, words):
+    assert name_ranks(list(ranks)) == words
+
+
+def test_the_names_of_any_number_of_ranks_fit_on_a_line():
+    words = name_ranks(range(0, 1_000_000, 3))
+    assert words.startswith("333334 ranks: 0, 3, 6, ")
+    assert words.endswith(", ...")
+    assert len(words) <= 150

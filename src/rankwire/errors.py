@@ -37,8 +37,8 @@ Tree::
 
 Contract: an error carries its data as attributes and survives pickling. The context that every
 operation knows (``op``, ``rank``, ``peer``, ``tag``, ``waited``) is in the base class and printed
-after the message. Nothing here imports the rest of the package, and no error is classified by its
-text.
+after the message. Nothing here imports the rest of the package but ``texts``, and no error is
+classified by its text.
 
 Size: users look for all errors in one place, and the tree above is of no use without its leaves.
 """
@@ -47,6 +47,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
+
+from rankwire.texts import name_ranks
 
 __all__ = [
     "AuthenticationError",
@@ -277,7 +279,8 @@ class RendezvousError(RankwireError, ConnectionError):
     def __init__(self, reason: str, *, missing: Iterable[int] = ()) -> None:
         self.missing = sorted(missing)
         self.reason = reason
-        super().__init__(f"{reason}; missing ranks: {self.missing}" if self.missing else reason)
+        missing_ranks = f"; missing {name_ranks(self.missing)}" if self.missing else ""
+        super().__init__(reason + missing_ranks)
 
 
 class NoConnectionError(RankwireError, ConnectionError):
@@ -369,8 +372,7 @@ class DeadlineExceededError(RankwireError, TimeoutError):
     def _text(self) -> str:
         text = f"no result within {self.limit:.6g} s"
         if self.waiting_for:
-            noun = "ranks" if len(self.waiting_for) > 1 else "rank"
-            text += f" waiting for {noun} {', '.join(map(str, self.waiting_for))}"
+            text += f" waiting for {name_ranks(self.waiting_for)}"
         return f"{text}; {self.detail}" if self.detail else text
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Iterator, Sequence
 
 # Characters. A person reads less; a traceback of a thousand frames at the recursion limit has more.
 MAX_REASON = 500
@@ -24,6 +25,9 @@ _UNPRINTABLE = re.compile(f"[\x00-\x08\x0b-\x1f{_TURNING}]")
 # What matches this whole is printed as it is, in one line. ("$" would let a last newline pass.)
 NAME = rf"^[^\x00-\x1f{_TURNING}]*\Z"
 _NOTE_LENGTH = 60
+# Ranks that are listed one by one; and characters after which a list of ranges is cut.
+_MOST_LISTED = 8
+_RANGES_LENGTH = 100
 
 
 def shortened(text: str, longest: int) -> str:
@@ -43,6 +47,32 @@ def one_line(text: str, longest: int = MAX_REASON) -> str:
     """Return what may be printed of a text as one line, whose end is cut."""
     line = " ".join(printable(text[: longest + 1], longest + 100).splitlines())
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks in words: "rank 2", "ranks 0, 3", "300 ranks: 0-298, 301".
+
+    At most 150 characters, however many ranks there are.
+    """
+    if len(ranks) <= _MOST_LISTED:
+        return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    pieces = ""
+    for first, last in _ranges(sorted(ranks)):
+        if len(pieces) > _RANGES_LENGTH:
+            return f"{len(ranks)} ranks: {pieces}..."
+        pieces += f"{first}, " if first == last else f"{first}-{last}, "
+    return f"{len(ranks)} ranks: {pieces[:-2]}"
+
+
+def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of each run of consecutive numbers."""
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number > last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last
 
 
 def type_name(value: object) -> str:

@@ -520,7 +520,10 @@ class Attacker:
         return sock
 
     def refused(self, *, greeting=None, hello=None, key=None, proof=None):
-        """Go through a handshake; whether the listener hangs up without a word of reason."""
+        """Go through a handshake; return whether the listener refuses it and closes.
+
+        It says nothing, or the constant bytes for a wrong proof: no reason and no MAC.
+        """
         initiator = Initiator(hello or self.genuine, key=key or self.key, nonce=b"n" * 32)
         with self.connect() as sock:
             try:
@@ -530,7 +533,8 @@ class Attacker:
                     return True
                 good = initiator.proof(challenge)
                 sock.sendall(good if proof is None else proof(good, challenge))
-                return sock.recv(VERDICT_NBYTES) == b""
+                verdict = sock.recv(VERDICT_NBYTES, socket.MSG_WAITALL)
+                return verdict == b"" or (verdict == WRONG_PROOF and sock.recv(1) == b"")
             except ConnectionError:
                 return True
 
@@ -543,6 +547,7 @@ def greeting_of(hello, offset, new):
     return with_bytes(hello.pack(b"n" * 32), offset, new)
 
 
+WRONG_PROOF = b"\x0b" + bytes(VERDICT_NBYTES - 1)  # status 11, and zeros in place of a MAC
 # After a proof for the genuine greeting, one that differs in a single field was sent.
 FIELDS = {
     "magic": (0, b"R"),

@@ -11,7 +11,6 @@ from rankwire.launch.summary import (
     excerpt,
     first_failure,
     in_order_of_loss,
-    list_ranks,
 )
 from rankwire.rendezvous.control_messages import Fallen, Gone, gone_by
 
@@ -115,8 +114,3 @@ def test_endings(ending, text, code):
     assert str(ending) == text
     assert ending.exit_code == code
     assert ending.is_failure == (code != 0)
-
-
-def test_lists_of_ranks():
-    assert list_ranks([3]) == "rank 3"
-    assert list_ranks([0, 2]) == "ranks 0, 2"

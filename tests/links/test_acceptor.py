@@ -28,7 +28,7 @@ from rankwire.errors import (
 )
 from rankwire.launch.certificates import make_certificates
 from rankwire.links import acceptor as acceptor_module
-from rankwire.links.acceptor import Acceptor
+from rankwire.links.acceptor import Acceptor, room_for
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
 from rankwire.links.security import choose_policy
@@ -46,9 +46,11 @@ from rankwire.wire.handshake import (
     HELLO_NBYTES,
     NONCE_NBYTES,
     PROOF_NBYTES,
+    VERDICT_NBYTES,
     Hello,
     Initiator,
     Purpose,
+    Responder,
     Status,
     handshake_key,
     job_id,
@@ -254,13 +256,17 @@ def test_a_wrong_secret_is_dropped_and_the_house_not_asked(door):
     door.knock_at_once()
 
 
-def test_a_stranger_learns_nothing(door):
-    sock = door.connect()
-    sock.sendall(Initiator(hello(), key=OTHER_KEY, nonce=NONCE).hello())
-    challenge = sock.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL)
-    assert challenge[:8] == b"rankwire"
-    sock.sendall(bytes(PROOF_NBYTES))
-    assert is_dropped(sock)
+def test_a_stranger_learns_nothing_but_that_its_proof_is_wrong(door):
+    verdicts = set()
+    for proof in (bytes(PROOF_NBYTES), bytes(range(PROOF_NBYTES))):
+        sock = door.connect()
+        sock.sendall(Initiator(hello(), key=OTHER_KEY, nonce=NONCE).hello())
+        challenge = sock.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL)
+        assert challenge[:8] == b"rankwire"
+        sock.sendall(proof)
+        verdicts.add(sock.recv(VERDICT_NBYTES, socket.MSG_WAITALL))
+        assert is_dropped(sock)
+    assert verdicts == {Responder(key=KEY, nonce=NONCE).refusal()}
     sock = door.connect()
     sock.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO_NBYTES))
     assert is_dropped(sock)
@@ -400,10 +406,29 @@ def test_a_rank_joins_while_300_silent_connections_are_held(door):
     assert not any(map(has_ended, silent[55:])), "the others stay"
 
 
-def test_a_stranger_that_is_dropped_for_another_may_speak_at_that_moment(cleanup, monkeypatch):
+def test_there_is_room_for_as_many_handshakes_as_the_world_needs(cleanup):
+    door = Door(cleanup, room=room_for(400))
+    door.acceptor.start()
+    silent = [door.connect() for _ in range(700)]
+    door.knock_at_once()
+    eventually(lambda: door.strangers == 700)
+    assert not any(map(has_ended, silent))
+
+
+def test_a_rank_that_is_dropped_to_make_room_is_not_told_that_its_secret_is_wrong(cleanup):
+    door = Door(cleanup, room=4)
+    door.acceptor.start()
+    slow = door.connect()
+    slow.sendall(Initiator(hello(), key=KEY, nonce=NONCE).hello())
+    slow.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL)
+    for _ in range(4):
+        door.connect()
+    assert is_dropped(slow), "without a verdict"
+
+
+def test_a_stranger_that_is_dropped_for_another_may_speak_at_that_moment(cleanup):
     """Its number is taken by the newcomer, and what it said must not be taken for theirs."""
-    monkeypatch.setattr(acceptor_module, "_MAX_STRANGERS", 4)
-    door = Door(cleanup)
+    door = Door(cleanup, room=4)
     door.acceptor.start()
     old = [door.connect() for _ in range(4)]
     eventually(lambda: door.strangers == 4)

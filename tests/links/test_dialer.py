@@ -24,6 +24,7 @@ from rankwire.wire.handshake import (
     NONCE_NBYTES,
     PROOF_NBYTES,
     PROTOCOL_VERSION,
+    VERDICT_NBYTES,
     Hello,
     Purpose,
     Responder,
@@ -130,15 +131,31 @@ def test_a_listener_that_does_not_know_the_secret_is_not_trusted(ends):
         (Purpose.CALLS, "not rank 1 of this world"),
     ],
 )
-def test_a_listener_that_hangs_up_on_the_proof_has_another_key(ends, purpose, text):
+def test_a_listener_that_refuses_the_proof_has_another_key(ends, purpose, text):
     near, far = ends
     dialling = dial(near, replace(HELLO, purpose=purpose), key=OTHER_KEY)
-    with pytest.raises(AuthenticationError):
-        answer(far)
-    far.close()
+    responder = Responder(key=KEY, nonce=bytes(NONCE_NBYTES))
+    far.sendall(responder.challenge(receive(far, HELLO_NBYTES)))
+    receive(far, PROOF_NBYTES)
+    far.sendall(responder.refusal())
     error = dialling.error()
     assert isinstance(error, AuthenticationError)
     assert text in str(error)
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+@pytest.mark.parametrize("said", [b"", b"v", bytes(VERDICT_NBYTES - 1)])
+def test_a_listener_that_hangs_up_on_the_proof_has_not_refused_it(ends, purpose, said):
+    near, far = ends
+    dialling = dial(near, replace(HELLO, purpose=purpose))
+    responder = Responder(key=KEY, nonce=bytes(NONCE_NBYTES))
+    far.sendall(responder.challenge(receive(far, HELLO_NBYTES)))
+    receive(far, PROOF_NBYTES)
+    far.sendall(said)
+    far.close()
+    error = dialling.error()
+    assert isinstance(error, NoConnectionError)
+    assert "closed the connection during the handshake" in str(error)
 
 
 @pytest.mark.parametrize("said", [b"", b"r", b"rankwire" + bytes(50)])

@@ -1,6 +1,7 @@
 """Joining: what a rank makes of everything that may answer at rank 0's address."""
 
 import contextlib
+import re
 import secrets
 import socket
 import threading
@@ -133,7 +134,11 @@ def shake_hands(
     """Let a rank in, or refuse it; the listening half of the handshake."""
     responder = Responder(key=key, nonce=secrets.token_bytes(NONCE_NBYTES))
     sock.sendall(responder.challenge(receive(sock, HELLO_NBYTES)))
-    hello = responder.verify(receive(sock, PROOF_NBYTES))
+    try:
+        hello = responder.verify(receive(sock, PROOF_NBYTES))
+    except AuthenticationError:
+        sock.sendall(responder.refusal())
+        raise
     sock.sendall(responder.verdict(status, detail))
     return hello
 
@@ -275,6 +280,29 @@ def test_hanging_up_before_and_after_the_handshake_is_tried_again(door):
     there = door(hang_up, hang_up, shake_hands, shake_hands, welcome_and_tell(world(0, 1, 2)))
     assert join_as(1, there) == world(0, 1, 2)
     assert there.visits == 5
+
+
+def hang_up_on_proof(sock: socket.socket) -> None:
+    responder = Responder(key=KEY, nonce=secrets.token_bytes(NONCE_NBYTES))
+    sock.sendall(responder.challenge(receive(sock, HELLO_NBYTES)))
+    receive(sock, PROOF_NBYTES)
+
+
+def test_a_connection_that_is_dropped_during_the_handshake_is_tried_again(door):
+    """However often: a full acceptor drops connections of ranks that have the right secret."""
+    there = door(*[hang_up_on_proof] * 5, welcome_and_tell(world(0, 1, 2)))
+    assert join_as(1, there) == world(0, 1, 2)
+    assert there.visits == 6
+
+
+def test_a_rank_that_is_dropped_until_its_deadline_says_so_and_does_not_blame_the_secret(door):
+    there = door(hang_up_on_proof)
+    with pytest.raises(RendezvousError) as caught:
+        join_as(1, there, limit=0.5)
+    text = str(caught.value)
+    assert re.search(rf"not reached at {there.address} within 0.5 s, in \d+ tries \(", text)
+    assert "(the other end closed the connection during the handshake)" in text
+    assert "secret" not in text
 
 
 def test_a_rank_0_that_restarts_while_ranks_wait_finds_them_again(door):
@@ -523,5 +551,15 @@ def test_the_missing_are_logged_now_and_then(door, caplog, monkeypatch):
     with pytest.raises(RendezvousError):
         join_as(1, door(welcome_and_tell(Waiting([2]))), limit=1.0)
     lines = [record.getMessage() for record in caplog.records]
-    assert any("rank 1" in line and "[2]" in line for line in lines)
+    assert any(line.startswith("rank 1 waits for rank 2 (") for line in lines)
     assert len(lines) <= 11
+
+
+def test_hundreds_of_missing_ranks_are_named_in_short_lines(door, caplog, monkeypatch):
+    monkeypatch.setattr("rankwire.rendezvous.join._REPORT_EVERY", 0.1)
+    with pytest.raises(RendezvousError) as caught:
+        join_as(1, door(welcome_and_tell(Waiting(list(range(2, 302))))), limit=1.0)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("rank 1 waits for 300 ranks: 2-301 (") for line in lines)
+    assert len(max([*lines, str(caught.value)], key=len)) <= 200
+    assert caught.value.missing == list(range(2, 302))

@@ -62,6 +62,7 @@ from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.rendezvous.secret import given_secret
 from rankwire.shutdown import close_at_exit
 from rankwire.stacks import stacks
+from rankwire.texts import name_ranks
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.protocol import left
@@ -222,7 +223,7 @@ class TcpBackend(Mesh):
         self.incarnation = self._me.incarnation
         if world.late:
             self.broken = MembershipError(
-                f"{_list_ranks(world.late)} joined when the world had formed already; {NEW_GROUP}"
+                f"{name_ranks(world.late)} joined when the world had formed already; {NEW_GROUP}"
             )
         self._dialling = Dialling(self._me, self._transport, self._formation)
         local = sum(member.host_id == self._me.host_id for member in world.members)
@@ -422,7 +423,3 @@ class TcpBackend(Mesh):
         gone = [rank for rank, peer in self._peers.items() if peer.failure is not None]
         state = "closed" if self._closed else f"gone: {gone}" if gone else "all up"
         return f"<TcpBackend rank {self.rank} of {self.world_size} at {self.address}, {state}>"
-
-
-def _list_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"

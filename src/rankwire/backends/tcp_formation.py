@@ -21,7 +21,7 @@ import msgspec
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.fork import guard
-from rankwire.links.acceptor import Acceptor
+from rankwire.links.acceptor import Acceptor, room_for
 from rankwire.links.listening import ListeningPlace, listen_somewhere
 from rankwire.links.security import Policy
 from rankwire.links.sockets import (
@@ -227,7 +227,13 @@ class Formation:
         return self._member
 
     def _make_acceptor(self) -> Acceptor:
-        self.acceptor = Acceptor(self, self.owner.clock, key=self._find_key_of, policy=self.policy)
+        self.acceptor = Acceptor(
+            self,
+            self.owner.clock,
+            key=self._find_key_of,
+            policy=self.policy,
+            room=room_for(self.owner.world_size),
+        )
         self.acceptor.call_every(_LOOK_EVERY, self.owner.look_for_silence)
         for listener in self._listeners:
             self.acceptor.listen(listener)

@@ -35,13 +35,14 @@ from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
 from rankwire.launch.parts import Parts
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.restarts import OnFailure, Restarts
-from rankwire.launch.summary import first_failure, list_ranks
+from rankwire.launch.summary import first_failure
 from rankwire.links.security import Policy
 from rankwire.links.wakeup import Wakeup
 from rankwire.rendezvous.control_messages import Gone
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.standalone import CoordinatorHost
+from rankwire.texts import name_ranks
 
 # Schedulers signal the launchers of all hosts at once: that is one request, not two. But two to one
 # launcher are two (``Loop`` knows echoes of its own).
@@ -296,7 +297,7 @@ class LaunchedJob:
         else:
             hint = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
             self._loop.output.say(
-                f"{signal_name(number)}{where}: stopping {list_ranks(alive)}{hint}"
+                f"{signal_name(number)}{where}: stopping {name_ranks(alive)}{hint}"
             )
             self._stop(number)
 

@@ -32,10 +32,10 @@ from rankwire.launch.loop import Loop
 from rankwire.launch.memory import OomCounter
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
-from rankwire.launch.summary import list_ranks
 from rankwire.launch.terminal import Terminal
 from rankwire.links.security import files_of
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
+from rankwire.texts import name_ranks
 
 _POLL = 0.02
 # A process that is about to die may still start another.
@@ -229,7 +229,7 @@ class LocalRanks:
         self._clear_until = -math.inf
         if deaf := [rank for rank in self.alive if rank in self.killed]:
             self._output.say(
-                f"killed already, and waiting inside the kernel: {list_ranks(deaf)}", "bold yellow"
+                f"killed already, and waiting inside the kernel: {name_ranks(deaf)}", "bold yellow"
             )
         for child in self._children:
             if child.ending is None:

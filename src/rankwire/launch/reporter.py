@@ -15,7 +15,8 @@ from rankwire.launch.child import Ending
 from rankwire.launch.output import Output
 from rankwire.launch.parts import Parts
 from rankwire.launch.status_line import Counts, describe
-from rankwire.launch.summary import Failure, first_failure, list_ranks
+from rankwire.launch.summary import Failure, first_failure
+from rankwire.texts import name_ranks
 
 STATUS_EVERY = 0.25
 # Nothing is said about a job that is over at once.
@@ -67,7 +68,7 @@ class Reporter:
             attempt.has_said_left = True
             one = "is left, which was given up: waiting for its end; Ctrl-C stops it"
             more = "are left, which were given up: waiting for their end; Ctrl-C stops them"
-            text = f"only {list_ranks(left)} {one if len(left) == 1 else more}"
+            text = f"only {name_ranks(left)} {one if len(left) == 1 else more}"
             self._output.say(text, "bold yellow")
 
     def report(self, attempt: Attempt, trouble: str) -> str:
@@ -104,7 +105,7 @@ class Reporter:
             ("killed", [rank for part in self._parts for rank in part.killed]),
         ):
             if ranks:
-                self._output.say(f"{word}: {list_ranks(ranks)}")
+                self._output.say(f"{word}: {name_ranks(ranks)}")
         return gist
 
     def _blame_who_held_up(self, attempt: Attempt, chain: list[int]) -> str:

@@ -32,6 +32,7 @@ from rankwire.launch.signals import collected_signals
 from rankwire.launch.strays import Strays
 from rankwire.links.security import Policy, choose_policy, files_of
 from rankwire.links.sockets import TcpAddress
+from rankwire.rendezvous import open_files
 from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
 from rankwire.rendezvous.standalone import bind
@@ -258,9 +259,9 @@ def _bind_loopback() -> socket.socket:
 
 def _check_descriptors(ranks: int, *, has_logs: bool) -> None:
     """Raise if the launcher cannot have as many open files as it needs to start the ranks."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _OWN_DESCRIPTORS + ranks * (_DESCRIPTORS_OF_RANK + has_logs)
-    if needed > limit != resource.RLIM_INFINITY:
+    if lacking := open_files.allow(_OWN_DESCRIPTORS + ranks * (_DESCRIPTORS_OF_RANK + has_logs)):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = limit + lacking
         raise ConfigurationError(
             f"{ranks} rank{'s'[: ranks > 1]} need {needed} open files in the launcher, and the"
             f" limit is {limit}: raise it, for example with `ulimit -n {max(1024, 2 * needed)}`"

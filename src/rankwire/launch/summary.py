@@ -123,11 +123,6 @@ def excerpt(errors: Sequence[str]) -> list[str]:
     return list(errors[next(begins, -_PLAIN_LINES) :])
 
 
-def list_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 1, 3``."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
-
-
 def _has_fallen(gone: Gone) -> bool:
     """Whether it said itself why it leaves."""
     return gone.exit_code is not None

@@ -2,9 +2,9 @@
 
 It is not on the way of any message or call. It accepts on all listening sockets, runs every
 handshake concurrently and without blocking, and gives an authenticated socket to its owner. A
-stranger costs a slot for at most five seconds: silent, garbage and wrong-secret connections are
-dropped without a word, and when all slots are taken the oldest goes. With TLS, its handshake is
-a part of the same five seconds.
+stranger costs a slot for at most five seconds: silent and garbage connections are dropped without
+a word, one with the wrong secret is told so, and when all slots are taken the acceptor drops the
+oldest. With TLS, its handshake is a part of the same five seconds.
 
 As an ``EventThread`` it also reads the *control connections* handed to ``watch``, and does small
 things at regular times. All state belongs to the thread.
@@ -23,6 +23,8 @@ from secrets import token_bytes
 from typing import Protocol
 
 from rankwire.clock import Clock
+from rankwire.deadline import Deadline
+from rankwire.errors import AuthenticationError
 from rankwire.links.dialer import HANDSHAKE_LIMIT
 from rankwire.links.event_thread import EventThread
 from rankwire.links.security import UNPROTECTED, Policy
@@ -39,11 +41,21 @@ from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")
 
-_MAX_STRANGERS = 256
+_LEAST_ROOM = 256
+_SWEEP_EVERY = 0.2  # seconds
 _ACCEPTS_A_ROUND = 64
 _ACCEPT_PAUSE = 0.05  # seconds, when the process is out of file descriptors or memory
 
 Key = bytes | Callable[[Hello], bytes]
+
+
+def room_for(world_size: int) -> int:
+    """Return how many connections may be in their handshake at once in a world of this size.
+
+    All ranks may dial at the same moment, and a rank whose connection was cut dials again while
+    the old connection still counts.
+    """
+    return max(_LEAST_ROOM, 2 * world_size)
 
 
 class House(Protocol):
@@ -64,17 +76,28 @@ class Acceptor(EventThread):
         clock: By which a handshake takes too long.
         key: The handshake key, or how to find it for who dials; called on the acceptor's thread.
         policy: How connections must be protected.
+        room: How many connections may be in their handshake at once.
+
+    Attributes:
+        room: The same. Change it on this thread, or before ``start``.
     """
 
     def __init__(
-        self, house: House, clock: Clock, *, key: Key, policy: Policy = UNPROTECTED
+        self,
+        house: House,
+        clock: Clock,
+        *,
+        key: Key,
+        policy: Policy = UNPROTECTED,
+        room: int = _LEAST_ROOM,
     ) -> None:
+        self.room = room
         self._house = house
         self._key = key
         self._policy = policy
         self._listeners: list[socket.socket] = []
-        # In the order in which they came; each with what drops it when its time is over.
-        self._strangers: dict[_Stranger, Callable[[], None]] = {}
+        # In the order in which they came, each with the end of its time.
+        self._strangers: dict[_Stranger, Deadline] = {}
         super().__init__("rankwire-acceptor", clock)
 
     def listen(self, listener: socket.socket) -> None:
@@ -123,13 +146,24 @@ class Acceptor(EventThread):
         if foreign:
             sock.close()
             return
-        if len(self._strangers) >= _MAX_STRANGERS:
+        while len(self._strangers) >= self.room:
             self._drop(next(iter(self._strangers)), "too many connections are in their handshake")
         stranger = _Stranger(self._policy.accept(sock), self._key)
-        drop = partial(self._drop, stranger, "no handshake in time")
-        self._strangers[stranger] = drop
-        self.call_every(HANDSHAKE_LIMIT, drop)
+        if not self._strangers:
+            self.call_every(_SWEEP_EVERY, self._sweep)
+        self._strangers[stranger] = Deadline(HANDSHAKE_LIMIT, self.clock)
         self._register(stranger.sock, selectors.EVENT_READ, partial(self._advance, stranger))
+
+    def _sweep(self) -> None:
+        """Drop the connections whose time is over.
+
+        One timer serves all of them: with one for each, every round of this thread would look at
+        every timer, and the CPU time of N handshakes would grow with N squared.
+        """
+        for stranger, deadline in list(self._strangers.items()):
+            if not deadline.expired:
+                return
+            self._drop(stranger, "no handshake in time")
 
     # -- handshakes --------------------------------------------------------------------------------
 
@@ -143,11 +177,18 @@ class Acceptor(EventThread):
                 stranger.wanted = PROOF_NBYTES
                 stranger.sock.sendall(stranger.responder.challenge(message))
             else:
-                self._judge(stranger, stranger.responder.verify(message))
+                self._judge(stranger, self._verify(stranger, message))
         except OSError as error:  # our own errors of this kind included
             self._drop(stranger, str(error))
         except BaseException:
             self._drop(stranger, "a mistake of this end")
+            raise
+
+    def _verify(self, stranger: _Stranger, proof: bytes) -> Hello:
+        try:
+            return stranger.responder.verify(proof)
+        except AuthenticationError:
+            stranger.sock.sendall(stranger.responder.refusal())
             raise
 
     def _judge(self, stranger: _Stranger, hello: Hello) -> None:
@@ -176,7 +217,9 @@ class Acceptor(EventThread):
 
     def _release(self, stranger: _Stranger) -> None:
         """End what this thread does for a stranger; its socket stays open."""
-        self.call_no_more(self._strangers.pop(stranger))
+        del self._strangers[stranger]
+        if not self._strangers:
+            self.call_no_more(self._sweep)
         self._selector.unregister(stranger.sock)
 
 

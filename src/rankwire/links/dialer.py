@@ -27,7 +27,6 @@ from rankwire.wire.handshake import (
     VERDICT_NBYTES,
     Hello,
     Initiator,
-    Purpose,
 )
 from rankwire.wire.seals import Seals
 
@@ -59,9 +58,9 @@ def authenticate(
         sealed.
 
     Raises:
-        AuthenticationError: It does not have the key, or closed the connection on seeing our
-            proof, or TLS is not possible with it, or its certificate is not of who was dialled.
-        NoConnectionError: It closed the connection before it saw the proof, or refused
+        AuthenticationError: It does not have the key, or refused our proof, or TLS is not possible
+            with it, or its certificate is not of who was dialled.
+        NoConnectionError: It closed the connection before the handshake was complete, or refused
             (``RendezvousError`` when joining).
         DeadlineExceededError: It did not answer in time.
     """
@@ -90,14 +89,7 @@ def authenticate(
     except OSError as error:
         raise NoConnectionError(f"the handshake failed: {error.strerror or error}") from error
     if len(verdict) < VERDICT_NBYTES:
-        reason = (
-            "the secrets differ"
-            if hello.purpose in (Purpose.JOIN, Purpose.LAUNCH)
-            else f"it is not rank {hello.peer} of this world"
-        )
-        raise AuthenticationError(
-            f"the other end closed the connection on seeing our proof: {reason}"
-        )
+        raise NoConnectionError("the other end closed the connection during the handshake")
     initiator.finish(verdict)
     return stream, initiator.seals()
 

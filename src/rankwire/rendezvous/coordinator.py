@@ -43,6 +43,7 @@ from rankwire.errors import (
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import AnySocket, TcpAddress, expect_prompt_reading
+from rankwire.rendezvous import open_files
 from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
@@ -70,6 +71,7 @@ from rankwire.rendezvous.reachability import Reachability
 from rankwire.rendezvous.returning import Returning
 from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.roster import Roster
+from rankwire.texts import name_ranks
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.loans import whole_of
@@ -78,9 +80,15 @@ from rankwire.wire.seals import Seals
 _log = logging.getLogger("rankwire")
 
 _REPORT_EVERY = 10.0  # seconds between log lines about missing ranks
+# Seconds between two messages about them to all. Telling all at each join, 1,000 ranks that join
+# cost 520,000 messages, 500 MB and 7 s of CPU time here.
+_WAITING_EVERY = 1.0
+# A rank has a control connection, and may have two more in their handshake (``room_for``).
+_FILES_OF_RANK = 3
 # Seconds for all ranks, which wait for nothing else, to take the list of all. Between hosts a new
-# connection takes 80 kB at once, the list of 400 ranks.
-_WORLD_PATIENCE = 5.0
+# connection takes 80 kB at once, the list of 400 ranks. To make and send the lists of 1,000 ranks
+# takes 1.1 s of CPU time here, so more ranks have more time.
+_WORLD_PATIENCE, _WORLD_PATIENCE_OF_RANK = 5.0, 0.02
 
 
 class _State(Enum):
@@ -157,6 +165,11 @@ class Coordinator:
         self._returning = Returning()
         self._state = _State.FORMING
         self._changed = threading.Condition()
+        self._has_roster_changed = False  # since all were told who is missing
+        acceptor.call_every(_WAITING_EVERY, self._tell_missing)
+        if lacking := open_files.allow(_FILES_OF_RANK * world_size):
+            text = "a world of %d ranks may need %d more open files than this process may have"
+            _log.warning(text, world_size, lacking)
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -214,7 +227,7 @@ class Coordinator:
                     reason += f" ({'; '.join(self._roster.unreached.values())})"
                 self._tell_failed(reason, missing)
                 raise RendezvousError(reason, missing=missing)
-            _log.warning("waiting for ranks %s (%.0f s)", missing, deadline.waited)
+            _log.warning("waiting for %s (%.0f s)", name_ranks(missing), deadline.waited)
 
     def expect_never(self, rank: int, reason: str) -> None:
         """Hear that a rank will not join any more; who waits for it, or will, is told at once."""
@@ -305,8 +318,17 @@ class Coordinator:
             if self._roster.is_complete:
                 self._form()
                 return
-        self._tell_all(Waiting(self._roster.missing()))
+            self._has_roster_changed = True
+        tell(self._controls[member.rank], Waiting(self._roster.missing()))
         self._tell_hopeless()
+
+    def _tell_missing(self) -> None:
+        """Tell all ranks that wait who is missing, if that has changed."""
+        if self._state is not _State.FORMING:
+            self._acceptor.call_no_more(self._tell_missing)
+        elif self._has_roster_changed:
+            self._has_roster_changed = False
+            self._tell_all(Waiting(self._roster.missing()))
 
     def _form(self) -> None:
         members = [member for _, member in sorted(self._roster.members.items())]
@@ -315,7 +337,8 @@ class Coordinator:
         is_launcher = self._me is None
         self._told.on_formed(world.without_keys if is_launcher else world.as_told_to(coordinator))
         # Told before this rank goes on, so that all are ready together.
-        patience = Deadline(_WORLD_PATIENCE, self._acceptor.clock)
+        limit = _WORLD_PATIENCE + _WORLD_PATIENCE_OF_RANK * len(members)
+        patience = Deadline(limit, self._acceptor.clock)
         for rank, connection in list(self._controls.items()):
             tell(connection, world.as_told_to(rank), patience)
         self._silence = Silence(self._patience, self._controls, self._acceptor.clock.now())
@@ -417,7 +440,7 @@ class Coordinator:
         if self._state is not _State.FORMED:  # which it becomes on this thread only
             with self._changed:
                 self._roster.strike(rank)
-            self._tell_all(Waiting(self._roster.missing()))
+            self._has_roster_changed = True
             self._tell_hopeless()
             return
         self._silence.forget(rank)

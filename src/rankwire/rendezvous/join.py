@@ -27,6 +27,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.links.security import UNPROTECTED, Policy
 from rankwire.links.sockets import AnySocket, Socket, TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.rendezvous.attempts import Attempts
 from rankwire.rendezvous.control_messages import (
     CONTROL,
     DEFAULT_PATIENCE,
@@ -40,7 +41,7 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.rendezvous.roster import is_last_moment
+from rankwire.texts import name_ranks
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
@@ -49,7 +50,6 @@ from rankwire.wire.seals import Seals
 _log = logging.getLogger("rankwire")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
-_AUTHENTICATION_TRIES = 3  # a full acceptor drops strangers too, so one refusal proves nothing
 _REPORT_EVERY = 10.0
 
 
@@ -78,14 +78,13 @@ class Joining:
     patience: Patience = DEFAULT_PATIENCE
     policy: Policy = UNPROTECTED
     has_coordinator: bool = False
-    # What is remembered from one try to the next.
-    _refusals: int = field(default=0, init=False)
-    _missing: list[int] = field(default_factory=list, init=False)
-    _is_connected: bool = field(default=False, init=False)
-    _is_let_in: bool = field(default=False, init=False)
+    _attempts: Attempts = field(init=False)
     _without_secret: Deadline | None = field(default=None, init=False)
-    # The last ones, by whether it was connected.
-    _troubles: dict[bool, RankwireError] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._attempts = Attempts(
+            self.hello.rank, self.address, self.deadline, self.has_coordinator
+        )
 
     def join(self) -> tuple[World, Connection, list[Frame]]:
         """Dial the coordinator and wait until the whole world has joined.
@@ -97,52 +96,28 @@ class Joining:
             RendezvousError: The coordinator refused, was not reached, or ranks are missing.
             AuthenticationError: The secrets differ.
         """
+        attempts = self._attempts
         pause = _FIRST_PAUSE
         while True:
             try:
                 return self._try()
             except (NoConnectionError, PeerLostError, ChannelClosedError) as error:
-                self._note(error)
+                attempts.failed(error)
             except AuthenticationError as error:
-                self._refusals += 1
-                if self._refusals >= _AUTHENTICATION_TRIES:
-                    peer = None if self.has_coordinator else 0
-                    waited = self.deadline.waited
-                    error.during(op="join", rank=self.hello.rank, peer=peer, waited=waited)
-                    raise
-                self._note(error)
+                attempts.refused(error)
             except DeadlineExceededError as error:
-                if self._trouble is None:
-                    self._note(error)
+                if attempts.trouble is None:
+                    attempts.failed(error)
             if self.deadline.expired:
-                raise self._too_late() from self._trouble
+                raise attempts.too_late() from attempts.trouble
             longest = self.deadline.sleep_limit()
             self.deadline.clock.sleep(min(longest, pause * random.uniform(0.5, 1.0)))
             pause = min(pause * 2, _LONGEST_PAUSE)
 
-    @property
-    def _coordinator(self) -> str:
-        """Who it is, in words."""
-        return "the coordinator" if self.has_coordinator else "rank 0"
-
-    @property
-    def _trouble(self) -> RankwireError | None:
-        """What to blame if there is no time left.
-
-        A handshake that failed says more than a connection that was refused later: the coordinator
-        has given up by then, perhaps for the same reason.
-        """
-        return self._troubles.get(True) or self._troubles.get(False)
-
-    def _note(self, trouble: RankwireError) -> None:
-        """Remember why the last try failed."""
-        self._troubles[self._is_connected] = trouble
-
     def _try(self) -> tuple[World, Connection, list[Frame]]:
-        self._missing = [] if self.has_coordinator else [0]
-        self._is_connected = self._is_let_in = False
+        self._attempts.begin()
         sock = connect_tcp(self.address, self.deadline)
-        self._is_connected = True
+        self._attempts.connected()
         try:
             stream, seals = self._authenticate(sock)
             member = self.describe(sock.getsockname()[0])
@@ -177,12 +152,11 @@ class Joining:
         reason = f"something listens on {self.address}, but there is no secret of its rank 0"
         if not self._without_secret.expired:
             return NoConnectionError(f"{reason} yet")
-        self._refusals = _AUTHENTICATION_TRIES
         return AuthenticationError(f"{reason} that this user can read")
 
     def _await_world(self, control: Connection) -> tuple[World, list[Frame]]:
-        self._missing = []
-        self._is_let_in = True
+        attempts = self._attempts
+        attempts.admitted()
         report = self._within(_REPORT_EVERY)
         while True:
             frames = control.read(self.deadline.sooner(report.remaining()))
@@ -196,36 +170,16 @@ class Joining:
                     raise error
                 if not isinstance(message, Waiting):
                     raise ProtocolError(
-                        f"unexpected {type(message).__name__} from {self._coordinator}"
+                        f"unexpected {type(message).__name__} from {attempts.coordinator}"
                     )
-                self._note_missing(message.missing)
+                attempts.note_missing(message.missing)
             if self.deadline.expired:
-                raise self._too_late()
+                raise attempts.too_late()
             if report.expired:
                 report = self._within(_REPORT_EVERY)
                 _log.warning(
-                    "rank %d waits for ranks %s (%.0f s)",
+                    "rank %d waits for %s (%.0f s)",
                     self.hello.rank,
-                    self._missing,
+                    name_ranks(attempts.missing),
                     self.deadline.waited,
                 )
-
-    def _note_missing(self, missing: list[int]) -> None:
-        """Remember who is missing; at the last moment only who is so no more.
-
-        By then others give up too, for the same reason as this one; they are not the cause.
-        """
-        if is_last_moment(self.deadline) and self._missing:
-            missing = [rank for rank in missing if rank in self._missing]
-        self._missing = missing
-
-    def _too_late(self) -> RendezvousError:
-        limit = f"within {self.deadline.limit:g} s"
-        reason = f"the world did not form {limit}"
-        if not self._is_let_in:
-            reason = f"{self._coordinator} was not reached at {self.address} {limit}"
-        if self._trouble is not None:
-            reason += f" ({self._trouble.message})"
-        return RendezvousError(reason, missing=self._missing).during(
-            op="join", rank=self.hello.rank, waited=self.deadline.waited
-        )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
-from rankwire.links.acceptor import Acceptor
+from rankwire.links.acceptor import Acceptor, room_for
 from rankwire.links.security import Policy
 from rankwire.links.sockets import AnySocket, Socket, TcpAddress, listen_tcp, start_listening
 from rankwire.rendezvous.control_messages import Gone, Member, World
@@ -85,6 +85,7 @@ class CoordinatorHost:
         self._acceptor.start()
 
     def _new_coordinator(self) -> Coordinator:
+        self._acceptor.room = room_for(self._world_size)
         coordinator = Coordinator(
             None,
             self._world_size,

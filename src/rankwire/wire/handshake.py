@@ -11,9 +11,11 @@
 no third can stand between the two with a certificate of its own. The role letters stop a reflected
 proof; ranks, world size, job, epoch, version, purpose and protection are inside the MAC, so none of
 them can be altered or moved to another connection. Before the proof is verified, nothing
-variable-sized is read and no reason is given; afterwards a refusal carries a status. This is the
-textbook challenge-response: it authenticates, it does not encrypt. The key depends on who dials
-whom, and for what; ``wire.keys`` says which it is.
+variable-sized is read and no reason is given; afterwards a refusal carries a status. A wrong proof
+is answered by a VERDICT without a MAC, which says no more than that: a connection that ends without
+any VERDICT was dropped, and may be tried again. This is the textbook challenge-response: it
+authenticates, it does not encrypt. The key depends on who dials whom, and for what; ``wire.keys``
+says which it is.
 
 The dialling end says in HELLO how the frames will be protected; the listening end takes that or
 refuses, there is nothing to negotiate. ``seals`` then gives each end what to seal and check with.
@@ -57,6 +59,7 @@ HELLO_NBYTES = _HELLO.size
 CHALLENGE_NBYTES = _CHALLENGE.size
 PROOF_NBYTES = 32
 VERDICT_NBYTES = _VERDICT.size
+_WRONG_PROOF = _VERDICT.pack(11, bytes(32))  # no ``Status``: the peer is not authenticated
 _RESERVED_NBYTES = 40
 _KNOWN_PROTECTION = (Protection.NONE, Protection.SEALED, Protection.SEALED | Protection.FULL_MAC)
 
@@ -210,6 +213,12 @@ def _lacks_key(hello: Hello) -> str:
     return f"is not rank {hello.peer} of this world: it does not have the key of the two ranks"
 
 
+def _other(hello: Hello) -> str:
+    if hello.purpose in (Purpose.JOIN, Purpose.LAUNCH):
+        return "the secrets differ"
+    return f"it is not rank {hello.peer} of this world"
+
+
 def _described(protection: int) -> str:
     if not protection & Protection.SEALED:
         return "frames without seals"
@@ -254,7 +263,8 @@ class Initiator:
         """Consume VERDICT; return if this end is welcome.
 
         Raises:
-            AuthenticationError: The other end does not have the key.
+            AuthenticationError: The other end does not have the key, or says that this end does
+                not.
             RendezvousError: It refused a rank that wants to join.
             NoConnectionError: It refused another connection.
             OverloadedError: It has too many of this rank.
@@ -262,6 +272,8 @@ class Initiator:
         status, mac = _VERDICT.unpack(verdict)
         expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)
         if not hmac.compare_digest(mac, expected):
+            if verdict == _WRONG_PROOF:
+                raise AuthenticationError(f"the other end refused our proof: {_other(self._hello)}")
             raise AuthenticationError(f"the other end {_lacks_key(self._hello)}")
         if status & 0xFF != Status.WELCOME:
             raise refusal(status & 0xFF, status >> 8, self._hello)
@@ -322,6 +334,13 @@ class Responder:
         """Return VERDICT. ``detail`` goes into the text of a refusal."""
         packed = int(status | (detail & _MAX_DETAIL) << 8).to_bytes(8, "little")
         return packed + hmac.digest(self._key, b"R" + self._transcript + packed, sha256)
+
+    def refusal(self) -> bytes:
+        """Return the VERDICT for a peer whose proof ``verify`` did not accept.
+
+        It has no MAC, because a MAC would let the peer try secrets without asking again.
+        """
+        return _WRONG_PROOF
 
     def seals(self) -> Seals | None:
         """Return what the frames of this end are sealed and checked with, if they are."""
