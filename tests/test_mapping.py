@@ -46,6 +46,8 @@ SHOWN_IN = {
     "torch/rpc/attendant": "torch_programs/test_rpc_calls.py",
     "torch/rpc/api": "torch_programs/test_rpc_calls.py",
     "torch/rpc/carried": "torch_programs/test_rpc_calls.py",
+    "torch/rpc/companions": "torch_programs/test_rpc_installing.py",
+    "torch/rpc/ending": "torch_programs/test_rpc_ending.py",
     "torch/rpc/constants": "torch_programs/test_rpc_calls.py",
     "torch/rpc/functions": "torch_programs/test_rpc_calls.py",
     "torch/rpc/gathering": "torch_programs/test_rpc_calls.py",

@@ -44,6 +44,10 @@ def with_timeout(*, timeout):
     return timeout
 
 
+def make_module():
+    return torch.nn.Linear(1, 1)
+
+
 def fail(text="expected"):
     raise ValueError(text)
 
@@ -144,18 +148,6 @@ def sum_of(count, number):
     return future
 
 
-def start_chain(hops, size):
-    """Have calls made that nobody waits for, each by the one before."""
-    Chain.hops += 1
-    if hops:
-        to = worker((rpc.get_worker_info().id + 1) % size)
-        rpc.rpc_async(to, start_chain, args=(hops - 1, size))
-
-
-class Chain:
-    hops = 0
-
-
 def on_first(function, size=2, **options):
     """Run something on rank 0, while the others serve."""
 
@@ -232,7 +224,7 @@ def test_functions_and_classes_travel_by_name_under_the_same_rule():
     def check():
         assert rpc.rpc_sync("worker1", apply, args=(add, 1, 2)) == 3
         assert rpc.rpc_sync("worker1", apply, args=(torch.add, torch.ones(1), 2)).item() == 3
-        assert rpc.rpc_sync("worker1", identity, args=(Chain,)) is Chain
+        assert rpc.rpc_sync("worker1", identity, args=(Batch,)) is Batch
         assert rpc.rpc_sync("worker1", identity, args=(torch.Tensor,)) is torch.Tensor
         for wrong in (os.system, time.sleep, torch.load, os.path.join):
             with pytest.raises(RuntimeError, match="refused"):
@@ -323,6 +315,10 @@ def test_what_cannot_be_sent_is_an_error_of_the_caller():
             assert isinstance(caught.value.__cause__, UnsupportedTypeError)
             with pytest.raises(TypeError, match="cannot be sent"):
                 call("worker1", identity, args=(object(),))
+            with pytest.raises(TypeError, match=r"send its state_dict\(\), or pass pickle=True to"):
+                call("worker1", identity, args=(torch.nn.Linear(1, 1),))
+        with pytest.raises(RuntimeError, match="pass pickle=True to init_rpc on all ranks"):
+            rpc.rpc_sync("worker1", make_module)
 
     on_first(check)
 
@@ -365,8 +361,7 @@ def test_a_killed_worker_is_named_at_once():
         assert time.monotonic() - began < 2
         with pytest.raises(RuntimeError, match="rank 1 is lost"):
             rpc.rpc_async("worker1", identity, args=(1,)).wait()
-        with pytest.raises(RuntimeError, match="rank 1 is lost"):
-            rpc.shutdown()
+        rpc.shutdown()
         assert not rpc._is_current_rpc_agent_set()
 
     run_workers(2, check, allow=ALLOW, killed=[1])
@@ -581,18 +576,6 @@ def test_a_gathering_names_the_worker_that_is_lost():
         rpc.shutdown(graceful=False)
 
     run_workers(3, check, killed=[2])
-
-
-def test_a_graceful_end_waits_for_calls_that_nobody_waits_for():
-    hops = 30
-
-    def check(rank):
-        if rank == 0:
-            start_chain(hops, 3)
-        rpc.shutdown()
-        return Chain.hops
-
-    assert sum(run_workers(3, check, allow=ALLOW)) == hops + 1
 
 
 def test_rpc_begins_and_ends_many_times():

@@ -17,6 +17,7 @@ from rpc_ranks import run_workers  # noqa: E402
 from torch.distributed.rpc import rpc_sync as torchs_own  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
+from rankwire.torch.rpc import companions  # noqa: E402
 
 
 def add(a, b):
@@ -109,6 +110,79 @@ def test_under_a_launcher_with_a_process_group_or_without(launcher, group, tmp_p
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done") == 2
+
+
+TUTORIAL = """
+    import sys
+    import torch
+    import torch.distributed.autograd as dist_autograd
+    from torch.distributed.autograd import backward
+    from torch.distributed.nn import RemoteModule
+    from torch.distributed.optim import DistributedOptimizer
+    import rankwire.torch.rpc as rpc
+
+    theirs = dist_autograd.context, backward, RemoteModule, DistributedOptimizer
+
+    def make():
+        return torch.nn.Parameter(torch.ones(2))
+
+    def dot(parameter, x):
+        return (parameter.local_value() * x).sum()
+
+    def value_of(parameter):
+        return parameter.local_value().tolist()
+
+    rank = int(sys.argv[1])
+    options = rpc.TensorPipeRpcBackendOptions(init_method=sys.argv[2])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        parameter = rpc.remote("worker1", make)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [parameter], lr=0.5)
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", dot, args=(parameter, torch.arange(2.0)))
+            backward(context_id, [loss])
+            optimizer.step(context_id)
+        assert rpc.rpc_sync("worker1", value_of, args=(parameter,)) == [1.0, 0.5]
+        layer = RemoteModule("worker1/cpu", torch.nn.Linear, args=(2, 3))
+        assert layer(torch.ones(2)).shape == (3,)
+    rpc.shutdown()
+    assert (dist_autograd.context, backward, RemoteModule, DistributedOptimizer) == theirs
+"""
+
+
+def test_a_tutorials_program_runs_when_only_its_import_of_rpc_is_changed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(TUTORIAL))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(program), str(rank), f"file://{tmp_path}/store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=50)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+
+
+def test_what_is_found_beside_torchs_rpc_is_found_beside_ours():
+    assert rpc.dist_autograd is rpc.autograd
+    assert {"DistributedOptimizer", "RemoteModule", "dist_autograd"} <= set(rpc.__all__)
+
+
+def test_torchs_names_stay_while_its_own_rpc_is_initialized(monkeypatch):
+    theirs = torch.distributed.autograd.backward
+    extension = torch._C._distributed_rpc
+    monkeypatch.setattr(extension, "_is_current_rpc_agent_set", lambda: True)
+    companions.put_in_place()
+    assert torch.distributed.autograd.backward is theirs
+    monkeypatch.undo()
+    companions.put_in_place()
+    assert torch.distributed.autograd.backward is rpc.autograd.backward
+    companions.put_back()
+    assert torch.distributed.autograd.backward is theirs
 
 
 LIBRARIES = {

@@ -20,6 +20,9 @@ import numpy as np
 from rankwire.codec.arrays import ADVICE_FOR_MASKED, is_masked
 from rankwire.codec.classes import is_namedtuple
 
+# A codec of a library that has a setting of its own for this names that one instead.
+HOW_TO_PICKLE = "set allow_pickle=True on both ends"
+
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -45,8 +48,7 @@ def advice_for(value: Any) -> str:
             return advise(value)
     return (
         "Make it a dataclass and put @rankwire.message above it, register its class by"
-        " codec.register with take= and build=, send what it holds, or set allow_pickle=True on"
-        " both ends."
+        f" codec.register with take= and build=, send what it holds, or {HOW_TO_PICKLE}."
     )
 
 
@@ -137,7 +139,7 @@ _KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], str]]] = [
     ),
     (
         _is_torch("Module", "torch.nn"),
-        _says("A module stays where it is: send its state_dict()."),
+        _says(f"A module stays where it is: send its state_dict(), or {HOW_TO_PICKLE}."),
     ),
     (
         _is_torch("Optimizer", "torch.optim"),

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import msgspec
 
+from rankwire.codec.advice import HOW_TO_PICKLE
 from rankwire.codec.classes import SHARED, ClassTable
 from rankwire.codec.hooks import Buffer, BuildContext, TakeContext, UndoableBuffers
 from rankwire.codec.limits import DEFAULT_MAX_ITEMS, MIN_SCANNED_NBYTES
@@ -99,6 +100,9 @@ class Codec(ShowsPublic):
             sends to this one can run code on it.
         max_items: How many values a message that is decoded may hold, those in containers included;
             an array or a byte string is one.
+
+    Attributes:
+        how_to_pickle: What the error for a value that is not carried tells the user to set.
     """
 
     _SHOWN = ("allows_pickle", "decode", "encode", "register", "undo")
@@ -111,6 +115,7 @@ class Codec(ShowsPublic):
         max_items: int = DEFAULT_MAX_ITEMS,
     ) -> None:
         self._max_items = max_items
+        self.how_to_pickle = HOW_TO_PICKLE
         self._classes = ClassTable(SHARED)
         self._pickling: ModuleType | None = None
         if allow_pickle:
@@ -357,18 +362,19 @@ class Codec(ShowsPublic):
         except BaseException as error:
             if writer.sending is not None:
                 writer.sending.undo_all()
-            explained = _explained(error, path)
+            explained = _explained(error, path, self.how_to_pickle)
             raise explained from explained.__cause__
         if writer.sending is not None and writer.sending.can_undo:
             buffers = UndoableBuffers(buffers, writer.sending)
         return buffers, nbytes
 
 
-def _explained(error: BaseException, path: str) -> BaseException:
+def _explained(error: BaseException, path: str, how_to_pickle: str) -> BaseException:
     """Return what to raise for what ended a walk that began at ``path``."""
     if isinstance(error, Refusal):
         path += "".join(reversed(error.trail))
-        refusal = UnsupportedTypeError(path, error.type_name, error.advice)
+        advice = error.advice.replace(HOW_TO_PICKLE, how_to_pickle)
+        refusal = UnsupportedTypeError(path, error.type_name, advice)
         refusal.__cause__ = error.__cause__
         return refusal
     if isinstance(error, _TOO_LARGE):

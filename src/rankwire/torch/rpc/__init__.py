@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from rankwire.torch.rpc import api, autograd, constants, functions, options
 from rankwire.torch.rpc.api import get_rpc_timeout, get_worker_info
+from rankwire.torch.rpc.ending import shutdown
 from rankwire.torch.rpc.exposing import exposed
 from rankwire.torch.rpc.gathering import all_gather as _all_gather
 from rankwire.torch.rpc.gathering import barrier as _barrier
@@ -20,9 +21,10 @@ from rankwire.torch.rpc.optimizer import DistributedOptimizer
 from rankwire.torch.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from rankwire.torch.rpc.remote_module import RemoteModule
 from rankwire.torch.rpc.rref import RRef, remote
-from rankwire.torch.rpc.starting import init_rpc, is_available, shutdown
+from rankwire.torch.rpc.starting import init_rpc, is_available
 from rankwire.torch.rpc.workers import WorkerInfo
 
+dist_autograd = autograd  # as programs call torch's module
 _is_current_rpc_agent_set = api._is_current_rpc_agent_set
 _require_initialized = api._require_initialized
 _set_rpc_timeout = api._set_rpc_timeout
@@ -45,6 +47,7 @@ __all__ = [
     "api",
     "autograd",
     "constants",
+    "dist_autograd",
     "exposed",
     "functions",
     "get_rpc_timeout",

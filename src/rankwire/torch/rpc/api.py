@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from rankwire.torch.rpc.ending import shutdown
+from rankwire.torch.rpc.ending import wait_for_all as _wait_for_all
 from rankwire.torch.rpc.gathering import all_gather as _all_gather
 from rankwire.torch.rpc.gathering import barrier as _barrier
 from rankwire.torch.rpc.gathering import wait_all as _wait_all
@@ -13,8 +15,6 @@ from rankwire.torch.rpc.invoking import collected as _thread_local_var
 from rankwire.torch.rpc.invoking import rpc_async, rpc_sync
 from rankwire.torch.rpc.rref import RRef, remote
 from rankwire.torch.rpc.session import NOT_INITIALIZED, current, state
-from rankwire.torch.rpc.starting import shutdown
-from rankwire.torch.rpc.starting import wait_for_all as _wait_for_all
 from rankwire.torch.rpc.workers import WorkerInfo
 
 P = ParamSpec("P")

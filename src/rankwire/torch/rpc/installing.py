@@ -9,21 +9,16 @@ install first.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
-from rankwire.torch.rpc import agent_view, api, autograd, functions, options, starting
+from rankwire.torch.rpc import agent_view, api, companions, ending, functions, options, starting
 from rankwire.torch.rpc.exposing import exposed
-from rankwire.torch.rpc.optimizer import DistributedOptimizer
-from rankwire.torch.rpc.remote_module import RemoteModule
 from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.workers import WorkerInfo
 
 _PACKAGE = "torch.distributed.rpc"
 _EXTENSION = "torch._C._distributed_rpc"
-_MISSING = object()
 
 _CALLS: dict[str, Any] = {
     "RRef": RRef,
@@ -34,7 +29,7 @@ _CALLS: dict[str, Any] = {
     "remote": api.remote,
     "rpc_async": api.rpc_async,
     "rpc_sync": api.rpc_sync,
-    "shutdown": starting.shutdown,
+    "shutdown": ending.shutdown,
     "_all_gather": api._all_gather,
     "_barrier": api._barrier,
     "_get_current_rpc_agent": agent_view.current_agent,
@@ -73,14 +68,10 @@ _NAMES: dict[str, dict[str, Any]] = {
         **_OPTIONS,
         "construct_rpc_backend_options": options.construct_rpc_backend_options,
     },
-    "torch.distributed.autograd": autograd.NAMES,
     # Libraries ask torch's extension what a reference is, and whether RPC is initialized.
     _EXTENSION: {name: _CALLS[name] for name in _IN_EXTENSION},
     # Imported, and its TorchScript compiled, while torch's own names are still there.
-    "torch.distributed.optim.optimizer": {"DistributedOptimizer": DistributedOptimizer},
-    "torch.distributed.optim": {"DistributedOptimizer": DistributedOptimizer},
-    "torch.distributed.nn.api.remote_module": {"RemoteModule": RemoteModule},
-    "torch.distributed.nn": {"RemoteModule": RemoteModule},
+    **companions.NAMES,
 }
 
 
@@ -97,42 +88,15 @@ def install(*, allow: Iterable[Any] | str = (), pickle: bool = False) -> Callabl
     Returns:
         A function that undoes it.
     """
-    undo: list[tuple[ModuleType, str, Any]] = []
-    replaced: dict[int, Any] = {}
-    modules = {module_name: importlib.import_module(module_name) for module_name in _NAMES}
-    for module_name, names in _NAMES.items():
-        module = modules[module_name]
-        for name, ours in names.items():
-            theirs = vars(module).get(name, _MISSING)
-            undo.append((module, name, theirs))
-            if theirs is not _MISSING and theirs is not ours:
-                replaced[id(theirs)] = ours
-            setattr(module, name, ours)
-    undo += _replace_elsewhere(replaced)
+    companions.put_back()  # ``init_rpc`` may have come first
+    for module_name in _NAMES:
+        importlib.import_module(module_name)
+    replaced = companions.replace(_NAMES, everywhere=False)
     defaults = starting.Defaults.allow, starting.Defaults.pickle
     starting.Defaults.allow, starting.Defaults.pickle = allow, pickle
 
     def uninstall() -> None:
-        for module, name, theirs in reversed(undo):
-            if theirs is _MISSING:
-                vars(module).pop(name, None)
-            else:
-                setattr(module, name, theirs)
+        companions.restore(replaced)
         starting.Defaults.allow, starting.Defaults.pickle = defaults
-        undo.clear()
 
     return uninstall
-
-
-def _replace_elsewhere(replaced: dict[int, Any]) -> list[tuple[ModuleType, str, Any]]:
-    """Replace what modules of torch have imported by name; return what was there."""
-    found = [
-        (module, name, value)
-        for module_name, module in list(sys.modules.items())
-        if module_name.startswith("torch.distributed.") and isinstance(module, ModuleType)
-        for name, value in list(vars(module).items())
-        if id(value) in replaced
-    ]
-    for module, name, value in found:
-        setattr(module, name, replaced[id(value)])
-    return found

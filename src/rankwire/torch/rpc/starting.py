@@ -1,17 +1,13 @@
-"""Beginning and ending: ``init_rpc`` and ``shutdown``.
+"""Starting: ``init_rpc``. How it ends is in ``ending``.
 
 The ranks meet in a store of torch's, as those of a process group do, at the same place if the
 program says so, under a prefix of their own: rank 0 listens on a port of its own and publishes it
 there (``forming``). Under a launcher of rankwire's there is no need of a store.
-
-A graceful end waits until every rank has come to it and no call is under way anywhere: a call may
-have started others that nobody waits for.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -23,21 +19,18 @@ import torch.distributed as dist
 from rankwire.backends.tcp import TcpBackend
 from rankwire.codec.codec import Codec
 from rankwire.collectives.objects import all_gather_object
-from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.torch.forming import form_world
 from rankwire.torch.launching import register_launchers, take_formed
+from rankwire.torch.rpc import companions
 from rankwire.torch.rpc.carried import register_carried
-from rankwire.torch.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from rankwire.torch.rpc.naming import NamingRule
 from rankwire.torch.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-from rankwire.torch.rpc.session import Session, current, state
+from rankwire.torch.rpc.session import Session, state
 from rankwire.torch.rpc.workers import WorkerInfo
 
 # For forming a world of a program without a limit of its own: as long as a process group has.
 _LONGEST_JOIN = 1800.0
-_GRACE = 5.0
-_LOOK_EVERY = 0.002
 
 _times_initialized = itertools.count()
 _lock = threading.Lock()
@@ -121,6 +114,7 @@ def _start(
             _begin(world, me.name, rule, options, pickle=pickle)
         except BaseException as error:
             state.session = None
+            companions.put_back()
             world.close(error=error)
             if isinstance(error, RankwireError):
                 raise RuntimeError(str(error)) from error
@@ -187,6 +181,7 @@ def _begin(
                 f"rank {other}"
             )
     codec = Codec(allow_pickle=pickle)
+    codec.how_to_pickle = "pass pickle=True to init_rpc on all ranks"
     session = Session(
         world,
         [WorkerInfo(name, rank) for rank, name in enumerate(names)],
@@ -197,58 +192,9 @@ def _begin(
     )
     register_carried(codec, rule)
     world.on_peer_lost(session.lose)
+    companions.put_in_place()
     state.session = session  # before others may call what asks for it
     world.barrier()
-
-
-def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leave the workers.
-
-    Args:
-        graceful: Whether to wait until all workers have come to this, and no call is under way
-            anywhere.
-        timeout: Seconds for that; 0 is no limit.
-
-    Raises:
-        RuntimeError: RPC is not initialized; or the others did not come in time, or one is lost.
-            This worker has left all the same.
-    """
-    session = current()
-    try:
-        if graceful:
-            wait_for_all(session, timeout)
-    finally:
-        _end(session)
-
-
-def wait_for_all(session: Session, timeout: float) -> None:
-    """Return once every rank has called this, and no call is under way anywhere.
-
-    Quiet means that twice in a row no rank has had a call under way, and none has made or served
-    one between the two looks.
-    """
-    limit = timeout if timeout > 0.0 else math.inf
-    deadline = Deadline(limit, session.backend.clock)
-    last: list[tuple[bool, int]] = []
-    try:
-        for look in itertools.count():
-            is_busy, count = session.activity()
-            told = all_gather_object(
-                session.backend, (is_busy, count - look), timeout=deadline.remaining()
-            )
-            is_quiet = not any(is_busy for is_busy, _ in told)
-            if is_quiet and told == last:
-                return
-            last = told
-            if not is_quiet:
-                deadline.clock.sleep(min(_LOOK_EVERY, deadline.sleep_limit()))
-    except RankwireError as error:
-        raise RuntimeError(f"not all workers came to shutdown: {error}") from error
-
-
-def _end(session: Session) -> None:
-    state.session = None
-    session.close(_GRACE)
 
 
 def is_available() -> bool:

@@ -1,0 +1,95 @@
+"""What programs of torch RPC use beside it: distributed autograd, its optimizer, remote modules.
+
+A program imports these from torch (``import torch.distributed.autograd as dist_autograd``,
+``from torch.distributed.optim import DistributedOptimizer``). torch's own work on torch's RPC only.
+So ``init_rpc`` puts ours in their place, and ``shutdown`` puts torch's back: in the modules of
+torch, and in every module that has imported one of them by name. The program has to change the
+import of ``rpc`` and no other one.
+
+Nothing is imported here: a module of torch that the program has not imported is left alone. Where
+torch's own RPC is initialized in the same process, its names stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from rankwire.torch.rpc import autograd
+from rankwire.torch.rpc.optimizer import DistributedOptimizer
+from rankwire.torch.rpc.remote_module import RemoteModule
+
+NAMES: dict[str, dict[str, Any]] = {
+    "torch.distributed.autograd": autograd.NAMES,
+    "torch.distributed.optim.optimizer": {"DistributedOptimizer": DistributedOptimizer},
+    "torch.distributed.optim": {"DistributedOptimizer": DistributedOptimizer},
+    "torch.distributed.nn.api.remote_module": {"RemoteModule": RemoteModule},
+    "torch.distributed.nn": {"RemoteModule": RemoteModule},
+}
+
+_EXTENSION = "torch._C._distributed_rpc"
+_MISSING = object()
+
+# What was replaced: the module, the name, and what it was.
+Replaced = list[tuple[ModuleType, str, Any]]
+
+_replaced: Replaced = []
+
+
+def put_in_place() -> None:
+    """Replace torch's names in this process, unless torch's RPC is in use."""
+    is_torchs_set = getattr(sys.modules.get(_EXTENSION), "_is_current_rpc_agent_set", None)
+    if is_torchs_set is None or not is_torchs_set():
+        _replaced.extend(replace(NAMES, everywhere=True))
+
+
+def put_back() -> None:
+    """Give torch's names back to torch. Safe to repeat."""
+    restore(_replaced)
+
+
+def replace(names: Mapping[str, Mapping[str, Any]], *, everywhere: bool) -> Replaced:
+    """Replace names in modules that are imported, and return what was there.
+
+    Args:
+        names: The new values, by module and name.
+        everywhere: Whether to replace what any module has imported by name; else what modules of
+            ``torch.distributed`` have.
+    """
+    replaced: Replaced = []
+    new: dict[int, Any] = {}
+    for module_name, values in names.items():
+        module = sys.modules.get(module_name)
+        if module is None:
+            continue
+        for name, ours in values.items():
+            theirs = vars(module).get(name, _MISSING)
+            if theirs is ours:
+                continue
+            replaced.append((module, name, theirs))
+            if theirs is not _MISSING:
+                new[id(theirs)] = ours
+            setattr(module, name, ours)
+    found = [
+        (module, name, value)
+        for module_name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+        and (everywhere or module_name.startswith("torch.distributed."))
+        for name, value in list(vars(module).items())
+        if id(value) in new
+    ]
+    for module, name, value in found:
+        setattr(module, name, new[id(value)])
+    return replaced + found
+
+
+def restore(replaced: Replaced) -> None:
+    """Undo ``replace``, and empty the list."""
+    while replaced:
+        module, name, theirs = replaced.pop()
+        if theirs is _MISSING:
+            vars(module).pop(name, None)
+        else:
+            setattr(module, name, theirs)
