@@ -31,6 +31,15 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Counter:
+    value = 0
+
+
+def count(counter):
+    counter.local_value().value += 1
+    return rpc.get_worker_info().name
+
+
 def wait_until_lost(name):
     with pytest.raises(RuntimeError, match="is lost"):
         rpc.rpc_sync(name, wait_forever)
@@ -113,6 +122,20 @@ def test_a_worker_that_leaves_at_once_is_not_waited_for():
         rpc.shutdown(graceful=rank != 1)
 
     run_workers(3, check)
+
+
+def test_calls_to_a_worker_that_shuts_down_say_so():
+    def check(rank):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="not all workers came to shutdown"):
+                rpc.shutdown(timeout=0.3)
+            return
+        counter = rpc.remote("worker0", Counter)
+        with pytest.raises(RuntimeError, match="is closing|has left"):
+            while True:
+                rpc.rpc_sync("worker0", count, args=(counter,))
+
+    run_workers(2, check, allow=ALLOW, graceful=False)
 
 
 @pytest.mark.parametrize("dying", [None, 2])

@@ -75,7 +75,9 @@ def detach() -> None:
 
 def _here() -> _Joined:
     if _joined is None:
-        raise RuntimeError("RPC has not been initialized. Call rpc.init_rpc first.")
+        raise RuntimeError(
+            "RPC has not been initialized, or was shut down. Call rpc.init_rpc first."
+        )
     return _joined
 
 

@@ -40,8 +40,8 @@ from rankwire.torch.rpc.workers import WorkerInfo
 _MAX_NAMES = 4096
 
 NOT_INITIALIZED = (
-    "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first, or the init_rpc of "
-    "rankwire.torch.rpc."
+    "RPC has not been initialized, or was shut down. Call torch.distributed.rpc.init_rpc first, or "
+    "the init_rpc of rankwire.torch.rpc."
 )
 
 
