@@ -46,7 +46,7 @@ demo: $(VENV)/ready  ## train a model with a parameter server on N=4 ranks of th
 	$(VENV)/bin/rankwire run -n $(N) examples/parameter_server.py
 
 test: $(VENV)/ready  ## run the tests but the slow ones (under 4 minutes on 2 cores, with set-up)
-	RANKWIRE_QUICK=1 $(SUITE) -m 'not slow'
+	TESTS_QUICK=1 $(SUITE) -m 'not slow'
 
 test-all: $(VENV)/ready  ## run all tests, as CI does
 	$(RETRY) $(SUITE)
@@ -54,7 +54,7 @@ test-all: $(VENV)/ready  ## run all tests, as CI does
 test-loaded: $(VENV)/ready  ## run what `make test` runs beside two busy loops: it must pass there too
 	@busy() { exec $(VENV)/bin/python -c 'while True: pass'; }; \
 	busy & one=$$!; busy & two=$$!; trap "kill $$one $$two" EXIT; \
-	RANKWIRE_QUICK=1 $(SUITE) -m 'not slow'
+	TESTS_QUICK=1 $(SUITE) -m 'not slow'
 
 check: $(VENV)/can-check  ## lint and type-check
 	$(VENV)/bin/ruff check .
@@ -83,8 +83,8 @@ what-we-hold: $(VENV)/ready  ## run the tests of faults and renew docs/what-we-h
 	$(VENV)/bin/pytest -m fault --what-we-hold=.what-we-hold.json
 	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/what-we-hold.md
 
-nightly: $(VENV)/ready  ## the same in nightly size, with a soak (RANKWIRE_SOAK_MINUTES=5); about an hour
-	RANKWIRE_NIGHTLY=1 $(VENV)/bin/pytest -m 'fault or nightly' --what-we-hold=.what-we-hold.json
+nightly: $(VENV)/ready  ## the same in nightly size, with a soak (TESTS_SOAK_MINUTES=5); about an hour
+	TESTS_NIGHTLY=1 $(VENV)/bin/pytest -m 'fault or nightly' --what-we-hold=.what-we-hold.json
 	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/what-we-hold.md
 
 format: $(VENV)/can-check  ## format the code

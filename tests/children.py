@@ -1,6 +1,6 @@
 """Programs in Python that tests start and watch from outside.
 
-With ``RANKWIRE_QUICK``, which ``make test`` sets, they are forks of the nursery; in other runs each
+With ``TESTS_QUICK``, which ``make test`` sets, they are forks of the nursery; in other runs each
 is a new interpreter, as a user starts it.
 """
 

@@ -14,7 +14,7 @@ SOURCE = Path(rankwire.__file__).parent
 
 LEAVES = {
     "errors", "texts", "stacks", "clock", "conditions", "deadline", "fork", "showing", "shutdown",
-    "finalizing",
+    "finalizing", "environment",
 }  # fmt: skip
 # What each layer may import of ours (its own modules apart).
 MAY_IMPORT = {
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "showing": set(),
     "conditions": set(),
     "deadline": {"errors", "clock"},
+    "environment": {"errors"},
     "codec": {"errors", "texts", "showing"},
     "wire": {"errors", "texts", "codec"},
     "links": {*LEAVES, "wire"},

@@ -2,7 +2,7 @@
 
 Nothing of this is in the package. A rank process of the tests calls ``install``, which puts the
 point around the socket of a connection, where bytes leave. An argument, or the variable
-``RANKWIRE_TEST_FAILPOINT``, says what happens where::
+``TESTS_FAILPOINT``, says what happens where::
 
     sent:160=kill        after 160 bytes of the message connection
     sent:192=stop        SIGSTOP instead
@@ -14,7 +14,7 @@ import signal
 import socket
 from typing import Any
 
-VARIABLE = "RANKWIRE_TEST_FAILPOINT"
+VARIABLE = "TESTS_FAILPOINT"
 
 
 class FailingSocket:

@@ -1,16 +1,16 @@
 """How much the tests of faults do: much in the nightly run, less in others.
 
-``make test`` sets ``RANKWIRE_QUICK``: some tests then try less often what they still show.
+``make test`` sets ``TESTS_QUICK``: some tests then try less often what they still show.
 """
 
 import os
 
-NIGHTLY = float(os.environ.get("RANKWIRE_NIGHTLY", "0") or "0")
-QUICK = bool(os.environ.get("RANKWIRE_QUICK"))
+NIGHTLY = float(os.environ.get("TESTS_NIGHTLY", "0") or "0")
+QUICK = bool(os.environ.get("TESTS_QUICK"))
 
 
 def trials(every_day: int, nightly: int, *, quick: int | None = None) -> int:
-    """Return how often to try. ``RANKWIRE_NIGHTLY=1`` is the nightly size, 2 twice that."""
+    """Return how often to try. ``TESTS_NIGHTLY=1`` is the nightly size, 2 twice that."""
     if QUICK and quick is not None:
         return quick
     return max(every_day, int(nightly * NIGHTLY))

@@ -8,7 +8,7 @@ import pytest
 from faults.sizes import NIGHTLY, QUICK, time_limit
 from faults.soak import WORLD_SIZE, Soak
 
-MINUTES = float(os.environ.get("RANKWIRE_SOAK_MINUTES", "5"))
+MINUTES = float(os.environ.get("TESTS_SOAK_MINUTES", "5"))
 pytestmark = pytest.mark.timeout(time_limit(90, 120 * MINUTES))
 
 # Those that are killed in turn; rank 0 and the rest live through all rounds.

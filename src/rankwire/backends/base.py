@@ -26,6 +26,7 @@ from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhil
 from rankwire.backends.status import WorldStatus
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
+from rankwire.environment import default_timeout
 from rankwire.errors import (
     DeadlineExceededError,
     RankwireError,
@@ -35,8 +36,6 @@ from rankwire.wire.array_messages import pack_array
 from rankwire.wire.destinations import PLACED_FROM, Destination
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel
 from rankwire.wire.loans import whole_of
-
-DEFAULT_TIMEOUT = 60.0
 
 
 class Backend(MessagePosting):
@@ -83,14 +82,15 @@ class Backend(MessagePosting):
         rank: int,
         world_size: int,
         *,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         clock: Clock = REAL_TIME,
     ) -> None:
         super().__init__()
         self.rank, self.world_size = check_world(rank, world_size)
         self.clock = clock
-        self.timeout = Deadline(timeout, clock).limit
+        limit = default_timeout() if timeout is None else timeout
+        self.timeout = Deadline(limit, clock).limit
         self.max_message_nbytes = max_message_nbytes
         # What the collectives keep about this group; theirs alone, but for ``release`` at the end
         # and ``now``, the words of the one that is under way.

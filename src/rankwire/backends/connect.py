@@ -72,7 +72,7 @@ def connect(**options: Any) -> TcpBackend:
     ``RANKWIRE_LISTEN`` and ``RANKWIRE_ADVERTISE``, ``RANKWIRE_SECURITY``, and for TLS
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
     ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names; ``RANKWIRE_SEGMENT``
-    for ``segment_nbytes``.
+    for ``segment_nbytes``, and ``RANKWIRE_TIMEOUT`` for ``timeout``.
 
     Under ``rankwire run``, an error that ends the program is printed short from now on; see
     ``tracebacks``. ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.

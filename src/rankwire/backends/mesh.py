@@ -40,6 +40,7 @@ from rankwire.backends.status import PeerStatus
 from rankwire.backends.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
+from rankwire.environment import report_unknown
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -76,7 +77,8 @@ class Mesh(Backend):
     Args:
         rank: This rank.
         world_size: The number of ranks.
-        timeout: Seconds for every operation without a limit of its own.
+        timeout: Seconds for every operation without a limit of its own; None is
+            ``RANKWIRE_TIMEOUT``, or else 60.
         max_message_nbytes: Largest message sent or accepted.
         peers: The other ranks, by rank; may be filled later.
         clock: By which everything in its world waits.
@@ -91,7 +93,7 @@ class Mesh(Backend):
         rank: int,
         world_size: int,
         *,
-        timeout: float,
+        timeout: float | None,
         max_message_nbytes: int,
         peers: dict[int, Peer],
         clock: Clock,
@@ -100,6 +102,8 @@ class Mesh(Backend):
         super().__init__(
             rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes, clock=clock
         )
+        if rank == 0:
+            report_unknown()
         self._single_copy = single_copy
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._ports = Ports()

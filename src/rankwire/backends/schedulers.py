@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from rankwire.backends.nodelists import expand_nodes, expand_nodes_of_open_mpi
+from rankwire.environment import without_services
 from rankwire.errors import ConfigurationError
 
 RANK = "RANKWIRE_RANK"
@@ -102,6 +103,7 @@ def find_assignment(environ: Environment) -> Assignment:
     Raises:
         ConfigurationError: None did; the text says what was looked for and what is missing.
     """
+    environ = without_services(environ)
     for launcher in _wanted(environ):
         if all(environ.get(name) for name in launcher.needs):
             place = launcher.read(environ)

@@ -24,7 +24,6 @@ from functools import partial
 from typing import Self
 
 from rankwire.backends.arguments import check_world
-from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
@@ -94,7 +93,7 @@ class SimulatedBackend(Mesh):
         rank: int,
         network: Network,
         *,
-        timeout: float,
+        timeout: float | None,
         max_message_nbytes: int,
     ) -> None:
         super().__init__(
@@ -115,7 +114,7 @@ class SimulatedBackend(Mesh):
         cls,
         world_size: int,
         *,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
         max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
         queue_nbytes: int = DEFAULT_QUEUE_NBYTES,
         faults: FaultPlan | None = None,
@@ -125,7 +124,8 @@ class SimulatedBackend(Mesh):
 
         Args:
             world_size: How many, at least 1.
-            timeout: Seconds for every operation without a limit of its own.
+            timeout: Seconds for every operation without a limit of its own; None is
+                ``RANKWIRE_TIMEOUT``, or else 60.
             max_message_nbytes: Largest message sent or accepted.
             queue_nbytes: Bytes on the way from one rank to another that it has not read, above
                 which the sender waits. One message larger than that may be sent when there is no

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rankwire.backends.base import DEFAULT_TIMEOUT
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
 from rankwire.backends.segments import DEFAULT_SEGMENT_NBYTES, Segments
@@ -90,7 +89,8 @@ class TcpBackend(Mesh):
         secret: At least 16 bytes that all ranks know, or what a launcher gave this rank instead.
             Not needed on loopback, where ranks of one user find each other.
         job: A name; ranks of different jobs refuse each other.
-        timeout: Seconds for every operation without a limit of its own.
+        timeout: Seconds for every operation without a limit of its own; None is
+            ``RANKWIRE_TIMEOUT``, or else 60.
         join_timeout: Seconds for the world to form.
         transport: ``"auto"`` uses Unix sockets within a host and TCP between hosts; the others
             force one.
@@ -145,7 +145,7 @@ class TcpBackend(Mesh):
         *,
         secret: bytes | str | None = None,
         job: str = "default",
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
         join_timeout: float = DEFAULT_JOIN_TIMEOUT,
         transport: Transport = "auto",
         spin: float | None = None,

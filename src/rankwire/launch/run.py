@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rankwire.environment import default_timeout
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
 from rankwire.launch.job import LaunchedJob
 from rankwire.launch.local_ranks import LocalRanks
@@ -93,6 +94,7 @@ def run(
         raise InvalidWorldSizeError(ranks)
     if not 0 <= grace < math.inf:
         raise ConfigurationError(f"the grace is 0 or more seconds, not {grace!r}")
+    default_timeout()  # an invalid one is one error here, and else one for each rank
     _check_nodes(nodes, node, master, secret_file)
     if restarts and on_failure is not OnFailure.STOP:
         raise ConfigurationError(

@@ -12,8 +12,9 @@ from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 from rankwire.backends.arguments import check_rank
-from rankwire.backends.base import DEFAULT_TIMEOUT, Backend
+from rankwire.backends.base import Backend
 from rankwire.backends.simulated import SimulatedBackend
+from rankwire.environment import default_timeout
 from rankwire.errors import ChannelClosedError
 from rankwire.fork import disown, guard
 from rankwire.local_world.outcomes import RankOutcome, values_of
@@ -30,7 +31,7 @@ _EXIT_PATIENCE = 1.0  # seconds for processes to leave at the end of the interpr
 
 
 def local(
-    world_size: int, *, simulated: bool = False, timeout: float = DEFAULT_TIMEOUT, **options: Any
+    world_size: int, *, simulated: bool = False, timeout: float | None = None, **options: Any
 ) -> LocalWorld:
     """Start a world of processes on this machine, and return a handle to run functions on them.
 
@@ -40,7 +41,8 @@ def local(
     Args:
         world_size: How many ranks.
         simulated: Threads of this process on the simulated backend, instead of processes.
-        timeout: Seconds for every operation of a rank without a limit of its own.
+        timeout: Seconds for every operation of a rank without a limit of its own; None is
+            ``RANKWIRE_TIMEOUT``, or else 60.
         **options: Further ones of ``TcpBackend``, or of ``SimulatedBackend.create_group``.
 
     Raises:
@@ -52,7 +54,8 @@ def local(
         ...     world.run(lambda backend: backend.rank)
         [0, 1, 2, 3]
     """
-    return LocalWorld(world_size, simulated=simulated, timeout=timeout, **options)
+    limit = default_timeout() if timeout is None else timeout
+    return LocalWorld(world_size, simulated=simulated, timeout=limit, **options)
 
 
 class LocalWorld(ShowsPublic):

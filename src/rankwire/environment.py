@@ -1,0 +1,85 @@
+"""The environment variables that rankwire reads, and the default time limit that one of them sets.
+
+``KNOWN`` lists all of them; docs/settings.md explains each. The modules that use a variable read it
+themselves. Kubernetes sets variables with the same prefix in every container of a namespace that
+has a service with a name such as ``rankwire``: they are neither read nor reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Mapping
+
+from rankwire.errors import ConfigurationError
+
+TIMEOUT = "RANKWIRE_TIMEOUT"
+DEFAULT_TIMEOUT = 60.0
+
+_PREFIX = "RANKWIRE_"
+KNOWN = frozenset(
+    _PREFIX + name
+    for name in (
+        *("ADDRESS", "ADVERTISE", "COORDINATOR", "DEBUG_RANK", "FULL_TRACEBACK", "JOB"),
+        *("LAUNCHER", "LISTEN", "LOG_FILE", "PORT", "RANK", "RESTART_COUNT", "RUNTIME_DIR"),
+        *("SECRET", "SECRET_FD", "SECRET_FILE", "SECURITY", "SEGMENT", "TIMEOUT"),
+        *("TLS_CA", "TLS_CERT", "TLS_DIR", "TLS_KEY", "TLS_NAMES", "WORLD_SIZE"),
+    )
+)
+# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+_OF_SERVICE = re.compile(
+    r"RANKWIRE\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_PORT_OF_SERVICE = re.compile(r"RANKWIRE\w*_PORT=(tcp|udp|sctp)://.*")
+
+_log = logging.getLogger("rankwire")
+
+
+def without_services(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what Kubernetes sets for services with our prefix."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not _OF_SERVICE.fullmatch(name) and not _PORT_OF_SERVICE.fullmatch(f"{name}={value}")
+    }
+
+
+def default_timeout() -> float:
+    """Return the seconds for operations of a world whose program sets no time limit.
+
+    Raises:
+        ConfigurationError: ``RANKWIRE_TIMEOUT`` is not a number of seconds.
+    """
+    text = os.environ.get(TIMEOUT)
+    if not text:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0.0:  # NaN neither
+        raise ConfigurationError(
+            f"{TIMEOUT} is {text!r}: set it to a number of seconds above 0, such as 60 or 0.5,"
+            " or to inf for no limit"
+        )
+    return seconds
+
+
+@functools.cache
+def report_unknown() -> None:
+    """Log the variables with our prefix that rankwire does not read; once in a process."""
+    for name in sorted(without_services(os.environ)):
+        if name.startswith(_PREFIX) and name not in KNOWN:
+            nearest = _nearest(name)
+            _log.warning("rankwire does not know the variable %s%s", name, nearest)
+
+
+def _nearest(name: str) -> str:
+    """Return a question for the known variable with the most similar name, if one is similar."""
+    from difflib import get_close_matches  # 1 ms that only a mistake costs
+
+    shorts = [known.removeprefix(_PREFIX) for known in sorted(KNOWN)]
+    found = get_close_matches(name.removeprefix(_PREFIX), shorts, n=1, cutoff=0.5)
+    return f": did you mean {_PREFIX}{found[0]}?" if found else ""
