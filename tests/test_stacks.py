@@ -1,10 +1,13 @@
 """Stacks: what the threads of this process are doing, as text."""
 
+import copy
+import queue
 import re
 import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -23,7 +26,7 @@ def waiting():
     event = threading.Event()
     thread = threading.Thread(target=wait_here, args=(event,), name="one that waits")
     thread.start()
-    until(lambda: "in wait" in stacks(only=[thread.ident]))
+    until(lambda: "of threading]" in stacks(only=[thread.ident]))
     yield thread
     event.set()
     thread.join()
@@ -36,21 +39,41 @@ def test_a_thread_is_shown_with_its_name_from_the_first_line_of_the_program_on(w
     assert "_bootstrap" not in text
 
 
+def test_the_line_of_the_program_is_shown_however_deep_the_library_is_below_it():
+    waiting = queue.SimpleQueue()
+    value = types.SimpleNamespace(__deepcopy__=waiting.get)
+    for _ in range(20):
+        value = [value]
+    thread = threading.Thread(target=lambda: copy.deepcopy(value), name="copier")
+    thread.start()
+    try:
+        until(lambda: "[41 frames of copy]" in stacks(only=[thread.ident]))
+        lines = stacks(only=[thread.ident]).splitlines()
+        assert lines[0] == "copier:"
+        assert "copy.deepcopy(value)" in lines[2]
+        assert len(lines) == 4
+    finally:
+        waiting.put(None)
+        thread.join()
+
+
 def test_threads_can_be_left_out(waiting):
     title = f"{waiting.name}:\n"
     assert title in stacks()
     assert title not in stacks(but=[waiting.ident])
 
 
-def test_frames_of_rankwire_are_folded_behind_the_one_that_was_called():
+def test_frames_of_rankwire_are_folded():
     backend, other = SimulatedBackend.create_group(2)
     thread = threading.Thread(target=lambda: backend.recv(1), name="receiver")
     thread.start()
     try:
-        until(lambda: "more of rankwire" in stacks(only=[thread.ident]))
-        text = stacks(only=[thread.ident])
-        assert "in recv\n" in text
-        assert text.count("rankwire/") == 1
+        until(lambda: "frames of rankwire]" in stacks(only=[thread.ident]))
+        lines = stacks(only=[thread.ident]).splitlines()
+        assert lines[0] == "receiver:"
+        assert "backend.recv(1)" in lines[2]
+        assert re.fullmatch(r"  \[\d+ frames of rankwire\]", lines[3])
+        assert len(lines) == 4
     finally:
         other.send(b"", 0)
         thread.join()
@@ -58,15 +81,31 @@ def test_frames_of_rankwire_are_folded_behind_the_one_that_was_called():
         other.close()
 
 
-def test_threads_that_are_not_in_the_program_are_counted():
+def test_threads_that_are_not_in_the_program_are_left_out():
     event = threading.Event()
-    thread = threading.Thread(target=event.wait)
+    thread = threading.Thread(target=event.wait, name="of the library alone")
     thread.start()
     try:
-        assert re.search(r"and \d+ more threads?\n$", stacks())
+        assert thread.name not in stacks()
+        assert not re.search(r"and \d+ more", stacks())
     finally:
         event.set()
         thread.join()
+
+
+def test_threads_of_the_program_beyond_the_first_eight_are_counted():
+    event = threading.Event()
+    threads = [threading.Thread(target=wait_here, args=(event,)) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    try:
+        idents = [thread.ident for thread in threads]
+        until(lambda: stacks(only=idents).count("of threading]") == 8)
+        assert stacks(only=idents).endswith("and 2 more threads\n")
+    finally:
+        event.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_whose_file_it_is():

@@ -2,8 +2,8 @@
 
 It reads the stacks of other threads at one moment, while they go on. What is shown is the user's
 program: ``stacks`` shows all of it, ``places`` its innermost line in each thread. Frames before it
-(how its thread came about) are left out, those of rankwire that it has called are folded. Nothing
-of rankwire is known here but where it is.
+(how its thread came about) are left out; those of rankwire and the standard library that it has
+called are folded. Nothing of rankwire is known here but where it is.
 
 Whether a thread runs or waits is read off the call that it is in, by the name that the source has
 for it: ``acquire`` waits for a lock. So it costs the thread nothing, and needs no second look.
@@ -25,13 +25,14 @@ from pathlib import Path
 from traceback import FrameSummary
 from types import CoroutineType, FrameType
 
+_OURS = "rankwire"
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _NOT_THE_USERS = (_PACKAGE, "<frozen ")
 _STARTER = "<string>"  # what begins a process that runs functions
 _MAIN = threading.main_thread()
 _MOST_THREADS = 8
-_MOST_FRAMES = 20  # of a thread, the innermost
+_MOST_FRAMES = 20  # of a thread, the innermost, after folding: the program's own are among them
 _RUNS = "runs"
 # What a thread does that is in a call of this name.
 _WAITS = {
@@ -68,7 +69,9 @@ def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) ->
         if thread.ident in but or (only is not None and thread.ident not in only):
             continue
         lines = _shown(frame)
-        if (lines or only is not None) and len(parts) < _MOST_THREADS:
+        if not lines and only is None:
+            continue
+        if len(parts) < _MOST_THREADS:
             parts.append(f"{thread.name}:\n{''.join(lines or traceback.format_stack(frame))}")
         else:
             hidden += 1
@@ -178,7 +181,7 @@ def _shown(frame: FrameType) -> list[str]:
     """Return the lines of a stack from the user's first frame on."""
     frames = traceback.extract_stack(frame)
     first = next((n for n, each in enumerate(frames) if _is_program(each.filename)), None)
-    return [] if first is None else _folded(frames[first:][-_MOST_FRAMES:])
+    return [] if first is None else _folded(frames[first:])[-_MOST_FRAMES:]
 
 
 def _is_program(path: str) -> bool:
@@ -186,17 +189,15 @@ def _is_program(path: str) -> bool:
 
 
 def _folded(frames: Sequence[FrameSummary]) -> list[str]:
-    """Return the lines of frames; of those of rankwire in a row, the first is shown."""
-    lines: list[str] = []
-    folded = 0
-    for number, frame in enumerate(frames):
-        if number and is_ours(frame.filename) and is_ours(frames[number - 1].filename):
-            folded += 1
-            continue
-        lines += [*_note(folded), *traceback.format_list([frame])]
-        folded = 0
-    return [*lines, *_note(folded)]
+    """Return the text of each frame of the program, and one line for each run of others."""
+    texts: list[str] = []
+    for is_program, run in itertools.groupby(frames, lambda each: _is_program(each.filename)):
+        found = list(run)
+        texts += traceback.format_list(found) if is_program else [_note(found)]
+    return texts
 
 
-def _note(folded: int) -> list[str]:
-    return [f"  [{folded} more of rankwire]\n"] if folded else []
+def _note(frames: Sequence[FrameSummary]) -> str:
+    path = frames[0].filename
+    owner = _OURS if is_ours(path) else Path(path).stem
+    return f"  [{len(frames)} frame{'s'[: len(frames) > 1]} of {owner}]\n"

@@ -197,3 +197,96 @@ def test_without_a_terminal_a_reminder_comes_now_and_then(harness, monkeypatch):
         harness.turn()
         said += harness.read(1).splitlines()
     assert said == [f"rankwire: waiting ({second})" for second in (5, 35, 65, 95)]
+
+
+ERROR = b"Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: no\n"
+
+
+def test_ranks_that_end_with_the_same_error_are_named_before_the_launcher_says_more(harness):
+    errors = [harness.attach(rank)[1] for rank in range(3)]
+    for fd in errors:
+        os.write(fd, ERROR)
+        harness.turn()
+        os.close(fd)
+        harness.turn()
+    lines = [f"[rank 0] {line}" for line in ERROR.decode().splitlines()]
+    assert harness.read(1).splitlines() == lines
+    harness.output.say("rank 0 failed first")
+    harness.turn()
+    assert harness.read(1).splitlines() == [
+        "rankwire: ranks 1, 2 ended with the same error as rank 0",
+        "rankwire: rank 0 failed first",
+    ]
+    assert all(harness.output.is_in_view(rank) for rank in range(3))
+
+
+def test_ranks_that_end_with_the_same_error_are_named_if_the_launcher_says_nothing(harness):
+    for rank in range(2):
+        os.write(harness.attach(rank)[1], ERROR)
+        harness.turn()
+    harness.output.take_rest()
+    harness.turn()
+    lines = harness.read(1).splitlines()
+    assert lines[3:] == ["rankwire: rank 1 ended with the same error as rank 0"]
+
+
+def test_an_error_that_another_rank_has_printed_is_printed_later_if_the_rank_goes_on(
+    harness, monkeypatch
+):
+    now = [1000.0]
+    clock = Clock()
+    clock.now = lambda: now[0]
+    monkeypatch.setattr("rankwire.launch.output.REAL_TIME", clock)
+    for rank in range(2):
+        os.write(harness.attach(rank)[1], ERROR)
+        harness.turn()
+    assert "[rank 1]" not in harness.read(1)
+    harness.output.release_held()
+    harness.turn()
+    assert harness.read(1) == ""
+    now[0] += 2.0
+    harness.output.release_held()
+    harness.turn()
+    assert harness.read(1).splitlines() == [
+        f"[rank 1] {line}" for line in ERROR.decode().splitlines()
+    ]
+
+
+def test_a_rank_that_is_started_anew_prints_the_error_of_another_again(harness):
+    for rank in (0, 1, 1):
+        harness.output.detach(rank)
+        os.write(harness.attach(rank)[1], ERROR)
+        harness.turn()
+    harness.output.take_rest()
+    harness.turn()
+    assert harness.read(1).count("[rank 1] ValueError: no") == 1
+
+
+def test_a_rank_that_ends_while_another_prints_the_same_error_is_compared_with_all_of_it(harness):
+    first, second = (harness.attach(rank)[1] for rank in range(2))
+    for fd, piece in ((first, ERROR[:50]), (second, ERROR)):
+        os.write(fd, piece)
+        harness.turn()
+    os.close(second)
+    harness.turn()
+    os.write(first, ERROR[50:])
+    harness.turn()
+    harness.output.release_held()
+    harness.output.say("done")
+    harness.turn()
+    lines = [f"[rank 0] {line}" for line in ERROR.decode().splitlines()]
+    notes = ["rankwire: rank 1 ended with the same error as rank 0", "rankwire: done"]
+    assert harness.read(1).splitlines() == [*lines, *notes]
+
+
+def test_a_rank_that_has_ended_is_printed_if_the_other_does_not_print_the_rest(harness):
+    first, second = (harness.attach(rank)[1] for rank in range(2))
+    for fd, piece in ((first, ERROR[:50]), (second, ERROR)):
+        os.write(fd, piece)
+        harness.turn()
+    os.close(second)
+    harness.turn()
+    harness.output.say("done")
+    harness.turn()
+    lines = [f"[rank 1] {line}" for line in ERROR.decode().splitlines()]
+    assert harness.read(1).splitlines()[-4:] == [*lines, "rankwire: done"]

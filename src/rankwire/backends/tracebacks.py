@@ -32,6 +32,8 @@ FULL_TRACEBACK = "RANKWIRE_FULL_TRACEBACK"
 # Set by the launcher: where this rank's output is written besides.
 LOG_FILE = "RANKWIRE_LOG_FILE"
 
+# The message of another rank's error, which that rank prints, up to the context of our own error.
+_RAISED = re.compile(r"(\bit raised \w+): .*?(?=( \[op [^\[\]]*\])?$)")
 _OUR_ERRORS = "rankwire.errors."
 # Also one that is quoted, behind bars.
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<path>[^"]+)", line \d+, in ')
@@ -39,8 +41,13 @@ _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<path>[^"]+)", line \d+, in ')
 
 def install() -> None:
     """Print uncaught errors of this process as described above, from now on. Idempotent."""
-    if sys.excepthook is sys.__excepthook__ and os.environ.get(FULL_TRACEBACK, "0") in ("", "0"):
+    if sys.excepthook is sys.__excepthook__ and not is_everything_printed():
         sys.excepthook = _report
+
+
+def is_everything_printed() -> bool:
+    """Whether the user has asked for all that can be printed of an error."""
+    return os.environ.get(FULL_TRACEBACK, "0") not in ("", "0")
 
 
 def _report(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -77,7 +84,8 @@ def brief(error: BaseException, rank: int = -1) -> str:
         root = getattr(first, "root", None)
         because = "" if root is None else f" because of rank {root}"
         more = f", and {len(others)} error{'s'[: len(others) > 1]} like it" if others else ""
-        return f"fell{because}: {describe(first)}{_where(first)}{more}\n"
+        text = _RAISED.sub(r"\1", describe(first))
+        return f"fell{because}: {text}{_where(first)}{more}\n"
     with _quoting_nobody(error):
         text = traceback_of(error)
     return "\n".join(folded(text.splitlines())) + "\n"

@@ -62,6 +62,7 @@ class Loop:
             if number in STOPPING and REAL_TIME.now() - self._received_at >= _ECHO:
                 self._received_at = REAL_TIME.now()
                 asked.append(number)
+        self.output.release_held()
         self.on_turn()
         return asked
 

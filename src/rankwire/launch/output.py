@@ -11,6 +11,7 @@ is counted by rank, and said.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import sys
@@ -24,7 +25,9 @@ from rankwire.deadline import Deadline
 from rankwire.launch.interrupts import InterruptFold
 from rankwire.launch.lines import LineSplitter
 from rankwire.launch.logfiles import Log, LogFolder
+from rankwire.launch.repeats import PrintedErrors, RepeatFold
 from rankwire.launch.sink import Sink
+from rankwire.texts import name_ranks
 
 # The capacity of a Linux pipe, so one read empties it.
 _READ_NBYTES = 64 * 1024
@@ -36,6 +39,9 @@ _TAIL_LINES = 60
 _TAIL_LINE_CHARACTERS = 500
 # What one line of the launcher may wait for a reader that took no other.
 _LAST_WORD = 0.2
+# How long an error is held back that may be the last of a rank and that of another: a process that
+# has printed its last error ends within this, mostly.
+_HOLD = 2.0
 # What is further up than this on a screen has to be looked for.
 _SCREEN_LINES = 40
 # What takes no longer is not worth a line, and a line each second fills a log.
@@ -59,9 +65,11 @@ class RankOutput:
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._prefix = prefix
         self._log = log
-        self._last_line = 0
+        self.last_line = 0
         self._splitter = LineSplitter()
         self._fold: InterruptFold | None = None
+        self.repeats: RepeatFold | None = None
+        self.held_until = -math.inf
 
     def fold_interrupts(self) -> None:
         """Show what Python prints of an interrupt as one line, from now on."""
@@ -85,20 +93,46 @@ class RankOutput:
             self._show(self._fold.finish())
         self.pipe.close()
 
+    def settle(self, *, waits: bool = True) -> bool:
+        """Print an error that is held back, unless it may still turn out to be that of another.
+
+        Args:
+            waits: Whether it may be held back any longer, up to its time.
+
+        Returns:
+            Whether nothing is held back any more.
+        """
+        if self.repeats is None:
+            return True
+        waits = waits and REAL_TIME.now() < self.held_until
+        if self.pipe.closed:
+            self._write(self.repeats.finish(waits=waits))
+        elif not waits:
+            self._write(self.repeats.release())
+        return not self.repeats.is_holding
+
     def _put(self, lines: list[bytes]) -> None:
         texts = [line.decode("utf-8", "replace") for line in lines]
         self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
         self._show(texts if self._fold is None else self._fold.feed(texts))
 
     def _show(self, texts: list[str]) -> None:
+        if self.repeats is not None:
+            was_holding = self.repeats.is_holding
+            texts = self.repeats.feed(texts)
+            if self.repeats.is_holding and not was_holding:
+                self.held_until = REAL_TIME.now() + _HOLD
+        self._write(texts)
+
+    def _write(self, texts: list[str]) -> None:
         self.sink.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts), self.rank)
         if texts:
-            self._last_line = self.sink.lines
+            self.last_line = self.sink.lines
 
     @property
     def is_in_view(self) -> bool:
         """Whether the last line is not far above what was written to the sink since."""
-        return self.sink.lines - self._last_line < _SCREEN_LINES
+        return self.sink.lines - self.last_line < _SCREEN_LINES
 
 
 class Output:
@@ -109,6 +143,7 @@ class Output:
         has_prefix: Whether lines begin with ``[rank N]``.
         has_status: Whether a terminal gets a status line; not if a rank uses it too.
         log_dir: Where to write each rank's bytes, unchanged, as ``rank_N.log``.
+        folds_repeats: Whether an error that several ranks end with is printed once.
     """
 
     def __init__(
@@ -118,6 +153,7 @@ class Output:
         has_prefix: bool = True,
         has_status: bool = True,
         log_dir: Path | None = None,
+        folds_repeats: bool = True,
     ) -> None:
         self._selector = selector
         self._has_prefix = has_prefix
@@ -132,6 +168,9 @@ class Output:
         self._remind_at = REAL_TIME.now() + REMIND_AFTER
         self._streams: list[RankOutput] = []
         self._errors: dict[int, RankOutput] = {}
+        self._printed = PrintedErrors() if folds_repeats else None
+        self._holding: set[RankOutput] = set()  # with an error held back
+        self._repeats: dict[int, list[int]] = {}  # ranks that ended with the error of another
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Read both pipes of a rank from now on; they are closed here."""
@@ -146,6 +185,10 @@ class Output:
             stream = RankOutput(rank, pipe, sink, prefix, log)
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, stream))
+        if self._printed is not None:
+            if rank in self._errors:
+                self._printed.clear()
+            stream.repeats = RepeatFold(rank, self._printed)
         self._errors[rank] = stream
 
     def fold_interrupts(self) -> None:
@@ -160,6 +203,7 @@ class Output:
 
     def say(self, text: str, style: str = "bold") -> None:
         """Write a line of the launcher itself to stderr."""
+        self._name_repeats()
         self._stderr.put(self._stderr.render(f"rankwire: {text}", style) + b"\n")
         self._balance(self._stderr)
 
@@ -201,6 +245,20 @@ class Output:
         """
         for stream in list(self._streams):
             self._take_rest_of(stream)
+        self._name_repeats()
+
+    def release_held(self) -> None:
+        """Print errors that were held back for long enough; call it now and then."""
+        for stream in list(self._holding):
+            self._settle(stream)
+
+    def _name_repeats(self) -> None:
+        """Name the ranks whose last error was not printed, because another has printed it."""
+        for stream in [stream for stream in self._holding if stream.pipe.closed]:
+            self._settle(stream, waits=False)
+        repeats, self._repeats = self._repeats, {}
+        for other, ranks in repeats.items():
+            self.say(f"{name_ranks(sorted(ranks))} ended with the same error as rank {other}")
 
     def _take_rest_of(self, stream: RankOutput) -> None:
         # At most what a pipe can be enlarged to without privileges.
@@ -248,6 +306,8 @@ class Output:
             return  # by another stream, in the same turn of the selector
         if stream.read() == 0:
             self._end(stream)
+        elif stream.repeats is not None and stream.repeats.is_holding:
+            self._holding.add(stream)
         self._balance(stream.sink)
 
     def _write(self, sink: Sink) -> None:
@@ -259,6 +319,18 @@ class Output:
         if not stream.is_paused:
             self._selector.unregister(stream.pipe)
         stream.finish()
+        self._settle(stream)
+
+    def _settle(self, stream: RankOutput, *, waits: bool = True) -> None:
+        """Print what a stream holds back, or note whose error it is, if that is known by now."""
+        if stream.settle(waits=waits):
+            self._holding.discard(stream)
+            other = None if stream.repeats is None else stream.repeats.same_as
+            if other is not None:
+                stream.last_line = self._errors[other].last_line
+                self._repeats.setdefault(other, []).append(stream.rank)
+        else:
+            self._holding.add(stream)
         self._balance(stream.sink)
 
     def _balance(self, sink: Sink) -> None:

@@ -87,7 +87,8 @@ class Reporter:
             self._output.say(f"failed because of that: {fell}", "bold red")
         elif failures:
             first = first_failure(failures)
-            reason = f" ({first.reason})" if first.reason else ""
+            reason = first.reason.partition(": ")[0] if self._is_seen(first) else first.reason
+            reason = f" ({reason})" if reason else ""
             where = self._parts.where(first.rank)
             chain = attempt.hold_up(failures)
             if len(chain) > 1:
@@ -97,9 +98,15 @@ class Reporter:
                 gist = text = f"rank {first.rank} failed first: {first.ending}{reason}{where}"
             self._output.say(text, "bold red")
             self._quote(first)
-            others = [f"rank {f.rank} ({f.ending})" for f in failures if f.rank != first.rank]
+            others: dict[str, list[int]] = {}
+            for failure in failures:
+                if failure.rank != first.rank:
+                    others.setdefault(str(failure.ending), []).append(failure.rank)
             if others:
-                self._output.say(f"failed too: {', '.join(others)}")
+                each = (
+                    f"{name_ranks(sorted(ranks))} ({ending})" for ending, ranks in others.items()
+                )
+                self._output.say(f"failed too: {', '.join(each)}")
         for word, ranks in (
             ("stopped", [rank for part in self._parts for rank in part.stopped]),
             ("killed", [rank for part in self._parts for rank in part.killed]),
@@ -163,9 +170,12 @@ class Reporter:
 
     def _quote(self, failure: Failure) -> None:
         """Show what a failed rank said, unless it is still to be seen."""
-        is_here = failure.rank in self._parts.local.ranks
-        is_seen = is_here and failure.is_in_its_stderr and self._output.is_in_view(failure.rank)
-        if failure.excerpt and not is_seen:
+        if failure.excerpt and not self._is_seen(failure):
             source = "the last lines of its stderr" if failure.is_in_its_stderr else "its traceback"
             self._output.say(f"{source}:")
             self._output.quote(failure.excerpt)
+
+    def _is_seen(self, failure: Failure) -> bool:
+        """Whether what a failed rank said is still to be seen on the screen."""
+        is_here = failure.rank in self._parts.local.ranks
+        return is_here and failure.is_in_its_stderr and self._output.is_in_view(failure.rank)

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rankwire.backends.tracebacks import is_everything_printed
 from rankwire.environment import default_timeout
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
 from rankwire.launch.job import LaunchedJob
@@ -113,7 +114,11 @@ def run(
         # poll, not epoll: the launcher's own output may be a regular file.
         selector = stack.enter_context(selectors.PollSelector())
         output = Output(
-            selector, has_prefix=has_prefix, has_status=debugged is None, log_dir=log_dir
+            selector,
+            has_prefix=has_prefix,
+            has_status=debugged is None,
+            log_dir=log_dir,
+            folds_repeats=not is_everything_printed(),
         )
         stack.callback(output.close)
         stack.enter_context(_runtime_folder(output))

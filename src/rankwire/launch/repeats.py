@@ -1,0 +1,152 @@
+"""Fold the error that a rank ends with, if another rank has printed the same one. Pure.
+
+One mistake often ends all ranks with the same traceback. The first rank's is printed. A later
+rank's is held back as long as each line equals that of an earlier rank, apart from what differs by
+rank (the context of a rankwire error, the number of hidden frames). If the rank's stderr ends
+there, its lines are not printed, and the launcher names the rank instead. If only the message
+differs, the message is printed. If the rank goes on, or the lines differ earlier, all of them are
+printed unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+# As Python and ``backends.tracebacks`` print the beginning of an error.
+_BEGIN = re.compile(
+    r"(  \+ Exception Group )?Traceback \(most recent call last\):|fell because of rank \d+: "
+)
+_DIFFERS_BY_RANK = re.compile(
+    r" \[(op|rank|peer|tag|waited) [^\[\]]*\]| \(rank \d+ says\)"
+    r"|(?<=^traceback on rank )\d+(?=:$)|(?<=^  \[)\d+(?= frames? of rankwire)"
+)
+_MOST_ERRORS = 16  # that are remembered, of all ranks
+_MOST_LINES = 200  # that are remembered of one error, and held back
+_MOST_OPEN = 4  # errors of one rank that may go on: a chain of them, or one that quotes another
+
+
+@dataclass
+class _Printed:
+    """An error that a rank has printed, as far as it has printed it."""
+
+    rank: int
+    lines: list[str] = field(default_factory=list)
+
+    def agrees(self, lines: list[str]) -> bool:
+        """Whether lines are those of this error, as far as it was printed."""
+        return all(_alike(line) == own for line, own in zip(lines, self.lines, strict=False))
+
+
+class PrintedErrors:
+    """The errors that the ranks of a job have printed last."""
+
+    def __init__(self) -> None:
+        self._known: deque[_Printed] = deque(maxlen=_MOST_ERRORS)
+
+    def begin(self, rank: int) -> _Printed:
+        """Add an error that a rank begins to print."""
+        self._known.append(_Printed(rank))
+        return self._known[-1]
+
+    def beginning_with(self, line: str, rank: int) -> list[_Printed]:
+        """Return the errors of other ranks that begin with a line."""
+        return [known for known in self._known if known.rank != rank and known.lines[0] == line]
+
+    def clear(self) -> None:
+        """Forget all of them, because a rank is started anew."""
+        self._known.clear()
+
+
+class RepeatFold:
+    """Passes the stderr of one rank on, except an error at its end that another rank has printed.
+
+    Args:
+        rank: Whose stderr it is.
+        printed: What all ranks have printed.
+
+    Attributes:
+        same_as: After ``finish``: the rank that has printed the error this rank ends with.
+    """
+
+    def __init__(self, rank: int, printed: PrintedErrors) -> None:
+        self._rank = rank
+        self._printed = printed
+        self._own: deque[_Printed] = deque(maxlen=_MOST_OPEN)
+        self._held: list[str] = []
+        self._same: list[_Printed] = []  # those that the held lines agree with so far
+        self._message_at = 0  # the first held line that differs, if it is the error's message
+        self.same_as: int | None = None
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether lines are held back."""
+        return bool(self._held)
+
+    def feed(self, lines: Iterable[str]) -> list[str]:
+        """Return what to print of these lines, and of those held back before."""
+        found: list[str] = []
+        for line in lines:
+            if self._held:
+                if self._goes_on(line):
+                    self._held.append(line)
+                    continue
+                found += self.release()
+            if _BEGIN.match(line):
+                self._same = self._printed.beginning_with(_alike(line), self._rank)
+                if self._same:
+                    self._held = [line]
+                    continue
+            found.append(self._pass(line))
+        return found
+
+    def release(self) -> list[str]:
+        """Return the lines that are held back: the rank goes on."""
+        held, self._held, self._message_at = self._held, [], 0
+        return [self._pass(line) for line in held]
+
+    def finish(self, *, waits: bool = False) -> list[str]:
+        """Return what to print when the stderr of the rank has ended.
+
+        Args:
+            waits: Whether to go on holding the error if the other rank has printed only a part of
+                it so far. Then this is called again.
+        """
+        held, count = self._held, self._message_at or len(self._held)
+        same = [known for known in self._same if held and known.agrees(held[:count])]
+        whole = [known for known in same if len(known.lines) >= count]
+        if not whole:
+            return [] if same and waits else self.release()
+        other, self._held = whole[0].rank, []
+        if count == len(held):
+            self.same_as = other
+            return []
+        message, *rest = held[count:]
+        return [f"same traceback as rank {other}, but: {message}", *rest]
+
+    def _goes_on(self, line: str) -> bool:
+        """Whether the error that is held back may still be that of another rank with this line."""
+        count = len(self._held)
+        if self._message_at or count >= _MOST_LINES:
+            return count < _MOST_LINES
+        same = [known for known in self._same if known.agrees([*self._held, line])]
+        if same:
+            self._same = same
+        elif count > 1 and not line.startswith(" "):
+            self._message_at = count
+        return bool(same or self._message_at)
+
+    def _pass(self, line: str) -> str:
+        if _BEGIN.match(line):
+            self._own.append(self._printed.begin(self._rank))
+        for error in self._own:
+            if len(error.lines) < _MOST_LINES:
+                error.lines.append(_alike(line))
+        return line
+
+
+def _alike(line: str) -> str:
+    """Return a line without what differs between ranks that print the same error."""
+    return _DIFFERS_BY_RANK.sub("", line)
