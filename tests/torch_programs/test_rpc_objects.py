@@ -494,6 +494,10 @@ def test_a_killed_owner_is_named_at_once():
         assert isinstance(caught.value.__cause__, PeerLostError)
         with pytest.raises(RuntimeError, match="rank 1 is lost"):
             rref.to_here()
+        failed = rref.rpc_async().add(), rref.remote().add(), rpc.remote("worker1", make_slowly)
+        for wait in (failed[0].wait, failed[1].to_here, failed[2].to_here):
+            with pytest.raises(RuntimeError, match="rank 1 is lost"):
+                wait()
         assert time.monotonic() - began < 2
         rpc.shutdown(graceful=False)
 

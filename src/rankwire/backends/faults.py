@@ -162,7 +162,8 @@ class FaultPlan(ShowsPublic):
             collective: Which of the collectives that it takes part in, of any group. The other
                 ranks of that one fail too, with ``CollectiveAbortedError``, and all are in step
                 afterwards.
-            error: What is raised; without it a ``NoConnectionError``.
+            error: What the operation raises, or the handle that it returns; without it a
+                ``NoConnectionError``.
         """
         given = {"call": call, "message": message, "collective": collective}
         chosen = [(kind, number) for kind, number in given.items() if number is not None]

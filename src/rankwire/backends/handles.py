@@ -42,7 +42,7 @@ class MessageHandle(ABC):
     _peer: int | None
     _tag: int
     _deadline: Deadline | None  # None once it is done
-    _error: RankwireError | None
+    _error: Exception | None
     source: int | None
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -71,7 +71,7 @@ class MessageHandle(ABC):
         clock = ranks.clock  # in the child of a fork, that is the end
         try:
             if self._error is not None:
-                raise self._error.copy()
+                raise _again(self._error)
             self._finish(limit if timeout is None else limit.sooner(Deadline(timeout, clock).limit))
         except DeadlineExceededError as error:
             if self._error is None and limit.expired:
@@ -93,6 +93,14 @@ class MessageHandle(ABC):
             return self._is_done()
         except RankwireError:
             return True  # as ``wait`` will say
+
+    def fail(self, error: Exception) -> None:
+        """Have it over before anything is under way; ``wait`` raises the error."""
+        if isinstance(error, RankwireError):  # and not one of the program's own, of a fault plan
+            assert self._deadline is not None
+            context = self._op, self._deadline, self._peer, self._tag
+            error = self._ranks.explained(error, *context).kept()
+        self._error = error.with_traceback(None)
 
     def _end(self, error: DeadlineExceededError) -> None:
         """Its time is over."""
@@ -121,6 +129,11 @@ class MessageHandle(ABC):
     def __repr__(self) -> str:
         state = "under way" if self._deadline is not None and self._error is None else "done"
         return f"<{self._op} of rank {self._ranks.rank}, tag {self._tag}, {state}>"
+
+
+def _again(error: Exception) -> Exception:
+    """Return an error to raise, as often as a handle is waited for."""
+    return error.copy() if isinstance(error, RankwireError) else error.with_traceback(None)
 
 
 class Sending(MessageHandle):
@@ -219,7 +232,10 @@ class Receiving(MessageHandle):
         self._into = into
         self._read = read
         self._result: list[Any] = []
-        self._expect()
+        try:
+            self._expect()
+        except Exception as error:
+            self.fail(error)
 
     def _expect(self) -> None:
         """Ask for the next message."""

@@ -89,9 +89,9 @@ class MessagePosting(Transport):
             message has then left, a large one has been taken by the peer.
 
         Raises:
-            PeerLostError: The peer is gone; nothing was sent.
             MessageTooLargeError: Nothing was sent.
-            ConfigurationError: It is no such buffer; nothing was sent.
+            ConfigurationError: It is no such buffer, or the rank or tag is invalid; nothing was
+                sent. All other errors are raised by the handle's ``wait``.
         """
         return self._post("isend", data, dst, tag, timeout)
 
@@ -110,9 +110,14 @@ class MessagePosting(Transport):
         try:
             dst, tag = self._check(dst, tag)
             message = self._as_message(data if op == "isend" else pack_array(data)[0])
-            offer = self.begin(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except RankwireError as error:
             raise self.explained(error, op, deadline, dst, tag) from error.__cause__
+        try:
+            offer = self.begin(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
+        except Exception as error:
+            handle = Sending(self, op, dst, tag, deadline)
+            handle.fail(error)
+            return handle
         if offer is None:
             return Sending(self, op, dst, tag)
         try:
@@ -136,6 +141,10 @@ class MessagePosting(Transport):
 
         Returns:
             A handle, whose ``wait`` returns the message, a ``bytearray`` that the caller owns.
+
+        Raises:
+            ConfigurationError: The rank or tag is invalid. All other errors are raised by the
+                handle's ``wait``.
         """
         return self._ask("irecv", src, tag, timeout, None, whole_of)
 
@@ -226,16 +235,16 @@ class MessagePosting(Transport):
                 if self.dropped:
                     self.give_up_dropped()
                 tag = check_tag(tag)
+                if self.world_size == 1:
+                    raise ConfigurationError("there is no other rank to receive from")
             else:
                 rank, tag = self._check(src, tag)
-            return Receiving(self, op, rank, tag, deadline, nbytes, into, read)
         except RankwireError as error:
             raise self.explained(error, op, deadline, rank, tag) from error.__cause__
+        return Receiving(self, op, rank, tag, deadline, nbytes, into, read)
 
     def others(self) -> list[int]:
         """Return all other ranks, that behind the last source first."""
-        if self.world_size == 1:
-            raise ConfigurationError("there is no other rank to receive from")
         first = self.last_source + 1
         ranks = [*range(first, self.world_size), *range(first)]
         return [rank for rank in ranks if rank != self.rank]

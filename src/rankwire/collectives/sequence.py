@@ -123,10 +123,11 @@ class OperationSequence:
         Returns:
             What the steps return, or the ``Work`` whose ``wait`` returns it.
         """
+        over = self.backend.broken
         if self.backend.closed:
-            raise ChannelClosedError("this backend is closed")
-        if self.backend.broken is not None:
-            raise self.backend.broken.copy()
+            over = ChannelClosedError("this backend is closed")
+        if over is not None:
+            return self._end_at_once(over.copy(), *prepare(*args, **kwargs))
         operation = Operation(self, name)
         task: Task | None = None
         try:
@@ -149,6 +150,16 @@ class OperationSequence:
                 self._give_up(operation, task, error)  # interrupted: the group would stop here
                 raise
             raise failure from error.__cause__
+
+    def _end_at_once(
+        self, error: RankwireError, description: str, run: object, async_op: bool, limit: object
+    ) -> Work[Any]:
+        """Raise why no operation can begin any more, or return a ``Work`` that does."""
+        if not async_op:
+            raise error
+        work: Work[Any] = Work(description, self._background, -1)
+        work.end(None, error.during(op=description, rank=self.backend.rank))
+        return work
 
     def _give_up(self, failed: Operation, task: Task | None, why: BaseException) -> BaseException:
         """End what could not begin or end here; return what to raise. Safe to repeat."""

@@ -115,7 +115,8 @@ class Caller:
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
                 dst = check_rank(dst, self._backend.world_size)
-            reply = self._send(dst, next(self._ids), name, deadline, call, args, kwargs)
+            message = self._encode(dst, name, deadline.limit, call, args, kwargs)
+            reply = self._send(dst, next(self._ids), name, deadline, call, args, kwargs, message)
             try:
                 if call is not None:
                     made = MadeCall(self._port, dst, name, reply)
@@ -151,35 +152,61 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> RpcFuture[Any]:
-        """Start a call and return its future."""
+        """Start a call and return its future.
+
+        Raises:
+            RankwireError: An argument is wrong. Whatever else goes wrong ends the future.
+        """
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
                 dst = check_rank(dst, self._backend.world_size)
+            message = self._encode(dst, name, deadline.limit, call, args, kwargs)
         except RankwireError as error:
-            raise self._explained(error, "rpc_async", name, dst, deadline, call) from None
+            cause = error.__cause__
+            raise self._explained(error, "rpc_async", name, dst, deadline, call) from cause
         future: RpcFuture[Any] = RpcFuture(
             self, self._port, dst, next(self._ids), name, deadline, call
         )
+        request_id = future.request_id
         try:
-            reply = self._send(dst, future.request_id, name, deadline, call, args, kwargs, future)
+            reply = self._send(dst, request_id, name, deadline, call, args, kwargs, message, future)
             future.reply = reply
             if reply.done:
                 future.on_reply(reply)
             elif call is not None:
                 call.began(MadeCall(self._port, dst, name, reply))
                 if future.done():  # at this moment
-                    call.ended(future.request_id)
-        except RankwireError as error:
-            cause = error.__cause__
-            explained = self._explained(error, "rpc_async", name, dst, deadline, call)
-            if future.request_id not in self._futures:  # it did not come to a call
-                raise explained from cause
-            future.fail(explained)
+                    call.ended(request_id)
+        except Exception as error:
+            if not future.done():  # as with a peer that dies while the request is being sent
+                self._fail(future, error)
         except BaseException:  # an interrupt: nobody will have the future
             self.settled(future)
-            self._port.cancel(dst, future.request_id)
+            self._port.cancel(dst, request_id)
             raise
         return future
+
+    def _encode(
+        self,
+        dst: int,
+        name: str,
+        left: float,
+        call: Call | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Message:
+        """Return a request; ``left`` are the seconds that it tells the callee.
+
+        Raises:
+            RankwireError: An argument cannot be sent. What has been done for it is undone.
+        """
+        chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
+        message = encode_request(self._codec, name, left, chain, args, kwargs, dst)
+        nbytes = message[1]
+        if nbytes > self._max_nbytes:
+            self._codec.undo(message)
+            raise MessageTooLargeError(nbytes, self._max_nbytes)
+        return message
 
     def _send(
         self,
@@ -190,24 +217,25 @@ class Caller:
         call: Call | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        message: Message,
         future: RpcFuture[Any] | None = None,
     ) -> Reply:
-        """Send a request; a future is known from the moment on when its reply may come."""
-        if self.closed:
-            raise ChannelClosedError("this agent is closed")
-        chain: Chain = []
-        if call is not None:
-            chain = call.chain_of_nested(self._backend.rank)
-            self._before_waiting(call)
+        """Send a request; a future is known from the moment on when its reply may come.
+
+        A request that has waited is encoded again: it says how much time the callee has.
+        """
+        try:
+            if self.closed:
+                raise ChannelClosedError("this agent is closed")
+            if call is not None:
+                self._before_waiting(call)
+        except BaseException:
+            self._codec.undo(message)
+            raise
         on_reply = None
         has_room = False
-        left = deadline.limit  # it has just been made
         while True:
-            message = encode_request(self._codec, name, left, chain, args, kwargs, dst)
             nbytes = message[1]
-            if nbytes > self._max_nbytes:
-                self._codec.undo(message)
-                raise MessageTooLargeError(nbytes, self._max_nbytes)
             if future is not None:
                 self._futures[request_id] = future
                 self._server.pool.expect_work()
@@ -215,8 +243,8 @@ class Caller:
             if nbytes > SMALL_NBYTES and not has_room:
                 has_room = True
                 if self._make_room(dst, request_id, message, deadline, call):
-                    left = deadline.remaining()
-                    continue  # that took time, which the request must not promise again
+                    message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
+                    continue
             try:
                 reply = self._port.call(
                     dst,
@@ -230,7 +258,7 @@ class Caller:
             except BaseException as error:
                 if nbytes > SMALL_NBYTES:
                     self._leave_room(dst, request_id)
-                if isinstance(error, RankwireError) and not getattr(error, "may_have_run", False):
+                if isinstance(error, Exception) and not getattr(error, "may_have_run", False):
                     self._codec.undo(message)
                 raise
             if reply is not None:
@@ -238,7 +266,7 @@ class Caller:
             self._codec.undo(message)
             self._futures.pop(request_id, None)
             self._wait_for_room(dst, name, deadline, call)
-            left = deadline.remaining()
+            message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
 
     def _give_up(self, reply: Reply, error: RankwireError, dst: int, name: str) -> None:
         """Tell the callee of a call whose caller stops waiting that it need not go on."""
@@ -354,14 +382,15 @@ class Caller:
         else:
             future.resolve(value)
 
-    def _fail(self, future: RpcFuture[Any], error: RankwireError) -> None:
+    def _fail(self, future: RpcFuture[Any], error: Exception) -> None:
         deadline, call = future.deadline, future.call
         # With the frames of whoever read the reply, it would hold the future that holds it.
         error = error.with_traceback(None)
         # What this rank has given up itself is no news to it.
         is_news = not (self.closed or isinstance(error, CallCancelledError))
-        explained = self._explained(error, "rpc_async", future.name, future.dst, deadline, call)
-        future.fail(explained, is_news=is_news)
+        if isinstance(error, RankwireError):  # and not one of the program's own, of a fault plan
+            error = self._explained(error, "rpc_async", future.name, future.dst, deadline, call)
+        future.fail(error, is_news=is_news)
 
     def settled(self, future: RpcFuture[Any]) -> None:
         """Forget a future that is done."""

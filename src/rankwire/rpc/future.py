@@ -288,7 +288,8 @@ class RpcFuture(ShowsPublic, Future[R]):
         try:
             settle(outcome)
         except InvalidStateError:
-            self._heard()  # it was cancelled
+            if self.cancelled():
+                self._heard()
         except KeyboardInterrupt:
             raise
         except BaseException:  # a callback's, in whatever thread this happens to be

@@ -26,7 +26,6 @@ from rankwire.errors import (
     DeadlineExceededError,
     InvalidMessageError,
     OverloadedError,
-    RankwireError,
     RemoteError,
 )
 from rankwire.rpc.agent import RpcAgent
@@ -44,7 +43,6 @@ _STOP = -1
 
 # With these a call may end that has not begun. If it has, the owner takes no notice.
 _REFUSALS = (InvalidMessageError, OverloadedError, DeadlineExceededError, CallCancelledError)
-_NOT_SENT = (OverloadedError, DeadlineExceededError)  # of a call that did not leave
 
 
 class HandleNews:
@@ -89,16 +87,13 @@ class HandleNews:
         """A handle is on its way to a third rank; or is not after all, with a count of -1."""
         self._queue.put((owner, (_PASSED_ON, *id, rank, count)))
 
-    def watch_making(self, owner: int, id: ObjectId, creation: Future[Any]) -> None:
+    def watch_making(self, owner: int, id: ObjectId, creation: RpcFuture[Any]) -> None:
         """Tell the owner if the call that makes an object ends before it begins.
 
         Others may wait for that object there. If the call has begun, the owner knows what became of
         it.
         """
-        if isinstance(creation, RpcFuture):
-            creation.when_ended(partial(self._tell_if_refused, owner, id, [True]))
-        elif isinstance(creation.exception(), _NOT_SENT):
-            self._not_made(owner, id)
+        creation.when_ended(partial(self._tell_if_refused, owner, id, [True]))
 
     def _tell_if_refused(
         self, owner: int, id: ObjectId, untold: list[bool], creation: RpcFuture[Any]
@@ -132,19 +127,16 @@ class HandleNews:
         for owner in [owner for owner in self._unsent if owner not in self._in_flight]:
             news = self._unsent.pop(owner)
             self._in_flight.add(owner)
-            try:
-                told = self._agent.rpc_async(owner, TELL, news, timeout=math.inf)
-            except RankwireError as error:  # it is gone, and so is what it owned; or this rank is
-                _log.debug("rank %d was not told of handles: %s", owner, error)
-                self._in_flight.discard(owner)
-            else:
-                told.add_done_callback(partial(self._told, owner))
+            told = self._agent.rpc_async(owner, TELL, news, timeout=math.inf)
+            told.add_done_callback(partial(self._told, owner))
 
     def _told(self, owner: int, call: Future[Any]) -> None:
         """Let the thread know that an owner has been told, or is gone."""
         error = None if call.cancelled() else call.exception()
         if isinstance(error, RemoteError):
             _log.warning("rank %d does not take what it is told of handles: %s", owner, error)
+        elif error is not None:  # it is gone, and so is what it owned; or this rank is closed
+            _log.debug("rank %d was not told of handles: %s", owner, error)
         self._queue.put((owner, None))
 
 

@@ -7,19 +7,17 @@ have the object itself, and are not counted.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    DeadlineExceededError,
-    RankwireError,
-)
+from rankwire.errors import DeadlineExceededError, OverloadedError, RankwireError
+from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.autograd import backward_of
 from rankwire.torch.rpc.constants import UNSET_RPC_TIMEOUT
 from rankwire.torch.rpc.owned import ObjectId, OwnedObject
@@ -28,6 +26,8 @@ from rankwire.torch.rpc.torch_errors import translated
 from rankwire.torch.rpc.torch_future import CallFuture
 from rankwire.torch.rpc.verbs import BACKWARD, CALL, CHECK, FETCH, MAKE, MAKE_BY_METHOD, TYPE
 from rankwire.torch.rpc.workers import WorkerInfo
+
+_log = logging.getLogger("rankwire")
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class RRef(Generic[T]):
         if owned is not None:
             session.owned.keep_own(owned)
         self._fork = id  # for messages alone
-        self._creation: Future[Any] | None = None
+        self._creation: RpcFuture[Any] | None = None
         self._creation_limit = 0.0
         self._giver = owner
         self._sent_back = 0
@@ -170,18 +170,24 @@ class RRef(Generic[T]):
             raise translated(late, self._session, self._owner, limit) from late
         return owned.get()
 
-    def _raise_if_not_made(self) -> None:
+    def _why_not_made(self) -> Exception | None:
         creation = self._creation
-        if creation is None or not creation.done():
-            return
-        error = creation.exception()
-        if isinstance(error, DeadlineExceededError):
-            raise RuntimeError(
-                "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the "
-                "owner node does not exist."
-            ) from error
-        if isinstance(error, Exception):
-            raise translated(error, self._session, self._owner, self._creation_limit) from error
+        error = creation.exception() if creation is not None and creation.done() else None
+        if not isinstance(error, Exception):
+            return None
+        why: Exception = RuntimeError(
+            "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the "
+            "owner node does not exist."
+        )
+        if not isinstance(error, DeadlineExceededError):
+            why = translated(error, self._session, self._owner, self._creation_limit)
+        why.__cause__ = error
+        return why
+
+    def _raise_if_not_made(self) -> None:
+        why = self._why_not_made()
+        if why is not None:
+            raise why
 
     def _usable(self, otherwise: str) -> Session:
         session = self._session
@@ -357,11 +363,14 @@ def _call_method(rref: RRef[Any], timeout: float, method: str, /, *args: Any, **
 
 def _start_method(
     rref: RRef[Any], timeout: float, method: str, /, *args: Any, **kwargs: Any
-) -> CallFuture:
+) -> torch.futures.Future[Any]:
     session = rref._usable("Cannot call its methods after deletion.")
     limit = session.limit(timeout)
-    if rref._creation is not None:
-        rref._raise_if_not_made()
+    why_not = rref._why_not_made()
+    if why_not is not None:
+        failed: torch.futures.Future[Any] = torch.futures.Future()
+        failed.set_exception(why_not)
+        return failed
     try:
         call = session.start(rref._owner, CALL, (*rref._id, method, *args), kwargs, limit)
     except RankwireError as error:
@@ -375,14 +384,14 @@ def _make_by_method(
     """Make an object of a method's result; as with torch, a method that is missing is told now."""
     session = rref._usable("Cannot call its methods after deletion.")
     limit = session.limit(timeout)
-    if rref._creation is not None:
-        rref._raise_if_not_made()
     if method not in rref._checked:
         try:
             session.call(rref._owner, CHECK, (*rref._id, method), {}, limit)
+            rref._checked.add(method)
+        except (ConnectionError, TimeoutError, OverloadedError) as error:  # the handle says so
+            _log.debug("rank %d was not asked for %r: %s", rref._owner, method, error)
         except RankwireError as error:
             raise translated(error, session, rref._owner, limit) from error
-        rref._checked.add(method)
     return _make(session, rref._owner, MAKE_BY_METHOD, (*rref._id, method, *args), kwargs, limit)
 
 

@@ -11,7 +11,6 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -19,11 +18,10 @@ from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.errors import (
     FunctionNotFoundError,
-    InvalidMessageError,
-    OverloadedError,
     PeerLostError,
 )
 from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc import autograd
 from rankwire.torch.rpc.attendant import Attendant
 from rankwire.torch.rpc.autograd_contexts import CONTEXT
@@ -157,7 +155,7 @@ class Session:
 
     def start(
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
-    ) -> Future[Any]:
+    ) -> RpcFuture[Any]:
         """Start such a call, and return its future.
 
         Raises:
@@ -169,14 +167,7 @@ class Session:
             name, kwargs = CALL_IN_CONTEXT, {}
         elif "timeout" in kwargs:
             name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
-        try:
-            return self.agent.rpc_async(rank, name, *args, timeout=limit, **kwargs)
-        except (ConnectionError, TimeoutError, OverloadedError) as error:
-            if isinstance(error, InvalidMessageError):
-                raise
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
+        return self.agent.rpc_async(rank, name, *args, timeout=limit, **kwargs)
 
     # -- functions ---------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ sees, and all that the frames of the caller hold would be kept. So none of ours 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future as Call
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,18 +36,15 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
         call: As given.
     """
 
-    def __init__(self, session: Session, call: Call[Any], rank: int, limit: float) -> None:
+    def __init__(self, session: Session, call: RpcFuture[Any], rank: int, limit: float) -> None:
         super().__init__()
         self.call = call
         self._session = session
         self._rank = rank
         self._limit = limit
         self._unfinished = [True]  # who pops it ends this future
-        if isinstance(call, RpcFuture):
-            call.when_ended(self._finish)
-            session.attendant.watch(call)
-        else:
-            call.add_done_callback(self._finish)
+        call.when_ended(self._finish)
+        session.attendant.watch(call)
 
     def wait(self) -> Any:
         """Return the value, or raise the call's error."""
@@ -88,10 +84,10 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
 
     def _attend(self) -> None:
         """Have the reply read although no thread waits for it."""
-        if self._unfinished and isinstance(self.call, RpcFuture):
+        if self._unfinished:
             self.call.attend()
 
-    def _finish(self, call: Call[Any]) -> None:
+    def _finish(self, call: RpcFuture[Any]) -> None:
         """End with what the call has ended with; whoever comes second leaves it to the first."""
         try:
             self._unfinished.pop()
