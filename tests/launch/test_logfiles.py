@@ -1,6 +1,7 @@
 """Log files in folders where others may have put something in the way."""
 
 import os
+import stat
 
 import pytest
 
@@ -20,6 +21,10 @@ def write(path, data=b"output\n", rank=0):
     return (path / f"rank_{rank}.log").read_bytes()
 
 
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
 def refused(path, match):
     with pytest.raises(ConfigurationError, match=match):
         write(path)
@@ -29,6 +34,33 @@ def test_the_folder_is_made_and_an_old_log_begins_anew(tmp_path):
     path = tmp_path / "a" / "b"
     assert write(path, b"the first, which is longer\n") == b"the first, which is longer\n"
     assert write(path, b"the second\n") == b"the second\n"
+
+
+@pytest.fixture
+def usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_only_their_user_can_read_logs_and_a_folder_that_was_made_for_them(tmp_path):
+    path = tmp_path / "a" / "b"
+    write(path)
+    assert mode_of(path) == 0o700
+    assert mode_of(path / "rank_0.log") == 0o600
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_a_log_that_others_can_read_is_replaced_by_one_that_they_cannot(tmp_path):
+    """They may have it open, so a change of its mode would not do. The folder is the user's."""
+    (tmp_path / "rank_0.log").write_bytes(b"old\n")
+    tmp_path.chmod(0o755)
+    with (tmp_path / "rank_0.log").open("rb") as reader:
+        assert write(tmp_path, b"new\n") == b"new\n"
+        assert reader.read() == b"old\n"
+    assert mode_of(tmp_path / "rank_0.log") == 0o600
+    assert mode_of(tmp_path) == 0o755
 
 
 def test_a_rank_that_is_started_again_goes_on_where_it_ended(tmp_path):

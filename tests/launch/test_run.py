@@ -624,6 +624,21 @@ print("pid", child.pid)
     launched.wait_until_all_gone(10)
 
 
+def test_no_process_of_a_job_has_the_secret_of_the_launchers_caller_in_its_environment(
+    start, monkeypatch
+):
+    secret = "a secret of the one who starts the job"
+    monkeypatch.setenv("RANKWIRE_SECRET", secret)
+    launched = start(SLEEP)
+    pid = launched.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert len(children) == 3, "two ranks and the reaper"
+    for child in children:
+        assert secret.encode() not in Path(f"/proc/{child}/environ").read_bytes()
+    launched.send(signal.SIGTERM)
+    launched.wait()
+
+
 def test_a_killed_launcher_leaves_no_one_in_another_session(start):
     launched = start(LEAVING + SLEEP, "--grace", "0.3", ranks=1, pids=3)
     time.sleep(2.0)  # orphans are looked for about once a second

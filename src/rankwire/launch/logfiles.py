@@ -2,10 +2,11 @@
 
 In a shared folder such as ``/tmp`` another user may have put something in the way: a link that
 leads to a file of this user, which would then be overwritten; a file that he can read; a FIFO that
-no process reads. So a log is a new file, or a regular one of this user's own without other names,
-reached through the folder as it was opened at first and through no link. The folder itself may be
-a link of this user (``~/logs`` to a larger disk), but not one that another user has put into a
-folder that others can write.
+no process reads. So a log is a new file of mode 0600, made through the folder as it was opened at
+first. It replaces a regular file of this user's own without other names, and nothing else. A folder
+that is made for logs has mode 0700; one that exists keeps the mode that the user gave it. The
+folder itself may be a link of this user (``~/logs`` to a larger disk), but not one that another
+user has put into a folder that others can write.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from rankwire.errors import ConfigurationError
 
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _ADVICE = "remove it, or choose another --log-dir"
 
 
@@ -48,7 +50,7 @@ class Log:
 
 
 class LogFolder:
-    """A folder of logs, which is made if it is not there. One thread.
+    """A folder of logs, which is made if it does not exist. One thread.
 
     Args:
         path: Where it is, as the user gave it.
@@ -61,7 +63,7 @@ class LogFolder:
         self._path = path
         self._files: dict[int, BinaryIO] = {}
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_planted_links(path)
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -93,36 +95,23 @@ class LogFolder:
             self._descriptor = -1
 
     def _create(self, name: str) -> int:
-        try:
-            # Whatever its owner is then: a file server may call root by another name.
-            return os.open(name, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._descriptor)
-        except FileExistsError:
-            pass
-        status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-        if stat.S_ISLNK(status.st_mode):
-            raise OSError(0, f"it is a symbolic link; {_ADVICE}")
-        _check_regular(status)  # the kernel's word for a FIFO without a reader is of no help
-        descriptor = os.open(name, _FLAGS, dir_fd=self._descriptor)
-        try:
-            _check_own(os.fstat(descriptor))
-            os.ftruncate(descriptor, 0)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        """Make a new file that only this user can read, in place of an old log."""
+        with suppress(FileNotFoundError):
+            _check_own(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
+            # Another process may have it open for reading, so it is not used again.
+            os.unlink(name, dir_fd=self._descriptor)
+        return os.open(name, _FLAGS, 0o600, dir_fd=self._descriptor)
 
 
 def _check_own(status: os.stat_result) -> None:
-    _check_regular(status)
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(0, f"it is a symbolic link; {_ADVICE}")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, f"it is not a regular file; {_ADVICE}")
     if status.st_uid != os.geteuid():
         raise OSError(0, f"it belongs to another user; {_ADVICE}")
     if status.st_nlink != 1:
         raise OSError(0, f"it has another name elsewhere (a hard link); {_ADVICE}")
-
-
-def _check_regular(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(0, f"it is not a regular file; {_ADVICE}")
 
 
 def _refuse_planted_links(path: Path) -> None:

@@ -44,6 +44,7 @@ class Reaper:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             bufsize=0,
+            env=_loader_settings(),
             pass_fds=[self._hold],
             start_new_session=True,  # what ends the launcher's group must not end it
         )
@@ -105,6 +106,14 @@ class Reaper:
             self._process.stdin.write(line.encode())
         except BrokenPipeError:
             pass  # it was killed; the job goes on without
+
+
+def _loader_settings() -> dict[str, str]:
+    """Return all that the reaper needs of the environment, which may hold secrets.
+
+    An interpreter with a shared library outside of the system's folders is not found without.
+    """
+    return {name: value for name, value in os.environ.items() if name.startswith(("LD_", "DYLD_"))}
 
 
 def keep(grace: float) -> None:
