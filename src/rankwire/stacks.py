@@ -99,6 +99,14 @@ def place_of(ident: int) -> str:
     return "" if frame is None else _place(frame)
 
 
+def line_of_program() -> str:
+    """Return the innermost line of the program in this thread as ``file:line``; empty if none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _threads() -> list[tuple[threading.Thread, FrameType]]:
     """Return the threads that run Python, the main thread first, each with its innermost frame."""
     frames = _frames()

@@ -230,9 +230,9 @@ def test_the_status_tells_what_is_waited_for_and_what_is_queued():
         assert "waited for: a message with tag 7" in str(status)
         assert "rank 0 of 3, in barrier()" in str(status)
         for _ in range(64):
-            two.send(bytes(1 << 14), 0, tag=3)
-        assert two.status().peers[0].queued_nbytes > 1 << 14  # nobody reads it
-        assert two.status().peers[0].link == "tcp"
+            two.send(bytes(1 << 14), 1, tag=3)
+        assert two.status().peers[1].queued_nbytes > 1 << 14  # rank 1 reads nothing
+        assert two.status().peers[1].link == "tcp"
         one.send(b"", 0, tag=7)
         waiting += [Running(backend.barrier) for backend in (one, two)]
         for running in waiting:

@@ -9,7 +9,6 @@ import numpy as np
 
 import rankwire
 from rankwire.backends.simulated import SimulatedBackend
-from rankwire.collectives.fingerprints import NOTICE_TAG
 from rankwire.collectives.sequence import OperationSequence
 from rankwire.testing import in_parallel, run_ranks
 
@@ -168,16 +167,15 @@ class CountingBackend(SimulatedBackend):
     """A rank that remembers what its collectives have sent: destination and size."""
 
     def transmit(self, dst, envelope, message, deadline):
-        self._count(dst, envelope, message)
+        self._count(dst, message)
         super().transmit(dst, envelope, message, deadline)
 
     def offer(self, dst, envelope, message, deadline, **options):
-        self._count(dst, envelope, message)
+        self._count(dst, message)
         return super().offer(dst, envelope, message, deadline, **options)
 
-    def _count(self, dst, envelope, message):
-        if envelope[2] != NOTICE_TAG:
-            self.__dict__.setdefault("sent", []).append((dst, message[1]))
+    def _count(self, dst, message):
+        self.__dict__.setdefault("sent", []).append((dst, message[1]))
 
 
 @contextlib.contextmanager

@@ -150,7 +150,11 @@ def test_groups_threads_messages_barriers_and_calls_at_once(make_world):
 
 
 def test_good_and_bad_rounds_take_turns(make_world):
-    """One rank is late and the others give up, or not; the next round is right either way."""
+    """One rank is late and the others give up, or not; then all are in step again.
+
+    If the late rank had done its part before it heard that the others gave up, it is told in the
+    next operation, which fails on all ranks (docs/collectives.md, "After a failure").
+    """
     with make_world(3) as world:
         rng = random.Random(3)
         for _ in range(3):
@@ -164,16 +168,25 @@ def test_good_and_bad_rounds_take_turns(make_world):
                 time.sleep(0.15 * late)
                 try:
                     call.check(call.run(timeout=0.08 if gives_up and not late else TIMEOUT))
+                    return False
                 except (DeadlineExceededError, CollectiveAbortedError):
                     assert gives_up
-                call.array[...] = 55  # it is ours again, also after an error
+                    return True
+                finally:
+                    call.array[...] = 55  # it is ours again, also after an error
+
+            def told(backend):
+                with pytest.raises(CollectiveAbortedError):
+                    backend.barrier()
 
             def good(backend, shape=shape):
                 for kind in ("all_reduce", "all_to_all", "broadcast"):
                     call = Call(Op(kind, shape=shape), backend)
                     call.check(call.run())
 
-            in_parallel([partial(bad, backend) for backend in world])
+            failed = in_parallel([partial(bad, backend) for backend in world])
+            if any(failed) and not all(failed):
+                in_parallel([partial(told, backend) for backend in world])
             in_parallel([partial(good, backend) for backend in world])
 
 

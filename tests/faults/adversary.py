@@ -92,16 +92,19 @@ class Adversary:
                         {"type": "gone", "rank": 1, "reason": text, "traceback": text},
                         {"type": "failed", "reason": text, "missing": list(range(count))},
                         {"type": "waiting", "missing": [-1] * count},
+                        {"type": "notice", "group": 1, "sequence": 1, "description": text},
+                        {
+                            "type": "notice",
+                            "group": 1,
+                            "sequence": 1,
+                            "description": "",
+                            "text": text,
+                        },
                         {"type": "beat", "unknown": Raw(b"\x91" * count + b"\x90")},
                     ]
                 )
             )
         )
-
-    def notice(self) -> bytearray:
-        """Return a notice of a collective."""
-        text = self._chance.choice(["\x1b", "\n", "x", "\u202e"]) * self._chance.choice(_SIZES)
-        return bytearray(_pack([1, text, self._chance.choice(["waiting", "failed"]), text, 1]))
 
     def stream(self) -> bytearray:
         """Return a stream of many small frames."""

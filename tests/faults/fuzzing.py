@@ -36,7 +36,6 @@ from faults.mutator import Mutator
 from headers import pack_header
 from rankwire import errors
 from rankwire.codec.codec import Codec
-from rankwire.collectives import notices
 from rankwire.links.allocation import allocate
 from rankwire.rendezvous import control_messages as control
 from rankwire.rpc import messages as rpc
@@ -55,6 +54,7 @@ from rankwire.wire.handshake import (
     job_id,
 )
 from rankwire.wire.loans import pack_loan, unpack_loan
+from rankwire.wire.notices import Notice
 from rankwire.wire.parser import FrameParser
 
 ADDRESS_SPACE = 1 << 30  # beyond what the process has at the start
@@ -269,6 +269,8 @@ _CONTROL: list[control.Message] = [
     control.Beat([(1, 2.5), (300, 0.5)]),
     control.Suspected(2, 7.0),
     control.Fallen("it raised ValueError: no", "Traceback ...\nValueError: no"),
+    Notice(5, 3, "barrier()", "asking", before=((2, "all_reduce"),), members=(0, 4), src=4),
+    Notice(0, 3, "all_reduce", "failed", "no result", 1, 2, (1, 3), "train.py:3"),
 ]
 
 
@@ -302,19 +304,6 @@ def _feed_reply(data: bytearray, _: Mutator) -> None:
     rpc.decode_reply(CODEC, data, 1, 5.0)
 
 
-def _notices() -> list[bytes]:
-    return [
-        notices.pack(notices.failure_notice(notices.Notice(number, "all_reduce"), 1, error))
-        for number, error in enumerate(
-            [ValueError("x"), errors.PeerLostError(2, "killed"), errors.DeadlineExceededError(1.0)]
-        )
-    ] + [notices.pack(notices.Notice(3, "barrier()", "roll", here=(1, 2), ahead=((4, 5, "x"),)))]
-
-
-def _feed_notice(data: bytearray, _: Mutator) -> None:
-    notices.unpack(data)
-
-
 _STRANGERS = (errors.ProtocolError, errors.AuthenticationError)
 TARGETS = {
     "listener": Target(_listener_sessions(), _feed_listener, *_STRANGERS),
@@ -342,7 +331,6 @@ TARGETS = {
         _requests(), _feed_request, errors.InvalidMessageError, hard=Adversary.payload
     ),
     "reply": Target(_replies(), _feed_reply, errors.RankwireError, hard=Adversary.payload),
-    "notice": Target(_notices(), _feed_notice, errors.InvalidMessageError, hard=Adversary.notice),
 }
 
 

@@ -1,5 +1,6 @@
 """What the launcher says of a rank that others wait for in vain, and how little of an interrupt."""
 
+import re
 import signal
 
 import pytest
@@ -67,6 +68,30 @@ with rankwire.connect() as backend:
     chain = "rank 0 waited for rank 1, rank 1 waited for rank 2"
     assert f"rank 2 held up the others: {chain}; it was here:" in done.stderr
     assert "in hang" in done.stderr
+
+
+def test_ranks_that_call_different_collectives_hold_up_no_rank(run):
+    """The report says what they called, and where."""
+    done = run(
+        """
+import numpy as np, rankwire
+with rankwire.connect() as backend:
+    if rank == 1:
+        rankwire.all_reduce(backend, np.ones(5))
+    else:
+        rankwire.all_reduce(backend, np.ones(4))
+""",
+        ranks=3,
+    )
+    assert done.returncode == 1
+    assert "held up" not in done.stderr
+    (first,) = [line for line in done.stderr.splitlines() if "failed first" in line]
+    assert "it raised CollectiveMismatchError: collective number 0 of this group is" in first
+    assert "all_reduce(sum, float64, (4,)) on rank" in first
+    assert "all_reduce(sum, float64, (5,)) on rank 1" in first
+    lines = {int(r): int(line) for r, line in re.findall(r"rank (\d) at \S+\.py:(\d+)", first)}
+    odd_line = lines.pop(1)
+    assert list(lines.values()) == [odd_line + 2]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
+from rankwire.wire.notices import Notice
 
 MEMBERS = [
     Member(0, 11, "10.0.0.1", 29500, "", "a/1"),
@@ -38,6 +39,8 @@ MESSAGES = [
     Fallen("it raised ValueError: no", "Traceback ...\n"),
     Beat(),
     Beat([(1, 2.5), (4000, 0.5)]),
+    Notice(0, 3, "barrier()"),
+    Notice(2**64 - 1, 3, "", "missing", missing=(1, 4), members=(0, 1, 4), src=4),
 ]
 
 
@@ -161,6 +164,11 @@ def test_what_4096_ranks_need_fits():
     assert max_coordinator_nbytes(4096) <= 5 << 20
     assert len(pack(Beat([(rank, 1e9) for rank in range(4096)]))) < MAX_MEMBER_NBYTES
     assert len(pack(Waiting(list(range(4096))))) < MAX_MEMBER_NBYTES
+    longest_text, ranks = "\U0001f600" * 10**6, tuple(range(49152, 65536))
+    notice = Notice(2**64 - 1, 2**60, longest_text, "failed", longest_text, 1, 2**60, ranks)
+    many = {"before": ((2**60, longest_text),) * 8, "descriptions": (longest_text,) * 8}
+    notice = msgspec.structs.replace(notice, where=longest_text, members=ranks, **many)
+    assert len(pack(notice)) < MAX_MEMBER_NBYTES
     assert len(pack(Fallen("\U0001f600" * 10**6, "\U0001f600" * 10**6))) < MAX_MEMBER_NBYTES
 
 

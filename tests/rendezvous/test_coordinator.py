@@ -38,6 +38,7 @@ from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
 from rankwire.wire.keys import rank_key, unwrap
+from rankwire.wire.notices import Notice
 from real_time import Deadline
 from worlds import PATIENCE, SECRET, Running, eventually
 
@@ -676,3 +677,16 @@ def test_who_answers_twice_is_given_up(meet):
         say(two, Doing("MainThread:", waits_for=[2]))
     eventually(lambda: [gone.rank for gone in meeting.gone] == [1, 2])
     assert "what it does, unasked" in meeting.gone[1].reason
+
+
+def test_a_rank_that_reads_nothing_for_a_while_misses_notices_and_is_not_lost(meet):
+    """Another rank fails in thousands of operations; what the socket does not take is left out."""
+    meeting = meet(3)
+    failing, busy = meeting.join(1), meeting.join(2)
+    for number in range(5000):
+        say(failing, Notice(0, number, "barrier()", "failed", "text " * 20, culprit=1))
+    say(failing, Notice(0, 5000, "barrier()", "asking", epoch=5000))
+    assert meeting.hear_until(failing, Notice).state == "missing", "all reports are processed"
+    meeting.hear_until(busy, World)
+    assert meeting.hear(busy).sequence == 0
+    assert meeting.gone == []

@@ -24,6 +24,7 @@ from rankwire.rendezvous.control_messages import (
     World,
 )
 from rankwire.rendezvous.rights import Standing, objection
+from rankwire.wire.notices import Notice
 
 FORMING = Standing(
     1,
@@ -65,6 +66,15 @@ ROWS = [
     ("its fall", Fallen("it raised", ""), {FORMED, ABSENT, LAUNCHED, ASKED}),
     ("whom it knows", Known(2, 1), {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED}),
     ("what it does", Doing("MainThread:"), {ASKED}),
+    ("that it waits", Notice(0, 3, "barrier()"), {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED}),
+    (
+        "that it waits in a group",
+        Notice(7, 3, "barrier()", members=(1, 4)),
+        {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED},
+    ),
+    ("that it waits in a group of two of itself", Notice(7, 3, "", members=(1, 1)), set()),
+    ("that it waits in a group of others", Notice(7, 3, "barrier()", members=(2, 4)), set()),
+    ("who is missing in a group", Notice(0, 3, "", "missing", missing=(2,)), set()),
     ("who is back", Joined(member(2)), set()),
     ("that it is back itself", Joined(member(1)), set()),
     ("a question", Ask(), set()),

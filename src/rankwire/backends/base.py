@@ -23,6 +23,7 @@ from rankwire.backends.payloads import (
 )
 from rankwire.backends.posting import AnyRank, MessagePosting, Source
 from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
+from rankwire.backends.roll_client import RollClient
 from rankwire.backends.status import WorldStatus
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
@@ -34,8 +35,9 @@ from rankwire.errors import (
 from rankwire.fork import disown, guard
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.destinations import PLACED_FROM, Destination
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Buffer, Channel
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel
 from rankwire.wire.loans import whole_of
+from rankwire.wire.notices import Notice
 
 
 class Backend(MessagePosting):
@@ -92,12 +94,38 @@ class Backend(MessagePosting):
         limit = default_timeout() if timeout is None else timeout
         self.timeout = Deadline(limit, clock).limit
         self.max_message_nbytes = max_message_nbytes
-        # What the collectives keep about this group; theirs alone, but for ``release`` at the end
-        # and ``now``, the words of the one that is under way.
+        # What the collectives keep about this group; theirs alone, but for ``release`` at the end,
+        # ``now``, the words of the one that is under way, ``next_number`` and ``epoch``.
         self.operations: Any = None
         self.agreement = Agreement()  # how groups of its ranks come to be
+        self.roll = RollClient()  # what its collectives report to the coordinator, and are told
         self._events = PeerEvents()
         guard(self)
+
+    @property
+    def roll_members(self) -> tuple[int, ...]:
+        """The members as a report to the coordinator lists them; empty if it is the world."""
+        if self.group == WORLD_GROUP:
+            return ()
+        return tuple(self.world_rank_of(rank) for rank in range(self.world_size))
+
+    def leave_roll(self) -> None:
+        """Report that this rank leaves the world, and so will not come to the next operation."""
+        begun = self.operations
+        number, epoch = (0, 0) if begun is None else (begun.next_number, begun.epoch)
+        text = f"rank {self.world_rank_of(self.rank)} has left"
+        self.roll.report(
+            Notice(
+                self.group,
+                number,
+                "",
+                "left",
+                text,
+                culprit=self.rank,
+                epoch=epoch,
+                members=self.roll_members,
+            )
+        )
 
     # -- what users call ---------------------------------------------------------------------------
 

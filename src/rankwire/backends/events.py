@@ -32,10 +32,16 @@ class PeerEvents:
         self._on_lost: list[OnLost] = []
         self._on_suspected: list[OnSuspected] = []
         self._on_joined: list[OnJoined] = []
-        self._losses: list[PeerLostError] = []  # of ranks that are not back
+        self._losses: list[PeerLostError] = []  # of ranks that are not back; replaced or appended
         self._joined: dict[int, int] = {}  # the incarnations of ranks that are back
         self._untold: deque[Callable[[], object]] = deque()
         self._is_telling = False
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """The ranks that are lost and not back."""
+        losses = self._losses
+        return [loss.peer for loss in losses if loss.peer is not None] if losses else []
 
     def on_lost(self, callback: OnLost) -> Callable[[], None]:
         """Add a callback, and tell it of the losses so far; return what removes it."""

@@ -438,6 +438,10 @@ class Mesh(Backend):
         """Return why a peer is gone, or None."""
         return self._peers[self._check_peer(rank)].failure
 
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks that are lost."""
+        return self._events.lost_ranks
+
     def incarnation_of(self, rank: int) -> int:
         """Return how many times the process of a rank was started anew alone."""
         return self._peers[rank].member.incarnation if rank != self.rank else self.incarnation

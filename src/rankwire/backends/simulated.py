@@ -28,6 +28,7 @@ from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
+from rankwire.backends.roll_client import RollClient
 from rankwire.backends.simulated_calls import FailingCallPort
 from rankwire.backends.simulated_network import Network
 from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
@@ -106,6 +107,7 @@ class SimulatedBackend(Mesh):
             single_copy=False,
         )
         self.network = network
+        self.roll = RollClient(partial(network.report, rank))
         self._meeting = threading.Lock()  # guards the making of peers
         self._gone: RankwireError | None = None  # why this rank can do nothing more
 
@@ -199,17 +201,6 @@ class SimulatedBackend(Mesh):
         """Return the next message under an envelope from one of several ranks."""
         self._check_alive()
         return super().expect_any(sources, envelope, nbytes=nbytes)
-
-    def sources(self, envelope: Envelope) -> list[int]:
-        """Return the ranks that have sent something, or are gone: asking all is what would cost."""
-        if self._gone is not None:
-            return super().sources(envelope)
-        heard = {
-            rank
-            for rank, peer in list(self._peers.items())
-            if peer.inbox.has_arrived(envelope) or _has_input(peer)
-        }
-        return sorted(heard | self.network.gone_for(self.rank))
 
     def open_calls(self, service: int) -> MeshCallPort:
         """Return the port by which an agent calls and is called, unless this rank is dead."""
@@ -345,6 +336,7 @@ class SimulatedBackend(Mesh):
 
     def _take(self, rank: int, error: RankwireError, cause: int | None) -> None:
         peer = self._peers.get(rank) or self._peers[rank]
+        self.roll.note_gone(rank)
         if peer.failure is not None:
             return
         if isinstance(error, ChannelClosedError):
@@ -358,6 +350,11 @@ class SimulatedBackend(Mesh):
             return None
         self.hear_of(rank)
         return super().failure_of(rank)
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks that are lost or have left; raise if this one is dead."""
+        self._check_alive()
+        return sorted(self.network.gone_for(self.rank))
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -396,12 +393,3 @@ class SimulatedBackend(Mesh):
         for other in self.network.members:
             if self.rank in other._peers:
                 other.hear_of(self.rank)
-
-
-def _has_input(peer: Peer) -> bool:
-    """Whether a peer has sent something that was not looked at, or has gone."""
-    connection = peer.inbox.connection
-    if connection is None:
-        return False
-    assert isinstance(connection.stream, MemoryStream)
-    return not connection.stream.incoming.is_silent or bool(connection.undelivered)

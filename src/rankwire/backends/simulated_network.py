@@ -10,7 +10,8 @@ a sender's included: from then on whoever uses one finds it ended and asks here 
 is told, also those who use none. That runs callbacks of the user's, so a thread of its own does it,
 unless it is the user who makes the fault.
 
-Lock: ``_lock`` guards the state; nothing is called under it.
+Locks: ``_lock`` guards the state; nothing is called under it. ``_roll_lock`` guards the roll, which
+this network keeps in the place of a coordinator; what ranks are told is delivered under it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.memory_stream import MemoryStream, memory_pair
 from rankwire.links.route import Gate, Route
 from rankwire.rendezvous.control_messages import Fallen
+from rankwire.rendezvous.roll import Roll
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.notices import Notice, harmless
 from rankwire.wire.protocol import left
 
 if TYPE_CHECKING:
@@ -74,6 +77,8 @@ class Network:
         self._carried: Counter[Link] = Counter()
         self._begun: Counter[tuple[int, Operation]] = Counter()
         self._on_kill: list[Callable[[int], None]] = []
+        self._roll = Roll(world_size)
+        self._roll_lock = threading.Lock()
         self._timetable = Timetable(clock)
         self._telling: list[threading.Thread] = []
 
@@ -193,6 +198,15 @@ class Network:
             there, back = f"requests {service}", f"replies {service}"
         routes = self._route(src, dst, there), self._route(dst, src, back)
         return memory_pair(self._queue_nbytes, self.clock, *routes)
+
+    def report(self, rank: int, notice: Notice, patience: float) -> None:
+        """Take what a rank reports about a collective, and tell the ranks that need to know."""
+        if self._is_gone(rank):
+            return
+        with self._roll_lock:
+            for other, told in self._roll.hear(rank, harmless(notice)):
+                if not self._is_gone(other):
+                    self.members[other].roll.deliver(told)
 
     def leave(self, rank: int) -> None:
         """Note that a rank leaves in good order: from now on its streams may end."""

@@ -107,6 +107,7 @@ class SubBackend(Backend):
             clock=parent.clock,
         )
         self.parent = parent
+        self.roll = parent.roll
         self.security = parent.security
         self.ranks_return = parent.ranks_return
         self._members = chosen
@@ -125,6 +126,7 @@ class SubBackend(Backend):
         self.group = group_id(parent.group, chosen, ordinal)
         if self.broken is not None:  # it may have been the old process that agreed
             raise parent.explained(self.broken.copy(), "SubBackend", deadline)
+        self.roll.add(self)
 
     @property
     def members(self) -> list[int]:
@@ -293,11 +295,6 @@ class SubBackend(Backend):
         """Whether a message lies here, read and not taken."""
         return self.parent.has_arrived(self._members[src], envelope)
 
-    def sources(self, envelope: Envelope) -> list[int]:
-        """Return the ranks of which a receive may not come back empty-handed at once."""
-        found = {*self.parent.sources(envelope)}
-        return [rank for rank, member in enumerate(self._members) if member in found]
-
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank."""
         self.parent.abandon(group, cause)
@@ -336,6 +333,11 @@ class SubBackend(Backend):
             failure = failure.copy()
             self.adopt(rank, None, failure)
         return failure
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks of this group that are lost."""
+        found = (self.to_local(rank) for rank in self.parent.lost_ranks())
+        return [rank for rank in found if rank is not None]
 
     def doing_of(self, rank: int, deadline: Deadline) -> str | None:
         """Ask a rank what it is doing."""

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from rankwire.backends.mesh import Mesh
 from rankwire.backends.peers import Peer
+from rankwire.backends.roll_client import RollClient
 from rankwire.backends.segments import DEFAULT_SEGMENT_NBYTES, Segments
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.tcp_dialing import Dialling, Transport
@@ -64,6 +65,7 @@ from rankwire.stacks import stacks
 from rankwire.texts import name_ranks
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
+from rankwire.wire.notices import Notice
 from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
 
@@ -210,6 +212,8 @@ class TcpBackend(Mesh):
             place=ListeningPlace() if listen is None else ListeningPlace.parse(listen),
             advertise=advertise,
         )
+        self.roll = RollClient(self._formation.report)
+        self.roll.add(self)
         try:
             self._formation.form(Deadline(join_timeout, clock))
         except BaseException:
@@ -230,7 +234,7 @@ class TcpBackend(Mesh):
         self.spin = DEFAULT_SPIN if self._wanted_spin is None else self._wanted_spin
         self.shares_cores = share_cores(local)
         self._hosts = [member.host_id for member in world.members]
-        self._coordinator = world.coordinator
+        self._coordinator = self.roll.keeper = world.coordinator
         for member in world.members:
             if member.rank != self.rank:
                 self._peers[member.rank] = self._meet(member)
@@ -303,6 +307,7 @@ class TcpBackend(Mesh):
         try:
             self._take_in(gone)
         finally:
+            self.roll.note_gone(gone.rank)
             self._segments.disturb()
 
     def _take_in(self, gone: Gone) -> None:
@@ -323,9 +328,15 @@ class TcpBackend(Mesh):
         if not gone.silent and peer.member.host_id == self._me.host_id and peer.member.unix_path:
             remove_socket_file(peer.member.unix_path)  # a killed process cannot remove its own
 
+    def on_notice(self, notice: Notice) -> None:
+        """Keep what the coordinator tells about a collective, for those who wait in it."""
+        self.roll.deliver(notice)
+        self._segments.disturb()
+
     def on_joined(self, joined: Joined) -> None:
         """Hear from the control plane that a rank was started anew, and is back."""
         member = joined.member
+        self.roll.note_back(member.rank)
         if member.rank not in self._peers:
             raise ProtocolError(f"the coordinator tells of rank {member.rank}, which is no peer")
         self._formation.take_key(joined)
@@ -357,7 +368,7 @@ class TcpBackend(Mesh):
 
     def on_coordinator_gone(self, error: RankwireError) -> None:
         """Hear that nobody tells any more who is gone."""
-        self._is_watched = False
+        self._is_watched = self.roll.is_kept = False
         for other in self._peers.values():  # nobody would say any more that it is heard again
             other.is_suspected, other.silent_for = False, 0.0
         peer = self._peers.get(self._coordinator)
@@ -404,6 +415,8 @@ class TcpBackend(Mesh):
     def close(self, *, error: BaseException | None = None) -> None:
         """Leave; introductions that have not begun do not begin any more."""
         self._introductions.cancel()
+        if error is None and self._coordinator == self.rank and not self._closed:
+            self.roll.leave()  # the others lose the roll with this rank
         super().close(error=error)
 
     def tell_fall(self, fallen: Fallen) -> None:

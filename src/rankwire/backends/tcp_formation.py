@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
@@ -41,6 +42,7 @@ from rankwire.rendezvous.secret import AgreedSecret
 from rankwire.shutdown import close_at_exit
 from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status, job_id
 from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap, unwrap_one
+from rankwire.wire.notices import Notice
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -164,7 +166,12 @@ class Formation:
             acceptor,
             key_of=partial(rank_key, secret),
             patience=self.patience,
-            told=Told(self._formed, self.owner.on_gone, self.owner.on_suspected),
+            told=Told(
+                on_formed=self._formed,
+                on_gone=self.owner.on_gone,
+                on_suspected=self.owner.on_suspected,
+                on_notice=self.owner.on_notice,
+            ),
         )
         start_listening(listener)
         acceptor.start()
@@ -269,6 +276,28 @@ class Formation:
             return
         assert self._coordinator is not None
         self._coordinator.enter(hello.rank, sock, seals)
+
+    def report(self, notice: Notice, patience: float) -> None:
+        """Report something about a collective to the coordinator, from any thread.
+
+        Args:
+            notice: What to report.
+            patience: Seconds to wait until the acceptor's thread has sent it.
+        """
+        if self.acceptor is None:
+            return  # a world of one rank
+        is_sent = threading.Event()
+
+        def send() -> None:
+            if self._coordinator is not None:
+                self._coordinator.take_report(self.owner.rank, notice)
+            elif self._membership is not None:
+                self._membership.report(notice)
+            is_sent.set()
+
+        self.acceptor.call_soon(send)
+        if patience and not self.owner.closed:
+            self.owner.clock.wait(is_sent, patience)
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""

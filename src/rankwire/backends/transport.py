@@ -213,13 +213,6 @@ class Transport(ShowsPublic):
         """Whether a message lies here, read and not taken. A look: it neither reads nor waits."""
         return False
 
-    def sources(self, envelope: Envelope) -> list[int]:
-        """Return the ranks of which a receive may not come back empty-handed at once.
-
-        They have sent something, or are gone. Here: all others, which are asked one by one.
-        """
-        return [rank for rank in range(self.world_size) if rank != self.rank]
-
     @abstractmethod
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank, because it has left the group."""
@@ -252,6 +245,14 @@ class Transport(ShowsPublic):
     def failure_of(self, rank: int) -> RankwireError | None:
         """Return why a peer is gone (``ChannelClosedError`` if it left in good order), or None."""
         return None
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks that are lost. Those that have left may be among them."""
+        return [
+            rank
+            for rank in range(self.world_size)
+            if rank != self.rank and self.failure_of(rank) is not None
+        ]
 
     def doing_of(self, rank: int, deadline: Deadline) -> str | None:
         """Ask a rank what it is doing; None if there is nobody to ask. Here: nobody answers."""

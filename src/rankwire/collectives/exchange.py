@@ -18,7 +18,6 @@ import numpy as np
 
 from rankwire.backends.base import Backend
 from rankwire.backends.transport import Expected, Offer
-from rankwire.collectives.fingerprints import NOTICE_TAG
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
 from rankwire.wire.destinations import PLACED_FROM, Destination, Placed
@@ -33,6 +32,12 @@ Array = np.ndarray[Any, Any]
 
 # How long a rank waits before it looks whether something is wrong, and between two looks.
 LOOK_EVERY = 0.05
+# The answer to the report that it makes then comes within a millisecond or two, so it looks sooner.
+_LOOK_FOR_ANSWER = 0.01
+# With so many ranks, and each more of them, it waits 50 ms longer: they rarely have a core each,
+# and an operation that goes well should not be reported. At most half a second.
+_MANY = 32
+_LONGEST_LOOK = 0.5
 # A block that is fetched and reduced at once stays in the cache in between. 64 MiB pulled and added
 # take 17 ms in blocks of 64 KiB, 11.5 in 256 KiB, 9 in 512 KiB or 1 MiB.
 BLOCK_NBYTES = 512 << 10
@@ -105,8 +110,8 @@ class Exchange(ABC):
     __slots__ = (
         "_backend",
         "_group",
+        "_looks",
         "_next_look",
-        "_sources",
         "deadline",
         "expected",
         "hosts",
@@ -126,9 +131,9 @@ class Exchange(ABC):
         self.shared: SharedSlots | None = None
         self.hosts: Hosts | None = None
         self.deadline = self._next_look = AT_ONCE  # the latter until it first waits: many never do
+        self._looks = 0
         self.offers: list[tuple[int, Offer]] = []
         self.expected: list[Expected] = []
-        self._sources: list[int] = []  # the ranks from which something was received
 
     @abstractmethod
     def look(self, src: int) -> None:
@@ -150,14 +155,6 @@ class Exchange(ABC):
         """Begin, with the tag of step 0."""
         self.tag = tag
         self.deadline = deadline
-
-    def has_news(self) -> bool:
-        """Whether a rank of which this one has read its messages has told something beside them."""
-        notices = (self._group, _CHANNEL, NOTICE_TAG)
-        for src in self._sources:
-            if self._backend.has_arrived(src, notices):
-                return True
-        return False
 
     @property
     def others(self) -> list[int]:
@@ -201,8 +198,9 @@ class Exchange(ABC):
                 )
                 break
             except DeadlineExceededError:
-                self._look_up(dst)
-                limit = self._next_look
+                pass  # not a part of the error that the look may raise
+            self._look_up(dst)
+            limit = self._next_look
         if offer is not None:
             self.offers.append((dst, offer))
 
@@ -212,21 +210,27 @@ class Exchange(ABC):
         Raises:
             RankwireError: It cannot come any more: a rank failed, or is doing something else.
         """
-        self._sources.append(src)
         envelope = (self._group, _CHANNEL, self.tag + step)
         patience = self.next_look()
         while True:
             try:
                 return self._backend.receive(src, envelope, patience, nbytes=nbytes)
             except DeadlineExceededError:
-                self._look_up(src)
-                patience = self._next_look
+                pass  # not a part of the error that the look may raise
+            self._look_up(src)
+            patience = self._next_look
 
     def next_look(self) -> Deadline:
         """Return until when to wait for a rank before looking up."""
         if self._next_look.expired:
-            self._next_look = self.deadline.sooner(LOOK_EVERY)
+            self._next_look = self.deadline.sooner(self._interval())
         return self._next_look
+
+    def _interval(self) -> float:
+        """Return the seconds until the next look."""
+        if 0 < self._looks < 3:
+            return _LOOK_FOR_ANSWER
+        return min(LOOK_EVERY * max(1, self.size // _MANY), max(LOOK_EVERY, _LONGEST_LOOK))
 
     def look_up(self, src: int) -> None:
         """Look up from waiting for a rank outside of messages; that one may have left.
@@ -242,8 +246,9 @@ class Exchange(ABC):
     def _look_up(self, src: int) -> None:
         self.look(src)
         if self.deadline.expired:
-            raise self.too_late(src) from None
-        self._next_look = self.deadline.sooner(LOOK_EVERY)
+            raise self.too_late(src)
+        self._looks += 1
+        self._next_look = self.deadline.sooner(self._interval())
 
     def receive_array(self, src: int, step: int, like: Array) -> Array:
         """Return an array that has the size and dtype of ``like``, in memory of its own."""
@@ -267,15 +272,15 @@ class Exchange(ABC):
     def take_in(self, arriving: Arriving) -> None:
         """Wait until what was asked for is there."""
         src, expected, out = arriving
-        self._sources.append(src)
         patience = self.next_look()
         while True:
             try:
                 payload = expected.take(patience)
                 break
             except DeadlineExceededError:
-                self._look_up(src)
-                patience = self._next_look
+                pass  # not a part of the error that the look may raise
+            self._look_up(src)
+            patience = self._next_look
         Piece(payload, out.dtype).copy_into(out)
         self.expected.remove(expected)
 
@@ -304,10 +309,8 @@ class Exchange(ABC):
     def settle(self) -> None:
         """Wait until all that was sent may be changed again."""
         for dst, offer in self.offers:
-            while not offer.wait(self.deadline.sooner(LOOK_EVERY)):
-                self.look(dst)
-                if self.deadline.expired:
-                    raise self.too_late(dst)
+            while not offer.wait(self.next_look()):
+                self._look_up(dst)
             offer.revoke()
         self.offers.clear()
 

@@ -18,14 +18,13 @@ from typing import Any
 _DIGEST_NBYTES = 6
 _DIGEST_MASK = (1 << 8 * _DIGEST_NBYTES) - 1
 _STEP_BITS = 16
-# Of a list of arrays. Ranks tell each other only so much of a text (``notices``), and would take it
-# for another operation if it was cut.
+# Of a list of arrays. A notice carries only so much of a text (``wire.notices``), and one that was
+# cut would be taken for another operation.
 _MOST_WORDS = 1000
 # Odd, so that two numbers of one operation never meet; its bits are those of the golden ratio.
 _SPREAD = 0x9E3779B97F4B
 _EPOCH_SPREAD = 0xBB67AE8584CB  # the same of the root of 3
 MAX_STEP = (1 << _STEP_BITS) - 2
-NOTICE_TAG = (1 << 64) - 1  # no step has its lower bits
 
 
 @lru_cache(maxsize=1024)

@@ -1,8 +1,8 @@
 """Operation: one collective on one rank, from its turn to its end.
 
-It runs the steps, looks up for other ranks' trouble while they wait, and on any error tells the
-others, so that no rank waits for this one. Numbers, turns and what others told are the
-``sequence``'s. Used by the thread that runs it.
+It runs the steps, looks up for other ranks' trouble while they wait, and reports any error to the
+coordinator, which tells the others, so that no rank waits for this one. Numbers, turns and what was
+told are the ``sequence``'s. Used by the thread that runs it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from rankwire.collectives.convening import Convening
 from rankwire.collectives.exchange import LOOK_EVERY, Exchange
 from rankwire.collectives.fingerprints import tag_of
-from rankwire.collectives.notices import Notice, failure_notice
+from rankwire.collectives.relayed_failures import failure_notice
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
-    CollectiveMismatchError,
     DeadlineExceededError,
     PeerLostError,
     RankwireError,
 )
+from rankwire.stacks import line_of_program
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import LoanRevokedError
+from rankwire.wire.notices import Notice
 
 if TYPE_CHECKING:
     from rankwire.backends.base import Backend
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Run = Callable[[Exchange], T]
 
-_NO_TAGS: frozenset[int] = frozenset()
-_TELLING_TRIES = 4
-# What all ranks find out at the same time, so that not each of them has to tell all others.
-_EVERYWHERE_AT_ONCE = (CollectiveMismatchError, DeadlineExceededError, PeerLostError)
 _CAUSE_PATIENCE = 1.0  # for the reason of a rank that took its messages back to arrive
-_FAREWELL_PATIENCE = 0.2  # for the failure upon which a rank has left to be told here too
+# For the coordinator to tell what a rank had to say, or that it is gone. It takes milliseconds.
+_FAREWELL_PATIENCE = 1.0
 _HEARING_PAUSE = 0.002
-_HEAR_EVERY = 64  # operations in shared memory; a rank that is always late is told in each of them
+_ASK_BEFORE = 3.5 * LOOK_EVERY  # seconds before its limit at which a rank asks who is missing
+_ANSWER_PATIENCE = 0.5  # seconds beyond the limit for the answer; mostly it is there before
+# Of many ranks that have waited for the same one, so many ask it what it is doing: each dials it.
+_MOST_ASKING = 8
 
 
 class Operation(Exchange):
@@ -57,11 +57,10 @@ class Operation(Exchange):
     """
 
     __slots__ = (
-        "_ahead",
-        "_convening",
         "_epoch",
+        "_has_asked",
+        "_has_reported",
         "_operations",
-        "_others_tags",
         "_tags",
         "description",
         "has_begun",
@@ -77,10 +76,9 @@ class Operation(Exchange):
         self.sequence: int | None = None
         self.has_succeeded = False
         self._epoch = operations.epoch  # known for sure once its turn has come
-        self._convening: Convening | None = None  # once it has waited for a while
-        self._ahead: int | None = None  # a rank that is done with this operation
+        self._has_reported = False  # that it waits
+        self._has_asked = False  # who is missing
         self._tags: list[int] = []
-        self._others_tags = _NO_TAGS  # of messages that ranks send who call it otherwise
 
     def run(self, run: Run[T]) -> T:
         """Do the steps, when its turn has come."""
@@ -94,8 +92,8 @@ class Operation(Exchange):
         self._tags.append(tag)
         self.open(tag, self.deadline)
         operations.backend.opening_collective()
-        if operations.failures:
-            self._raise_if_failed()
+        if operations.has_news:
+            self._look_at_news()
         sharing = operations.sharing
         if sharing.epoch != self._epoch:
             sharing.agree(self, self._epoch)
@@ -103,15 +101,8 @@ class Operation(Exchange):
         result = run(self)
         if self.offers:
             self.settle()
-        if self._sources:
-            has_news = self.has_news()
-        else:  # nothing was read, and what others tell must not fill the sockets
-            is_shared = self.shared is not None or self.hosts is not None
-            has_news = is_shared and not self.sequence % _HEAR_EVERY
-        if has_news:
-            self._hear_at_the_end()
-        if self._convening is not None:
-            self._convening.end()
+        if operations.has_news:
+            self._look_at_news()
         self.has_succeeded = True
         return result
 
@@ -137,8 +128,8 @@ class Operation(Exchange):
             self._operations.hear()
             self._raise_if_failed()
 
-    def _hear_at_the_end(self) -> None:
-        """Something was told while this rank did its part: perhaps another one has given up."""
+    def _look_at_news(self) -> None:
+        """Look at what was told before this rank waits, or while it did its part."""
         with suppress(PeerLostError):  # a rank that has died since had done its part
             self._operations.hear()
         self._raise_if_failed()
@@ -179,33 +170,17 @@ class Operation(Exchange):
         elif isinstance(error, (PeerLostError, ChannelClosedError)) and not error.is_reported:
             error = self._why_gone(error)
         if not isinstance(error, RankwireError) or not error.is_reported:
-            self._tell_failure(error)
-        elif self._tags:  # a rank that refused does not know what we have sent to it
-            operations.tell(self._waiting(), operations.refusing(self._number))
-        self._others_tags |= operations.tags_at(self._number)
+            refused = not self.has_begun
+            operations.report(failure_notice(self._waiting(), self.rank, error, refused=refused))
         # A rank that knew of a failure that came as news here has sent under the epoch after it.
         ahead = tag_of(self.description, self._number, self._number)
-        for tag in {*self._tags, ahead, *self._others_tags}:
+        for tag in {*self._tags, ahead, *operations.tags_at(self._number)}:
             backend.refuse((backend.group, Channel.COLLECTIVE, tag))
         if isinstance(error, RankwireError) and self.has_begun:
             backend.explained(error, self.description, self.deadline)
         elif isinstance(error, RankwireError):
             error.during(op=self.description, rank=backend.rank)
         return error
-
-    def _tell_failure(self, error: BaseException) -> None:
-        operations, rank = self._operations, self._operations.backend.rank
-        notice = operations.to_relay(self._number)
-        if notice is None or not isinstance(error, RankwireError):
-            notice = failure_notice(self._waiting(), rank, error, refused=not self.has_begun)
-            if isinstance(error, _EVERYWHERE_AT_ONCE) and self._convening is not None:
-                relay = self._convening.relay
-                if relay is not None and not operations.tell(replace(notice, to_relay=True), relay):
-                    return
-        # Whose fault it is may leave when it hears of it: by then all others have been told.
-        untold = sorted(operations.others, key=lambda dst: dst == notice.culprit)
-        for _ in range(_TELLING_TRIES):
-            untold = operations.tell(notice, untold)
 
     def _why_revoked(self) -> RankwireError:
         """Another rank took back what this one was reading: it has failed, and says why."""
@@ -222,7 +197,8 @@ class Operation(Exchange):
         """
         has_left = isinstance(error, ChannelClosedError) or error.remote_traceback != ""
         is_open = not self._operations.backend.closed
-        told = self._told_within(_FAREWELL_PATIENCE if has_left and is_open else 0.0)
+        patience = _FAREWELL_PATIENCE if has_left and is_open else 0.0
+        told = self._told_within(patience, error.peer)
         if told is None:
             return error
         if isinstance(told, PeerLostError) and told.peer == error.peer:
@@ -230,11 +206,17 @@ class Operation(Exchange):
             return error
         return told
 
-    def _told_within(self, seconds: float) -> RankwireError | None:
-        """Return why the operation fails, if another rank says so in time."""
+    def _told_within(self, seconds: float, gone: int | None = None) -> RankwireError | None:
+        """Return why the operation fails, if another rank says so in time.
+
+        Args:
+            seconds: How long to wait.
+            gone: A rank that is gone; what it had to say comes before the news that it is.
+        """
         patience = Deadline(seconds, self._operations.backend.clock)
         while True:
             lost: PeerLostError | None = None
+            is_last = gone is not None and self._operations.has_heard_last_of(gone)
             try:
                 self._operations.hear()
             except PeerLostError as error:
@@ -242,12 +224,11 @@ class Operation(Exchange):
             except RankwireError as error:
                 return error
             told = self._operations.failure_of(self._number) or lost
-            if told is not None or patience.expired:
+            if told is not None or patience.expired or is_last:
                 return told
             patience.clock.sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
 
     def _raise_if_failed(self) -> None:
-        self._others_tags |= self._operations.tags_at(self._number)
         failure = self._operations.failure_of(self._number)
         if failure is not None:
             raise failure
@@ -255,55 +236,62 @@ class Operation(Exchange):
     # -- waiting -----------------------------------------------------------------------------------
 
     def look(self, src: int) -> None:
-        """See whether there is still a reason to wait for a rank; tell the others once.
+        """See whether there is still a reason to wait, and report once that this rank waits.
 
         Raises:
-            RankwireError: There is none.
+            RankwireError: There is no reason to wait.
         """
         operations = self._operations
         if operations.backend.broken is not None:  # a rank was started anew meanwhile
             raise operations.backend.broken.copy()
-        if self._convening is None:
-            self._convening = Convening(operations, self._waiting(), self.deadline)
         try:
             operations.hear()
         finally:
             self._raise_if_failed()
-        other = operations.elsewhere(self._number, self.description, self._epoch)
-        if other is not None:
-            rank, theirs = other
-            if theirs.epoch == self._epoch:
-                raise self._mismatch(rank, f"{theirs.description} on rank {rank}")
-            raise CollectiveAbortedError(
-                rank, f"collective number {theirs.epoch - 1} of this group, which went well here"
-            )
-        later = operations.later_words_of(src, self._number)
-        if later is not None:
-            # What it sent for this one came before it said so, and has been looked for since.
-            if self._ahead == src:
-                now = f"it is done with that number and in {later}"
-                raise self._mismatch(src, f"something else on rank {src}: {now}")
-            self._ahead = src
-        self._convening.look()
+        asks = not self._has_asked and self.deadline.remaining() <= _ASK_BEFORE
+        if asks or not self._has_reported:
+            operations.report(replace(self._waiting(), state="asking" if asks else "waiting"))
+            self._has_reported = True
+            self._has_asked = self._has_asked or asks
 
     def _waiting(self) -> Notice:
-        return Notice(self._number, self.description, epoch=self._epoch)
-
-    def _mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
-        return CollectiveMismatchError(
-            f"collective number {self._number} of this group is {self.description} on rank "
-            f"{self._operations.backend.rank} and {theirs}; all ranks must call the same ones in "
-            "the same order"
-        ).during(peer=rank)
+        return Notice(
+            self._group,
+            self._number,
+            self.description,
+            epoch=self._epoch,
+            where=line_of_program(),
+            before=tuple(each for each in self._operations.before if each[0] >= self._epoch),
+        )
 
     def too_late(self, src: int) -> DeadlineExceededError:
         """Return the error of an operation whose time is up."""
         # Who has done its part without having to wait is named too: it may as well have stopped
         # half-way, and to leave out who has sent something has left out who stands still.
-        missing = self._operations.absent(self._number) or [src]
-        error = DeadlineExceededError(self.deadline.limit, waiting_for=missing)
-        error.culprits = [self._operations.backend.world_rank_of(rank) for rank in missing]
+        operations, limit = self._operations, self.deadline.limit
+        missing, detail = self._await_answer(), ""
+        if missing is None and self._has_asked and operations.keeper in operations.others:
+            missing, detail = [operations.keeper], "it coordinates the world, and does not answer"
+        elif missing is None:
+            missing = operations.others
+        error = DeadlineExceededError(limit, waiting_for=missing or [src], detail=detail)
+        error.culprits = [operations.backend.world_rank_of(rank) for rank in error.waiting_for]
+        here = self.rank - sum(rank < self.rank for rank in missing)
+        if here >= _MOST_ASKING:
+            error.during(op=self.description)  # as if it had asked already what they are doing
         return error
+
+    def _await_answer(self) -> list[int] | None:
+        """Return who is missing, if the coordinator has been asked and answers soon."""
+        patience = Deadline(_ANSWER_PATIENCE, self.deadline.clock)
+        while True:
+            with suppress(PeerLostError):
+                self._operations.hear()
+            self._raise_if_failed()
+            missing = self._operations.missing_at(self._number)
+            if missing is not None or not self._has_asked or patience.expired:
+                return missing
+            patience.clock.sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
 
 
 def root_of(backend: Backend, peer: int | None) -> int | None:

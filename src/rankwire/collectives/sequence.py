@@ -2,12 +2,12 @@
 
 Every operation gets the next number of the group, and they run one after the other in this order,
 in whatever threads: what is sent ahead for a later one cannot stand in the way of an earlier one.
-If an operation goes well, its own messages are all that is sent. Ranks that have waited for 50 ms
-tell each other where they are (``convening``), and look every 50 ms at what others tell. So ranks
-that are in different operations find out, whichever waits for which, and a rank whose time is up
-knows who never came. A rank that fails tells all others, and they fail too; also one that refuses
-to begin, because of its arguments: that call has a number as on the other ranks, so all stay in
-step.
+If an operation goes well, its own messages are all that is sent. A rank that has waited for 50 ms
+reports to the coordinator where it is, and looks every 50 ms at what the coordinator tells
+(``rendezvous.roll``). So ranks that are in different operations find out, whichever waits for
+which, and a rank whose time is up knows who never came. A rank that fails reports it, the others
+are told, and they fail too; also one that refuses to begin, because of its arguments: that call has
+a number as on the other ranks, so all stay in step.
 
 A rank may hear too late that an operation has failed elsewhere: it has done its part and goes on.
 Those who know go on in another *epoch*, and messages of different epochs do not match. So no rank
@@ -23,7 +23,8 @@ Size: what a rank knows of its group's operations is guarded by one lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec
 
@@ -32,23 +33,21 @@ from msgspec.structs import replace
 from rankwire.backends.base import Backend
 from rankwire.collectives.background import Background, Task
 from rankwire.collectives.exchange import Exchange
-from rankwire.collectives.fingerprints import NOTICE_TAG, tag_of
-from rankwire.collectives.notices import Notice, pack, unpack
+from rankwire.collectives.fingerprints import tag_of
 from rankwire.collectives.operation import Operation, root_of
+from rankwire.collectives.relayed_failures import error_of
 from rankwire.collectives.sharing import Sharing
 from rankwire.collectives.work import Work
-from rankwire.deadline import AT_ONCE, Deadline
+from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
-    DeadlineExceededError,
-    InvalidMessageError,
     PeerLostError,
     RankwireError,
 )
 from rankwire.fork import renew_in_child
 from rankwire.wire.frames import Channel
-from rankwire.wire.loans import whole_of
+from rankwire.wire.notices import MOST_BEFORE, Notice
 
 P = ParamSpec("P")
 
@@ -56,13 +55,8 @@ P = ParamSpec("P")
 # the seconds for all of it (None is the backend's default).
 Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 
-# Who waits in an operation, and who is in which later one.
-Roll = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
-
-_TELLING_PATIENCE = 0.05  # for one rank to take a notice; it is small
-_MOST_HEARD = 1024  # notices of one rank at once; who says more must not hold the reader
 _MOST_FAILURES = 1024  # operations to come of which it is remembered that others failed in them
-_MOST_REFUSED = 64  # operations refused here of which it is remembered what others sent for them
+_MOST_OVER = 64  # failed operations of which it is remembered what others sent for them
 
 
 class OperationSequence:
@@ -75,15 +69,19 @@ class OperationSequence:
         turn: The number of the one that may run.
         sharing: The memory that its ranks share. Only for the one that has its turn.
         running: The one that has its turn, while it runs.
-        failures: What ranks that have failed in an operation, lately, said of it: by its number,
-            then by rank.
+        failures: How operations have failed on other ranks, lately: the first report of each, by
+            its number.
+        before: Number and description of the last operations that succeeded here.
 
     Size: what a rank knows of its group's operations is guarded by one lock.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._notices = (backend.group, Channel.COLLECTIVE, NOTICE_TAG)
+        self._roll = backend.roll
+        world_ranks = [backend.world_rank_of(rank) for rank in range(backend.world_size)]
+        self._ranks = {world_rank: rank for rank, world_rank in enumerate(world_ranks)}
+        self._members = backend.roll_members
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
@@ -93,11 +91,11 @@ class OperationSequence:
         self.running: Operation | None = None
         self._turn_changed = threading.Condition(self._lock)
         self._ended: set[int] = set()  # numbers that have ended before their turn came
-        self._waiting: dict[int, Notice] = {}  # where each rank was last said to be
-        self._conveners: dict[int, Notice] = {}  # who convenes, and in which operation
-        self._asking: list[int] = []  # who wants the roll
-        self.failures: dict[int, dict[int, Notice]] = {}
-        self._refused: dict[int, set[int]] = {}  # tags that others used for what was refused here
+        self.failures: dict[int, Notice] = {}
+        self.before: deque[tuple[int, str]] = deque(maxlen=MOST_BEFORE)
+        self._missing: tuple[int, tuple[int, ...]] = (-1, ())  # from an operation, who
+        self._others_tags: dict[int, set[int]] = {}  # of operations that go on here
+        self._over: set[int] = set()  # operations that have failed here
         self._background = Background(f"rankwire-collectives-{backend.rank}", backend.clock)
 
     @classmethod
@@ -182,11 +180,8 @@ class OperationSequence:
     def refuse(self, operation: Operation) -> None:
         """Give an operation that cannot begin a number, as it has on the other ranks."""
         with self._lock:
-            self._refused[self._next] = set()
             operation.sequence = self._next
             self._next += 1
-            while len(self._refused) > _MOST_REFUSED:
-                del self._refused[min(self._refused)]
 
     def end(self, operation: Operation) -> None:
         """Let the next operation have its turn, once all before it have ended. Safe to repeat."""
@@ -196,7 +191,9 @@ class OperationSequence:
                 return
             if self.running is operation:
                 self.running = None
-            if not operation.has_succeeded:
+            if operation.has_succeeded:
+                self.before.append((sequence, operation.description))
+            else:
                 self.epoch = max(self.epoch, sequence + 1)
             if sequence > self.turn:
                 self._ended.add(sequence)
@@ -219,6 +216,11 @@ class OperationSequence:
         """Let go of the memory that is shared: the group is closed."""
         self.sharing.drop()
 
+    @property
+    def next_number(self) -> int:
+        """The number of the next operation to begin here."""
+        return self._next
+
     def is_turn_of(self, sequence: int, deadline: Deadline) -> bool:
         """Wait a while until all earlier operations have ended here; return whether they have."""
         with self._lock:
@@ -226,146 +228,90 @@ class OperationSequence:
                 self._turn_changed, lambda: self.turn == sequence, deadline.sleep_limit()
             )
 
-    # -- notices -----------------------------------------------------------------------------------
+    # -- what the coordinator tells ----------------------------------------------------------------
 
-    def tell(self, notice: Notice, ranks: Sequence[int] | None = None) -> list[int]:
-        """Tell all others, or some of them, if they take it at once; return those that do not."""
-        backend, payload = self.backend, pack(notice)
-        untold = []
-        for dst in self.others if ranks is None else ranks:
-            try:
-                patience = Deadline(_TELLING_PATIENCE, backend.clock)
-                backend.transmit(dst, self._notices, ((payload,), len(payload)), patience)
-            except DeadlineExceededError:
-                untold.append(dst)
-            except RankwireError:
-                continue  # it is gone
-        return untold
+    def report(self, notice: Notice) -> None:
+        """Report to the coordinator that an operation waits, or has failed."""
+        self._roll.report(replace(notice, members=self._members))
 
     def hear(self) -> None:
-        """Take in what the others have told.
+        """Process what the coordinator has told.
 
         Raises:
-            PeerLostError: One of them is gone.
+            PeerLostError: A rank of the group is lost.
         """
-        lost: PeerLostError | None = None
         backend = self.backend
-        for src in backend.sources(self._notices):
-            try:
-                for _ in range(_MOST_HEARD):
-                    self._heard(src)
-            except (DeadlineExceededError, ChannelClosedError):
-                continue  # no more; who has left may have done its part
-            except PeerLostError as error:
-                lost = lost or error
-        if lost is not None:
-            raise lost
+        if backend.group in self._roll.untaken:
+            for notice in self._roll.take(backend.group):
+                self._take_in(notice)
+        for rank in backend.lost_ranks():
+            failure = backend.failure_of(rank)
+            if failure is not None and not isinstance(failure, ChannelClosedError):
+                raise failure.copy()  # a rank that has left may have done its part
 
-    def _heard(self, src: int) -> None:
-        backend = self.backend
-        payload = backend.receive(src, self._notices, AT_ONCE)
-        try:
-            notice = unpack(whole_of(payload))
-        except InvalidMessageError as error:
-            raise error.during(peer=src) from error.__cause__
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to look at before an operation begins or ends."""
+        return bool(self._roll.untaken or self.failures)
+
+    def _take_in(self, notice: Notice) -> None:
+        number = notice.sequence
+        if notice.src not in self._ranks:
+            return  # it is not in this group, and says that it is
         with self._lock:
-            self._take_in(src, notice)
-            if notice.sequence not in self._refused:
-                return
-            tag = tag_of(notice.description, notice.sequence, notice.epoch)
-            tags = self._refused[notice.sequence]
-            if tag in tags or len(tags) >= backend.world_size:  # each rank has sent for one
-                return
-            tags.add(tag)
-        backend.refuse((backend.group, Channel.COLLECTIVE, tag))
-
-    def _take_in(self, src: int, notice: Notice) -> None:
-        here, ahead = notice.here, notice.ahead
-        missing = notice.missing[: self.backend.world_size]
-        notice = replace(notice, here=(), ahead=(), missing=missing)  # long, and it may be kept
-        if notice.is_failure:
-            self._conveners.pop(src, None)
-            if not self._is_settled(notice.sequence):
-                self.failures.setdefault(notice.sequence, {})[src] = notice
+            if notice.is_failure:
+                self._keep(notice)
                 if len(self.failures) > _MOST_FAILURES:
                     del self.failures[max(self.failures)]  # what is furthest away
-        elif notice.state == "done":
-            self._conveners.pop(src, None)
-        elif notice.state == "roll":
-            for rank in here:
-                self._note(rank, notice)
-            for rank, sequence, description in ahead:
-                self._note(rank, Notice(sequence, description))
-        else:
-            self._waiting[src] = notice
-            if notice.state == "convening":
-                self._conveners[src] = notice
-            elif notice.state == "asking" and src not in self._asking:
-                self._asking.append(src)
+            elif notice.state == "missing":
+                self._missing = number, notice.missing
+            tags = self._tags_of(notice)
+            if number not in self._over:
+                self._others_tags.setdefault(number, set()).update(tags)
+                while len(self._others_tags) > _MOST_OVER:
+                    del self._others_tags[min(self._others_tags)]
+                return
+        for tag in tags:
+            self.backend.refuse((self.backend.group, Channel.COLLECTIVE, tag))
 
-    def _note(self, rank: int, notice: Notice) -> None:
-        """Take in where a rank is, as a convener says; the rank itself may have said more."""
-        if not 0 <= rank < self.backend.world_size or rank == self.backend.rank:
-            return
-        known = self._waiting.get(rank)
-        if known is None or known.sequence < notice.sequence:
-            self._waiting[rank] = notice
+    def _tags_of(self, notice: Notice) -> set[int]:
+        """Return the tags under which other ranks send for an operation, as far as it says so."""
+        if notice.state in ("missing", "refused"):
+            return set()
+        descriptions = {notice.description, *notice.descriptions}
+        return {tag_of(text, notice.sequence, notice.epoch) for text in descriptions}
 
-    def conveners(self, since: int) -> list[int]:
-        """Return the ranks that convene in an operation of a number or a later one."""
+    def tags_at(self, sequence: int) -> set[int]:
+        """Return the tags under which other ranks have sent for the operation of a number.
+
+        From now on, what others tell of it is dropped at once.
+        """
         with self._lock:
-            return [src for src, notice in self._conveners.items() if notice.sequence >= since]
-
-    def convener(self, sequence: int) -> int | None:
-        """Return the lowest rank that convenes in an operation and is not gone."""
-        with self._lock:
-            found = [src for src, notice in self._conveners.items() if notice.sequence == sequence]
-        return min((src for src in found if self.backend.failure_of(src) is None), default=None)
-
-    def roll(self, sequence: int) -> Roll:
-        """Return who waits in an operation, this rank apart, and who is in which later one."""
-        with self._lock:
-            here = sorted(src for src, n in self._waiting.items() if n.sequence == sequence)
-            ahead = sorted(
-                (src, n.sequence, n.description)
-                for src, n in self._waiting.items()
-                if n.sequence > sequence
-            )
-        return tuple(here), tuple(ahead)
-
-    def take_asking(self) -> list[int]:
-        """Return who wants the roll; from now on they have it."""
-        with self._lock:
-            asking, self._asking = self._asking, []
-        return asking
+            self._over.add(sequence)
+            while len(self._over) > _MOST_OVER:
+                self._over.remove(min(self._over))
+            return self._others_tags.pop(sequence, set())
 
     def failure_of(self, sequence: int) -> RankwireError | None:
-        """Return why an operation cannot succeed, if another rank has said so.
+        """Return why an operation cannot succeed, if another rank has reported it.
 
         Either that rank has failed in it, or in an earlier one of which this rank had done its part
         when it heard of that. Then the others do not know yet that this one fails too.
         """
         error: RankwireError | None = None
         with self._lock:
-            for number, notices in sorted(self.failures.items()):
+            for number, notice in sorted(self.failures.items()):
                 is_news = self.epoch <= number < sequence and self.turn == sequence
                 if number == sequence or is_news:
-                    src, notice = next(iter(notices.items()))
-                    error = notice.error(src, self.backend.rank, is_news=is_news)
-                    told = self.failures.get(sequence, {}).values()
-                    error.is_reported = any(not notice.to_relay for notice in told)
+                    src = self._ranks[notice.src]
+                    error = error_of(notice, src, self.backend.rank, is_news=is_news)
+                    # A rank that refused does not know under which tags this one has sent.
+                    told = self.failures.get(sequence)
+                    error.is_reported = told is not None and told.state != "refused"
                     break
         if isinstance(error, PeerLostError | CollectiveAbortedError):
             error.root = root_of(self.backend, error.peer)
         return error
-
-    def to_relay(self, sequence: int) -> Notice | None:
-        """Return what a rank has told this one of an operation, that it may tell it to all."""
-        with self._lock:
-            for src, notice in self.failures.get(sequence, {}).items():
-                if notice.to_relay:
-                    return replace(notice, to_relay=False, said_by=src)
-        return None
 
     def _is_settled(self, sequence: int) -> bool:
         """Whether an operation has ended here, and it or a later one with a failure."""
@@ -374,48 +320,30 @@ class OperationSequence:
     def _forget(self) -> None:
         """Drop what was said of operations of which no news is wanted any more."""
         for sequence in [number for number in self.failures if self._is_settled(number)]:
-            del self.failures[sequence]
+            self._keep(self.failures.pop(sequence))
 
-    def refusing(self, sequence: int) -> list[int]:
-        """Return the ranks that have refused to begin an operation."""
+    def _keep(self, notice: Notice) -> None:
+        """Keep how an operation has failed, until that is settled here."""
+        if not self._is_settled(notice.sequence):
+            self.failures.setdefault(notice.sequence, notice)
+        elif notice.state == "left" and self._ranks[notice.src] == notice.culprit:
+            # The rank has left the world: all operations after that one fail as well.
+            self.failures[self.turn] = replace(notice, sequence=self.turn)
+
+    def missing_at(self, sequence: int) -> list[int] | None:
+        """Return the ranks that have not come to an operation, if the coordinator has told."""
         with self._lock:
-            notices = self.failures.get(sequence, {})
-            return [src for src, notice in notices.items() if notice.state == "refused"]
+            number, ranks = self._missing
+        return None if number != sequence else [rank for rank in ranks if rank in self.others]
 
-    def tags_at(self, sequence: int) -> set[int]:
-        """Return the tags under which other ranks have sent for the operation of a number."""
-        with self._lock:
-            notices = [n for n in self._waiting.values() if n.sequence == sequence]
-            notices += self.failures.get(sequence, {}).values()
-            return {tag_of(n.description, sequence, n.epoch) for n in notices}
+    @property
+    def keeper(self) -> int | None:
+        """The rank of this group that is to answer who is missing, if it is one of them."""
+        return self._ranks.get(self._roll.keeper) if self._roll.is_kept else None
 
-    def elsewhere(self, sequence: int, description: str, epoch: int) -> tuple[int, Notice] | None:
-        """Return a rank that waits in vain under the same number, and what it said.
-
-        It is in another operation, or knows of an earlier failure that is not known here. Who is
-        behind in that will hear it from us.
-        """
-        with self._lock:
-            for src, notice in self._waiting.items():
-                if notice.sequence == sequence and notice.epoch >= epoch:
-                    if notice.epoch > epoch or notice.description != description:
-                        return src, notice
-        return None
-
-    def later_words_of(self, rank: int, sequence: int) -> str | None:
-        """Return what a rank says it is in, if that is a later operation than this."""
-        with self._lock:
-            notice = self._waiting.get(rank)
-            return notice.description if notice is not None and notice.sequence > sequence else None
-
-    def absent(self, sequence: int) -> list[int]:
-        """Return the ranks that have not said that they came to this operation or a later one."""
-        with self._lock:
-            return [
-                rank
-                for rank in self.others
-                if rank not in self._waiting or self._waiting[rank].sequence < sequence
-            ]
+    def has_heard_last_of(self, rank: int) -> bool:
+        """Whether the coordinator has nothing more to tell of a rank that is gone."""
+        return self._roll.has_heard_last_of(self.backend.world_rank_of(rank))
 
 
 _making = threading.Lock()

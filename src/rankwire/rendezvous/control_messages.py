@@ -17,6 +17,7 @@ from msgspec.structs import asdict, replace
 from rankwire.errors import InvalidMessageError
 from rankwire.texts import MAX_REASON, NAME, one_line, printable
 from rankwire.wire.frames import WORLD_GROUP, Channel
+from rankwire.wire.notices import Notice, harmless
 
 # What all of them travel under.
 CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)
@@ -255,6 +256,7 @@ Message = (
     | Known
     | Ask
     | Doing
+    | Notice
 )
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -294,6 +296,8 @@ def _harmless(message: Message) -> Message:
             return replace(message, stacks=printable(stacks), waits_for=waits_for)
         case Failed(reason):
             return replace(message, reason=one_line(reason, 8 * MAX_REASON))
+        case Notice():
+            return harmless(message)
         case Beat(silent) if len(silent) > MAX_SILENT:
             return replace(message, silent=silent[:MAX_SILENT])
     return message

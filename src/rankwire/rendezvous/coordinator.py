@@ -70,11 +70,13 @@ from rankwire.rendezvous.heartbeat import Silence
 from rankwire.rendezvous.reachability import Reachability
 from rankwire.rendezvous.returning import Returning
 from rankwire.rendezvous.rights import Standing, objection
+from rankwire.rendezvous.roll import Roll
 from rankwire.rendezvous.roster import Roster
 from rankwire.texts import name_ranks
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.loans import whole_of
+from rankwire.wire.notices import Notice
 from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")
@@ -110,6 +112,7 @@ class Told(NamedTuple):
             come.
         on_joined: That a rank which was started anew is back, as soon as others are told.
         on_doing: What a rank does for which others have waited in vain, and for whom it waits.
+        on_notice: Something about a collective, for the rank in whose process the coordinator is.
     """
 
     on_formed: Callable[[World], None] = lambda world: None
@@ -118,6 +121,7 @@ class Told(NamedTuple):
     on_hopeless: Callable[[str], None] = lambda reason: None
     on_joined: Callable[[Member], None] = lambda member: None
     on_doing: Callable[[int, Doing], None] = lambda rank, doing: None
+    on_notice: Callable[[Notice], None] = lambda notice: None
 
 
 class Coordinator:
@@ -163,6 +167,7 @@ class Coordinator:
         self._asked: dict[int, bool] = {}  # what they do, each once; whether they have said it
         self._world: FormedWorld | None = None
         self._returning = Returning()
+        self._roll = Roll(world_size)
         self._state = _State.FORMING
         self._changed = threading.Condition()
         self._has_roster_changed = False  # since all were told who is missing
@@ -258,6 +263,8 @@ class Coordinator:
                 case Known():
                     self._returning.know(rank, message.rank, message.incarnation)
                     self._welcome_back()
+                case Notice():
+                    self.take_report(rank, message)
                 case Doing():
                     self._asked[rank] = True
                     self._told.on_doing(rank, message)
@@ -415,6 +422,14 @@ class Coordinator:
         self._returning.excuse(gone.rank)
         self._welcome_back()
 
+    def take_report(self, rank: int, notice: Notice) -> None:
+        """Take what a rank reports about a collective, and tell those who need to know."""
+        for other, told in self._roll.hear(rank, notice):
+            if other == self._roster.coordinator:
+                self._told.on_notice(told)
+            elif other in self._controls and self._is_member(other):
+                tell(self._controls[other], told)
+
     def _ask_what_they_do(self, ranks: list[int]) -> None:
         """Ask ranks that others wait for. Before anyone hears of a fall, which would move them."""
         for rank in ranks:
@@ -461,6 +476,7 @@ class Coordinator:
         """Tell everyone that a rank is gone."""
         if self._world is not None:
             self._world.gone[gone.rank] = gone
+        self._roll.forget(gone.rank)
         self._told.on_gone(gone)
         self._tell_all(gone)
 

@@ -29,6 +29,7 @@ from rankwire.rendezvous.control_messages import (
 from rankwire.rendezvous.heartbeat import Silence
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
+from rankwire.wire.notices import Notice
 
 _LAST_WORDS_PATIENCE = 0.2
 
@@ -47,6 +48,9 @@ class Audience(Protocol):
 
     def on_suspected(self, suspected: Suspected) -> None:
         """A rank has become silent, or is heard again."""
+
+    def on_notice(self, notice: Notice) -> None:
+        """The coordinator tells something about a collective of a group."""
 
     def on_silences(self, silent: dict[int, float]) -> None:
         """A beat has come, with the ranks that missed theirs."""
@@ -98,6 +102,13 @@ class Membership:
                     tell(self._control, Known(member.rank, member.incarnation))
                 case Ask():
                     tell(self._control, self._audience.describe_doing())
+                case Notice() as notice:
+                    self._audience.on_notice(notice)
+
+    def report(self, notice: Notice) -> None:
+        """Report to the coordinator that a collective waits or has failed here."""
+        if not self.has_ended:
+            tell(self._control, notice)
 
     def _beat(self) -> None:
         if self.has_ended:

@@ -30,6 +30,7 @@ from rankwire.rendezvous.control_messages import (
     Waiting,
     World,
 )
+from rankwire.wire.notices import Notice
 
 
 class Standing(NamedTuple):
@@ -95,6 +96,16 @@ def _doing(message: Doing, by: Standing) -> str:
     return "" if by.was_asked else "what it does, unasked"
 
 
+def _notice(message: Notice, by: Standing) -> str:
+    if not by.is_formed:
+        return "where it waits, before it is in the world"
+    if message.members and by.rank not in message.members:
+        return "what happens in a group that it is not in"
+    if len(set(message.members)) != len(message.members):
+        return "that a rank is in a group twice"  # each would be told as many times
+    return "who is missing" if message.state == "missing" else ""
+
+
 def _never(words: str) -> Callable[[Any, Standing], str]:
     return lambda message, by: words
 
@@ -106,6 +117,7 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
     Gone: _gone,
     Known: _known,
     Doing: _doing,
+    Notice: _notice,
     Joined: _never("that a rank is back"),
     Ask: _never("that it wants to know what the coordinator does"),
     Waiting: _never("who is missing"),

@@ -1,0 +1,199 @@
+"""The roll: which rank waits in which operation of which group, kept by the coordinator. Pure.
+
+A rank reports once that it waits in an operation, may ask once who is missing, and reports that an
+operation has failed. The roll answers only if there is something to say:
+
+- Two ranks describe the operation of one number differently: all members are told, with both
+  descriptions. A report also lists the operations before it, so a rank that had nothing to wait for
+  in such an operation, and went on, is found as well.
+- An operation has failed on one rank: all members are told, once, whichever ranks report it later.
+- A rank waits in an operation that has failed, or has not heard of an earlier failure: it is told.
+- A rank asks who is missing: it is told which ranks have not come to this operation or a later one.
+
+So a late rank costs one message of each rank that waits, and a rank whose time is nearly up two
+more. What is kept is bounded for each rank, and dropped when the rank is gone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from rankwire.wire.notices import Notice
+
+Told = Iterator[tuple[int, Notice]]
+_Key = tuple[int, tuple[int, ...]]
+
+_MOST_GROUPS = 64  # in which one rank may wait at a time; of more, the oldest report is dropped
+_MOST_NUMBERS = 16  # operations of a group whose descriptions are kept
+_MOST_FAILURES = 16  # failed operations of a group that are kept
+_MOST_WAYS = 4  # descriptions of one operation that are kept
+
+
+class Roll:
+    """Keeps the roll of a world. Used by one thread at a time.
+
+    Args:
+        world_size: The number of ranks in the world.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world = tuple(range(world_size))
+        self._groups: dict[_Key, _GroupRoll] = {}
+        self._of_rank: dict[int, OrderedDict[_Key, None]] = {}
+
+    def hear(self, src: int, notice: Notice) -> Told:
+        """Take a report of a rank, and yield whom to tell what.
+
+        The roll notes that it has told something when the next item is asked for. So a report that
+        is repeated after an interrupt is told again.
+        """
+        members = notice.members or self._world
+        notice = replace(notice, src=src, members=())
+        key = notice.group, members
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _GroupRoll(members)
+        group.last[src] = max(notice.sequence, group.last.get(src, notice.sequence))
+        self._bound(src, key)
+        yield from group.failed(notice) if notice.is_failure else group.waits(notice)
+
+    def forget(self, rank: int) -> None:
+        """Drop the reports of a rank that is gone."""
+        for key in self._of_rank.pop(rank, ()):
+            self._drop(rank, key)
+
+    def _bound(self, rank: int, key: _Key) -> None:
+        groups = self._of_rank.setdefault(rank, OrderedDict())
+        groups[key] = None
+        groups.move_to_end(key)
+        if len(groups) > _MOST_GROUPS:
+            self._drop(rank, groups.popitem(last=False)[0])
+
+    def _drop(self, rank: int, key: _Key) -> None:
+        group = self._groups[key]
+        group.last.pop(rank, None)
+        if not group.last:
+            del self._groups[key]
+
+
+class _GroupRoll:
+    """The reports of one group.
+
+    Attributes:
+        last: The number of the last operation that each rank has reported.
+    """
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self._members = members
+        self.last: dict[int, int] = {}
+        # By number: each description, with the first report that has it.
+        self._described: dict[int, dict[str, Notice]] = {}
+        self._failed: dict[int, Notice] = {}
+
+    def waits(self, notice: Notice) -> Told:
+        """Take a report of a rank that waits."""
+        is_told = False
+        for told in self._compare(notice):
+            is_told = True
+            yield told
+        if not is_told:
+            for number, failure in sorted(self._failed.items()):
+                if notice.epoch <= number <= notice.sequence:  # it began before it heard of it
+                    is_told = True
+                    yield notice.src, failure
+        if notice.state == "asking" and not is_told:
+            missing = tuple(
+                place
+                for place, rank in enumerate(self._members)
+                if rank != notice.src and self.last.get(rank, -1) < notice.sequence
+            )
+            answer = Notice(notice.group, notice.sequence, "", "missing", missing=missing)
+            yield notice.src, replace(answer, src=notice.src)
+
+    def failed(self, notice: Notice) -> Told:
+        """Take a report of a rank that has failed."""
+        if notice.sequence not in self._failed:
+            yield from self._to_all_but(notice.src, notice)
+            # The rank drops what others have sent, or will send, for the operation.
+            for other in list(self._described.get(notice.sequence, {}).values()):
+                if other.description != notice.description:
+                    yield notice.src, other
+            self._note_failure(notice)
+        if notice.description and notice.state != "refused":
+            yield from self._describe(notice)
+
+    def _compare(self, notice: Notice) -> Told:
+        """Compare a report with those of other ranks; tell all members if one contradicts it."""
+        earlier = [replace(notice, sequence=n, description=d, where="") for n, d in notice.before]
+        for account in (*earlier, notice):
+            first = next(iter(self._described.get(account.sequence, {}).values()), account)
+            failure = self._contradiction(first, account)
+            if failure is not None:
+                yield from self._to_all_but(-1, failure)
+                self._note_failure(failure)
+            yield from self._describe(account)
+
+    def _contradiction(self, first: Notice, second: Notice) -> Notice | None:
+        """Return how an operation fails because two ranks cannot both be right about it."""
+        begin, number = min(first.epoch, second.epoch), first.sequence
+        if any(begin <= failed <= number for failed in self._failed):
+            return None  # they are told of that
+        if first.epoch != second.epoch:
+            knows, other = sorted((first, second), key=lambda each: -each.epoch)
+            return self._unreported_failure(knows, other)
+        return None if first.description == second.description else self._mismatch(first, second)
+
+    def _describe(self, notice: Notice) -> Told:
+        """Keep a description. If the operation has failed, all ranks drop messages under it."""
+        ways = self._described.setdefault(notice.sequence, {})
+        if notice.description in ways or len(ways) >= _MOST_WAYS:
+            return
+        account = replace(notice, state="waiting", text="", missing=(), before=())
+        failure = self._failed.get(notice.sequence)
+        known = () if failure is None else (failure.description, *failure.descriptions)
+        if failure is not None and notice.description not in known:
+            yield from self._to_all_but(notice.src, account)
+        ways[notice.description] = account
+        while len(self._described) > _MOST_NUMBERS:
+            del self._described[min(self._described)]
+
+    def _mismatch(self, first: Notice, second: Notice) -> Notice:
+        one, other = self._members.index(first.src), self._members.index(second.src)
+        number = first.sequence
+        text = (
+            f"collective number {number} of this group is {first.description} on rank {one} and "
+            f"{second.description} on rank {other}; all ranks must call the same ones in the same "
+            f"order{_lines((one, first.where), (other, second.where))}"
+        )
+        ways = (first.description, second.description)
+        return replace(first, state="mismatch", text=text, culprit=other, descriptions=ways)
+
+    def _unreported_failure(self, knows: Notice, other: Notice) -> Notice:
+        one, two = self._members.index(knows.src), self._members.index(other.src)
+        text = (
+            f"collective number {knows.epoch - 1} of this group failed on rank {one}, and went "
+            f"well on rank {two}"
+        )
+        return replace(knows, state="failed", text=text, culprit=one)
+
+    def _note_failure(self, notice: Notice) -> None:
+        self._failed[notice.sequence] = notice
+        while len(self._failed) > _MOST_FAILURES:
+            del self._failed[min(self._failed)]
+
+    def _to_all_but(self, src: int, notice: Notice) -> Told:
+        """Address all members; last the one that caused a failure, which may leave upon it."""
+        first = [r for place, r in enumerate(self._members) if place != notice.culprit]
+        last = [r for place, r in enumerate(self._members) if place == notice.culprit]
+        return ((rank, notice) for rank in (*first, *last) if rank != src)
+
+
+def _lines(*places: tuple[int, str]) -> str:
+    """Return the lines of the program at which ranks are, as the end of a sentence."""
+    known = [f"rank {rank} at {where}" for rank, where in places if where]
+    if len(known) > 1 and len({where for _, where in places}) == 1:
+        return f" (both are at {places[0][1]})"
+    return f" ({', '.join(known)})" if known else ""
