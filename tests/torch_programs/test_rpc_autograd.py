@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +18,10 @@ import rankwire.torch.rpc as rpc
 from rankwire.codec.hooks import BuildContext
 from rankwire.errors import InvalidMessageError
 from rankwire.torch.rpc import autograd
-from rankwire.torch.rpc.autograd_contexts import CONTEXT, COUNTER_BITS, Contexts
+from rankwire.torch.rpc.autograd_contexts import CONTEXT, COUNTER_BITS, Contexts, inside
 from rankwire.torch.rpc.autograd_tracking import Incoming, Tracking
+from rankwire.torch.rpc.session import current
+from worlds import eventually
 
 HERE = [__name__]
 weight = torch.full((3,), 2.0, requires_grad=True)
@@ -358,6 +361,107 @@ def test_the_contexts_of_a_killed_rank_end_everywhere():
         return False
 
     assert run_workers(3, run, allow=HERE, killed=(2,))[:2] == [True, True]
+
+
+def hop(x, ranks):
+    """Go from rank to rank, and double at the last."""
+    return rpc.rpc_sync(ranks[0], hop, args=(x, ranks[1:])) if ranks else x * 2
+
+
+def os_pid():
+    return os.getpid()
+
+
+def thread_states(pid):
+    return [
+        stat.read_text().rpartition(")")[2].split()[0]
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+
+
+def has_no_context(rank):
+    return rpc.rpc_sync(rank, count_contexts) == 0
+
+
+def wait_for_loss(rank):
+    eventually(lambda: rank not in current().backend.alive)
+
+
+@pytest.mark.parametrize("ranks", [[1, 2], [1, 2, 3], [1, 2, 3, 2, 3, 2]], ids=str)
+def test_a_context_ends_on_all_ranks_also_if_one_dies_between_them_and_its_maker(ranks):
+    def run(rank):
+        if rank:
+            return is_done.wait(30)
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context():
+            rpc.rpc_sync(1, hop, args=(x, ranks[1:]))
+            os.kill(rpc.rpc_sync(1, os_pid), signal.SIGKILL)
+            with inside(None):  # so that it does not tell the others of the end by itself
+                for other in (2, 3):
+                    rpc.rpc_sync(other, wait_for_loss, args=(1,))
+                assert rpc.rpc_sync(2, count_contexts) == 1
+        for other in (2, 3):
+            eventually(lambda other=other: has_no_context(other))
+            rpc.rpc_sync(other, finish)
+        return count_contexts()
+
+    assert run_workers(4, run, allow=HERE, killed=(1,))[0] == 0
+
+
+def test_a_context_ends_also_if_a_rank_dies_before_it_passes_on_the_end():
+    def run(rank):
+        if rank:
+            return is_done.wait(30)
+        x = torch.ones(3, requires_grad=True)
+        pid = rpc.rpc_sync(1, os_pid)
+        with autograd.context():
+            rpc.rpc_sync(1, hop, args=(x, [2]))
+            os.kill(pid, signal.SIGSTOP)
+            eventually(lambda: all(state == "T" for state in thread_states(pid)))
+        assert rpc.rpc_sync(2, count_contexts) == 1
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: has_no_context(2))
+        rpc.rpc_sync(2, finish)
+        return count_contexts()
+
+    assert run_workers(3, run, allow=HERE, killed=(1,))[0] == 0
+
+
+def call_after_the_end(x):
+    """Call the next rank when the context of this call has ended here."""
+    eventually(lambda: count_contexts() == 0)
+    rpc.rpc_sync(2, scaled, args=(x,))
+    is_done.set()
+
+
+def test_a_call_made_after_the_end_of_its_context_does_not_bring_it_to_another_rank():
+    def run(rank):
+        if rank:
+            return None
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context():
+            call = rpc.rpc_async(1, call_after_the_end, args=(x,))
+            eventually(lambda: rpc.rpc_sync(1, count_contexts) == 1)
+        call.wait()
+        return rpc.rpc_sync(2, count_contexts)
+
+    assert run_workers(3, run, allow=HERE)[0] == 0
+
+
+def test_calls_that_come_after_the_loss_or_the_end_do_not_bring_a_context():
+    contexts = Contexts(0)
+    of_one = (1 << COUNTER_BITS) + 5
+    known = contexts.meet(of_one, 2)
+    assert contexts.lose(2) == [known]
+    assert not known.callers
+    assert contexts.meet(of_one, 2) is None  # its caller is lost
+    assert contexts.meet(of_one, 3) is known
+    assert contexts.lose(1) == [known]  # its maker is lost
+    assert contexts.meet(of_one + 1, 3) is None
+    of_four = 4 << COUNTER_BITS
+    contexts.end_for(of_four, 3)
+    assert contexts.meet(of_four, 3) is None
+    assert contexts.meet(of_four, 5) is not None
 
 
 def test_contexts_end_on_all_ranks_and_late_calls_do_not_bring_them_back():

@@ -82,10 +82,9 @@ def _here() -> _Joined:
 
 
 def call_in(
-    context: Context, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]
+    context: Context, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> tuple[TrackedCall]:
     """Return the arguments of ``CALL_IN_CONTEXT``, in place of a call that is made in a context."""
-    context.peers.add(rank)
     return (TrackedCall(context, name, list(args), dict(kwargs)),)
 
 

@@ -2,10 +2,10 @@
 
 A context has an id that all ranks know it by. Its upper 16 bits are the rank that made it, the
 others are random: a rank that knows the id has been called in the context, or was told. It comes
-into being at a rank with the first call that is made in it there, and ends at its maker's ``with``
-block, or with its maker, or when no rank is left that has called this one in it. Here is only what
-is kept: which tensors left and came in messages, and the gradients. How these are followed
-backwards is ``autograd_pass``; nothing here calls a rank.
+into being at a rank with the first call that is made in it there. It ends with its maker's ``with``
+block, or with its maker. Each rank tells the ranks that it has called in the context of its end
+(``autograd_engine``). Here is only what is kept: which tensors left and came in messages, and the
+gradients. How these are followed backwards is ``autograd_pass``; nothing here calls a rank.
 
 Each rank can have ``MOST_KEPT`` contexts and messages with tensors kept here by its calls.
 
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ from rankwire.errors import OverloadedError
 if TYPE_CHECKING:
     from rankwire.torch.rpc.autograd_pass import LocalPass
     from rankwire.torch.rpc.autograd_tracking import Outgoing
+
+T = TypeVar("T")
 
 COUNTER_BITS = 48
 MAX_COUNT = (1 << COUNTER_BITS) - 1
@@ -72,7 +74,7 @@ class Context:
 
     Attributes:
         id: Its number on all ranks.
-        peers: Ranks that this one has called in it: they know of it from here.
+        peers: Ranks that this one tells of its end: it has called them in it, or they have asked.
         callers: Ranks that have called this one in it.
         kept: How much is kept in it because of calls of each rank.
         sent: For each message sent, by its number: the rank that it was for, and what stands for
@@ -98,6 +100,11 @@ class Context:
     def maker(self) -> int:
         """The rank that made it."""
         return self.id >> COUNTER_BITS
+
+    def enlist(self, rank: int) -> bool:
+        """Have a rank told of the end; return whether the context has not ended already."""
+        self.peers.add(rank)
+        return not self.is_released  # who ends it sets this first, and then looks who is to be told
 
     def message(self, number: int) -> tuple[int, Tensor]:
         """Return the rank that a message was for, and what stands for its tensors.
@@ -144,7 +151,11 @@ class Contexts:
         self.rank = rank
         self._lock = threading.Lock()
         self._known: dict[int, Context] = {}
-        self._ended: dict[int, None] = {}  # the latest, in order
+        # The latest that have ended, in order; and those of which one rank has said so before it
+        # was known here.
+        self._ended: dict[int, None] = {}
+        self._ended_for: dict[tuple[int, int], None] = {}
+        self._lost: set[int] = set()
         self._kept: Counter[int] = Counter()
         self._messages = itertools.count(1)
 
@@ -168,15 +179,22 @@ class Contexts:
         return context
 
     def meet(self, number: int, caller: int) -> Context | None:
-        """Return the context that a rank has made a call in; None if it has ended already.
+        """Return the context that a rank has made a call in.
+
+        Returns:
+            None if the context has ended, or if its maker or the caller is lost. The call may have
+            been on its way longer than the word of that, and must not bring the context back.
 
         Raises:
             OverloadedError: Too much is kept because of this rank.
         """
+        maker = number >> COUNTER_BITS
         with self._lock:
+            if maker in self._lost or caller in self._lost or (number, caller) in self._ended_for:
+                return None
             context = self._known.get(number)
             if context is None:
-                if number in self._ended or number >> COUNTER_BITS == self.rank:
+                if number in self._ended or maker == self.rank:
                     return None
                 context = Context(number)
                 self._charge(context, caller)
@@ -224,14 +242,7 @@ class Contexts:
         Calls in it that come later run without it.
         """
         with self._lock:
-            self._ended[number] = None
-            if len(self._ended) > _REMEMBERED:
-                del self._ended[next(iter(self._ended))]
-        return self.forget(number)
-
-    def forget(self, number: int) -> Context | None:
-        """Forget a context as far as it has come here; later calls may bring it back."""
-        with self._lock:
+            _remember(self._ended, number)
             context = self._known.pop(number, None)
             if context is None:
                 return None
@@ -240,3 +251,30 @@ class Contexts:
         context.sent.clear()
         context.received.clear()
         return context
+
+    def end_for(self, number: int, caller: int) -> None:
+        """Take no more calls of a rank in a context that is not known here: it has ended there."""
+        with self._lock:
+            _remember(self._ended_for, (number, caller))
+
+    def lose(self, rank: int) -> list[Context]:
+        """Let a rank make and call no more contexts; return those that it had called this one in.
+
+        The contexts that it made are among them.
+        """
+        with self._lock:
+            self._lost.add(rank)
+            found = [
+                context
+                for context in self._known.values()
+                if context.maker == rank or rank in context.callers
+            ]
+            for context in found:
+                context.callers.discard(rank)
+            return found
+
+
+def _remember(latest: dict[T, None], key: T) -> None:
+    latest[key] = None
+    if len(latest) > _REMEMBERED:
+        del latest[next(iter(latest))]

@@ -37,7 +37,7 @@ from rankwire.errors import PeerLostError, RankwireError, RemoteError
 from rankwire.rpc.agent import RpcAgent
 from rankwire.torch.rpc.autograd_contexts import COUNTER_BITS, Context, Contexts
 from rankwire.torch.rpc.autograd_pass import Gradients, LocalPass
-from rankwire.torch.rpc.verbs import ARRIVE, END, FAIL, REACH, RUN, register, sender
+from rankwire.torch.rpc.verbs import ADOPT, ARRIVE, END, FAIL, REACH, RUN, register, sender
 
 _GRACE = 1.0
 _MOST_PASSES = 1024  # under way in one context
@@ -68,6 +68,7 @@ class Engine:
             (ARRIVE, self._serve_arrive),
             (FAIL, self._serve_fail),
             (END, self._serve_end),
+            (ADOPT, self._serve_adopt),
         )
         for verb, function in verbs:
             register(agent, verb, function)
@@ -91,27 +92,41 @@ class Engine:
             for peer in tuple(context.peers - {self._agent.rank}):
                 self._tell(peer, END, number)
 
-    def _drop(self, context: Context, reason: Exception, *, is_over: bool = True) -> None:
-        if is_over:
-            self._contexts.end(context.id)
-        else:
-            self._contexts.forget(context.id)
+    def _drop(self, context: Context, reason: Exception) -> None:
+        self._contexts.end(context.id)
         for part in list(context.passes.values()):
             part.fail(reason)
 
     def _lost(self, error: PeerLostError) -> None:
         """A rank is gone: so are its contexts, and the passes that it conducted."""
-        for context in self._contexts.all():
-            context.callers.discard(error.peer)
+        for context in self._contexts.lose(error.peer):
             if context.maker == error.peer:
                 self._drop(context, error)
-            elif not context.callers and context.maker != self.rank:
-                # The word of its end will not come. Its maker may yet call this rank in it.
-                self._drop(context, error, is_over=False)
+            elif context.maker != self.rank and context.maker not in context.callers:
+                self._ask_for_end(context)
+        for context in self._contexts.all():
             for number, part in list(context.passes.items()):
                 if number >> COUNTER_BITS == error.peer:
                     part.fail(error)
                     context.passes.pop(number, None)
+
+    def _ask_for_end(self, context: Context) -> None:
+        """Have the maker of a context tell this rank of the end, in place of a rank that is lost.
+
+        Other ranks that have called this one in it may be no help: they may know the context from
+        the lost rank too, or from this one.
+        """
+
+        def end_unless_adopted(asked: Future[bool]) -> None:
+            if asked.cancelled() or asked.exception() is not None or not asked.result():
+                self.end(context.id)
+
+        try:
+            asked = self._agent.rpc_async(context.maker, ADOPT, context.id)
+        except RankwireError:  # there is no such rank, or it is gone
+            self.end(context.id)
+        else:
+            asked.add_done_callback(end_unless_adopted)
 
     # -- conducting --------------------------------------------------------------------------------
 
@@ -177,10 +192,21 @@ class Engine:
         src = sender()
         context = self._contexts.get(number)
         if context is None:
+            if type(number) is not int or number.bit_length() > 64:
+                raise ValueError("the id of a context is a number of 64 bits")
+            # The call by which this rank would have come to know it may be still on its way.
+            self._contexts.end_for(number, src)
             return
         if src != context.maker and (context.maker == self.rank or src not in context.callers):
             raise PermissionError(f"rank {src} cannot end a context of rank {context.maker}")
         self.end(number)
+
+    def _serve_adopt(self, number: int) -> bool:
+        """Enlist the sender among those to be told of the end; False if that has come."""
+        if number >> COUNTER_BITS != self.rank:
+            raise PermissionError(f"rank {self.rank} did not make context {number}")
+        context = self._contexts.get(number)
+        return context is not None and context.enlist(sender())
 
     def _serve_reach(self, context_id: int, number: int, messages: list[int]) -> list[Any]:
         _check_conductor(number)

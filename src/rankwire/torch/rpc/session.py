@@ -146,8 +146,8 @@ class Session:
     ) -> Any:
         """Call what is registered or found under a name, and return the result."""
         context = CONTEXT.get()
-        if context is not None:
-            args = autograd.call_in(context, rank, name, args, kwargs)
+        if context is not None and context.enlist(rank):
+            args = autograd.call_in(context, name, args, kwargs)
             name, kwargs = CALL_IN_CONTEXT, {}
         elif "timeout" in kwargs:  # the agent has one of its own
             name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
@@ -162,8 +162,8 @@ class Session:
             RankwireError: Its arguments cannot be sent; all other failures are the future's.
         """
         context = CONTEXT.get()
-        if context is not None:
-            args = autograd.call_in(context, rank, name, args, kwargs)
+        if context is not None and context.enlist(rank):
+            args = autograd.call_in(context, name, args, kwargs)
             name, kwargs = CALL_IN_CONTEXT, {}
         elif "timeout" in kwargs:
             name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}

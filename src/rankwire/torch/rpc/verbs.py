@@ -42,6 +42,7 @@ RUN = "rankwire.torch.autograd:run"
 ARRIVE = "rankwire.torch.autograd:arrive"
 FAIL = "rankwire.torch.autograd:fail"
 END = "rankwire.torch.autograd:end"
+ADOPT = "rankwire.torch.autograd:adopt"
 
 SENDERS = {
     APPLY: "any worker; the rule for names decides what it runs",
@@ -60,6 +61,7 @@ SENDERS = {
     ARRIVE: "the rank that the message was sent to",
     FAIL: "the conductor of the pass",
     END: "the maker of the context, or a rank that has called this one in it",
+    ADOPT: "a member, to the maker of the context",
 }
 
 
