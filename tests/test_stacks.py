@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rankwire import SimulatedBackend
-from rankwire.stacks import is_ours, is_users, place_of, places, stacks
+from rankwire.stacks import is_ours, is_users, methods_entered, place_of, places, stacks
 from rankwire.testing.conformance.tools import until
 
 
@@ -190,6 +190,26 @@ def test_the_main_thread_comes_first_and_who_is_not_in_the_program_not_at_all(wa
     assert places()[0].startswith("MainThread ")
     assert places(only=["no such thread"]) == []
     assert place_of(-1) == ""
+
+
+class Waiter:
+    def outer(self, other, event):
+        other.inner(event)
+
+    def inner(self, event):
+        event.wait()
+
+
+def test_a_thread_is_in_the_outermost_of_the_methods_that_it_has_entered():
+    event, first, second = threading.Event(), Waiter(), Waiter()
+    methods = Waiter.outer.__code__, Waiter.inner.__code__
+    thread = threading.Thread(target=first.outer, args=(second, event))
+    thread.start()
+    until(lambda: methods_entered(methods[1:]) == [second])
+    assert methods_entered(methods) == [first]
+    event.set()
+    thread.join()
+    assert methods_entered(methods) == []
 
 
 HAMMERED = """

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from traceback import FrameSummary
-from types import CoroutineType, FrameType
+from types import CodeType, CoroutineType, FrameType
 
 _OURS = "rankwire"
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -105,6 +105,21 @@ def line_of_program() -> str:
     while frame is not None and not _is_program(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def methods_entered(methods: Collection[CodeType]) -> list[object]:
+    """Return for each thread that is in one of these methods the ``self`` of its outermost one."""
+    found: list[object] = []
+    for innermost in _frames().values():
+        owner: object = None
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code in methods:
+                owner = frame.f_locals["self"]
+            frame = frame.f_back
+        if owner is not None:
+            found.append(owner)
+    return found
 
 
 def _threads() -> list[tuple[threading.Thread, FrameType]]:

@@ -123,7 +123,27 @@ def test_a_rank_that_receives_itself_is_said_to():
         return str(info.value)
 
     text, _ = run_ranks(2, wait_for_each_other)
-    assert "rank 1 says: rank 1 is in recv(), called in wait_for_each_other (" in text
+    circle = "it waits for the rank that asks, so the two wait for each other"
+    assert f"rank 1 says: {circle}; rank 1 is in recv(), called in wait_for_each_other (" in text
+
+
+def test_ranks_whose_time_is_up_at_once_say_that_they_wait_for_each_other(monkeypatch):
+    asking = threading.Barrier(2)
+
+    def inquire(*args):
+        asking.wait()  # both receives are over
+        return inquiries.inquire(*args)
+
+    def wait_for_each_other(backend):
+        with pytest.raises(rankwire.RankwireError) as info:
+            backend.recv(1 - backend.rank, timeout=LIMIT)
+        told = str(info.value)
+        backend.barrier()  # neither leaves before the other has its answer
+        return told
+
+    monkeypatch.setattr(mesh, "inquire", inquire)
+    for text in run_ranks(2, wait_for_each_other):
+        assert "so the two wait for each other" in text
 
 
 def test_members_of_a_group_are_asked(world):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rankwire.launch.summary import waiting_chain
+from rankwire.launch.summary import waiting_chain, waiting_circle
 
 HANG = """
 import threading, rankwire
@@ -27,6 +27,50 @@ def test_ranks_that_wait_in_a_circle_are_followed_once():
     assert waiting_chain(0, {0: [1], 1: [0]}) == [0, 1]
     assert waiting_chain(0, {0: [1], 1: [2], 2: [1]}) == [0, 1, 2]
     assert waiting_chain(0, {0: [0]}) == [0]
+
+
+def test_a_chain_that_comes_back_is_a_circle_if_all_in_it_did_nothing_but_wait():
+    assert waiting_circle([0, 1], {0: [1], 1: [0]}) == [0, 1]
+    assert waiting_circle([0, 1, 2], {0: [1], 1: [2], 2: [1]}) == [1, 2]
+    assert waiting_circle([0, 1, 2], {0: [1], 1: [2], 2: [0]}) == [0, 1, 2]
+    assert waiting_circle([0, 1], {0: [1]}) == []
+    assert waiting_circle([0, 1, 2], {0: [1], 2: [0]}) == []
+    assert waiting_circle([0], {0: [0]}) == []
+
+
+def test_ranks_that_receive_from_each_other_are_reported_as_a_circle(run):
+    done = run(
+        """
+import rankwire
+def both_receive_first(backend):
+    backend.recv(1 - rank, timeout=1.0 + 20.0 * rank)
+with rankwire.connect() as backend:
+    both_receive_first(backend)
+"""
+    )
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if not line.startswith("[rank")]
+    waited = "rank 0 waited for rank 1, rank 1 waited for rank 0"
+    assert said[0] == f"rankwire: ranks 0, 1 waited for each other: {waited}"
+    assert said[1] == "rankwire: rank 1 was here:"
+    assert "in both_receive_first" in done.stderr
+    assert "it waits for the rank that asks, so the two wait for each other" in done.stderr
+    assert "held up" not in done.stderr
+
+
+def test_a_receive_that_no_thread_waits_for_makes_no_circle(run):
+    done = run(
+        HANG
+        + """
+with rankwire.connect() as backend:
+    if rank == 1:
+        handle = backend.irecv(0)
+        hang()
+    backend.recv(1, timeout=1.0)
+"""
+    )
+    assert "rank 1 held up the others: rank 0 waited for rank 1; it was here:" in done.stderr
+    assert "each other" not in done.stderr
 
 
 def test_the_rank_that_was_waited_for_is_blamed_and_shown_where_it_was(run):

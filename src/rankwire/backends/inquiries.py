@@ -42,6 +42,7 @@ _MOST_ASKED = 3  # ranks
 _MOST_TOLD = 4  # threads, and calls
 _MOST_TAGS = 8
 _SILENT = "does not say what it is doing"
+_CIRCLE = "it waits for the rank that asks, so the two wait for each other"
 _MAX_NBYTES = 16 << 10
 _MAX_TEXT = 1000  # characters
 _ANSWER = (WORLD_GROUP, int(Channel.CONTROL), 0)
@@ -68,8 +69,16 @@ def explain_unreceived(ranks: Transport, error: DeadlineExceededError) -> None:
             error.explain(f"messages of rank {rank} lie here unreceived: {listed}{more}")
 
 
-def describe(places: Iterable[str], serving: Iterable[Serving]) -> str:
-    """Return what a rank says of itself; empty if it has nothing to say."""
+def describe(
+    places: Iterable[str], serving: Iterable[Serving], waits_for_asker: bool = False
+) -> str:
+    """Return what a rank says of itself; empty if it has nothing to say.
+
+    Args:
+        places: Where its threads are.
+        serving: The calls that it serves.
+        waits_for_asker: Whether it waits for a message of the rank that asks, which waits for it.
+    """
     threads = list(places)
     calls = [
         f"it has served {call.name!r} of rank {call.src} for {call.seconds:.3g} s"
@@ -77,6 +86,8 @@ def describe(places: Iterable[str], serving: Iterable[Serving]) -> str:
     ]
     parts = [*threads[:_MOST_TOLD], *calls[:_MOST_TOLD]]
     more = len(threads) + len(calls) - len(parts)
+    if waits_for_asker:
+        parts.insert(0, _CIRCLE)
     parts += [f"and {more} more"] if more else []
     return one_line("; ".join(parts), _MAX_TEXT)
 

@@ -54,7 +54,7 @@ from rankwire.links.inbox import Inbox
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
 from rankwire.rendezvous.control_messages import Fallen
-from rankwire.stacks import places
+from rankwire.stacks import methods_entered, places
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
 from rankwire.wire.handshake import BETWEEN_RANKS, Hello, Purpose, Status
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from rankwire.links.stream import Stream
 
 _FAREWELL_PATIENCE = 0.2
+_RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # what a thread that waits is in
 
 
 class Mesh(Backend):
@@ -109,6 +110,7 @@ class Mesh(Backend):
         self._ports = Ports()
         self._peers = peers
         self._losses = Losses()
+        self._asking: dict[object, int] = {}  # whom threads ask why they waited in vain
         self._meanwhile = ReadingAll(self._peers, self.clock)
         self._looking: Spin | None = None  # of receives from any rank
 
@@ -410,7 +412,9 @@ class Mesh(Backend):
     def enter(self, hello: Hello, stream: socket.socket | Stream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         if hello.purpose is Purpose.INQUIRY:
-            answer(self, hello.rank, stream, seals, describe(self.places(), self._serving()))
+            waits = hello.rank in self.blocked_on()
+            text = describe(self.places(), self._serving(), waits)
+            answer(self, hello.rank, stream, seals, text)
             return
         peer = self._peers[hello.rank]
         connection = self._wrap(peer, stream, seals, incoming=True)
@@ -476,7 +480,27 @@ class Mesh(Backend):
 
     def doing_of(self, rank: int, deadline: Deadline) -> str | None:
         """Ask a rank what it is doing."""
-        return None if rank == self.rank else inquire(self, rank, deadline)
+        if rank == self.rank:
+            return None
+        visit = object()
+        try:
+            self._asking[visit] = rank
+            return inquire(self, rank, deadline)
+        finally:
+            self._asking.pop(visit, None)
+
+    def blocked_on(self) -> list[int]:
+        """Return the ranks for whose messages a thread of this rank waits, or has just waited.
+
+        A receive that was posted, and that no thread waits for, does not count.
+        """
+        inboxes = methods_entered(_RECEIVING)
+        asking = list(self._asking.values())
+        return [
+            rank
+            for rank, peer in list(self._peers.items())
+            if rank in asking or any(each is peer.inbox for each in inboxes)
+        ]
 
     def unreceived(self, src: int, group: int) -> dict[int, int]:
         """Return how many messages of a rank lie here, read and not received, by tag."""

@@ -345,7 +345,7 @@ class TcpBackend(Mesh):
 
     def describe_doing(self) -> Doing:
         """Return what this process does, for those who wait for it."""
-        return Doing(stacks(), self.status().waiting_on)
+        return Doing(stacks(), self.status().waiting_on, self.blocked_on())
 
     def on_suspected(self, suspected: Suspected) -> None:
         """Hear from the control plane that a rank has become silent, or is heard again."""

@@ -16,6 +16,7 @@ from rankwire.launch.summary import (
     first_failure,
     in_order_of_loss,
     waiting_chain,
+    waiting_circle,
 )
 from rankwire.rendezvous.control_messages import Doing, Gone, Suspected
 
@@ -78,8 +79,15 @@ class Attempt:
         The last one has held all of them up; it is the first if that waited for nobody.
         """
         waits = {rank: doing.waits_for for rank, doing in self.doing.items()}
-        waits |= {gone.rank: gone.waited_for for gone in self._lost.values() if gone.waited_for}
-        return waiting_chain(first_failure(failures).rank, waits)
+        return waiting_chain(first_failure(failures).rank, waits | self._waited_in_vain())
+
+    def circle(self, chain: list[int]) -> list[int]:
+        """Return the ranks of a chain that waited for each other; empty if none did."""
+        blocked = {rank: doing.blocked_on for rank, doing in self.doing.items()}
+        return waiting_circle(chain, blocked | self._waited_in_vain())
+
+    def _waited_in_vain(self) -> dict[int, list[int]]:
+        return {gone.rank: gone.waited_for for gone in self._lost.values() if gone.waited_for}
 
     def formed(self, world_size: int) -> None:
         """Take in that all ranks have joined."""

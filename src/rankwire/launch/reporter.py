@@ -22,6 +22,7 @@ STATUS_EVERY = 0.25
 # Nothing is said about a job that is over at once.
 _STATUS_AFTER = 1.0
 _WARNING = "bold yellow"
+_MOST_PLACES = 2  # that are shown of ranks that waited for each other
 
 
 class Reporter:
@@ -122,6 +123,9 @@ class Reporter:
             attempt: The one that failed.
             chain: Who waited for whom; the last one has held up the others.
         """
+        circle = attempt.circle(chain)
+        if circle:
+            return self._blame_circle(attempt, circle)
         culprit = chain[-1]
         waited = ", ".join(f"rank {a} waited for rank {b}" for a, b in pairwise(chain))
         gist = f"rank {culprit} held up the others: {waited}{self._parts.where(culprit)}"
@@ -134,6 +138,23 @@ class Reporter:
         else:
             self._output.say(f"{gist}; it was here:", "bold red")
             self._output.quote(doing.stacks.splitlines())
+        return gist
+
+    def _blame_circle(self, attempt: Attempt, circle: list[int]) -> str:
+        """Say that ranks waited for each other, and where they were; return the gist of it."""
+        waited = ", ".join(
+            f"rank {a} waited for rank {b}" for a, b in pairwise([*circle, circle[0]])
+        )
+        gist = f"{name_ranks(sorted(circle))} waited for each other: {waited}"
+        self._output.say(gist, "bold red")
+        places: dict[str, list[int]] = {}
+        for rank in circle:
+            if rank in attempt.doing and attempt.doing[rank].stacks:
+                places.setdefault(attempt.doing[rank].stacks, []).append(rank)
+        for stacks, ranks in list(places.items())[:_MOST_PLACES]:
+            were = "was" if len(ranks) == 1 else "were"
+            self._output.say(f"{name_ranks(sorted(ranks))} {were} here:", "bold red")
+            self._output.quote(stacks.splitlines())
         return gist
 
     def announce_rank_restart(self, rank: int, ending: Ending, when: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rankwire.backends.tracebacks import folded
 from rankwire.launch.child import Ending
@@ -115,6 +116,21 @@ def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
     while others := [other for other in waits.get(found[-1], ()) if other not in found]:
         found.append(next((other for other in others if not waits.get(other)), others[0]))
     return found
+
+
+def waiting_circle(chain: Sequence[int], certain: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the ranks at the end of a chain that waited for each other; empty if none did.
+
+    Args:
+        chain: Who waited for whom.
+        certain: The ranks that each rank did nothing but wait for. A chain also follows receives
+            that were posted, and calls in the background.
+    """
+    for start, rank in enumerate(chain[:-1]):
+        circle = [*chain[start:], rank]
+        if all(b in certain.get(a, ()) for a, b in pairwise(circle)):
+            return circle[:-1]
+    return []
 
 
 def excerpt(errors: Sequence[str]) -> list[str]:

@@ -231,11 +231,13 @@ class Doing(msgspec.Struct, frozen=True, tag="doing"):
 
     Attributes:
         stacks: Where its threads are in the user's program.
-        waits_for: The ranks that it waits for itself; at most ``MAX_WAITED_FOR``.
+        waits_for: The ranks that it expects messages or replies of; at most ``MAX_WAITED_FOR``.
+        blocked_on: Those of them for whose messages a thread waits; as many at most.
     """
 
     stacks: str
     waits_for: list[int] = []
+    blocked_on: list[int] = []
 
 
 def gone_by(rank: int, fallen: Fallen) -> Gone:
@@ -292,8 +294,12 @@ def _harmless(message: Message) -> Message:
                 waited_for=message.waited_for[:MAX_WAITED_FOR],
             )
         case Doing(stacks):
-            waits_for = message.waits_for[:MAX_WAITED_FOR]
-            return replace(message, stacks=printable(stacks), waits_for=waits_for)
+            return replace(
+                message,
+                stacks=printable(stacks),
+                waits_for=message.waits_for[:MAX_WAITED_FOR],
+                blocked_on=message.blocked_on[:MAX_WAITED_FOR],
+            )
         case Failed(reason):
             return replace(message, reason=one_line(reason, 8 * MAX_REASON))
         case Notice():
