@@ -365,6 +365,17 @@ def test_an_error_that_nobody_has_asked_for_is_logged_once(agents, caplog):
     eventually(lambda: len(logged(caplog)) == 2)
 
 
+def test_an_error_that_is_dealt_with_elsewhere_is_not_logged(agents, caplog):
+    agents[0].rpc_async(1, "fail").disregard()
+    future = agents[0].rpc_async(1, "fail")
+    eventually(future.done)
+    future.disregard()
+    del future
+    agents[0].rpc_async(1, "add", 1)  # logged after the others would have been
+    (text,) = eventually(lambda: logged(caplog))
+    assert "rpc_async 'add'" in text
+
+
 def ask_for_the_result(future):
     with pytest.raises(RemoteError):
         future.result(10)

@@ -1,6 +1,7 @@
 """torch RPC: objects of other workers, their handles, and how long they live."""
 
 import gc
+import logging
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from rpc_ranks import run_workers, worker  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
 from rankwire.errors import InvalidMessageError, OverloadedError, PeerLostError  # noqa: E402
+from rankwire.finalizing import hand_over  # noqa: E402
 from rankwire.torch.rpc.agent_view import current_agent, rref_debug_info  # noqa: E402
 from rankwire.torch.rpc.held import take_news  # noqa: E402
 from rankwire.torch.rpc.owned import (  # noqa: E402
@@ -479,6 +481,44 @@ def test_an_object_that_was_offered_to_a_killed_worker_is_let_go():
         rpc.shutdown(graceful=False)
 
     run_workers(3, check, allow=ALLOW, killed=[2])
+
+
+def weigh(x):
+    return x * torch.ones(3, requires_grad=True)
+
+
+def test_nothing_is_logged_of_calls_to_a_killed_worker_whose_failure_is_known_otherwise():
+    def check(rank):
+        if rank:
+            time.sleep(60)
+        lines = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("rankwire").addHandler(handler)
+        rref = rpc.remote("worker1", Counter)
+        assert rref.rpc_sync().add() == 1
+        unused = rpc.remote("worker1", make_slowly, args=(60,))
+        with rpc.autograd.context() as context_id:
+            x = torch.ones(3, requires_grad=True)
+            y = rpc.rpc_sync("worker1", weigh, args=(x,))
+            os.kill(rpc.rpc_sync("worker1", process), signal.SIGKILL)
+            eventually(lambda: 1 not in current().backend.alive)
+            with pytest.raises(RuntimeError, match="rank 1 is lost"):
+                rpc.autograd.backward(context_id, [y.sum()])
+        late = rpc.remote("worker1", Counter)
+        with pytest.raises(RuntimeError, match="rank 1 is lost"):
+            late.to_here()
+        rpc.remote("worker1", Counter)
+        del rref, unused, late
+        gc.collect()
+        eventually(lambda: current().news.is_quiet)
+        has_logged = threading.Event()
+        hand_over(has_logged.set)
+        assert has_logged.wait(20)
+        rpc.shutdown(graceful=False)
+        return lines
+
+    assert run_workers(2, check, allow=ALLOW, killed=[1])[0] == []
 
 
 def test_a_killed_owner_is_named_at_once():

@@ -47,12 +47,15 @@ class Unheard:
 
     __slots__ = ("error",)
 
-    def __init__(self, error: BaseException) -> None:
-        self.error: BaseException | None = error
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
 
     def __del__(self) -> None:
         if self.error is not None:
             hand_over(_log.error, _UNHEARD, self.error)
+
+
+_DISREGARDED = Unheard(None)
 
 
 class RpcFuture(ShowsPublic, Future[R]):
@@ -209,6 +212,12 @@ class RpcFuture(ShowsPublic, Future[R]):
         # What stands for this future refers to it: without this, only the collector frees both.
         with suppress(ValueError):  # another thread has told it too
             self.__dict__["_on_end"].remove(on_end)
+
+    def disregard(self) -> None:
+        """Do not log its error, which is dealt with elsewhere, if it has or comes to one."""
+        unheard, self._unheard = self._unheard, _DISREGARDED
+        if unheard is not None:
+            unheard.error = None
 
     @property
     def failure(self) -> BaseException | None:

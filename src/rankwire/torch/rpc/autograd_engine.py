@@ -60,8 +60,6 @@ class Engine:
         self._time_limit = time_limit
         self._numbers = itertools.count()
         self._threads: set[threading.Thread] = set()
-        self._told_lock = threading.Lock()
-        self._told: list[Future[Any]] = []  # calls whose results nobody wants
         verbs: tuple[tuple[str, Callable[..., Any]], ...] = (
             (REACH, self._serve_reach),
             (RUN, self._serve_run),
@@ -163,18 +161,14 @@ class Engine:
         return part
 
     def call(self, rank: int, deadline: Deadline, name: str, *args: Any) -> Future[Any]:
-        """Call one of these functions on another rank."""
-        return self._agent.rpc_async(rank, name, *args, timeout=deadline.remaining())
+        """Call one of these functions on another rank, as a part of a pass."""
+        called = self._agent.rpc_async(rank, name, *args, timeout=deadline.remaining())
+        called.disregard()  # the first failure of a pass is raised, and says what the others would
+        return called
 
     def _tell(self, rank: int, name: str, *args: Any) -> None:
-        """Call one of these functions on a rank that may be gone."""
-        # No callbacks: they would have another thread read the replies of this one's next calls.
-        try:
-            told = self._agent.rpc_async(rank, name, *args)
-        except RankwireError:
-            return  # it is gone, and so is what it should have been told of
-        with self._told_lock:
-            self._told = [*(other for other in self._told if not _is_over(other)), told]
+        """Call one of these functions on a rank that may be gone, and what it would end with it."""
+        self._agent.rpc_async(rank, name, *args).disregard()
 
     def fail(self, ranks: Iterable[int], context: int, number: int, reason: str) -> None:
         """Tell ranks that a pass has failed."""
@@ -354,12 +348,3 @@ def _done() -> Future[None]:
     done: Future[None] = Future()
     done.set_result(None)
     return done
-
-
-def _is_over(future: Future[Any]) -> bool:
-    """Tell whether a call has ended; look at how, so that nobody is warned of its failure."""
-    if not future.done():
-        return False
-    if not future.cancelled():
-        future.exception()
-    return True

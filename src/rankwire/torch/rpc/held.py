@@ -23,9 +23,11 @@ from typing import Any
 
 from rankwire.errors import (
     CallCancelledError,
+    ChannelClosedError,
     DeadlineExceededError,
     InvalidMessageError,
     OverloadedError,
+    PeerLostError,
     RemoteError,
 )
 from rankwire.rpc.agent import RpcAgent
@@ -41,6 +43,7 @@ _RELEASED, _PASSED_ON, _NOT_MADE = 0, 1, 2
 News = tuple[int, int, int, int, int, int]
 _STOP = -1
 
+_GONE = (PeerLostError, ChannelClosedError)
 # With these a call may end that has not begun. If it has, the owner takes no notice.
 _REFUSALS = (InvalidMessageError, OverloadedError, DeadlineExceededError, CallCancelledError)
 
@@ -91,14 +94,16 @@ class HandleNews:
         """Tell the owner if the call that makes an object ends before it begins.
 
         Others may wait for that object there. If the call has begun, the owner knows what became of
-        it.
+        it. If the owner is gone, each use of the handle says so, and nothing is logged.
         """
-        creation.when_ended(partial(self._tell_if_refused, owner, id, [True]))
+        creation.when_ended(partial(self._making_ended, owner, id, [True]))
 
-    def _tell_if_refused(
+    def _making_ended(
         self, owner: int, id: ObjectId, untold: list[bool], creation: RpcFuture[Any]
     ) -> None:
-        if isinstance(creation.failure, _REFUSALS):
+        if isinstance(creation.failure, _GONE):
+            creation.disregard()
+        elif isinstance(creation.failure, _REFUSALS):
             with suppress(IndexError):  # told before
                 untold.pop()
                 self._not_made(owner, id)
