@@ -231,7 +231,11 @@ LIBRARIES = {
     """,
 }
 OPTIONS = {
-    "torch_geometric": 'allow=["torch_geometric.distributed"]',
+    "torch_geometric": """allow=[
+        "torch_geometric.distributed",
+        "torch_geometric.distributed.rpc:_rpc_async_call",
+        "torch_geometric.distributed.rpc:_rpc_sync_call",
+    ]""",
     "torchrl": "pickle=True",
 }
 

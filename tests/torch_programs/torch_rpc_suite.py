@@ -21,9 +21,23 @@ torch.jit._state.disable()
 if KIND != "stock":
     import rankwire.torch.rpc
 
-    # Where their functions are, as a user would say for a library.
+    # Where their functions are, as a user would say for a library; and one by one, those that a
+    # module does not open: private ones at its top, and one of torch that is not in the table.
+    HERE = "torch.testing._internal.distributed.rpc"
+    AUTOGRAD = (
+        "check_rpc_done",
+        "compare_owner_value",
+        "run_trainer",
+        "set_rpc_done",
+        "torch_ones",
+    )
     rankwire.torch.rpc.install(
-        allow=["torch.testing._internal.distributed.rpc", "torch.testing._internal.dist_utils"],
+        allow=[
+            *(HERE, "torch.testing._internal.dist_utils", torch.linalg.multi_dot),
+            *(f"{HERE}.dist_autograd_test:_{name}" for name in AUTOGRAD),
+            *(f"{HERE}.rpc_test:{name}" for name in ("_call_method_on_rref", "_increment_count")),
+            *(f"{HERE}.rpc_test:_reset_count", f"{HERE}.dist_optimizer_test:_call_method"),
+        ],
         pickle=KIND == "pickle",
     )
 

@@ -140,7 +140,11 @@ def _strided(dense: torch.Tensor, strides: list[Any]) -> torch.Tensor:
         raise InvalidMessageError("malformed strides of a tensor")
     if not _may_have_strides(dense.shape, strides):
         raise InvalidMessageError("a tensor with gaps that are too large, or that overlaps itself")
-    return torch.empty_strided(dense.shape, strides, dtype=dense.dtype).copy_(dense)
+    # Zeros in the gaps: as_strided() would show what the memory held before.
+    reach = 1 + sum(
+        stride * (extent - 1) for stride, extent in zip(strides, dense.shape, strict=True)
+    )
+    return dense.new_zeros(reach).as_strided(dense.shape, strides).copy_(dense)
 
 
 def _may_have_strides(shape: Any, strides: Any) -> bool:

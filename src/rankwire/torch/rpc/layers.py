@@ -1,99 +1,152 @@
-"""Layers: which of torch's own layers any rank may have another make, and how they are made.
+"""Layers: modules of torch that another rank may have made here, and those that it may run.
 
-torch's documentation asks for ``RemoteModule("worker1/cpu", nn.Linear, args=(20, 30))``, so a
-layer can be made by its name without being of the program. Only made: its class methods are no part
-of this, and what can be called on it afterwards is for ``methods`` to say.
+Making a layer from another rank's numbers follows the rule of ``listed_functions``: whatever the
+arguments are, neither making it nor running it ends the process, shows memory, or makes more than
+``bounds.ResultLimits``. Few layers are made that way, for a ``RemoteModule``. More of them can be
+run, because a function of the program has made them. A ``Sequential`` can be run if all that it
+holds can.
 
-A layer is a module that ``torch.nn`` exports under its own name and ``torch.nn.modules`` defines,
-and that only computes. Left out are those that
-
-- hold other modules or things by names that they are given: with a ``ParameterDict`` a peer would
-  set any attribute of it, its class and hooks among them;
-- make their parameters when they are first run, out of memory as it was left;
-- talk to a process group, and so into the collectives of the program;
-- use memory of their own in Python while they run, which is not looked at here.
-
-In some versions of torch even a layer that is here leaves parameters as the memory was if it is
-made of nothing (``Conv1d(0, 9, 1)``), so the memory for them is cleared. A function as an argument
-is one that the naming rule has let through; a class is refused, since ``torch.Tensor(9)`` is memory
-as it was left.
+A layer is made on memory that is cleared, and counted: what a class of the program does with
+``torch.empty`` in such a constructor shows nothing.
 
 Pure: it knows no rank and no wire. Safe from any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-_DEFINED_IN = "torch.nn.modules."
-_HOLDERS = ("torch.nn.modules.container", "torch.nn.modules.module")
-_LEFT_OUT = frozenset(
-    (
-        *("TransformerDecoder", "TransformerEncoder"),  # of a layer that is given
-        "SyncBatchNorm",  # talks to a process group
-        "LinearCrossEntropyLoss",  # has memory of its own
-    )
+from rankwire.torch.rpc.bounds import (
+    Args,
+    Kwargs,
+    ResultLimits,
+    broadcast,
+    check_elements,
+    check_work,
+    tensors_in,
 )
-_ALLOCATING = frozenset((torch.empty, torch.empty_like, torch.empty_permuted, torch.empty_strided))
+
+_Bound = Callable[[Any, Args], tuple[float, float]]  # elements and multiplications at most
+
+
+def _rows(x: torch.Tensor) -> int:
+    return math.prod(max(1, extent) for extent in x.shape[:-1])
+
+
+def _linear(layer: Any, args: Args) -> tuple[float, float]:
+    elements = _rows(args[0]) * layer.out_features
+    return elements, elements * layer.in_features
+
+
+def _embedding(layer: Any, args: Args) -> tuple[float, float]:
+    return args[0].numel() * layer.embedding_dim, 0
+
+
+def _recurrent(layer: Any, args: Args) -> tuple[float, float]:
+    # Four gates of each layer and direction.
+    elements = _rows(args[0]) * 4 * layer.hidden_size * layer.num_layers * 2
+    return elements, elements * (layer.input_size + layer.hidden_size)
+
+
+def _same(layer: Any, args: Args) -> tuple[float, float]:
+    return 0, 0
+
+
+# fmt: off
+# Neither EmbeddingBag nor GroupNorm: with hostile inputs they end the process.
+_MADE: dict[_Bound, tuple[str, ...]] = {
+    _linear: ("Linear",),
+    _embedding: ("Embedding",),
+    _recurrent: ("GRU", "LSTM", "RNN"),
+    _same: (
+        "Dropout", "Flatten", "GELU", "Identity", "LayerNorm", "ReLU", "Sigmoid", "Softmax", "Tanh",
+    ),
+}
+_RUN = (
+    "AvgPool1d", "AvgPool2d", "BatchNorm1d", "BatchNorm2d", "Conv1d", "Conv2d", "CrossEntropyLoss",
+    "ELU", "LeakyReLU", "LogSoftmax", "MSELoss", "MaxPool1d", "MaxPool2d", "NLLLoss", "SiLU",
+    "Softplus",
+)
+# fmt: on
+_UNINITIALIZED = (torch.empty, torch.empty_like, torch.empty_permuted, torch.empty_strided)
+_ALLOCATING = frozenset((*_UNINITIALIZED, torch.full, torch.ones, torch.zeros))
 
 
 @cache
 def layers() -> dict[str, type]:
-    """Return them by the names under which they travel."""
-    return {
-        f"{found.__module__}:{name}": found
-        for name, found in vars(nn).items()
-        if isinstance(found, type) and _is_harmless(name, found)
-    }
-
-
-def _is_harmless(name: str, cls: type) -> bool:
-    return (
-        issubclass(cls, nn.Module)
-        and not issubclass(cls, LazyModuleMixin)
-        and cls.__module__.startswith(_DEFINED_IN)
-        and cls.__module__ not in _HOLDERS
-        and cls.__qualname__ == name
-        and not name.startswith("_")
-        and name not in _LEFT_OUT
-    )
+    """Return the classes that can be made, by the names under which they travel."""
+    found = (getattr(nn, name) for names in _MADE.values() for name in names)
+    return {f"{layer.__module__}:{layer.__name__}": layer for layer in found}
 
 
 @cache
-def _ids() -> frozenset[int]:
-    return frozenset(id(layer) for layer in layers().values())
+def _bounds() -> dict[int, _Bound]:
+    made = {id(getattr(nn, name)): bound for bound, names in _MADE.items() for name in names}
+    return made | {id(getattr(nn, name)): _same for name in _RUN}
+
+
+@cache
+def _made() -> frozenset[int]:
+    return frozenset(map(id, layers().values()))
 
 
 def is_layer(target: object) -> bool:
-    """Tell whether something is the class of such a layer."""
-    return id(target) in _ids()  # and no metaclass of anyone's is asked
+    """Tell whether something is the class of a layer that another rank may have made."""
+    return id(target) in _made()  # and no metaclass of anyone's is asked
+
+
+def is_run(target: object) -> bool:
+    """Tell whether something is the class of a layer that another rank may run."""
+    return id(target) in _bounds()
 
 
 def make_layer(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Make a layer for another rank.
 
     Raises:
-        TypeError: A class is among the arguments.
+        TypeError: An argument is not a number, text, dtype or tensor.
+        ValueError: The layer would be too large.
     """
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, type):
-            raise TypeError(
-                f"{layer.__name__} takes no class ({value.__name__}) from another rank: call a "
-                "function of the program that makes it"
-            )
+    for name in kwargs:
+        if name.startswith("_") or name == "device":
+            raise TypeError(f"a layer is made for another rank without {name!r}")
+    numbers = [value for value in (*args, *kwargs.values()) if type(value) is not str]
+    tensors_in(numbers, {})
     with _Cleared():
         return layer(*args, **kwargs)
 
 
+def check_run(module: Any, args: Args, kwargs: Kwargs) -> None:
+    """Check the arguments with which another rank runs a layer, or a container of layers.
+
+    Raises:
+        TypeError: They are not tensors, or not for a layer.
+        ValueError: The result would be too large.
+    """
+    if kwargs or not args or not isinstance(args[0], torch.Tensor):
+        raise TypeError("a layer takes a tensor, and no named arguments, from another rank")
+    given = tensors_in(args, {})
+    broadcast(given, {})
+    bound = next((_bounds()[id(cls)] for cls in type(module).__mro__ if is_run(cls)), None)
+    if bound is not None:
+        elements, work = bound(module, args)
+        check_elements(elements, given)
+        check_work(work)
+
+
 class _Cleared(TorchFunctionMode):  # type: ignore[misc]
-    """While it is entered, the tensors that this thread's code asks torch for are zero."""
+    """While it is entered, the tensors that this thread's code asks torch for are few, and zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = ResultLimits.elements
 
     def __torch_function__(
         self,
@@ -102,5 +155,15 @@ class _Cleared(TorchFunctionMode):  # type: ignore[misc]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made.zero_() if func in _ALLOCATING else made
+        if func not in _ALLOCATING:
+            return func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        size = func(*args, **{**named, "device": "meta"})
+        self._left -= max(ResultLimits.allocation, size.numel())
+        if self._left < 0:
+            raise ValueError(
+                f"a layer for another rank has at most {ResultLimits.elements} elements: call a "
+                "function of the program that makes it"
+            )
+        made = func(*args, **named)
+        return made.zero_() if func in _UNINITIALIZED else made

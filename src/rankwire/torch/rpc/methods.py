@@ -2,57 +2,96 @@
 
 Sharing an object is not sharing all that its class can do: an array can write itself to a file, a
 path can delete what it names. So a method can be called if the class that defines it is one that
-the naming rule lets others reach, and else only if it is in a list: torch's operators on tensors,
-the usual methods of modules and optimizers, and those of Python's own containers and texts that
-compute. The name is public, or one of a few with underscores, and the method is found in the
-class, not in the object: nothing that was merely stored there is called. In worlds with pickle, in
-which every rank can run what it likes on every other, every method can be called, as with torch.
+the naming rule lets others reach, and else only if it is in one of the tables here, which follow
+the rule of ``listed_functions``: of tensors, of modules and optimizers of torch, and of Python's
+own containers and texts. With ``allow="decorated"`` the tables do not count. The name is public, or
+one of a few with underscores, and the method is found in the class, not in the object: nothing that
+was merely stored there is called. In worlds with pickle, in which every rank can run what it likes
+on every other, every method can be called, as with torch.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from rankwire.torch.rpc import bounds
+from rankwire.torch.rpc.bounds import Args, Check, Kwargs
+from rankwire.torch.rpc.layers import check_run, is_run
+from rankwire.torch.rpc.listed_functions import torch_checks
 from rankwire.torch.rpc.naming import NameRefusedError, NamingRule
-from rankwire.torch.rpc.pure_functions import operator_names
 
-_CONTAINER_DUNDERS = frozenset(
-    ("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__next__", "__setitem__")
-)
-_DUNDERS = _CONTAINER_DUNDERS | {"__call__"}
-
-_VALUES = (list, dict, set, frozenset, tuple, str, bytes, bytearray, bool, int, float, complex)
-# A format can walk from its arguments to whatever they refer to.
-_NOT_OF_VALUES = frozenset(("format", "format_map"))
-
-_OF_TENSORS = frozenset(
+_DUNDERS = frozenset(
     (
-        *("T", "backward", "bernoulli_", "bfloat16", "bool", "byte", "char", "coalesce", "copy_"),
-        *("contiguous", "cpu", "dense_dim", "dim", "double", "element_size", "expand", "expand_as"),
-        *("exponential_", "float", "half", "indices", "int", "is_coalesced", "is_contiguous"),
-        *("item", "long", "ndimension", "nelement", "new_full", "new_ones", "new_tensor"),
-        *("new_zeros", "normal_", "random_", "repeat", "requires_grad_", "reshape_as", "short"),
-        *("size", "sparse_dim", "squeeze_", "storage_offset", "stride", "t_", "to", "to_dense"),
-        *("to_sparse", "tolist", "transpose_", "type_as", "uniform_", "unfold", "unique"),
-        *("unsqueeze_", "values", "view", "view_as", *_CONTAINER_DUNDERS),
+        *("__call__", "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__"),
+        *("__next__", "__setitem__"),
     )
 )
-_OF_MODULES = frozenset(
-    (
-        *("__call__", "bfloat16", "buffers", "children", "cpu", "double", "eval", "extra_repr"),
-        *("float", "forward", "half", "load_state_dict", "modules", "named_buffers"),
-        *("named_children", "named_modules", "named_parameters", "parameters", "requires_grad_"),
-        *("state_dict", "to", "train", "zero_grad"),
-    )
-)
-_OF_OPTIMIZERS = frozenset(
-    ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
-)
+
+
+def _any(args: Args, kwargs: Kwargs) -> None:
+    """Check nothing: the method keeps what it is given, or looks at it once."""
+
+
+def _nothing(args: Args, kwargs: Kwargs) -> None:
+    if len(args) > 1 or kwargs:
+        raise TypeError("from another rank this method takes no arguments")
+
+
+# fmt: off
+_OF_CONTAINERS: dict[type, dict[Check, tuple[str, ...]]] = {
+    list: {
+        _any: (
+            "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__", "append", "clear",
+            "copy", "insert", "pop", "reverse",
+        ),
+        bounds.same_kind(list, tuple): ("extend",),
+        bounds.plain: ("__contains__", "count", "index", "remove"),
+    },
+    tuple: {
+        _any: ("__getitem__", "__iter__", "__len__"),
+        bounds.plain: ("__contains__", "count", "index"),
+    },
+    dict: {
+        _any: (
+            "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__",
+            "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "values",
+        ),
+        bounds.same_kind(dict): ("update",),
+    },
+    set: {
+        _any: (
+            "__contains__", "__iter__", "__len__", "add", "clear", "copy", "discard", "pop",
+            "remove",
+        ),
+    },
+}
+# The functions of torch's table that tensors have as methods, and these. Nothing that changes the
+# sizes or the memory of a tensor (resize_, set_, t_, a sparse add_): another thread may be reading
+# it. Not indices(), which would let others write into what a sparse tensor relies on.
+_OF_TENSORS: dict[Check, tuple[str, ...]] = {
+    bounds.broadcast_sparse: ("clone", "coalesce", "detach", "dim", "is_coalesced", "size", "sum"),
+    bounds.dense: ("to_dense",),
+    bounds.broadcast: (
+        "add_", "bool", "contiguous", "copy_", "div_", "double", "fill_", "float", "half", "int",
+        "is_contiguous", "item", "long", "mul_", "normal_", "requires_grad_", "stride", "sub_",
+        "to", "uniform_", "view", "zero_",
+    ),
+    bounds.listed: ("tolist",),
+}
+_OF_MODULES = frozenset((
+    "buffers", "children", "eval", "load_state_dict", "modules", "named_buffers", "named_children",
+    "named_modules", "named_parameters", "parameters", "requires_grad_", "state_dict", "train",
+    "zero_grad",
+))
+# Not load_state_dict and add_param_group: the kernels that update parameters at once ("fused") do
+# not look at the sizes of what they are given.
+_OF_OPTIMIZERS = frozenset(("state_dict", "step", "zero_grad"))
+# fmt: on
 
 
 def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any]:
@@ -67,27 +106,43 @@ def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any
     if name.startswith("_") and name not in _DUNDERS:
         raise NameRefusedError(f"the method {name!r} is private")
     cls = type(value)
+    # What calling a module runs is its forward, so it is as callable as that.
+    sought = "forward" if name == "__call__" and isinstance(value, torch.nn.Module) else name
+    owner, raw = _defined(cls, sought)
+    if name in getattr(value, "__dict__", ()):
+        raise NameRefusedError(f"the method {name!r} is covered by an attribute of the object")
+    if rule.allows_methods_of(owner) and _is_defined_by(rule, owner, sought, raw):
+        check: Check | None = None
+    else:
+        check = None if rule.is_strict else _check_of(rule, value, owner, sought)
+        if check is None:
+            raise NameRefusedError(
+                f"the method {name!r} of {owner.__module__}.{owner.__qualname__} is refused: its "
+                "class is not one of the program's, and the method is not in the table of those "
+                "that are safe with any arguments. Call a function of the program. To allow it on "
+                "purpose, decorate the class with @rankwire.torch.rpc.exposed, or name its module: "
+                f"init_rpc(..., allow=[{owner.__module__!r}])"
+            )
+    bound = (raw if sought == name else _defined(cls, name)[1]).__get__(value, cls)
+    if not callable(bound):
+        raise NameRefusedError(f"{name!r} is no method")
+    return bound if check is None else partial(_checked, check, value, bound)
+
+
+def _checked(
+    check: Check, value: Any, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    check((value, *args), kwargs)
+    return method(*args, **kwargs)
+
+
+def _defined(cls: type, name: str) -> tuple[type, Any]:
+    """Return the class that defines a method of a class, and what it has there."""
     for owner in type.__dict__["__mro__"].__get__(cls):
         raw = vars(owner).get(name)
         if raw is not None:
-            break
-    else:
-        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
-    if not _is_listed(owner, name) and not (
-        rule.allows_methods_of(owner) and _is_defined_by(rule, owner, name, raw)
-    ):
-        raise NameRefusedError(
-            f"the method {name!r} of {owner.__module__}.{owner.__qualname__} is refused: its class "
-            "is not one of the program's. To allow it on purpose, decorate the class with "
-            "@rankwire.torch.rpc.exposed, or name its module: init_rpc(..., "
-            f"allow=[{owner.__module__!r}])"
-        )
-    if name in getattr(value, "__dict__", ()):
-        raise NameRefusedError(f"the method {name!r} is covered by an attribute of the object")
-    bound = raw.__get__(value, cls)
-    if not callable(bound):
-        raise NameRefusedError(f"{name!r} is no method")
-    return bound  # type: ignore[no-any-return]
+            return owner, raw
+    raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
 
 
 def _any_method(value: object, name: str) -> Callable[..., Any]:
@@ -111,21 +166,59 @@ def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
     return isinstance(plain, types.MethodDescriptorType | types.WrapperDescriptorType)
 
 
-def _is_listed(owner: type, name: str) -> bool:
-    """Tell whether a method of a class that is not the program's is known to be harmless."""
-    module = owner.__module__
-    if owner in _VALUES:
-        return name not in _NOT_OF_VALUES and (name in _CONTAINER_DUNDERS or name[0] != "_")
+def _check_of(rule: NamingRule, value: Any, owner: type, name: str) -> Check | None:
+    """Return the check of a method that is in a table; None if it is in none."""
+    if owner in _OF_CONTAINERS:
+        return _container_checks()[owner].get(name)
     if owner in (torch.Tensor, torch._C.TensorBase, torch.nn.Parameter):
-        return name in _tensor_methods()
-    if issubclass(owner, torch.nn.Module):
-        return name in _OF_MODULES and module.startswith("torch.nn.modules.")
-    if issubclass(owner, torch.optim.Optimizer):
-        return name in _OF_OPTIMIZERS and module.startswith("torch.optim.")
-    return False
+        return tensor_checks().get(name)
+    if issubclass(owner, torch.nn.Module) and owner.__module__.startswith("torch.nn.modules."):
+        if name == "forward":
+            return _check_forward if _is_runnable(rule, value) else None
+        return _check_of_module if name in _OF_MODULES else None
+    if issubclass(owner, torch.optim.Optimizer) and owner.__module__.startswith("torch.optim."):
+        return _nothing if name in _OF_OPTIMIZERS else None
+    return None
+
+
+def _is_runnable(rule: NamingRule, module: torch.nn.Module) -> bool:
+    """Tell whether others may run a module: a layer, one of the program's, or a chain of these."""
+    cls = type(module)
+    if cls is torch.nn.Sequential:
+        return all(_is_runnable(rule, child) for child in module.children())
+    owner, _ = _defined(cls, "forward")
+    known = (base for base in cls.__mro__ if is_run(base))
+    return rule.allows_methods_of(owner) or any(
+        _defined(base, "forward")[0] is owner for base in known
+    )
+
+
+def _check_forward(args: Args, kwargs: Kwargs) -> None:
+    check_run(args[0], args[1:], kwargs)
+
+
+def _check_of_module(args: Args, kwargs: Kwargs) -> None:
+    """Check the arguments of a method that all modules have: never a tensor to take as its own."""
+    if "assign" in kwargs or len(args) > 3:
+        raise TypeError("from another rank, load_state_dict() copies into the parameters")
 
 
 @cache
-def _tensor_methods() -> frozenset[str]:
-    names = {name for name in dir(torch.Tensor) if name.removesuffix("_") in operator_names()}
-    return _OF_TENSORS | {name for name in names if name[0] != "_"}
+def _container_checks() -> dict[type, dict[str, Check]]:
+    return {
+        cls: {name: _of_rest(check) for check, names in table.items() for name in names}
+        for cls, table in _OF_CONTAINERS.items()
+    }
+
+
+def _of_rest(check: Check) -> Check:
+    """Return a check of a method's arguments, without the object that it is of."""
+    return lambda args, kwargs: check(args[1:], kwargs)
+
+
+@cache
+def tensor_checks() -> dict[str, Check]:
+    """Return the methods of tensors that others can call, and the checks of their arguments."""
+    methods = {name: check for name, check in torch_checks().items() if hasattr(torch.Tensor, name)}
+    own = {name: check for check, names in _OF_TENSORS.items() for name in names}
+    return {**methods, **own}

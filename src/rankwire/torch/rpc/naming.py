@@ -6,11 +6,14 @@ torch sends functions as pickles, and a pickle can name anything. Here a functio
 1. It is looked up in modules that are imported already. Nothing is imported on request.
 2. The module is ``__main__``, of the same package, a file beside it, or one that was allowed by
    name. With ``allow="decorated"`` the module does not matter: only what is exposed is found.
-3. Each further step goes through a class that was defined there, along names without a leading
-   underscore. What is found says itself that it is of that module and of that name, so that what a
-   module has imported, or calls by another name, is not found in it.
-4. Some pure functions are everybody's (``pure_functions``), and so are torch's layers (``layers``):
-   these very classes, and nothing in them. With ``allow="decorated"`` layers are not.
+3. Each further step goes through a class that was defined there. What is found says itself that it
+   is of that module and of that name, so that what a module has imported, or calls by another name,
+   is not found in it.
+4. No name on the way has a leading underscore, unless the function is exposed or allowed by itself.
+5. Making an object of a class runs code of the program alone: its constructor is not one that it
+   inherits from a library, such as that of ``subprocess.Popen``.
+6. Some functions of torch and Python (``listed_functions``) and layers of torch (``layers``) are
+   found besides: these very ones, and nothing in them. With ``allow="decorated"`` they are not.
 
 Names are looked up in dictionaries of modules and classes, never by ``getattr``: no property, no
 ``__getattr__`` of a module and no metaclass of anyone's runs. Pure: it knows no rank and no wire.
@@ -19,6 +22,7 @@ Safe from any thread.
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import types
@@ -26,10 +30,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.torch.rpc.exposing import is_exposed
-from rankwire.torch.rpc.layers import layers
-from rankwire.torch.rpc.pure_functions import names_of_pure_functions, pure_functions
+from rankwire.torch.rpc.layers import is_layer, layers
+from rankwire.torch.rpc.listed_functions import check_of, listed_functions, names_of_listed
 
 MAIN = "__main__"
 DECORATED = "decorated"
@@ -42,9 +48,13 @@ _NO_PROGRAMS = frozenset((*sys.stdlib_module_names, "numpy", "pytest", "rankwire
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper)
 _HOW_TO_ALLOW = (
-    "To allow it on purpose, decorate it with @rankwire.torch.rpc.exposed, or name its module: "
-    "init_rpc(..., allow=[{module!r}])"
+    "To allow it on purpose, decorate it with @rankwire.torch.rpc.exposed, or name it: "
+    "init_rpc(..., allow=[{allowed!r}])"
 )
+# Their constructors do nothing with what they are given.
+_CONSTRUCTORS = (object, type, torch.nn.Module, enum.Enum, enum.EnumMeta)
+# Their __init__ uses the arguments, their __new__ does not.
+_IDLE_NEW = (dict, list, set)
 
 
 class NameRefusedError(RankwireError, PermissionError):
@@ -75,14 +85,15 @@ class NamingRule:
 
     Attributes:
         anything: As given.
+        is_strict: Whether only what is exposed is found.
     """
 
     def __init__(self, allow: Iterable[Any] | str = (), *, anything: bool = False) -> None:
-        self._is_strict = allow == DECORATED
+        self.is_strict = allow == DECORATED
         self.anything = anything
-        if isinstance(allow, str) and not self._is_strict:
+        if isinstance(allow, str) and not self.is_strict:
             raise ConfigurationError(f'allow is a list of modules, or "decorated", not {allow!r}')
-        entries = () if self._is_strict else [_entry(entry) for entry in allow]
+        entries = () if self.is_strict else [_entry(entry) for entry in allow]
         self._modules = frozenset(entry for entry in entries if ":" not in entry)
         self._single = frozenset(entry for entry in entries if ":" in entry)
         self._known: dict[str, _Known] = {}
@@ -96,12 +107,11 @@ class NamingRule:
         known = self._known.get(name)
         if known is not None and all(place.get(key) is found for place, key, found in known.steps):
             return known.target
-        function = pure_functions().get(name)
-        if function is not None:
-            return function
-        layer = None if self._is_strict else layers().get(name)
-        if layer is not None:
-            return layer
+        if not self.is_strict:
+            listed = listed_functions().get(name)
+            found = layers().get(name) if listed is None else listed.function
+            if found is not None:
+                return found
         known = self._look_up(name)
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
@@ -145,7 +155,7 @@ class NamingRule:
         owner: type | None = None
         steps = []
         for depth, key in enumerate(path):
-            self._check_key(name, key, is_member=depth > 0)
+            self._check_key(name, key)
             owner_of_key, raw = _member(place, owner, key)
             if raw is None:
                 raise NameRefusedError(
@@ -162,15 +172,13 @@ class NamingRule:
         self._check_target(name, target, owner, module_name)
         return _Known(tuple(steps), target)
 
-    def _check_key(self, name: str, key: str, *, is_member: bool) -> None:
+    def _check_key(self, name: str, key: str) -> None:
         if not key.isidentifier():
             raise NameRefusedError(
                 f"{name!r} is no name of a function: it must be at the top of a module or class"
             )
-        if self.anything:
-            return
-        if key.startswith("__" if not is_member else "_"):
-            raise NameRefusedError(f"{name!r} is private: {key!r} begins with an underscore")
+        if key.startswith("__") and not self.anything:
+            raise NameRefusedError(f"{name!r} is private: {key!r} begins with two underscores")
 
     def _check_origin(
         self, name: str, target: Any, module_name: str, owner: type | None, key: str
@@ -183,7 +191,7 @@ class NamingRule:
             raise self._refusal(name, f"{key!r} is neither a function nor a class", module_name)
         module = module_name if owner is None else _canonical(owner.__module__)
         qualname = key if owner is None else f"{owner.__qualname__}.{key}"
-        own = _canonical(_own(plain, "__module__")), _own(plain, "__qualname__")
+        own = _canonical(_own(plain, "__module__")), _qualname(plain)
         if own != (module, qualname):
             raise self._refusal(
                 name, f"it is {own[0]}:{own[1]}, which was not defined there", module_name
@@ -195,18 +203,38 @@ class NamingRule:
                 raise NameRefusedError(f"{name!r} is no function")
             return
         plain = target.__func__ if isinstance(target, types.MethodType) else target
-        if name in self._single or is_exposed(plain) or (owner is not None and is_exposed(owner)):
+        if name in self._single or is_exposed(plain):
             return
-        if self._is_strict:
+        private = [key for key in name.partition(":")[2].split(".") if key.startswith("_")]
+        if private:
+            raise self._refusal(name, f"{private[0]!r} begins with an underscore", None)
+        if owner is not None and is_exposed(owner):
+            return
+        if self.is_strict:
             raise self._refusal(name, 'it is not exposed, and allow="decorated"', module_name)
         places = {module_name, _canonical(_own(plain, "__module__"))}
         for module in sorted(place for place in places if place is not None):
             if not self._is_open(module):
                 raise self._refusal(name, f"module {module!r} is not one of the program's", module)
+        if isinstance(target, type):
+            self._check_constructor(name, target)
+
+    def _check_constructor(self, name: str, cls: type) -> None:
+        """See that making an object of a class runs no constructor of a library."""
+        harmless = () if issubclass(cls, type) else _CONSTRUCTORS  # a metaclass makes classes
+        for owner in constructors_of(cls):
+            is_known = owner in harmless or is_layer(owner) or check_of(owner) is not None
+            if not is_known and not _is_error(owner) and not self.allows_methods_of(owner):
+                raise self._refusal(
+                    name,
+                    f"its constructor is that of {owner.__module__}.{owner.__qualname__}, which is "
+                    "not one of the program's",
+                    None,
+                )
 
     def _is_open(self, module_name: str | None) -> bool:
         """Tell whether what a module defines can be reached."""
-        if module_name is None or self._is_strict:
+        if module_name is None or self.is_strict:
             return False
         if module_name == MAIN:
             return True
@@ -216,9 +244,13 @@ class NamingRule:
         return _is_of_program(module_name)
 
     @staticmethod
-    def _refusal(name: str, why: str, module: str) -> NameRefusedError:
+    def _refusal(name: str, why: str, module: str | None) -> NameRefusedError:
+        """Return an error that says how to allow a name: with its module, or by itself."""
+        if module is not None and module.partition(".")[0] == "torch":
+            why += ", and it is not in the table of torch's functions that other ranks may call"
+            module = None
         return NameRefusedError(
-            f"{name!r} is refused: {why}. {_HOW_TO_ALLOW.format(module=module)}"
+            f"{name!r} is refused: {why}. {_HOW_TO_ALLOW.format(allowed=module or name)}"
         )
 
 
@@ -229,11 +261,11 @@ def name_of(function: Any) -> str:
         NameRefusedError: It has none by which another rank could find it.
     """
     try:
-        pure = names_of_pure_functions().get(function)
+        listed = names_of_listed().get(function)
     except TypeError:  # it has no hash
-        pure = None
-    if pure is not None:
-        return pure
+        listed = None
+    if listed is not None:
+        return listed
     if isinstance(function, types.MethodType) and isinstance(function.__self__, type):
         owner = function.__self__
         return f"{_canonical(owner.__module__)}:{owner.__qualname__}.{function.__name__}"
@@ -242,7 +274,7 @@ def name_of(function: Any) -> str:
             f"{function!r} has no name by which another rank could find it: send a function or "
             "class at the top of a module, and what it works on as an argument"
         )
-    module, qualname = _canonical(_own(function, "__module__")), _own(function, "__qualname__")
+    module, qualname = _canonical(_own(function, "__module__")), _qualname(function)
     if module is None or qualname is None or not _is_path(qualname):
         raise NameRefusedError(
             f"{module}:{qualname} has no name by which another rank could find it: move it to the "
@@ -268,6 +300,19 @@ def _is_another(module: str, qualname: str, function: Any) -> bool:
         owner, place = found, None
     plain = found.__func__ if isinstance(found, types.MethodType) else found
     return isinstance(plain, types.FunctionType) and plain is not function
+
+
+def constructors_of(cls: type) -> list[type]:
+    """Return the classes that define what runs when an object of a class is made."""
+    found = [_member({}, cls, key)[0] for key in ("__new__", "__init__")]
+    found.append(_member({}, type(cls), "__call__")[0])
+    if found[0] in _IDLE_NEW:
+        del found[0]
+    return [owner for owner in found if owner is not None]
+
+
+def _is_error(cls: type) -> bool:
+    return cls.__module__ == "builtins" and issubclass(cls, BaseException)
 
 
 def _entry(entry: Any) -> str:
@@ -306,6 +351,12 @@ def _unwrapped(raw: Any, owner: type | None) -> Any:
     if isinstance(raw, classmethod) and owner is not None:
         return types.MethodType(raw.__func__, owner)
     return raw
+
+
+def _qualname(target: Any) -> str | None:
+    """Return where something was defined in its module: for torch's operators, at its top."""
+    qualname = _own(target, "__qualname__")
+    return qualname and qualname.removeprefix("_VariableFunctionsClass.")
 
 
 def _own(target: Any, attribute: str) -> str | None:

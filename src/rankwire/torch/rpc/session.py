@@ -11,7 +11,6 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from rankwire.backends.base import Backend
@@ -26,8 +25,8 @@ from rankwire.torch.rpc import autograd
 from rankwire.torch.rpc.attendant import Attendant
 from rankwire.torch.rpc.autograd_contexts import CONTEXT
 from rankwire.torch.rpc.functions import answer_later, is_async
+from rankwire.torch.rpc.guarding import guarded
 from rankwire.torch.rpc.held import HandleNews
-from rankwire.torch.rpc.layers import is_layer, make_layer
 from rankwire.torch.rpc.meetings import Meetings
 from rankwire.torch.rpc.naming import NameRefusedError, NamingRule, name_of
 from rankwire.torch.rpc.object_server import ObjectServer
@@ -203,10 +202,10 @@ class Session:
             raise FunctionNotFoundError(name, reason=error.message) from error
 
     def servable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a server runs for a function: that, or what makes or waits for its result."""
-        if is_layer(function):
-            return partial(make_layer, function)
-        return answer_later(function) if is_async(function) else function
+        """Return what a server runs for a function: that, or what guards it or waits for it."""
+        if is_async(function):
+            return answer_later(function)
+        return function if self.rule.anything else guarded(function)
 
     def _apply(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a function that came as a name, or as a pickle, with arguments of any name."""

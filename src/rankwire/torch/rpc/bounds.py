@@ -1,0 +1,283 @@
+"""Bounds: what the arguments of a call by name may be, and how large its result may become.
+
+A function of torch that is called by name gets arguments that another rank chose. Each check here
+looks at these arguments before torch does. It raises ``TypeError`` for an argument that is not a
+number, a dtype or a dense tensor of the CPU, and ``ValueError`` if the result would have too many
+elements.
+
+Pure: it knows no rank and no wire. Safe from any thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType
+from typing import Any
+
+import torch
+
+from rankwire.codec.tensors import CODES
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+Check = Callable[[Args, Kwargs], None]
+
+
+class ResultLimits:
+    """How much one call by name may make; tests lower them.
+
+    Attributes:
+        elements: Of a result: 1 GiB of float64, which is what fits in a message.
+        work: Multiplications of a matrix product: minutes of one core at most.
+        pieces: Tensors or numbers of a result that is a list; the interpreter is held for each.
+        allocation: Elements that each allocation of a new layer counts for at least.
+        bits: Of an int that an operator of Python is given.
+    """
+
+    elements = 1 << 27
+    work = 1 << 38
+    pieces = 1 << 16
+    allocation = 1 << 15
+    bits = 1 << 16
+
+
+# Not float8: hardly any function computes with it.
+_DTYPES = frozenset(getattr(torch, name) for name in CODES if not name.startswith("float8"))
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS = (bool, int, float, complex)
+_SCALARS = frozenset((NoneType, *_NUMBERS))
+_SEQUENCES = (list, tuple, torch.Size)
+_CONTAINERS = (*_SEQUENCES, set, frozenset)
+_MAX_DEPTH = 32
+
+# Not "out", which writes; not "device", "layout", "names" and "memory_format", which choose another
+# kernel; not "rounding_mode": torch.div(-2**63, -1, rounding_mode="trunc") ends the process.
+_KEYWORDS = frozenset(
+    (
+        *("alpha", "atol", "axis", "chunks", "condition", "copy", "descending", "dim", "dim0"),
+        *("dim1", "dtype", "end_dim", "equal_nan", "exponent", "fill_value", "input", "keepdim"),
+        *("mat2", "max", "min", "non_blocking", "other", "p", "requires_grad", "rtol"),
+        *("self", "shape", "size", "split_size_or_sections", "start_dim", "tensor", "tensors"),
+        *("value", "vec"),
+    )
+)
+
+
+# -- what arguments may be -------------------------------------------------------------------------
+
+
+def tensors_in(args: Args, kwargs: Kwargs, *, sparse: bool = False) -> list[torch.Tensor]:
+    """Return the tensors among the arguments.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        sparse: Whether tensors in coordinate format are accepted, too.
+
+    Raises:
+        TypeError: An argument or a keyword is not accepted.
+    """
+    for name in kwargs:
+        if name not in _KEYWORDS:
+            raise TypeError(
+                f"a call from another rank has no argument {name!r}: call a function of the program"
+            )
+    found: list[torch.Tensor] = []
+    _collect((*args, *kwargs.values()), found, sparse, 0)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor], sparse: bool, depth: int) -> None:
+    for value in values:
+        kind = type(value)
+        if kind in _TENSORS:
+            found.append(checked_tensor(value, sparse=sparse))
+        elif kind in _SEQUENCES and depth < _MAX_DEPTH:
+            _collect(value, found, sparse, depth + 1)
+        elif kind not in _SCALARS and not (kind is torch.dtype and value in _DTYPES):
+            raise TypeError(
+                "a call from another rank takes numbers, dtypes and tensors, not "
+                f"{str(value) if kind is torch.dtype else kind.__name__}"
+            )
+
+
+def checked_tensor(tensor: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
+    """Return a tensor on which functions that are called by name may work.
+
+    Raises:
+        TypeError: It is not a dense tensor of the CPU.
+        ValueError: It is empty, but has too large a dimension.
+    """
+    is_known = tensor.layout is torch.strided or (sparse and tensor.layout is torch.sparse_coo)
+    if not is_known or tensor.device.type != "cpu" or tensor.dtype not in _DTYPES:
+        raise TypeError(
+            f"a call from another rank takes dense tensors of the CPU, not {tensor.dtype} with "
+            f"{tensor.layout} on {tensor.device}"
+        )
+    if not tensor.numel():  # the sum of a tensor of 0 x 2**40 has 2**40 elements
+        check_elements(_size(tensor.shape))
+    return tensor
+
+
+# -- how large a result may be ---------------------------------------------------------------------
+
+
+def check_elements(count: float, tensors: Iterable[torch.Tensor] = ()) -> None:
+    """See that a result is not too large: no larger than a limit, or than one of some tensors.
+
+    Raises:
+        ValueError: It is.
+    """
+    if not count <= ResultLimits.elements and not any(count <= each.numel() for each in tensors):
+        raise ValueError(
+            f"a call from another rank makes at most {ResultLimits.elements} elements, not "
+            f"{count}: call a function of the program"
+        )
+
+
+def check_work(count: float) -> None:
+    """See that a product does not take too long.
+
+    Raises:
+        ValueError: It would.
+    """
+    if not count <= ResultLimits.work:
+        raise ValueError(
+            f"a call from another rank does at most {ResultLimits.work} multiplications, not "
+            f"{count}: call a function of the program"
+        )
+
+
+def _broadcast_size(shapes: Iterable[Sequence[int]]) -> int:
+    """Return at least the number of elements of a shape that others broadcast to."""
+    extents: list[int] = []
+    for shape in shapes:
+        for place, extent in enumerate(reversed(shape)):
+            if place == len(extents):
+                extents.append(extent)
+            elif extent > extents[place]:
+                extents[place] = extent
+    return math.prod(extents)
+
+
+def broadcast(args: Args, kwargs: Kwargs, *, sparse: bool = False) -> None:
+    """Check a function whose result is no larger than what its tensors broadcast to."""
+    tensors = tensors_in(args, kwargs, sparse=sparse)
+    if len(tensors) > 1:
+        dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        check_elements(_broadcast_size(each.shape for each in dense), dense)
+
+
+def broadcast_sparse(args: Args, kwargs: Kwargs) -> None:
+    """Check such a function that takes tensors in coordinate format, too."""
+    broadcast(args, kwargs, sparse=True)
+
+
+def dense(args: Args, kwargs: Kwargs) -> None:
+    """Check a function that makes a dense tensor of a sparse one."""
+    for tensor in tensors_in(args, kwargs, sparse=True):
+        check_elements(_size(tensor.shape))
+
+
+def joined(args: Args, kwargs: Kwargs) -> None:
+    """Check a function whose result has the elements of all its tensors."""
+    tensors = tensors_in(args, kwargs)
+    check_elements(sum(tensor.numel() for tensor in tensors), tensors)
+
+
+def divided(args: Args, kwargs: Kwargs) -> None:
+    """Check a function that returns parts of a tensor along one of its dimensions."""
+    for tensor in tensors_in(args, kwargs):
+        _check_pieces(max(tensor.shape, default=0))
+
+
+def listed(args: Args, kwargs: Kwargs) -> None:
+    """Check a function that returns the elements of a tensor as numbers."""
+    for tensor in tensors_in(args, kwargs):
+        _check_pieces(max(tensor.numel(), *tensor.shape, 0))
+
+
+def _check_pieces(count: int) -> None:
+    if count > ResultLimits.pieces:
+        raise ValueError(
+            f"a call from another rank returns at most {ResultLimits.pieces} pieces of a tensor, "
+            f"not {count}: call a function of the program"
+        )
+
+
+def _size(extents: Iterable[Any]) -> int:
+    """Return the number of elements of a size, taking a negative extent for its opposite.
+
+    An extent of 0 does not hide the others: torch would multiply them.
+    """
+    found = 1
+    for extent in extents:
+        if isinstance(extent, int):
+            found *= max(1, abs(extent))
+        elif isinstance(extent, _SEQUENCES):
+            found *= _size(extent)
+    return found
+
+
+def sized(args: Args, kwargs: Kwargs) -> None:
+    """Check a function that makes a tensor of the size that its ints and lists of ints say."""
+    tensors_in(args, kwargs)
+    check_elements(_size((*args, *kwargs.values())))
+
+
+def multiplied(args: Args, kwargs: Kwargs) -> None:
+    """Check a product of the last two tensors, as matrices or batches of them."""
+    tensors = tensors_in(args, kwargs)
+    if len(tensors) < 2:
+        return
+    left, right = tensors[-2:]
+    rows, inner = (1, 1, *left.shape)[-2:]
+    columns = right.shape[-1] if right.ndim > 1 else 1
+    result = rows * columns * _broadcast_size((left.shape[:-2], right.shape[:-2]))
+    check_elements(result, tensors)
+    check_work(result * inner)
+
+
+# -- Python's own ----------------------------------------------------------------------------------
+
+
+def plain(args: Args, kwargs: Kwargs) -> None:
+    """Check a function of Python that takes time in proportion to the length of its arguments."""
+    if kwargs:
+        raise TypeError("a function of Python takes no named arguments from another rank")
+    _check_plain(args, 0)
+
+
+def _check_plain(values: Iterable[Any], depth: int) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is dict and depth < _MAX_DEPTH:
+            _check_plain((*value.keys(), *value.values()), depth + 1)
+        elif kind in _CONTAINERS and depth < _MAX_DEPTH:
+            _check_plain(value, depth + 1)
+        elif kind not in _SCALARS and kind not in (bytes, str):
+            raise TypeError(f"a function of Python takes no {kind.__name__} from another rank")
+
+
+def numbers(args: Args, kwargs: Kwargs) -> None:
+    """Check an operator on numbers or tensors: on texts and lists it may repeat or format."""
+    if kwargs:
+        raise TypeError("an operator takes no named arguments")
+    for value in args:
+        if type(value) not in _NUMBERS and type(value) not in _TENSORS:
+            raise TypeError(f"this operator takes no {type(value).__name__} from another rank")
+        if type(value) is int and value.bit_length() > ResultLimits.bits:
+            raise ValueError("this operator takes no int of so many digits from another rank")
+    broadcast(args, {})
+
+
+def same_kind(*kinds: type) -> Check:
+    """Return the check of a container's class: it is made of nothing, or of its like."""
+
+    def check(args: Args, kwargs: Kwargs) -> None:
+        if kwargs or len(args) > 1 or any(type(value) not in kinds for value in args):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"from another rank it is made of nothing, or of one {names}")
+
+    return check

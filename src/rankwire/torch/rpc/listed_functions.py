@@ -1,0 +1,113 @@
+"""The functions of torch and of Python that another rank may call by name: a table.
+
+The rule for being in it. Whatever the arguments are that pass the check of its row (``bounds``),
+the function
+
+- returns or raises, and does not end or corrupt the process;
+- returns a value that follows from its arguments and torch's random state alone: no memory that was
+  not written, no memory of others, no address, nothing of files or settings;
+- makes no more elements than ``bounds.ResultLimits`` says, and takes time in proportion to the
+  elements and multiplications that it makes;
+- if it is Python's, and so holds the interpreter: takes time in proportion to its arguments.
+
+``tests/torch_programs/test_rpc_hostile_arguments.py`` applies the rule to every row, with hostile
+shapes, strides, indices, values, dtypes and sizes. torch itself promises none of this: its
+operators are written for arguments that the program chose. So run that test in its nightly size
+(``RANKWIRE_NIGHTLY=1``) when you add a row, and add no function that programs do not call by name:
+a function of the program can call everything else.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from rankwire.torch.rpc import bounds
+from rankwire.torch.rpc.bounds import Check
+
+# fmt: off
+_OF_TORCH: dict[Check, tuple[str, ...]] = {
+    bounds.broadcast_sparse: ("add",),
+    # One element of the result for each of the tensors, broadcast; or fewer.
+    bounds.broadcast: (
+        "abs", "all", "allclose", "any", "argmax", "argmin", "clamp", "clone", "cos", "div", "eq",
+        "equal", "exp", "flatten", "ge", "gt", "le", "log", "log_softmax", "lt", "max", "maximum",
+        "mean", "min", "minimum", "mul", "ne", "neg", "nonzero", "norm", "numel", "ones_like",
+        "pow", "rand_like", "randn_like", "relu", "reshape", "sigmoid", "sign", "sin", "softmax",
+        "sqrt", "square", "squeeze", "sub", "sum", "t", "tanh", "transpose", "unsqueeze", "where",
+        "zeros_like",
+    ),
+    bounds.joined: ("cat", "stack"),
+    bounds.divided: ("chunk", "split"),
+    bounds.multiplied: ("bmm", "dot", "matmul", "mm", "mv"),
+    bounds.sized: ("ones", "rand", "randn", "zeros"),
+}
+# Not pow, << and range, which make much of little; nor bytes, of a number; nor sum, which may add a
+# long int as often as there are others.
+_OF_BUILTINS: dict[Check, tuple[str, ...]] = {
+    bounds.plain: ("bool", "float", "int", "len", "max", "min"),
+    bounds.numbers: ("abs",),
+    bounds.same_kind(list, tuple): ("list", "tuple"),
+    bounds.same_kind(dict): ("dict",),
+    bounds.same_kind(set, frozenset): ("set",),
+}
+_OF_OPERATORS: dict[Check, tuple[str, ...]] = {
+    bounds.numbers: (
+        "abs", "add", "eq", "ge", "gt", "le", "lt", "mul", "ne", "neg", "sub", "truediv",
+    ),
+}
+# fmt: on
+# The modules, with the names under which their functions travel.
+_TABLES: tuple[tuple[str, Any, dict[Check, tuple[str, ...]]], ...] = (
+    ("torch", torch, _OF_TORCH),
+    ("builtins", builtins, _OF_BUILTINS),
+    ("_operator", operator, _OF_OPERATORS),
+)
+
+
+class Listed(NamedTuple):
+    """A row of the table."""
+
+    function: Callable[..., Any]
+    check: Check
+
+
+@cache
+def listed_functions() -> dict[str, Listed]:
+    """Return the table, by the names under which the functions travel."""
+    return {
+        f"{module}:{name}": Listed(getattr(place, name), check)
+        for module, place, table in _TABLES
+        for check, names in table.items()
+        for name in names
+    }
+
+
+@cache
+def names_of_listed() -> dict[Callable[..., Any], str]:
+    """Return the names by function."""
+    names: dict[Callable[..., Any], str] = {}
+    for name, listed in listed_functions().items():
+        names.setdefault(listed.function, name)
+    return names
+
+
+@cache
+def torch_checks() -> dict[str, Check]:
+    """Return the checks of torch's functions: by ``add``, ``matmul`` ..."""
+    return {name: check for check, names in _OF_TORCH.items() for name in names}
+
+
+@cache
+def _checks() -> dict[int, Check]:
+    return {id(listed.function): listed.check for listed in listed_functions().values()}
+
+
+def check_of(function: Any) -> Check | None:
+    """Return the check of a function in the table; None for all others."""
+    return _checks().get(id(function))  # and no metaclass of anyone's is asked
