@@ -120,6 +120,7 @@ SHOWN_IN = {
     "launch/reporter": "launch/test_run.py",
     "launch/loop": "launch/test_run.py",
     "launch/sink": "launch/test_output.py",
+    "launch/rank_output": "launch/test_output.py",
     "launch/signals": "launch/test_run.py",
     "backends/agreement": "backends/test_sub.py",
     "backends/sub_calls": "backends/test_sub.py",

@@ -236,7 +236,7 @@ def test_an_error_that_another_rank_has_printed_is_printed_later_if_the_rank_goe
     now = [1000.0]
     clock = Clock()
     clock.now = lambda: now[0]
-    monkeypatch.setattr("rankwire.launch.output.REAL_TIME", clock)
+    monkeypatch.setattr("rankwire.launch.rank_output.REAL_TIME", clock)
     for rank in range(2):
         os.write(harness.attach(rank)[1], ERROR)
         harness.turn()

@@ -1,56 +1,132 @@
-"""Lines out of a stream of bytes. Pure."""
+r"""Lines, and rows that are still being redrawn, out of a stream of bytes. Pure.
+
+Progress bars write on a terminal by ``\r`` and, with several rows (nested bars of tqdm, live
+displays of rich), by moving the cursor up. Such rows are no lines: they become lines when the
+program goes on below them.
+"""
 
 from __future__ import annotations
 
+import re
+
 # A longer line is cut into several: no person reads it, and it must not fill the launcher's memory.
 _MAX_LINE_NBYTES = 64 * 1024
+_MAX_ROWS = 50
+# Ends of lines, the return to a row's beginning, the cursor up, erasing, and the cursor's looks.
+_CONTROL = re.compile(rb"\r?\n|\r|\x1b\[(\d{0,3})A|\x1b\[[012]?K|\x1b\[\?25[hl]")
+# What may be the beginning of one of these, which the next bytes complete.
+_UNFINISHED = re.compile(rb"(\r|\x1b(\[(\?2?5?|\d{0,3}))?)\Z")
+_LONGEST_CONTROL = 6
+_SHOWS_NOTHING = re.compile(rb"(\s|\x1b\[[0-9;]*m)*\Z")
 
 
 class LineSplitter:
     r"""Bytes in pieces of any size in, whole lines out, without their ends.
 
-    A line ends with ``\n`` or ``\r\n``, also with a lone ``\r``: progress bars redraw with that,
-    and would not be seen before they are full. How the bytes were cut makes no difference.
+    A line ends with ``\n`` or ``\r\n``. Text after a lone ``\r`` replaces the row, as on a terminal
+    if it is not shorter. How the bytes were cut makes no difference.
     """
 
     def __init__(self, max_line_nbytes: int = _MAX_LINE_NBYTES) -> None:
         self._limit = max_line_nbytes
-        self._pending = bytearray()
+        self._held = b""  # an unfinished control
+        self._rows = [bytearray()]
+        self._cursor = 0  # the row
+        self._is_redrawn = False
+        self._is_at_start = False  # of a row that has text, which the next one replaces
+        self._has_moved = False  # since the last new row
+
+    @property
+    def progress(self) -> list[bytes]:
+        """The rows that are being redrawn, as they are now; blank ones are left out."""
+        return self._visible() if self._is_redrawn else []
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that ``data`` completes."""
+        data = self._held + data
+        unfinished = _UNFINISHED.search(data[-_LONGEST_CONTROL:])
+        self._held = unfinished[0] if unfinished else b""
+        data = data[: len(data) - len(self._held)]
         lines: list[bytes] = []
-        if b"\n" not in data and b"\r" not in data and not self._pending.endswith(b"\r"):
-            self._pending += data
+        if self._is_redrawn or b"\r" in data or b"\x1b[?25" in data:
+            self._draw(data, lines)
         else:
-            pieces = bytes(self._pending + data).splitlines(keepends=True)
-            # A "\r" at the end may be half of "\r\n".
-            self._pending = bytearray(b"" if pieces[-1].endswith(b"\n") else pieces.pop())
-            for piece in pieces:
-                self._add(lines, piece)
-        while len(self._pending) - self._pending.endswith(b"\r") > self._limit:
-            self._cut(lines, self._pending)
+            *ended, rest = data.split(b"\n")
+            for text in ended:
+                self._write(text, lines)
+                self._begin_row(lines)
+            self._write(rest, lines)
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last line, if it was not ended."""
+        """Return the last lines, if they were not ended."""
         lines: list[bytes] = []
-        if self._pending:
-            self._add(lines, bytes(self._pending))
-            self._pending.clear()
+        if not self._held.startswith(b"\r"):
+            self._write(self._held, lines)
+        self._held = b""
+        if self._is_redrawn or self._rows[0]:
+            self._end_rows(lines)
         return lines
 
-    def _add(self, lines: list[bytes], piece: bytes) -> None:
-        text = bytearray(piece.rstrip(b"\r\n"))
-        while len(text) > self._limit:
-            self._cut(lines, text)
-        # Progress bars begin with "\r": there is no line before the first.
-        if text or piece.endswith(b"\n"):
-            lines.append(bytes(text))
+    def _draw(self, data: bytes, lines: list[bytes]) -> None:
+        begin = 0
+        for control in _CONTROL.finditer(data):
+            self._write(data[begin : control.start()], lines)
+            begin = control.end()
+            what = control[0]
+            if what.endswith(b"\n"):
+                self._begin_row(lines)
+            elif what == b"\r":
+                self._is_redrawn = self._is_at_start = self._has_moved = True
+            elif what.endswith((b"h", b"l")):
+                pass  # a hidden cursor is of no use to the others who write there
+            elif not self._is_redrawn:
+                self._write(what, lines)  # of a colored line
+            elif what.endswith(b"A"):
+                self._move_up(int(control[1] or b"1"))
+            elif self._is_at_start or b"2" in what:
+                self._rows[self._cursor].clear()
+        self._write(data[begin:], lines)
 
-    def _cut(self, lines: list[bytes], text: bytearray) -> None:
-        end = self._limit
-        while end > self._limit - 4 and text[end] & 0xC0 == 0x80:
-            end -= 1  # not inside a UTF-8 character
-        lines.append(bytes(text[:end]))
-        del text[:end]
+    def _write(self, text: bytes, lines: list[bytes]) -> None:
+        if not text:
+            return
+        row = self._rows[self._cursor]
+        if self._is_at_start:
+            self._is_at_start = False
+            row.clear()
+        row += text
+        while len(row) > self._limit:
+            end = self._limit
+            while end > self._limit - 4 and row[end] & 0xC0 == 0x80:
+                end -= 1  # not inside a UTF-8 character
+            lines.append(bytes(row[:end]))
+            del row[:end]
+
+    def _begin_row(self, lines: list[bytes]) -> None:
+        if self._cursor < len(self._rows) - 1:
+            self._cursor += 1
+            self._is_at_start = True
+        elif len(self._rows) == 1 or not self._has_moved:
+            self._end_rows(lines)
+        else:  # the rows scroll: something is printed above a display of several
+            lines.append(bytes(self._rows.pop(0)))
+            self._rows.append(bytearray())
+            self._is_at_start = self._has_moved = False
+
+    def _end_rows(self, lines: list[bytes]) -> None:
+        lines += self._visible() if self._is_redrawn else map(bytes, self._rows)
+        self._rows = [bytearray()]
+        self._cursor = 0
+        self._is_redrawn = self._is_at_start = self._has_moved = False
+
+    def _move_up(self, count: int) -> None:
+        self._is_at_start = self._has_moved = True
+        for _ in range(min(count, _MAX_ROWS)):
+            if self._cursor:
+                self._cursor -= 1
+            elif len(self._rows) < _MAX_ROWS:
+                self._rows.insert(0, bytearray())
+
+    def _visible(self) -> list[bytes]:
+        return [bytes(row) for row in self._rows if not _SHOWS_NOTHING.match(row)]

@@ -63,6 +63,7 @@ class Loop:
                 self._received_at = REAL_TIME.now()
                 asked.append(number)
         self.output.release_held()
+        self.output.show_progress()
         self.on_turn()
         return asked
 

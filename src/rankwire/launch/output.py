@@ -1,7 +1,7 @@
 """The ranks' output on the launcher's own: whole lines, each with the rank it came from.
 
-``RankOutput`` is one pipe of one rank, and ``Output`` joins them with the launcher's own outputs
-(``sink``) on its selector. Nothing here starts, stops or judges a rank.
+``Output`` joins the pipes of the ranks (``rank_output``) with the launcher's own outputs (``sink``)
+on its selector. Nothing here starts, stops or judges a rank.
 
 Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
 stdout does not read. When too much waits for an output, the ranks that write to it are no longer
@@ -15,124 +15,31 @@ import math
 import os
 import selectors
 import sys
-from collections import Counter, deque
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
-from rankwire.launch.interrupts import InterruptFold
-from rankwire.launch.lines import LineSplitter
 from rankwire.launch.logfiles import Log, LogFolder
+from rankwire.launch.rank_output import RankOutput
 from rankwire.launch.repeats import PrintedErrors, RepeatFold
 from rankwire.launch.sink import Sink
 from rankwire.texts import name_ranks
 
-# The capacity of a Linux pipe, so one read empties it.
-_READ_NBYTES = 64 * 1024
 # What may wait for one output before its ranks are made to wait, and when they go on.
 _SINK_HIGH_NBYTES = 1024 * 1024
 _SINK_LOW_NBYTES = 256 * 1024
-# Enough for the traceback of a deep call; lines beyond a screen's width are cut.
-_TAIL_LINES = 60
-_TAIL_LINE_CHARACTERS = 500
 # What one line of the launcher may wait for a reader that took no other.
 _LAST_WORD = 0.2
-# How long an error is held back that may be the last of a rank and that of another: a process that
-# has printed its last error ends within this, mostly.
-_HOLD = 2.0
-# What is further up than this on a screen has to be looked for.
-_SCREEN_LINES = 40
 # What takes no longer is not worth a line, and a line each second fills a log.
 REMIND_AFTER = 5.0
 REMIND_EVERY = 30.0
+# As fast as a person sees: of 64 ranks, each may redraw its bar ten times a second.
+_PROGRESS_EVERY = 0.1
 # Red is left for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
-
-
-class RankOutput:
-    """One pipe of one rank, on its way to a sink."""
-
-    def __init__(
-        self, rank: int, pipe: IO[bytes], sink: Sink, prefix: bytes, log: Log | None
-    ) -> None:
-        os.set_blocking(pipe.fileno(), False)
-        self.rank = rank
-        self.pipe = pipe
-        self.sink = sink
-        self.is_paused = False
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._prefix = prefix
-        self._log = log
-        self.last_line = 0
-        self._splitter = LineSplitter()
-        self._fold: InterruptFold | None = None
-        self.repeats: RepeatFold | None = None
-        self.held_until = -math.inf
-
-    def fold_interrupts(self) -> None:
-        """Show what Python prints of an interrupt as one line, from now on."""
-        self._fold = self._fold or InterruptFold()
-
-    def read(self) -> int | None:
-        """Take what the pipe holds; return how much, 0 at its end, None if there is nothing now."""
-        try:
-            data = os.read(self.pipe.fileno(), _READ_NBYTES)
-        except BlockingIOError:
-            return None
-        if self._log is not None:
-            self._log.write(data)
-        self._put(self._splitter.feed(data) if data else self._splitter.finish())
-        return len(data)
-
-    def finish(self) -> None:
-        """Pass on an unfinished last line, and close."""
-        self._put(self._splitter.finish())
-        if self._fold is not None:
-            self._show(self._fold.finish())
-        self.pipe.close()
-
-    def settle(self, *, waits: bool = True) -> bool:
-        """Print an error that is held back, unless it may still turn out to be that of another.
-
-        Args:
-            waits: Whether it may be held back any longer, up to its time.
-
-        Returns:
-            Whether nothing is held back any more.
-        """
-        if self.repeats is None:
-            return True
-        waits = waits and REAL_TIME.now() < self.held_until
-        if self.pipe.closed:
-            self._write(self.repeats.finish(waits=waits))
-        elif not waits:
-            self._write(self.repeats.release())
-        return not self.repeats.is_holding
-
-    def _put(self, lines: list[bytes]) -> None:
-        texts = [line.decode("utf-8", "replace") for line in lines]
-        self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
-        self._show(texts if self._fold is None else self._fold.feed(texts))
-
-    def _show(self, texts: list[str]) -> None:
-        if self.repeats is not None:
-            was_holding = self.repeats.is_holding
-            texts = self.repeats.feed(texts)
-            if self.repeats.is_holding and not was_holding:
-                self.held_until = REAL_TIME.now() + _HOLD
-        self._write(texts)
-
-    def _write(self, texts: list[str]) -> None:
-        self.sink.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts), self.rank)
-        if texts:
-            self.last_line = self.sink.lines
-
-    @property
-    def is_in_view(self) -> bool:
-        """Whether the last line is not far above what was written to the sink since."""
-        return self.sink.lines - self.last_line < _SCREEN_LINES
 
 
 class Output:
@@ -166,6 +73,7 @@ class Output:
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
         self._remind_at = REAL_TIME.now() + REMIND_AFTER
+        self._progress_at = -math.inf
         self._streams: list[RankOutput] = []
         self._errors: dict[int, RankOutput] = {}
         self._printed = PrintedErrors() if folds_repeats else None
@@ -182,7 +90,8 @@ class Output:
             prefix = b""
             if self._has_prefix:
                 prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            stream = RankOutput(rank, pipe, sink, prefix, log)
+            redraws = self._has_status and sink.is_terminal
+            stream = RankOutput(rank, pipe, sink, prefix, log, redraws=redraws)
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, stream))
         if self._printed is not None:
@@ -251,6 +160,17 @@ class Output:
         """Print errors that were held back for long enough; call it now and then."""
         for stream in list(self._holding):
             self._settle(stream)
+
+    def show_progress(self) -> None:
+        """Show the rows that ranks redraw, as they are now; call it as often as you like."""
+        if REAL_TIME.now() < self._progress_at:
+            return
+        self._progress_at = REAL_TIME.now() + _PROGRESS_EVERY
+        for stream in self._streams:
+            stream.show_progress()
+        for sink in {self._stdout, self._stderr}:
+            sink.draw()
+            self._balance(sink)
 
     def _name_repeats(self) -> None:
         """Name the ranks whose last error was not printed, because another has printed it."""

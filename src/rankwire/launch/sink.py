@@ -1,5 +1,7 @@
 """One of the launcher's own outputs: what waits to be written there, and whose it is.
 
+On a terminal, the rows that ranks redraw and the status line are below all lines.
+
 Nothing here blocks: what the output does not take now waits, and what it never takes is counted.
 """
 
@@ -9,6 +11,7 @@ import io
 import os
 import select
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -16,7 +19,6 @@ from rich.text import Text
 
 # POSIX: a pipe that poll() calls writable takes this much without blocking.
 _WRITE_NBYTES = select.PIPE_BUF
-_ERASE = b"\r\x1b[K"
 
 
 class _Likeness(io.StringIO):
@@ -54,12 +56,16 @@ class Sink:
         self._is_inside_line = False
         self.lines = 0
         self._status = ""
+        self._progress: dict[tuple[int, int], list[bytes]] = {}  # rows, by rank and stream
+        self._drawn: list[bytes] = []  # what is below all lines now
 
     def put(self, data: bytes, rank: int | None = None) -> None:
         """Queue ``data``, which is whole lines, of a rank or of the launcher itself."""
         if not data:
             return
-        self.show_status("")
+        self._status = ""
+        if self._drawn:
+            self._erase()
         self._queue(data, rank)
         self.lines += data.count(b"\n")
         if self.trouble is not None:
@@ -67,12 +73,48 @@ class Sink:
 
     def show_status(self, text: str) -> None:
         """Show ``text`` below all lines, on a terminal; it goes when the next line comes."""
-        if text == self._status or self.trouble is not None:
+        if text != self._status:
+            self._status = text
+            self.draw()
+
+    def set_progress(self, rank: int, stream: int, rows: Sequence[bytes]) -> None:
+        """Have these rows of a rank below all lines from the next ``draw`` on.
+
+        Only a terminal can show them.
+        """
+        if rows:
+            self._progress[rank, stream] = [
+                self._cut(Text.from_ansi(row.decode("utf-8", "replace"))) for row in rows
+            ]
+        else:
+            self._progress.pop((rank, stream), None)
+
+    def draw(self) -> None:
+        """Bring what is below all lines up to date; later, while lines wait to be written."""
+        if self.pending or self.trouble is not None:
             return
-        # Never behind the last column: the terminal would begin another line.
-        width = self._console.width - 1
-        self._queue(_ERASE + (self.render(text[:width], "dim") if text else b""), None)
-        self._status = text
+        wanted = [row for _, rows in sorted(self._progress.items()) for row in rows]
+        room = max(1, self._console.height - 2)
+        if len(wanted) > room:
+            more = Text(f"({len(wanted) - room + 1} more)", style="dim")
+            wanted[room - 1 :] = [self._cut(more)]
+        if self._status:
+            wanted.append(self._cut(Text(self._status, style="dim")))
+        if wanted != self._drawn:
+            self._erase()  # also what the terminal has echoed
+            self._queue(b"\n".join(wanted), None)
+            self._drawn = wanted
+
+    def _erase(self) -> None:
+        rows = len(self._drawn)
+        self._queue(b"\r\x1b[%dA\x1b[J" % (rows - 1) if rows > 1 else b"\r\x1b[K", None)
+        self._drawn = []
+
+    def _cut(self, text: Text) -> bytes:
+        """Return one row: never behind the last column, where the terminal would begin another."""
+        text.expand_tabs()
+        text.truncate(self._console.width - 1, overflow="crop")
+        return self._rendered(text)
 
     def drop(self) -> None:
         """Give up what waits, and count the lines."""
@@ -83,6 +125,7 @@ class Sink:
             begin += nbytes
         self._owners.clear()
         self.pending.clear()
+        self._drawn = []
         if self._is_inside_line:  # what is said next begins a line of its own
             self._queue(b"\n", None)
 
@@ -106,11 +149,15 @@ class Sink:
             self._is_inside_line = self.pending[written - 1 : written] != b"\n"
             del self.pending[:written]
             self._disown(written)
+            self.draw()
 
     def render(self, text: str, style: str) -> bytes:
         """Return ``text`` as this output shows it: rich knows of terminals and ``NO_COLOR``."""
+        return self._rendered(Text(text, style=style))
+
+    def _rendered(self, text: Text) -> bytes:
         with self._console.capture() as capture:
-            self._console.print(Text(text, style=style), end="", soft_wrap=True)
+            self._console.print(text, end="", soft_wrap=True)
         return capture.get().encode()
 
     def _queue(self, data: bytes, rank: int | None) -> None:

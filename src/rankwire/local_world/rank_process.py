@@ -26,6 +26,7 @@ from typing import Any
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RankFailedError
 from rankwire.launch.lines import LineSplitter
+from rankwire.launch.progress import ProgressLines
 from rankwire.local_world.outcomes import RankOutcome
 from rankwire.local_world.parcels import pack, unpack
 from rankwire.local_world.printing import Printing, StreamName
@@ -80,11 +81,11 @@ class RankProcess:
             raise
         self._control = Connection(ours.detach())
         self._death = os.pidfd_open(self._process.pid)
-        self._outputs: dict[int, tuple[StreamName, LineSplitter]] = {}
+        self._outputs: dict[int, _Output] = {}
         for name, pipe in zip(_STREAMS, (self._process.stdout, self._process.stderr), strict=True):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            self._outputs[pipe.fileno()] = name, LineSplitter()
+            self._outputs[pipe.fileno()] = _Output(name)
         self._teller = threading.Thread(
             target=self._pass_on, name=f"rankwire-local-{rank}", daemon=True
         )
@@ -200,20 +201,18 @@ class RankProcess:
         if is_dead:
             self._bury()
 
-    def _read_output(self, output: int) -> None:
+    def _read_output(self, number: int) -> None:
+        output = self._outputs[number]
         with suppress(BlockingIOError):
-            while data := os.read(output, _READ_NBYTES):
-                self._show(output, self._outputs[output][1].feed(data))
-            name, splitter = self._outputs.pop(output)  # it was closed
-            self._print(name, splitter.finish())
+            while data := os.read(number, _READ_NBYTES):
+                self._print(output, output.feed(data))
+            del self._outputs[number]  # it was closed
+            self._print(output, output.finish())
 
-    def _show(self, output: int, lines: list[bytes]) -> None:
-        self._print(self._outputs[output][0], lines)
-
-    def _print(self, name: StreamName, lines: list[bytes]) -> None:
+    def _print(self, output: _Output, lines: list[bytes]) -> None:
         texts = [f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines]
         if texts:
-            self._printing.put(name, "".join(texts))
+            self._printing.put(output.name, "".join(texts))
 
     def _read_words(self) -> None:
         try:
@@ -241,8 +240,8 @@ class RankProcess:
         with suppress(ProcessLookupError):  # what it has started and left behind
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        for name, splitter in self._outputs.values():
-            self._print(name, splitter.finish())
+        for output in self._outputs.values():
+            self._print(output, output.finish())
         if code < 0:
             reason = f"its process was killed by {signal.Signals(-code).name}"
         else:
@@ -259,6 +258,22 @@ class RankProcess:
         if self._saying is not None and not self._saying.done():
             self._saying.set_result(f"({reason})")
         self._end_running(self._ended)
+
+
+class _Output:
+    """What a rank writes to one of its streams, as lines; a progress bar now and then."""
+
+    def __init__(self, name: StreamName) -> None:
+        self.name = name
+        self._splitter = LineSplitter()
+        self._progress = ProgressLines()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        lines = self._progress.unprinted(self._splitter.feed(data))
+        return lines + self._progress.due(self._splitter.progress, REAL_TIME.now())
+
+    def finish(self) -> list[bytes]:
+        return self._progress.unprinted(self._splitter.finish())
 
 
 def _outcome(rank: int, parcel: bytes) -> RankOutcome[Any]:
