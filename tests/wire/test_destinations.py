@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from headers import pack_header
 from rankwire.errors import ProtocolError
 from rankwire.wire.destinations import Destination, Placed
-from rankwire.wire.frames import Channel
+from rankwire.wire.frames import LOAN, Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.parser import FrameParser
@@ -113,6 +113,25 @@ def test_what_stands_before_it_is_kept_apart(seal):
     assert part == data[10:110]
 
 
+class WithPadding(Destination):
+    """Knows from the first 4 bytes of a head that it has 16."""
+
+    def head_nbytes(self, nbytes, beginning):
+        return 16 if nbytes == 16 + len(self.view) and len(beginning) >= 4 else None
+
+
+@pytest.mark.parametrize("come", range(18))
+def test_wherever_a_head_is_split_the_rest_is_what_follows_it(come):
+    receiver = Receiver()
+    receive, memory = receiver.want(kind=WithPadding)
+    stream = stream_of((KEY, pattern(16 + LARGE)))
+    start = len(stream) - LARGE - 16
+    receiver.feed(stream[: start + come])
+    receiver.feed(stream[start + come :])
+    assert whole_of(receive.payload) == pattern(16 + LARGE)
+    assert not isinstance(receive.payload, Placed) or memory == pattern(16 + LARGE)[16:]
+
+
 @pytest.mark.parametrize(
     ("key", "nbytes"), [(OTHER, LARGE), (KEY, LARGE - 1), (KEY, 100)], ids=["other", "size", "few"]
 )
@@ -133,6 +152,17 @@ def test_an_earlier_message_of_the_same_key_goes_first():
     assert receive.payload == b"first"
     assert memory == bytes(LARGE)
     assert receiver.arrived() == [data]
+
+
+def test_an_earlier_message_of_the_same_key_that_is_lent_goes_first():
+    """Its own receiver may be the one that waits: it is not known before the frames are taken."""
+    receiver = Receiver()
+    _, memory = receiver.want()
+    group, channel, tag = KEY
+    lent = (group, channel | LOAN, tag), b"where it lies"
+    receiver.feed(stream_of(lent, (KEY, pattern(LARGE))), deliver=False)
+    assert memory == bytes(LARGE)
+    assert receiver.mailbox.placing is None
 
 
 def test_the_next_message_does_not_overwrite_one_that_nobody_has_taken():

@@ -27,6 +27,8 @@ class Destination:
     def head_nbytes(self, nbytes: int, beginning: memoryview) -> int | None:
         """Return how much of a message stands before what belongs here; None if it does not fit.
 
+        That may be more than has come.
+
         Args:
             nbytes: The size of the message.
             beginning: What has come of it.

@@ -142,7 +142,10 @@ class Mailbox:
         receive = self.placing or self._first_wanted(key)
         if receive is None or receive.into is None or not receive.is_wanted:
             return None
-        if receive.envelope != key or receive.into.head_nbytes(nbytes, first) is None:
+        if receive.envelope != key:
+            return None
+        head_nbytes = receive.into.head_nbytes(nbytes, first)
+        if head_nbytes is None or head_nbytes > len(first):  # some of the head is still to come
             return None
         self.placing = receive
         self._unlist(receive)

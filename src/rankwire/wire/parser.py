@@ -24,6 +24,7 @@ from rankwire.wire.frames import (
     FIRST_SPECIAL,
     HEADER,
     HEADER_NBYTES,
+    LOAN,
     SEAL_NBYTES,
     SEQUENCE_MASK,
     Channel,
@@ -444,8 +445,10 @@ class FrameParser:
         self, envelope: Envelope, nbytes: int, first: memoryview, frames: deque[Frame]
     ) -> Placed | None:
         """Return where a large payload goes, if that is to where its receiver wants it."""
+        group, channel, tag = envelope
+        before = envelope, (group, channel | LOAN, tag)
         if self.find_place is None or any(
-            frame.envelope == envelope or isinstance(frame.payload, Placed) for frame in frames
+            frame.envelope in before or isinstance(frame.payload, Placed) for frame in frames
         ):
             return None  # or the receiver may be that of a frame before it
         destination = self.find_place(envelope, nbytes, first)
