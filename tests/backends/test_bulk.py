@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from rankwire import RpcAgent, SubBackend, all_gather, broadcast
-from rankwire.backends.bulk import Link
+from rankwire.backends.bulk import Link, ReadingAll
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -325,6 +326,31 @@ def test_three_ranks_that_send_to_everyone_first_do_not_wait_for_each_other(kind
 
         running = [Running(talk, rank) for rank in range(3)]
         assert [each.result() for each in running] == [[True, True]] * 3
+
+
+def test_a_rank_that_connects_again_while_its_old_connection_is_forgotten_is_read_all_the_same():
+    class Connecting:
+        """An inbox that has no connection when it is asked the first time."""
+
+        due = ()
+
+        def __init__(self):
+            self.states = [True, False, False]
+            self.reads = 0
+
+        def read(self):
+            self.reads += 1
+
+        @property
+        def is_over(self):
+            return self.states.pop(0)
+
+    inbox = Connecting()
+    reading = ReadingAll(REAL_TIME)
+    reading.add(inbox)
+    reading.read()
+    reading.read()
+    assert inbox.reads == 2
 
 
 def test_many_threads_that_send_large_and_small_keep_the_order_of_each_tag(pair):

@@ -22,6 +22,7 @@ from rankwire import (
     SubBackend,
 )
 from rankwire.links import lender
+from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.testing import simulated_world
 from worlds import (
@@ -175,17 +176,37 @@ def test_a_large_message_comes_into_place_while_the_thread_waits_for_another():
         sending.wait()
 
 
-def test_a_message_that_its_sender_took_back_is_passed_over(monkeypatch):
+@pytest.mark.parametrize("src", [1, ANY_RANK])
+def test_a_message_that_its_sender_took_back_is_passed_over(monkeypatch, src):
+    monkeypatch.setattr(Connection, "lend_from", LEND_FROM)
+    whole, is_revoked = Borrowed.whole, threading.Event()
+
+    def whole_too_late(borrowed):
+        assert is_revoked.wait(PATIENCE)
+        return whole(borrowed)
+
+    with tcp_world(2) as (near, far):
+        monkeypatch.setattr(Borrowed, "whole", whole_too_late)
+        receiving = Running(near.irecv(src).wait)
+        with pytest.raises(DeadlineExceededError):
+            far.isend(bytes(LEND_FROM), 0, timeout=0.1).wait()
+        is_revoked.set()
+        far.send(b"next", 0)
+        assert receiving.result() == b"next"
+
+
+def test_a_message_that_is_lent_has_been_taken_when_done_says_so(monkeypatch):
     monkeypatch.setattr(Connection, "lend_from", LEND_FROM)
     with tcp_world(2) as (near, far):
         for src in (1, ANY_RANK):
-            coming = near.irecv(src)
-            revoked = far.isend(bytes(LEND_FROM), 0, timeout=0.1)
-            eventually(coming.done)
-            with pytest.raises(DeadlineExceededError):
-                revoked.wait()
-            far.send(b"next", 0)
-            assert coming.wait(timeout=SOON) == b"next"
+            coming, buffer = near.irecv(src, 1), bytearray(LEND_FROM)
+            filling = near.irecv_into(buffer, src, 2)
+            sending = [far.isend(bytes([tag]) * LEND_FROM, 0, tag) for tag in (1, 2)]
+            for receiving, sent in zip((coming, filling), sending, strict=True):
+                eventually(receiving.done)
+                sent.wait(timeout=SOON)
+            assert coming.wait() == bytes([1]) * LEND_FROM
+            assert (filling.wait(), buffer) == (LEND_FROM, bytes([2]) * LEND_FROM)
 
 
 def test_handles_of_a_closed_group_end(three):

@@ -27,7 +27,7 @@ from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox
-from rankwire.wire.receive import Receive
+from rankwire.wire.receive import PostedReceive, Receive
 from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 
@@ -252,10 +252,10 @@ def test_the_role_is_handed_on_when_the_readers_deadline_passes(post):
 def test_the_role_is_handed_on_when_the_reader_is_interrupted(post, interruption):
     read, go, calls = post.connection.receive, threading.Event(), []
 
-    def interrupted_once(deadline):
+    def interrupted_once(deadline, beside=None):
         calls.append(deadline)
         if len(calls) > 1:
-            return read(deadline)
+            return read(deadline, beside)
         go.wait(PATIENCE)
         raise interruption
 
@@ -418,16 +418,53 @@ def test_an_interrupt_anywhere_in_fetching_what_is_lent_leaves_it_readable(make_
     assert every_interrupt(run) >= 30
 
 
+@pytest.mark.fault(37, "a posted receive gets a lent message, also if its reader is interrupted")
+@pytest.mark.parametrize("after", ["wait", "give up", "take back"])
+def test_an_interrupt_anywhere_in_bringing_what_is_lent_leaves_the_receive_as_it_was(
+    make_pair, after
+):
+    def run(interrupting):
+        post = Lending(make_pair())
+        receive, memory = post.want_there(1)
+        sending = [post.lend(1, timeout=0.05 if after == "take back" else PATIENCE)]
+        eventually(lambda: post.sender.frames_sent == 2)
+        with suppress(Interrupt), interrupting:
+            post.inbox.read_available()
+        if after == "give up":
+            post.inbox.give_up(receive)
+            memory[:] = bytes(LARGE)  # from now on its owner uses it again
+            assert whole_of(post.recv(1, SOON)) == large(1)
+            assert memory == bytes(LARGE)
+        else:
+            expected = large(1)
+            if after == "take back" and was_taken_back(sending[0]):
+                expected = b"another"
+                sending = [Running(post.send, 1, expected)]
+            assert post.inbox.drive_posted(receive, Deadline(SOON))
+            assert whole_of(receive.take()) == expected
+        sending[0].result(SOON)
+
+    assert every_interrupt(run) >= 30
+
+
+def was_taken_back(sending):
+    try:
+        sending.result()
+    except DeadlineExceededError:
+        return True
+    return False
+
+
 @pytest.mark.fault(37, "an interrupted thread does not give away the role of another")
 def test_an_interrupted_thread_leaves_the_reading_to_another_that_waits_for_the_same(post):
     receive_frames, inside, most = post.connection.receive, 0, 0
 
-    def receive_counted(deadline):
+    def receive_counted(deadline, beside):
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
         try:
-            return receive_frames(deadline)
+            return receive_frames(deadline, beside)
         finally:
             inside -= 1
 
@@ -1037,6 +1074,14 @@ class Lending(Post):
         deadline = Deadline(timeout)
         self.sender.send((0, Channel.MESSAGE, tag), ([payload], len(payload)), deadline)
 
+    def want_there(self, tag):
+        """Post a receive into memory of its own; return both."""
+        memory = bytearray(LARGE)
+        envelope = (0, Channel.MESSAGE, tag)
+        receive = PostedReceive(envelope, into=Destination(memoryview(memory)))
+        self.inbox.post(receive)
+        return receive, memory
+
     def withdraw(self, tag, payload=None):
         """Lend something and take it back."""
         assert isinstance(self.lend(tag, payload, 0.02).error(), DeadlineExceededError)
@@ -1084,6 +1129,35 @@ def test_whoever_reads_without_waiting_fetches_too(lent_post, read):
     eventually(lambda: (getattr(lent_post.inbox, read)(), sending.done)[-1])
     sending.result()
     assert whole_of(lent_post.recv(7)) == large(7)
+
+
+@pytest.mark.parametrize("read", ["read", "read_available", "read_quietly"])
+def test_whoever_reads_brings_a_lent_message_to_where_a_posted_receive_wants_it(lent_post, read):
+    receive, memory = lent_post.want_there(7)
+    sending = lent_post.lend(7)
+    eventually(lambda: (getattr(lent_post.inbox, read)(), sending.done)[-1])
+    sending.result()
+    assert receive.done
+    assert memory == large(7)
+
+
+def test_a_receive_whose_message_is_taken_back_while_it_comes_gets_the_next_one(
+    lent_post, monkeypatch
+):
+    receive, memory = lent_post.want_there(7)
+    bring_to, is_revoked = Borrowed.bring_to, threading.Event()
+
+    def bring_too_late(borrowed, place):
+        assert is_revoked.wait(PATIENCE)
+        return bring_to(borrowed, place)
+
+    monkeypatch.setattr(Borrowed, "bring_to", bring_too_late)
+    reading = Running(eventually, lambda: (lent_post.inbox.read_available(), receive.done)[-1])
+    lent_post.withdraw(7, large(1))
+    is_revoked.set()
+    lent_post.lend(7, large(2)).result(SOON)
+    reading.result(SOON)
+    assert memory == large(2)
 
 
 def test_a_thread_that_wants_it_while_it_is_being_fetched_gets_it_once(lent_post):

@@ -1,6 +1,7 @@
 """The process group: what ``torch.distributed`` does on rankwire is what it does on Gloo."""
 
 import gc
+import itertools
 import os
 import signal
 import time
@@ -161,6 +162,37 @@ def test_messages_are_those_of_gloo():
         return results
 
     same(on_both(3, run))
+
+
+@pytest.mark.parametrize("count", [3, 100_000, 600_000], ids=["small", "large", "lent"])
+def test_posted_messages_move_on_whatever_a_rank_waits_for(count):
+    """As with Gloo: the order in which works are waited for does not matter."""
+
+    def exchange(rank):
+        own, got = torch.full((count,), float(rank)), torch.empty(count)
+        send = dist.P2POp(dist.isend, own, (rank + 1) % 3)
+        receive = dist.P2POp(dist.irecv, got, (rank - 1) % 3)
+        return got, lambda *order: dist.batch_isend_irecv([(send, receive)[at] for at in order])
+
+    def run(rank):
+        for order, is_reversed in itertools.product([(0, 1), (1, 0)], [False, True]):
+            got, start = exchange(rank)
+            works = start(*order)
+            for work in reversed(works) if is_reversed else works:
+                work.wait()
+            assert bool((got == (rank - 1) % 3).all())
+        got, start = exchange(rank)
+        works = start(1, 0)
+        dist.barrier()
+        if count > 3:
+            dist.all_reduce(torch.ones(count))
+        while not all(work.is_completed() for work in works):
+            pass
+        for work in works:
+            work.wait()
+        return bool((got == (rank - 1) % 3).all())
+
+    assert run_ranks(3, run) == [True] * 3
 
 
 def test_means_and_premultiplied_sums():

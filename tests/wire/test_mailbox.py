@@ -141,14 +141,14 @@ def test_only_the_last_256_refusals_are_remembered():
 @pytest.mark.parametrize(("key", "nbytes"), [(KEY, None), ((0, Channel.MESSAGE, 2**64 - 1), 5)])
 def test_what_is_wanted_is_known(key, nbytes):
     mailbox = Mailbox()
-    assert not mailbox.would_take(key, 5)
+    assert not mailbox.taker_of(key, 5)
     receive = Receive(key, nbytes=nbytes)
     mailbox.post(receive)
-    assert mailbox.would_take(key, 5)
-    assert mailbox.would_take(key, 6) is (nbytes is None)
-    assert not any(mailbox.would_take(other, 5) for other in OTHERS)
+    assert mailbox.taker_of(key, 5)
+    assert (mailbox.taker_of(key, 6) is not None) is (nbytes is None)
+    assert not any(mailbox.taker_of(other, 5) for other in OTHERS)
     mailbox.withdraw(receive)
-    assert not mailbox.would_take(key, 5)
+    assert not mailbox.taker_of(key, 5)
 
 
 def test_an_empty_message_is_a_message():

@@ -1,8 +1,9 @@
-"""Large messages: how they travel, and what their sender does meanwhile."""
+"""Large messages: how they travel, and what a thread does that waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from rankwire.links.outbox import Queued
 from rankwire.links.stream import Stream
 from rankwire.wire.frames import Envelope, Message, Payload
 from rankwire.wire.loans import LoanRefusedError
-from rankwire.wire.receive import Receive
+from rankwire.wire.receive import PostedReceive
 
 _CHECK_EVERY = 0.05
 
@@ -34,40 +35,61 @@ class Link(NamedTuple):
 
 
 class ReadingAll:
-    """What a thread does that cannot send now: it reads whatever other ranks have sent.
+    """What a thread does that waits: it reads whatever other ranks have sent.
 
-    So ranks that all send first, in pairs or in a circle, do not wait for each other.
+    So what this rank has posted moves on, whatever it waits for, and ranks that all send first, in
+    pairs or in a circle, do not wait for each other.
 
     Args:
-        peers: The other ranks.
-        clock: By which it is called now and then.
+        clock: By which ``check`` is called now and then.
+        inboxes: Those of the ranks that have connected to this one.
         check: Raises if it makes no sense any more to wait; called now and then.
     """
 
     def __init__(
-        self, peers: dict[int, Peer], clock: Clock, check: Callable[[], None] | None = None
+        self,
+        clock: Clock,
+        inboxes: list[Inbox] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        self._peers = peers
+        self._inboxes: list[Inbox] = [] if inboxes is None else inboxes
         self._check = check
         self.clock = clock
         self._next = Deadline(_CHECK_EVERY, clock)
 
+    def checking(self, check: Callable[[], None]) -> ReadingAll:
+        """Return one that also calls ``check`` now and then."""
+        return ReadingAll(self.clock, self._inboxes, check)
+
+    def add(self, inbox: Inbox) -> None:
+        """Read an inbox whose rank has connected to this one. Safe from any thread."""
+        if inbox not in self._inboxes:
+            self._inboxes.append(inbox)
+
     def watch(self) -> list[Stream]:
         """Return the streams on which something to read may come."""
-        return [stream for peer in list(self._peers.values()) for stream in peer.inbox.watch()]
+        return [stream for inbox in list(self._inboxes) for stream in inbox.watch()]
 
     def read(self) -> bool:
-        """Read what is there, without waiting; return whether somebody's was read."""
+        """Read what is there, without waiting; return whether anything could be."""
         is_read = False
-        for peer in list(self._peers.values()):
-            inbox = peer.inbox
+        for inbox in list(self._inboxes):
             is_read = inbox.read() or is_read
             if inbox.due:  # a receive from any rank, which takes back those from the others
                 inbox.call_back_due()
+            if inbox.is_over:
+                with suppress(ValueError):  # another thread was faster
+                    self._inboxes.remove(inbox)
+                if not inbox.is_over:  # its rank has connected again before it was removed
+                    self.add(inbox)
         if self._check is not None and self._next.expired:
             self._next = Deadline(_CHECK_EVERY, self.clock)
             self._check()
         return is_read
+
+    def has_posted(self) -> bool:
+        """Whether this rank waits for a message of a rank that has connected to it."""
+        return any(inbox.wanted_by for inbox in list(self._inboxes))
 
 
 @dataclass(eq=False)
@@ -161,7 +183,7 @@ def offer_of(
 class ExpectedMessage(Expected):
     """A message that an inbox may receive straight into its place."""
 
-    def __init__(self, inbox: Inbox, receive: Receive) -> None:
+    def __init__(self, inbox: Inbox, receive: PostedReceive) -> None:
         self._inbox = inbox
         self._receive = receive
         self._is_posted = False
@@ -176,7 +198,7 @@ class ExpectedMessage(Expected):
         """Return it, reading for others on the way."""
         self.post()
         inbox, receive = self._inbox, self._receive
-        if not inbox.drive(receive, deadline):
+        if not inbox.drive_posted(receive, deadline):
             raise inbox.too_late(deadline)
         if receive.payload is None:
             inbox.vacate(receive)

@@ -1,8 +1,8 @@
 """Handles: messages that are under way while their thread does something else.
 
-A handle makes no thread. What is sent leaves when the peer takes it; what is received is read by
-whoever waits for anything from the same rank, and by ``wait``. Each step may be interrupted and
-repeated: a handle that was interrupted is as it was before.
+A handle makes no thread. What is sent leaves when the peer takes it; a thread of this rank that
+waits for anything reads what is received. Each step may be interrupted and repeated: a handle that
+was interrupted is as it was before.
 """
 
 from __future__ import annotations
@@ -86,13 +86,19 @@ class MessageHandle(ABC):
         return self._value()
 
     def done(self) -> bool:
-        """Whether ``wait`` would return or raise at once. Takes in what has come; does not wait."""
+        """Whether ``wait`` would return or raise at once. Takes in what has come; does not wait.
+
+        If not, it reads what all ranks have sent: so other handles go on too while a thread asks.
+        """
         if self._deadline is None or self._error is not None:
             return True
         try:
-            return self._is_done()
+            if self._is_done():
+                return True
         except RankwireError:
             return True  # as ``wait`` will say
+        self._ranks.read_others()
+        return False
 
     def fail(self, error: Exception) -> None:
         """Have it over before anything is under way; ``wait`` raises the error."""
@@ -284,9 +290,13 @@ class Receiving(MessageHandle):
 
     def _is_done(self) -> bool:
         try:
-            self._expected.take(AT_ONCE)
+            self._finish(AT_ONCE)  # also copies what is lent: its sender waits for that
         except DeadlineExceededError:
             return False
+        except RankwireError as error:
+            self._error = error.kept()
+            return True
+        self._deadline = None
         return True
 
     def _give_up(self) -> bool:

@@ -58,7 +58,7 @@ from rankwire.stacks import methods_entered, places
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
 from rankwire.wire.handshake import BETWEEN_RANKS, Hello, Purpose, Status
-from rankwire.wire.receive import Receive
+from rankwire.wire.receive import PostedReceive, Receive
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ class Mesh(Backend):
         peers: The other ranks, by rank; may be filled later.
         clock: By which everything in its world waits.
         single_copy: Whether memory of ranks on this host may be read.
+
+    Attributes:
+        lookout: What a thread of this rank reads that has waited for a while.
     """
 
     spin = 0.0  # seconds that a waiting thread looks before it sleeps
@@ -111,7 +114,7 @@ class Mesh(Backend):
         self._peers = peers
         self._losses = Losses()
         self._asking: dict[object, int] = {}  # whom threads ask why they waited in vain
-        self._meanwhile = ReadingAll(self._peers, self.clock)
+        self.lookout = ReadingAll(self.clock)
         self._looking: Spin | None = None  # of receives from any rank
 
     # -- what differs ----------------------------------------------------------------------------
@@ -156,7 +159,7 @@ class Mesh(Backend):
         """Send one message under an envelope. The buffers are free again on return."""
         peer = self._peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
-        connection.send(envelope, message, deadline, meanwhile=self._meanwhile)
+        connection.send(envelope, message, deadline, meanwhile=self.lookout)
 
     def offer(
         self,
@@ -170,14 +173,12 @@ class Mesh(Backend):
         """Send one message, but do not wait for a peer that reads it out of this rank's memory."""
         peer = self._peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
-        meanwhile = self._meanwhile
-        if check is not None:
-            meanwhile = ReadingAll(self._peers, self.clock, check)
+        meanwhile = self.lookout if check is None else self.lookout.checking(check)
         lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
         if lent is None:
             return None
         try:
-            return LentOffer(connection, lent, self._meanwhile, envelope, message, self.timeout)
+            return LentOffer(connection, lent, self.lookout, envelope, message, self.timeout)
         except BaseException:
             lent.revoke()  # interrupted: nobody else knows of it
             raise
@@ -192,7 +193,7 @@ class Mesh(Backend):
         if posted is None:
             return None
         try:
-            about = self._meanwhile, envelope, message, self.timeout
+            about = self.lookout, envelope, message, self.timeout
             return offer_of(peer, connection, posted, *about)
         except BaseException:
             connection.take_back(posted)  # interrupted: nobody else knows of it
@@ -208,7 +209,8 @@ class Mesh(Backend):
         self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> Expected:
         """Return the next message under an envelope before it has come."""
-        return ExpectedMessage(self._peers[src].inbox, Receive(envelope, nbytes=nbytes, into=into))
+        receive = PostedReceive(envelope, nbytes=nbytes, into=into)
+        return ExpectedMessage(self._peers[src].inbox, receive)
 
     def expect_any(
         self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
@@ -216,7 +218,7 @@ class Mesh(Backend):
         """Return the next message under an envelope from one of several ranks."""
         inboxes = [self._peers[src].inbox for src in sources]
         return FirstOfAny(
-            FirstReceive(inboxes, envelope, nbytes, self.new_bell, self._successor_of)
+            FirstReceive(inboxes, envelope, nbytes, self.new_bell, self._successor_of, self.lookout)
         )
 
     def _successor_of(self, inbox: Inbox) -> Inbox:
@@ -241,6 +243,14 @@ class Mesh(Backend):
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken."""
         return self._peers[src].inbox.has_arrived(envelope)
+
+    def has_posted(self) -> bool:
+        """Whether this rank has posted receives that are not done."""
+        return self.lookout.has_posted()
+
+    def read_others(self) -> None:
+        """Read what ranks have sent, without waiting, so that what was posted moves on."""
+        self.lookout.read()
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank, because it has left the group."""
@@ -425,7 +435,9 @@ class Mesh(Backend):
             self.release(connection)
             return
         if hello.purpose is Purpose.MESSAGES:
-            if not peer.inbox.attach(connection):
+            if peer.inbox.attach(connection):
+                self.lookout.add(peer.inbox)
+            else:
                 self.release(connection)
             return
         port, surplus = self._ports.find(hello.service, connection)

@@ -75,7 +75,7 @@ class OutgoingCalls:
         self._dial_locks: dict[int, threading.Lock] = {}
         self._inboxes: dict[int, Inbox] = {}
         self.unsent_cancels: deque[tuple[Connection, int, bool]] = deque()
-        self.own = Inbox(mesh.rank, Mailbox(keep_unmatched=False), mesh.clock)
+        self.own = Inbox(mesh.rank, Mailbox(keep_unmatched=False), mesh.clock, lookout=mesh.lookout)
         self.closed: RankwireError | None = None
 
     # -- calls -------------------------------------------------------------------------------------
@@ -244,7 +244,10 @@ class OutgoingCalls:
             inbox = self._inboxes.get(dst)
             if self.closed is None and (inbox is None or inbox.connection is not connection):
                 mailbox = Mailbox(keep_unmatched=False)
-                inbox = Inbox(dst, mailbox, self._mesh.clock, connection, fetch=True)
+                lookout = self._mesh.lookout
+                inbox = Inbox(
+                    dst, mailbox, self._mesh.clock, connection, fetch=True, lookout=lookout
+                )
                 inbox.on_unread = self._on_unread
                 self._inboxes[dst] = inbox
 

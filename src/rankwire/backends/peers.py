@@ -29,7 +29,7 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.lender import Lent
+from rankwire.links.lender import Lent, Meanwhile
 from rankwire.rendezvous.control_messages import Member
 from rankwire.wire.mailbox import Mailbox
 
@@ -56,6 +56,7 @@ class Peer:
             to say for so many seconds; called before it is given up because of a connection.
         on_lost: Called once if the peer is lost.
         explain: Returns the error to raise for its end, with what else is known; see ``blame``.
+        lookout: What a thread reads that has waited for its messages for a while.
         inbox: The messages it sends; its connection comes when it first does.
         failure: Why it has gone, if it has.
         dial_lock: Held while the outgoing message connection is opened. Nothing else is taken under
@@ -71,6 +72,7 @@ class Peer:
     await_verdict: Callable[[Peer, float], None] = lambda peer, patience: None
     on_lost: Callable[[PeerLostError], None] = lambda error: None
     explain: Callable[[RankwireError], RankwireError] = lambda error: error
+    lookout: Meanwhile | None = None
 
     def __post_init__(self) -> None:
         self._has_verdict: threading.Event | None = None  # made by the first who waits
@@ -78,7 +80,7 @@ class Peer:
         self.is_suspected = False
         self._was_refused = False  # a connection, because it has too many
         self._is_left = False  # by this rank, in good order
-        self.inbox = Inbox(self.member.rank, Mailbox(), self.clock)
+        self.inbox = Inbox(self.member.rank, Mailbox(), self.clock, lookout=self.lookout)
         self.failure: RankwireError | None = None
         self.dial_lock = threading.Lock()
         self.messages: Connection | None = None

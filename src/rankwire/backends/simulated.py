@@ -287,6 +287,7 @@ class SimulatedBackend(Mesh):
                     await_verdict=self._await_verdict,
                     on_lost=self._note_loss,
                     explain=self._losses.explain,
+                    lookout=self.lookout,
                 )
         self.hear_of(rank)
         return peer

@@ -295,6 +295,14 @@ class SubBackend(Backend):
         """Whether a message lies here, read and not taken."""
         return self.parent.has_arrived(self._members[src], envelope)
 
+    def has_posted(self) -> bool:
+        """Whether this rank has posted receives that are not done, in any group."""
+        return self.parent.has_posted()
+
+    def read_others(self) -> None:
+        """Read what ranks have sent, without waiting, so that what was posted moves on."""
+        self.parent.read_others()
+
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank."""
         self.parent.abandon(group, cause)

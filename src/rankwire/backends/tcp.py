@@ -246,6 +246,7 @@ class TcpBackend(Mesh):
             await_verdict=self._await_verdict,
             on_lost=self._events.lost,
             explain=self._explain_end,
+            lookout=self.lookout,
         )
 
     @property

@@ -213,6 +213,16 @@ class Transport(ShowsPublic):
         """Whether a message lies here, read and not taken. A look: it neither reads nor waits."""
         return False
 
+    def has_posted(self) -> bool:
+        """Whether this rank has posted receives that are not done."""
+        return False
+
+    def read_others(self) -> None:
+        """Read what ranks have sent, without waiting, so that what was posted moves on.
+
+        Called now and then by a thread that waits where it sees no message.
+        """
+
     @abstractmethod
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank, because it has left the group."""

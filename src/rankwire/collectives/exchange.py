@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,8 @@ _LOOK_FOR_ANSWER = 0.01
 # and an operation that goes well should not be reported. At most half a second.
 _MANY = 32
 _LONGEST_LOOK = 0.5
+# After so many seconds in shared memory a rank reads messages, if it has posted receives.
+_FIRST_NAP = 1e-3
 # A block that is fetched and reduced at once stays in the cache in between. 64 MiB pulled and added
 # take 17 ms in blocks of 64 KiB, 11.5 in 256 KiB, 9 in 512 KiB or 1 MiB.
 BLOCK_NBYTES = 512 << 10
@@ -231,6 +233,28 @@ class Exchange(ABC):
         if 0 < self._looks < 3:
             return _LOOK_FOR_ANSWER
         return min(LOOK_EVERY * max(1, self.size // _MANY), max(LOOK_EVERY, _LONGEST_LOOK))
+
+    def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
+        """Sleep where no message wakes this rank, and read now and then what others have sent.
+
+        If receives are posted it does so soon, and then after twice as long each time.
+
+        Args:
+            sleeps_until: Sleeps until a deadline; returns False then, or if there is news.
+
+        Returns:
+            What that returns; False also when it is time to look up.
+        """
+        nap = _FIRST_NAP
+        while True:
+            look = self.next_look()
+            patience = look.sooner(nap) if self._backend.has_posted() else look
+            if sleeps_until(patience):
+                return True
+            self._backend.read_others()
+            if look.expired or not patience.expired:
+                return False
+            nap = min(2.0 * nap, LOOK_EVERY)
 
     def look_up(self, src: int) -> None:
         """Look up from waiting for a rank outside of messages; that one may have left.

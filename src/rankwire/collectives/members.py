@@ -8,7 +8,7 @@ numbers: errors name those, and who waits here hears of trouble on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rankwire.collectives.exchange import Array, Arriving, Exchange, Piece
@@ -70,6 +70,10 @@ class Members(Exchange):
     def next_look(self) -> Deadline:
         """Return until when to wait for a rank before looking up."""
         return self._whole.next_look()
+
+    def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
+        """Sleep where no message wakes this rank, and read now and then what others have sent."""
+        return self._whole.sleeps(sleeps_until)
 
     def look_up(self, src: int) -> None:
         """Look up from waiting for a rank outside of messages; that one may have left."""

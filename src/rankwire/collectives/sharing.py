@@ -16,6 +16,7 @@ turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -220,7 +221,9 @@ class SharedSlots:
     def _await(self, x: Exchange, step: int) -> None:
         segment = self._segment
         for rank in x.others:
-            while not segment.await_step(step, rank, x.next_look()):
+            if segment.looks_until(step, rank):
+                continue
+            while not x.sleeps(partial(segment.sleeps_until, step, rank)):
                 try:
                     x.look_up(rank)
                 except (ChannelClosedError, PeerLostError) as error:

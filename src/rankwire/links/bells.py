@@ -14,13 +14,13 @@ from typing import Protocol
 
 from rankwire.links.sleepers import Sleeper
 from rankwire.links.spin import Spin
-from rankwire.links.stream import Stream
+from rankwire.links.stream import Watched
 
 
 class Bell(Sleeper, Protocol):
     """What one thread sleeps by. ``release`` is safe from any thread, the rest for the sleeper."""
 
-    def listen(self, streams: Sequence[Stream], seconds: float) -> None:
+    def listen(self, streams: Sequence[Watched], seconds: float) -> None:
         """Sleep until something can be read, the bell was rung, or the time has passed."""
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class PollBell:
             if self._is_open:
                 os.eventfd_write(self._number, 1)
 
-    def listen(self, streams: Sequence[Stream], seconds: float) -> None:
+    def listen(self, streams: Sequence[Watched], seconds: float) -> None:
         """Sleep until something can be read, the bell was rung, or the time has passed."""
         if any(stream.look_away() for stream in streams):
             return

@@ -1,8 +1,9 @@
 """The borrower: a payload that lies in the memory of another process of this host, as a parcel.
 
-It is copied by the thread that wants it, straight to where it wants it, and then given back with a
-receipt. The other end is ``lender``; the protocol between them is in ``wire.loans``. The lock of a
-``Borrowed`` guards its state.
+The thread that wants it copies it straight to where it wants it. If the receive is only posted, the
+thread that reads the connection does so (``bring_to``). Then it is given back with a receipt. The
+other end is ``lender``; the protocol between them is in ``wire.loans``. The lock of a ``Borrowed``
+guards its state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, ProtocolError, RankwireError
 from rankwire.links.allocation import allocate
 from rankwire.links.process_memory import READ, WORD_NBYTES, WRITE, Vector, address_of, transfer
+from rankwire.wire.array_messages import HEAD_NBYTES
+from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan, LoanRevokedError, Parcel
 
 _NONE = 0
@@ -35,6 +38,9 @@ class Borrowed(Parcel):
         peer: Its rank, for errors.
         clock: By which a decision of its is waited for.
         fail: Called with the cause if the process is gone; returns what to raise.
+
+    Attributes:
+        place: The memory of a posted receive to which it is being copied, or was.
     """
 
     def __init__(
@@ -54,6 +60,9 @@ class Borrowed(Parcel):
         self._revoked = False
         # Each step is noted before the next, so that after an interrupt it is not taken twice.
         self._memory: bytearray | None = None  # all of it, once it was read
+        self._beginning: bytearray | None = None
+        self.place: Destination | None = None
+        self._is_in_place = False
         self._receipt: list[int] = []  # what writing the receipt returned
         self._is_settled = False
 
@@ -79,14 +88,59 @@ class Borrowed(Parcel):
         """Return all of the payload, copied once, and give the sender its memory back."""
         with self._lock:
             if self._memory is None:
-                try:
-                    memory = allocate(self._loan.nbytes)
-                except MemoryError as error:
-                    raise ProtocolError(f"no memory for a message of {len(self)} bytes") from error
+                memory = self._allocate()
                 self._pull(0, memoryview(memory))
                 self._memory = memory
             self._give_back()
             return self._memory
+
+    def _allocate(self) -> bytearray:
+        try:
+            return allocate(self._loan.nbytes)
+        except MemoryError as error:
+            raise ProtocolError(f"no memory for a message of {len(self)} bytes") from error
+
+    def beginning(self) -> memoryview:
+        """Return the first bytes, by which a destination tells whether the rest belongs there."""
+        with self._lock:
+            if self._beginning is None:
+                beginning = bytearray(min(HEAD_NBYTES, len(self)))
+                self._pull(0, memoryview(beginning))
+                self._beginning = beginning
+            return memoryview(self._beginning)
+
+    def bring_to(self, place: Destination) -> Placed:
+        """Copy the payload, but for its head, to a destination, and give it back.
+
+        Safe to repeat after an interrupt. ``beginning`` was asked for before. The caller keeps the
+        owner of the destination from using that memory meanwhile.
+        """
+        with self._lock:
+            start = len(self) - len(place.view)
+            if self.place is not place:
+                self.place, self._is_in_place = place, False
+            if not self._is_in_place:
+                if self._memory is None:
+                    self._pull(start, place.view)
+                else:
+                    place.view[:] = memoryview(self._memory)[start:]
+                self._is_in_place = True
+            self._give_back()
+            assert self._beginning is not None
+            return Placed(bytes(self._beginning[:start]), place)
+
+    def vacate(self) -> None:
+        """Use the memory of a receive no more; what was given back is moved out of it."""
+        with self._lock:
+            place = self.place
+            if place is not None and self._is_in_place and self._memory is None and self._receipt:
+                assert self._beginning is not None
+                memory = self._allocate()
+                start = len(memory) - len(place.view)
+                memory[:start] = self._beginning[:start]
+                memory[start:] = place.view
+                self._memory = memory
+            self.place, self._is_in_place = None, False
 
     def give_back(self) -> None:
         """Write the receipt: the sender may change its memory again."""

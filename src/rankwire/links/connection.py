@@ -21,7 +21,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
@@ -40,7 +40,7 @@ from rankwire.links.outbox import Outbox, Queued
 from rankwire.links.process_memory import probe
 from rankwire.links.shared_memory import CAN_SHARE, SharedMemory, open_shared
 from rankwire.links.spin import Spin
-from rankwire.links.stream import Stream, stream_of
+from rankwire.links.stream import Stream, Watched, stream_of
 from rankwire.links.tcp_info import Unanswered
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import (
@@ -60,7 +60,7 @@ from rankwire.wire.seals import Seals
 _log = logging.getLogger("rankwire")
 
 _PEEK_NBYTES = 1 << 16
-_LONGEST_SLEEP = 0.1
+_FIRST_SLEEP, _LONGEST_SLEEP = 1e-3, 0.1
 # Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
 # what has arrived, also if that is large.
 _RING_SIZES = range(RING_NBYTES, RING_NBYTES + 1)
@@ -410,11 +410,17 @@ class Connection:
         """The frames that have been read and that nobody has taken."""
         return self._parser.state[0]
 
-    def receive(self, deadline: Deadline) -> deque[Frame]:
+    def receive(self, deadline: Deadline, beside: Sequence[Watched] | None = ()) -> deque[Frame]:
         """Return the next frames; none at the deadline, or when it has been silent for a while.
 
         One reader at a time; takes and raises as ``receive_ready`` does.
+
+        Args:
+            deadline: How long.
+            beside: Streams of other connections: as soon as one of them can be read, it returns
+                too. If None, it waits only for a millisecond.
         """
+        longest = _FIRST_SLEEP if beside is None else _LONGEST_SLEEP
         late_reads = 0
         was_woken = False
         while late_reads < _LAST_READS:
@@ -428,13 +434,13 @@ class Connection:
             frames = self.receive_ready()
             if frames:
                 return frames
-            patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
+            patience = min(deadline.sleep_limit(), longest)
             if frames is not None:  # a part of a frame; there may be more of it
                 late_reads += patience <= 0.0
                 was_woken = False
                 continue
             # Now and then the reader looks up: what it waits for may have ended in another way.
-            if patience <= 0.0 or not self.stream.wait_readable(patience):
+            if patience <= 0.0 or not self.stream.wait_readable(patience, beside or ()):
                 break
             was_woken = True
         return self._parser.state[0]

@@ -25,9 +25,11 @@ from rankwire.errors import (
     SizeMismatchError,
 )
 from rankwire.links.bells import Bell
-from rankwire.links.inbox import Inbox
+from rankwire.links.inbox import ALONE, Inbox
+from rankwire.links.lender import Meanwhile
+from rankwire.links.stream import Watched
 from rankwire.wire.frames import Envelope, Payload
-from rankwire.wire.receive import Receive
+from rankwire.wire.receive import PostedReceive, Receive
 
 _LONGEST_SLEEP = 0.1  # seconds; who was interrupted may have left a bell unrung
 
@@ -42,6 +44,7 @@ class FirstReceive:
         new_bell: Makes what the thread sleeps by.
         successor_of: Returns the inbox in the place of one that has ended; the same if its rank is
             not back.
+        lookout: What a thread reads that has waited for a while: also of ranks that are not asked.
     """
 
     def __init__(
@@ -51,13 +54,15 @@ class FirstReceive:
         nbytes: int | None,
         new_bell: Callable[[], Bell],
         successor_of: Callable[[Inbox], Inbox] = lambda inbox: inbox,
+        lookout: Meanwhile | None = None,
     ) -> None:
-        receives = (Receive(envelope, self._came, nbytes=nbytes) for _ in inboxes)
+        receives = (PostedReceive(envelope, self._came, nbytes=nbytes) for _ in inboxes)
         self._receives = list(zip(inboxes, receives, strict=True))
         self._envelope = envelope
         self._nbytes = nbytes
         self._new_bell = new_bell
         self._successor_of = successor_of
+        self._lookout = lookout
         self._lock = threading.Lock()
         self._first: Receive | None = None
         self._is_posted = False
@@ -94,6 +99,25 @@ class FirstReceive:
             RankwireError: All those who might send it are gone.
         """
         self.post()
+        for _, receive in self._receives:
+            receive.is_awaited = True
+        try:
+            self._wait(deadline)
+        finally:
+            if self._first is None:
+                for inbox, receive in self._receives:
+                    inbox.leave_alone(receive)
+        if not self._has_come():
+            missing = [inbox.peer for inbox, r in self._receives if not r.done]
+            raise DeadlineExceededError(deadline.limit, waiting_for=missing)
+        self._take_back_others()
+        assert self._first is not None
+        return self._first.take()
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Wait until it has come, or the deadline passes."""
+        lookout: Meanwhile | None = None  # until it has waited for a while
+        longest = ALONE
         while not self._has_come():
             self._ask_successors()
             if all(receive.done for _, receive in self._receives):
@@ -101,12 +125,11 @@ class FirstReceive:
             self._read(len(self._receives))
             if self._first is None and not self._has_come():
                 if deadline.expired:
-                    missing = [inbox.peer for inbox, r in self._receives if not r.done]
-                    raise DeadlineExceededError(deadline.limit, waiting_for=missing)
-                self._sleep(min(deadline.sleep_limit(), _LONGEST_SLEEP))
-        self._take_back_others()
-        assert self._first is not None
-        return self._first.take()
+                    return
+                if lookout is not None:
+                    lookout.read()
+                self._sleep(min(deadline.sleep_limit(), longest), lookout)
+                lookout, longest = self._lookout, _LONGEST_SLEEP
 
     def give_up(self) -> None:
         """Ask for it no more: if it has come, it is for others. Idempotent."""
@@ -125,7 +148,8 @@ class FirstReceive:
         for number, (inbox, receive) in enumerate(self._receives):
             if receive.error is None or (successor := self._successor_of(inbox)) is inbox:
                 continue
-            receive = Receive(self._envelope, self._came, nbytes=self._nbytes)
+            receive = PostedReceive(self._envelope, self._came, nbytes=self._nbytes)
+            receive.is_awaited = True
             self._receives[number] = successor, receive
             successor.post(receive)
 
@@ -154,15 +178,19 @@ class FirstReceive:
             if receive is not self._first:
                 _take_back(inbox, receive)
 
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self, seconds: float, lookout: Meanwhile | None) -> None:
         bell = self._new_bell()
         try:
             for inbox, receive in self._receives:
                 inbox.park(receive, bell)
             # After that: whoever reads one of these, and leaves it, rings the bell.
-            streams = [stream for inbox, _ in self._receives for stream in inbox.watch()]
+            streams: set[Watched] = {
+                stream for inbox, _ in self._receives for stream in inbox.watch()
+            }
+            if lookout is not None:
+                streams.update(lookout.watch())
             if not self._has_come():
-                bell.listen(streams, seconds)
+                bell.listen(list(streams), seconds)
         finally:
             for inbox, receive in self._receives:
                 inbox.leave(receive, bell)

@@ -6,9 +6,13 @@ their messages pass by, and when its own has come it leaves the role to one of t
 wait. So no thread stands between the socket and the thread that wants the message; a hand-over
 costs 60-100 us, a whole call 12-28 us without one.
 
-A message that is lent (``single_copy``) is fetched by the thread that wants it, straight to where
-it wants it. One that nobody wants yet is fetched by the reader, so that its sender can go on;
-replies always are, and one that nobody wants any more is given back unread.
+A message that is lent (``single_copy``) is fetched by the thread that waits for it, straight to
+where it wants it. The reader fetches all others, so that their senders can go on: to where a posted
+receive wants it, or to new memory. It always fetches replies, and gives one that no caller wants
+any more back unread.
+
+A thread that has waited here for a millisecond also reads what other ranks have sent (``lookout``):
+so every operation that this rank has posted moves on, whatever it waits for.
 
 The connection may come later than the first receive (the peer dials when it first sends). Waiting
 threads, the mutex and what an interrupt leaves are the business of ``shared_mailbox``; the mutex is
@@ -19,9 +23,11 @@ Size: who waits, who reads and what is delivered are one protocol around one rol
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import starmap
 
 from rankwire.clock import Clock
@@ -29,12 +35,14 @@ from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
+from rankwire.links.lender import Meanwhile
 from rankwire.links.shared_mailbox import SharedMailbox
-from rankwire.links.stream import Stream
+from rankwire.links.stream import Stream, Watched
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Envelope, Frame, Payload
+from rankwire.wire.loans import LoanRevokedError
 from rankwire.wire.mailbox import ONCE, Mailbox, payload_of
-from rankwire.wire.receive import Receive
+from rankwire.wire.receive import PostedReceive, Receive
 
 _log = logging.getLogger("rankwire")
 
@@ -42,6 +50,11 @@ _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
 # After the deadline: what has come by then may lie behind other messages. But a peer that goes on
 # sending those must not hold the reader for ever.
 _LATE_READS = 16
+# So long a thread reads its own connection only, because most messages come sooner; then it looks
+# at those of other ranks as well.
+ALONE = 1e-3
+_MOST_READS = 16  # of a rank that is not the one waited for: it may always have more
+_LONGEST_NAP = 0.1  # of a thread that sleeps where it sees no connection
 
 
 class Inbox(SharedMailbox):
@@ -53,6 +66,7 @@ class Inbox(SharedMailbox):
         clock: By which its threads wait.
         connection: Where they come from, if it is known yet.
         fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
+        lookout: What a thread reads that has waited here for a while.
 
     Attributes:
         on_unread: Called, without locks, when a thread has left the reading role to nobody while a
@@ -70,9 +84,14 @@ class Inbox(SharedMailbox):
         connection: Connection | None = None,
         *,
         fetch: bool = False,
+        lookout: Meanwhile | None = None,
     ) -> None:
         super().__init__(peer, mailbox, clock)
         self._fetch = fetch
+        self._lookout = lookout
+        # The streams at which a thread sleeps too when it begins to wait; None is for a millisecond
+        # only, after which it looks at them.
+        self._beside: Sequence[Watched] | None = () if lookout is None else None
         self.connection = connection
         if connection is not None:
             connection.place_by(self._find_place)
@@ -103,7 +122,7 @@ class Inbox(SharedMailbox):
                         self._reader = receive
                         self.turns += 1
             if self._reader is receive:
-                self._read_until(receive, deadline, receive)
+                self._read_until(receive, deadline, receive, self._beside)
             is_done = receive.done or self.drive(receive, deadline)
             if not is_done or receive.error is not None:
                 self._end_in_vain(receive, deadline)
@@ -152,6 +171,8 @@ class Inbox(SharedMailbox):
         After the deadline it stays posted.
         """
         token = object()
+        beside = self._beside
+        nap = ALONE
         try:
             while not receive.done and receive.posted:
                 # Both in one step, so that no wake-up falls between the look at the role and the
@@ -162,14 +183,22 @@ class Inbox(SharedMailbox):
                         self.turns += 1
                     else:
                         lock = self._parked.park(receive)
+                        is_led = self._reader is not None  # the reader looks at the others too
                 if self._reader is token:
-                    self._read_until(receive, deadline, token)
+                    is_silent = self._read_until(receive, deadline, token, beside)
+                elif is_led or self._lookout is None:
+                    is_silent = not self._sleep(receive, lock, deadline)
                 else:
-                    self._sleep(receive, lock, deadline)
-                if not receive.done and deadline.expired:
+                    is_silent = not self._sleep(receive, lock, deadline.sooner(nap))
+                    nap = min(2.0 * nap, _LONGEST_NAP)
+                if receive.done:
+                    break
+                if deadline.expired:
                     with self._mutex:
                         self._wake_next()  # whoever still waits may have to read now
                     break
+                if is_silent:
+                    beside = self._read_others()
             if self.due:  # one that has read it may have been interrupted before it came to that
                 self.call_back_due()
             return receive.done
@@ -180,6 +209,29 @@ class Inbox(SharedMailbox):
                 self._recover(token)
             self.call_back_due()
             raise
+
+    def _read_others(self) -> Sequence[Watched]:
+        """Read what other ranks have sent; return the streams where more may come."""
+        if self._lookout is None:
+            return ()
+        self._lookout.read()
+        return self._lookout.watch()
+
+    def drive_posted(self, receive: PostedReceive, deadline: Deadline) -> bool:
+        """``drive``, for a thread that takes the message then: what is lent is left to it."""
+        is_done = False
+        receive.is_awaited = True
+        try:
+            is_done = self.drive(receive, deadline)
+        finally:
+            if not is_done:
+                self.leave_alone(receive)
+        return receive.done
+
+    def leave_alone(self, receive: PostedReceive) -> None:
+        """Wait for a posted receive no more: from now on the reader fetches what is lent for it."""
+        with self._mutex:
+            receive.is_awaited = False
 
     def send_held(self, deadline: Deadline) -> None:
         """Send what was held back; if that fails, so does the connection, and with it receives."""
@@ -193,17 +245,25 @@ class Inbox(SharedMailbox):
                 self.call_back_due()
 
     def watch(self) -> list[Stream]:
-        """Return what a thread that cannot send now may read from this peer."""
+        """Return what a thread that waits for something else may read from this peer."""
         connection = self.connection
         if connection is None or connection.failure is not None or self._reader is not None:
             return []
         return [] if self._mailbox.full else [connection.stream]
 
     def read(self) -> bool:
-        """Read what is there, for a thread that cannot send now; return whether that was done."""
+        """Read some of what is there, for a thread that waits for something else.
+
+        Returns whether that was done.
+        """
         if self.connection is None or self._mailbox.full:
             return False
-        return self._read_alone(self._read_ready)
+        return self._read_alone(self._read_some)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can be read here any more, unless the peer connects again."""
+        return self.connection is None or self._mailbox.failure is not None
 
     def read_available(self) -> None:
         """Read what is there without waiting, unless another thread reads already."""
@@ -220,22 +280,38 @@ class Inbox(SharedMailbox):
 
         Raises when the peer has failed.
         """
+        beside = self._beside
         while not condition():
             if deadline.expired:
                 return False
             if self._mailbox.failure is not None:
                 raise self._mailbox.failure.copy()
+            came: list[int] = []
             try:
-                is_read = self._read_alone(lambda link: self._deliver(link.receive(deadline)))
+                is_read = self._read_alone(partial(self._read_for, deadline, beside, came))
             finally:
                 self.call_back_due()
             if not is_read:
                 # Somebody else reads and will end receives; look again when that may have happened.
                 self._clock.sleep(min(0.001, deadline.sleep_limit()))
+            if not any(came):
+                beside = self._read_others()
         # As in ``_read_until``.
         if self.wanted_by and self.connection and self.connection.stream.look_away():
             self.read_available()
         return True
+
+    def _read_for(
+        self,
+        deadline: Deadline,
+        beside: Sequence[Watched] | None,
+        came: list[int],
+        connection: Connection,
+    ) -> None:
+        """Read once, and note how many frames have come."""
+        frames = connection.receive(deadline, beside)
+        came.append(len(frames))
+        self._deliver(frames)
 
     def _ended(self, error: RankwireError) -> None:
         """The connection has ended: so do all receives, unless it was never used.
@@ -308,15 +384,28 @@ class Inbox(SharedMailbox):
         if self._asleep:
             self._parked.wake_one()
 
-    def _read_until(self, receive: Receive, deadline: Deadline, token: object) -> None:
-        """Read, with the role, until one's own is done or somebody has to be called back."""
+    def _read_until(
+        self,
+        receive: Receive,
+        deadline: Deadline,
+        token: object,
+        beside: Sequence[Watched] | None,
+    ) -> bool:
+        """Read, with the role, until one's own is done or somebody has to be called back.
+
+        Returns:
+            Whether it ended before, because nothing has come for a while, or one of the streams
+            ``beside`` can be read.
+        """
         connection, mailbox = self.connection, self._mailbox
         assert connection is not None
         late_reads = 0
+        is_silent = False
         try:
             while not (receive.done or self.due or mailbox.full):
-                frames = connection.receive(deadline)
+                frames = connection.receive(deadline, beside)
                 if not frames:
+                    is_silent = True
                     break
                 if connection.has_parcels:
                     self._deliver(frames)
@@ -343,6 +432,7 @@ class Inbox(SharedMailbox):
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if self.due:
             self.call_back_due()
+        return is_silent
 
     def _read_alone(self, read: Callable[[Connection], None]) -> bool:
         """Take the role and read, if nobody reads; return whether that was so."""
@@ -367,21 +457,25 @@ class Inbox(SharedMailbox):
             raise
         return True
 
-    def _read_ready(self, connection: Connection) -> None:
+    def _read_ready(self, connection: Connection, most: int | None = None) -> None:
         self.was_interrupted = False
         self._deliver(connection.undelivered)
-        while not self._mailbox.full:
-            frames = connection.receive_ready()
+        for _ in itertools.repeat(None) if most is None else range(most):
+            frames = None if self._mailbox.full else connection.receive_ready()
             if frames is None:
                 break
             self._deliver(frames)
 
+    def _read_some(self, connection: Connection) -> None:
+        self._read_ready(connection, _MOST_READS)
+
     def _deliver(self, frames: deque[Frame]) -> None:
         """Match the frames to receives, and take them from the connection one by one.
 
-        Some may be lent. One that a receive waits for is matched as it is, and fetched by whoever
-        waits; another one is fetched here, if there is room for it. If there is not, it stays with
-        the connection, and all that came after it, until there is.
+        Some may be lent. One that a thread waits for is matched as it is, and that thread fetches
+        it. Another one is fetched here, to where a posted receive wants it, or to new memory if
+        there is room. If there is not, it stays with the connection, and all that came after it,
+        until there is.
         """
         assert self.connection is not None
         if self.connection.has_parcels:
@@ -415,28 +509,50 @@ class Inbox(SharedMailbox):
             with self._mutex:
                 self._match(frames, only_first=True)
             return True
-        if payload.is_revoked:
-            frames.popleft()
-            return True
-        with self._mutex:
-            is_wanted = self._mailbox.would_take(frame.envelope, len(payload))
-            if is_wanted and not self._fetch:
-                self._match(frames, only_first=True)
-                return True
-            if not is_wanted and not self._fetch and self._mailbox.full:
-                return False
         try:
-            if self._fetch and not is_wanted:
+            return self._deliver_lent(frames, frame.envelope, payload)
+        except RankwireError:  # revoked, or its sender is gone, which the next read says
+            with self._mutex:
+                self._mailbox.displaced(frame.envelope)
+                frames.popleft()
+            return True
+
+    def _deliver_lent(self, frames: deque[Frame], envelope: Envelope, payload: Borrowed) -> bool:
+        """Deliver the first frame, which is lent; raises if its sender has taken it back."""
+        if payload.is_revoked:
+            raise LoanRevokedError("the sender took the message back")
+        with self._mutex:
+            receive = self._mailbox.taker_of(envelope, len(payload))
+            if not self._fetch and payload.place is None:
+                if receive is not None and _is_awaited(receive):
+                    self._match(frames, only_first=True)
+                    return True
+                if receive is None and self._mailbox.full:
+                    return False
+        if self._fetch:
+            if receive is None:
                 payload.give_back()
                 self._mailbox.dropped += 1
                 frames.popleft()
                 return True
-            frames[0] = frame._replace(payload=payload.whole())
-        except RankwireError:
-            frames.popleft()  # revoked, or its sender is gone, which the next read says
+        elif self._bring(frames, envelope, payload):
             return True
+        frames[0] = Frame(envelope, payload.whole())
         with self._mutex:
             self._match(frames, only_first=True)
+        return True
+
+    def _bring(self, frames: deque[Frame], envelope: Envelope, payload: Borrowed) -> bool:
+        """Copy what is lent to where a posted receive wants it; False if none has said where."""
+        assert self.connection is not None
+        with self.connection.filling:
+            place = self._find_place(envelope, len(payload), payload.beginning())
+            if place is None:
+                payload.vacate()  # a receive was given up after a reader was interrupted here
+                return False
+            frames[0] = Frame(envelope, payload.bring_to(place))
+            with self._mutex:
+                self._match(frames, only_first=True)
         return True
 
     # -- messages that come straight to where they are wanted --------------------------------------
@@ -456,6 +572,9 @@ class Inbox(SharedMailbox):
         if receive.into is None or connection is None:
             return
         with connection.filling, self._mutex:
+            for _, payload in connection.undelivered:
+                if isinstance(payload, Borrowed) and payload.place is receive.into:
+                    payload.vacate()
             connection.vacate(receive.into)
             self._mailbox.vacated(receive)
 
@@ -468,3 +587,8 @@ class Inbox(SharedMailbox):
         elif self.connection is None:
             detail = "it has not sent anything yet"
         return DeadlineExceededError(deadline.limit, waiting_for=[self.peer], detail=detail)
+
+
+def _is_awaited(receive: Receive) -> bool:
+    """Whether a thread waits for a receive, and takes its message as soon as that has come."""
+    return not isinstance(receive, PostedReceive) or receive.is_awaited

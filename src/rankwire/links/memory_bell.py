@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from rankwire.clock import Clock
 from rankwire.links.memory_stream import MemoryStream
-from rankwire.links.stream import Stream
+from rankwire.links.stream import Watched
 
 
 class MemoryBell:
@@ -28,7 +28,7 @@ class MemoryBell:
         with suppress(RuntimeError):  # it was rung already
             self._lock.release()
 
-    def listen(self, streams: Sequence[Stream], seconds: float) -> None:
+    def listen(self, streams: Sequence[Watched], seconds: float) -> None:
         """Sleep until something can be read, the bell was rung, or the time has passed."""
         pipes = [stream.incoming for stream in streams if isinstance(stream, MemoryStream)]
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from rankwire.clock import Clock
 from rankwire.links.pipe import Pipe
 from rankwire.links.route import Route
-from rankwire.links.sleepers import sleeper
+from rankwire.links.sleepers import Sleepers, sleeper
 from rankwire.links.stream import Watched
 from rankwire.wire.frames import Buffer
 from rankwire.wire.ring import RingReader
@@ -72,35 +72,42 @@ class MemoryStream:
         """Return the beginning of what is there to read, and leave it; empty at the end."""
         return self.incoming.peek(nbytes)
 
-    def wait_readable(self, seconds: float) -> bool:
-        """Sleep until there is something to read, the end included; False if the time passes."""
-        limit = self._clock.now() + seconds
-        while (gap := self.incoming.readable_in()) != 0.0:
-            left = limit - self._clock.now()
-            if left <= 0.0:
-                return False
-            with sleeper(self._clock, self.incoming.readers) as sleep:
-                gap = self.incoming.readable_in()
-                if gap != 0.0:
-                    sleep(left if gap is None else min(left, gap))
-        return True
+    def wait_readable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
+        """Sleep until there is something to read, the end included.
+
+        Returns False if the time passes, or as soon as one of the others has something to read.
+        """
+        incoming = self.incoming
+        return self._wait(lambda: incoming.readable_in() == 0.0, seconds, [incoming], (), beside)
 
     def wait_writable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
         """Sleep until something can be written.
 
         Returns False if the time passes, or as soon as one of the others has something to read.
         """
+        outgoing = self.outgoing
+        return self._wait(lambda: outgoing.is_writable, seconds, [], (outgoing.writers,), beside)
+
+    def _wait(
+        self,
+        is_ready: Callable[[], bool],
+        seconds: float,
+        pipes: list[Pipe],
+        places: tuple[Sleepers, ...],
+        beside: Sequence[Watched],
+    ) -> bool:
+        """Sleep until it is ready or a pipe can be read; return whether it is ready."""
         limit = self._clock.now() + seconds
         others = [other.incoming for other in beside if isinstance(other, MemoryStream)]
-        while not self.outgoing.is_writable:
+        pipes = [*pipes, *others]
+        while not is_ready():
             left = limit - self._clock.now()
             if left <= 0.0 or _is_any_readable(others):
                 return False
-            places = self.outgoing.writers, *(other.readers for other in others)
-            with sleeper(self._clock, *places) as sleep:
-                if self.outgoing.is_writable or _is_any_readable(others):
+            with sleeper(self._clock, *places, *(pipe.readers for pipe in pipes)) as sleep:
+                if is_ready() or _is_any_readable(others):
                     continue
-                gaps = [gap for other in others if (gap := other.readable_in()) is not None]
+                gaps = [gap for pipe in pipes if (gap := pipe.readable_in()) is not None]
                 sleep(min(left, *gaps) if gaps else left)
         return True
 

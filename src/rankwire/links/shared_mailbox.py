@@ -221,7 +221,8 @@ class SharedMailbox:
                 self._reader = None
             self._parked.wake_all()
 
-    def _sleep(self, receive: Receive, lock: threading.Lock, deadline: Deadline) -> None:
+    def _sleep(self, receive: Receive, lock: threading.Lock, deadline: Deadline) -> bool:
+        """Sleep until another thread wakes this one; False if the deadline passes first."""
         woken = False
         try:
             woken = self._clock.acquire(lock, True, deadline.sleep_limit())
@@ -230,6 +231,7 @@ class SharedMailbox:
                 with self._mutex:
                     self._parked.leave(receive, lock)
                     self._wake_next()
+        return woken
 
     def _wake_next(self) -> None:
         """Have one of those who wait look whether it has to read now. Mutex held."""

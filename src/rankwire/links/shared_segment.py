@@ -101,11 +101,12 @@ class SharedSegment(Segment):
 
     def await_step(self, step: int, rank: int, deadline: Deadline) -> bool:
         """Wait until a rank has published a step; False at the deadline, or when disturbed."""
-        line = self.lines[rank]
-        return self._looks_until(step, line) or self._sleeps_until(step, rank, deadline)
+        return self.looks_until(step, rank) or self.sleeps_until(step, rank, deadline)
 
-    def _looks_until(self, step: int, line: int) -> bool:
+    def looks_until(self, step: int, rank: int) -> bool:
+        """Look for a while whether a rank has published a step."""
         words, spin, pause = self.words, self._spin, self._shares_cores
+        line = self.lines[rank]
         if words[line] >= step:
             return True
         if spin.budget <= 0.0 and not spin.tries_again():
@@ -121,7 +122,8 @@ class SharedSegment(Segment):
         spin.budget = spin.most
         return True
 
-    def _sleeps_until(self, step: int, rank: int, deadline: Deadline) -> bool:
+    def sleeps_until(self, step: int, rank: int, deadline: Deadline) -> bool:
+        """Sleep until a rank has published a step; False at the deadline, or when disturbed."""
         words, line, asleep = self.words, self.lines[rank], self.lines[self.rank] + ASLEEP
         try:
             words[asleep] = 1

@@ -86,8 +86,11 @@ class Stream(Watched, Protocol):
             OSError: The stream has failed.
         """
 
-    def wait_readable(self, seconds: float) -> bool:
-        """Sleep until there is something to read, the end included; False if the time passes."""
+    def wait_readable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
+        """Sleep until there is something to read, the end included.
+
+        Returns False if the time passes, or as soon as one of the others has something to read.
+        """
 
     def wait_writable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
         """Sleep until something can be written.
@@ -139,16 +142,19 @@ class DescriptorStream:
             pass
         return ring.has_records()
 
-    def wait_readable(self, seconds: float) -> bool:
-        """Sleep until there is something to read, the end included; False if the time passes."""
-        return self.look_away() or wait_for(self, select.POLLIN, seconds) != 0
+    def wait_readable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
+        """Sleep until something can be read here, or on one of the others."""
+        return self.look_away() or self._wait(select.POLLIN, seconds, beside)
 
     def wait_writable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
         """Sleep until something can be written, or one of the others has something to read."""
+        return self._wait(select.POLLOUT, seconds, beside)
+
+    def _wait(self, event: int, seconds: float, beside: Sequence[Watched]) -> bool:
         if any(other.look_away() for other in beside):
             return False
         numbers = [number for other in beside if (number := other.fileno()) >= 0]
-        return wait_for(self, select.POLLOUT, seconds, numbers) != 0
+        return wait_for(self, event, seconds, numbers) != 0
 
     def unsent_nbytes(self) -> int:
         """Return how many bytes have been written that the other end has not taken."""

@@ -69,6 +69,7 @@ class Stopping:
                     return False
                 patience = min(_LOOK_EVERY, deadline.sleep_limit())
                 self._backend.clock.wait(self._told, patience)
+                self._backend.read_others()
             return True
 
     def _is_over(self, watched: int | None) -> bool:

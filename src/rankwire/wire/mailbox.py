@@ -103,10 +103,10 @@ class Mailbox:
         is_full = self.unmatched_nbytes >= self._unmatched_limit
         self.full = is_full or self.unmatched >= _MOST_UNMATCHED
 
-    def would_take(self, key: Envelope, nbytes: int) -> bool:
-        """Whether somebody waits for a message of this key and size."""
+    def taker_of(self, key: Envelope, nbytes: int) -> Receive | None:
+        """Return the receive that would get a message of this key and size."""
         receive = self._first_wanted(key)
-        return receive is not None and receive.nbytes in (None, nbytes)
+        return receive if receive is not None and receive.nbytes in (None, nbytes) else None
 
     def post(self, receive: Receive) -> None:
         """Ask for a message. Ends at once if it is here, or if the peer has failed.
@@ -173,6 +173,19 @@ class Mailbox:
             return False
         receive.posted = False
         return True
+
+    def displaced(self, key: Envelope) -> None:
+        """Have a receive wait again, because its sender has taken back the message of this key.
+
+        Safe to repeat.
+        """
+        receive = self.placing
+        if receive is not None and receive.envelope == key:
+            if receive.is_wanted:
+                wanted = self.wanted_by.setdefault(key, deque())
+                if receive not in wanted:
+                    wanted.appendleft(receive)
+            self.placing = None
 
     def vacated(self, receive: Receive) -> None:
         """Note that nothing comes into a receive's memory any more."""

@@ -89,3 +89,26 @@ class Receive:
         if not self._cell and not self.done:
             self.error = error
             self.done = True
+
+
+class PostedReceive(Receive):
+    """A receive that is posted before a thread waits for it.
+
+    Attributes:
+        is_awaited: Whether a thread waits for it now, and takes the message as soon as it is done.
+            That thread sets it, and clears it under the lock of the mailbox's owner if it leaves
+            without the message.
+    """
+
+    __slots__ = ("is_awaited",)
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        on_done: Callable[[Receive], None] | None = None,
+        *,
+        nbytes: int | None = None,
+        into: Destination | None = None,
+    ) -> None:
+        super().__init__(envelope, on_done, nbytes=nbytes, into=into)
+        self.is_awaited = False
