@@ -419,9 +419,11 @@ def digest(outcome):
             if part.numel() < 1 << 20 and part.device.type == "cpu":
                 plain = part.detach().resolve_conj().resolve_neg().contiguous()
                 found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-        elif isinstance(part, list | tuple | set | frozenset):
+        elif isinstance(part, list | tuple):
             for item in part:
                 add(item)
+        elif isinstance(part, set | frozenset):  # the hashes of some are their addresses
+            add(sorted(digest(item) for item in part))
         elif isinstance(part, dict):
             add(list(part.items()))
         elif " at 0x" not in repr(part):
