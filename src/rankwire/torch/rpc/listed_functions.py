@@ -13,7 +13,7 @@ the function
 ``tests/torch_programs/test_rpc_hostile_arguments.py`` applies the rule to every row, with hostile
 shapes, strides, indices, values, dtypes and sizes. torch itself promises none of this: its
 operators are written for arguments that the program chose. So run that test in its nightly size
-(``RANKWIRE_NIGHTLY=1``) when you add a row, and add no function that programs do not call by name:
+(``TESTS_NIGHTLY=1``) when you add a row, and add no function that programs do not call by name:
 a function of the program can call everything else.
 """
 
