@@ -327,3 +327,10 @@ def test_a_lost_peer_is_always_named(kind):
     """Whoever handles it need not ask whether there is one, nor does a type checker."""
     assert typing.get_type_hints(kind)["peer"] is int
     assert kind(3, "why").peer == 3
+
+
+def test_a_function_of_a_rank_that_has_registered_none_asks_for_the_barrier():
+    text = str(FunctionNotFoundError("work"))
+    assert "nor any other: is a barrier missing between registering and the first call?" in text
+    assert "barrier" not in str(FunctionNotFoundError("work", ["add"]))
+    assert "barrier" not in str(FunctionNotFoundError("work", reason="not yours"))

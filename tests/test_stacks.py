@@ -1,6 +1,8 @@
 """Stacks: what the threads of this process are doing, as text."""
 
+import contextlib
 import copy
+import json
 import queue
 import re
 import subprocess
@@ -10,8 +12,10 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+import rankwire
 from rankwire import SimulatedBackend
 from rankwire.stacks import is_ours, is_users, methods_entered, place_of, places, stacks
 from rankwire.testing.conformance.tools import until
@@ -109,8 +113,6 @@ def test_threads_of_the_program_beyond_the_first_eight_are_counted():
 
 
 def test_whose_file_it_is():
-    import json
-
     assert is_ours(stacks.__code__.co_filename)
     assert not is_users(stacks.__code__.co_filename)
     assert not is_users(json.__file__)
@@ -246,3 +248,40 @@ for thread in threads:
 def test_threads_may_come_and_go_and_garbage_be_collected_meanwhile():
     """While the interpreter lists its threads it must not run Python: it holds their lock."""
     subprocess.run([sys.executable, "-c", HAMMERED], check=True, timeout=30)
+
+
+def wait_in_a_constructor(backend):
+    rankwire.SubBackend(backend, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "operation"),
+    [
+        (lambda backend: rankwire.barrier(backend), "barrier"),
+        (lambda backend: backend.barrier(), "barrier"),
+        (lambda backend: rankwire.all_gather_object(backend, 1), "all_gather_object"),
+        (lambda backend: rankwire.all_reduce(backend, np.ones(1)), "all_reduce"),
+        (lambda backend: backend.recv(1), "recv"),
+        (lambda backend: wait_in_a_constructor(backend), "SubBackend"),
+        (lambda backend: rankwire.RpcAgent(backend).rpc_sync(1, "f"), "rpc_sync"),
+        (lambda backend: rankwire.RpcAgent(backend).to(1).f(), "rpc_sync"),
+        (lambda backend: rankwire.RpcAgent(backend).to(1)("f"), "rpc_sync"),
+        (lambda backend: rankwire.RpcAgent(backend).rpc_async(1, "f").result(), "result"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_thread_in_rankwire_is_in_the_operation_that_the_program_has_called(call, operation):
+    backend, other = SimulatedBackend.create_group(2)
+
+    def run():
+        with contextlib.suppress(rankwire.RankwireError):
+            call(backend)
+
+    thread = threading.Thread(target=run, name="caller")
+    thread.start()
+    try:
+        until(lambda: f"is in {operation}(), called in " in place_of(thread.ident))
+    finally:
+        other.close()
+        backend.close()
+        thread.join()

@@ -350,10 +350,12 @@ class DeadlineExceededError(RankwireError, TimeoutError):
         may_have_arrived: For a message that was sent: whether a part of it had left by then. The
             rest follows, so it arrives unless the peer is lost first. If not, it never arrives.
         may_have_run: For a call: whether the function may have run.
+        is_explained: Whether ``detail`` has what those ranks said, so that they are not asked.
     """
 
     may_have_arrived: bool = False
     may_have_run: bool = False
+    is_explained: bool = False
 
     def __init__(self, limit: float, *, waiting_for: Sequence[int] = (), detail: str = "") -> None:
         self.limit = limit
@@ -431,9 +433,14 @@ class FunctionNotFoundError(RankwireError, LookupError):
     def __init__(self, name: str, known: Sequence[str] = (), *, reason: str = "") -> None:
         if reason:
             text = f"no function {name!r} can be called there: {reason}"
+        elif known:
+            text = f"no function {name!r} is registered there (registered: {', '.join(known)})"
         else:
-            listed = ", ".join(known) or "none"
-            text = f"no function {name!r} is registered there (registered: {listed})"
+            text = (
+                f"no function {name!r} is registered there, nor any other: is a barrier missing"
+                " between registering and the first call? (A rank that was started anew passes its"
+                " functions to RpcAgent(resolve=...).)"
+            )
         super().__init__(text)
         self.name = name
         self.known = list(known)

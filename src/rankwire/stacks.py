@@ -23,7 +23,8 @@ import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from traceback import FrameSummary
-from types import CodeType, CoroutineType, FrameType
+from types import CodeType, CoroutineType, FrameType, FunctionType
+from typing import Any, cast
 
 _OURS = "rankwire"
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -42,6 +43,12 @@ _WAITS = {
     **dict.fromkeys(("recv", "recv_into", "read", "readinto", "readline", "accept"), "waits"),
 }
 _ENTERS_BLOCK = {"BEFORE_WITH", "LOAD_SPECIAL"}  # of Python before 3.14, and since
+
+
+def show_as(name: str, wrapper: Any) -> None:
+    """Have stacks and tracebacks call a function, such as one that wraps another, by a name."""
+    function = cast(FunctionType, wrapper)
+    function.__code__ = function.__code__.replace(co_name=name, co_qualname=name)
 
 
 def is_ours(path: str) -> bool:
@@ -164,12 +171,19 @@ def _place(frame: FrameType) -> str:
     own: FrameType | None = frame
     while own is not None and not _is_program(own.f_code.co_filename):
         if is_ours(own.f_code.co_filename):
-            called = own.f_code.co_name  # in the end, what the program has called
+            called = _operation(own.f_code) or called  # in the end, what the program has called
         own = own.f_back
     if own is None:
         return ""
     doing = f"is in {called}(), called" if called else doing
     return f"{doing} in {own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})"
+
+
+def _operation(code: CodeType) -> str:
+    """Return what a user calls a function of rankwire; empty if that is not called by its name."""
+    if code.co_name == "__init__":
+        return code.co_qualname.split(".")[-2]
+    return code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else ""
 
 
 def _doing(frame: FrameType) -> str:

@@ -16,6 +16,7 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
+    DeadlineExceededError,
     PeerLostError,
     PeerUnresponsiveError,
     RankwireError,
@@ -110,6 +111,21 @@ def test_f04_a_rank_that_holds_the_interpreter_lock_is_silent_too():
         waiting = [ranks[0].start("recv", 1), ranks[2].start("recv", 1)]
         ranks[1].start("eval", held)
         assert [type(command.error()) for command in waiting] == [PeerUnresponsiveError] * 2
+
+
+@pytest.mark.parametrize("stopped", [0, 2], ids=["the coordinator", "another"])
+def test_an_error_of_a_rank_that_waits_for_a_bystander_mentions_the_silent_one(stopped):
+    with process_world(4, suspect_after=0.4, fail_after=120.0) as ranks:
+        ranks[stopped].stop()
+        waiting, bystander = [rank for rank in ranks if rank.rank not in (0, stopped)][:2]
+        silent = f"backend.status().peers[{stopped}].silent_for"
+        eventually(lambda: waiting.call("eval", silent) > 1.0)
+        error = waiting.start("recv", bystander.rank, timeout=0.5).error()
+        assert isinstance(error, DeadlineExceededError)
+        assert f"rank {stopped} has not been heard for " in str(error)
+        assert error.waiting_for == [bystander.rank]
+        ranks[stopped].signal(signal.SIGCONT)
+        eventually(lambda: waiting.call("eval", silent) == 0.0)
 
 
 def test_a_judge_that_was_stopped_itself_gives_up_nobody():

@@ -46,6 +46,33 @@ print(backend.world_size)
     assert (done.returncode, done.stdout) == (0, "3\n" * 3), done.stderr
 
 
+KILLED = """
+import os, signal, rankwire
+backend = rankwire.connect()
+backend.barrier()
+if rank == 1:
+    {end}
+try:
+    backend.recv(1)
+except rankwire.PeerLostError as error:
+    print(error.reason)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (the kernel does that too"),
+        ("os._exit(7)", "exit code 7"),
+    ],
+)
+def test_survivors_are_told_how_the_process_of_a_lost_rank_has_ended(run, end, how):
+    done = run(KILLED.format(end=end), "--no-prefix", ranks=3, launcher=PATIENT_COMMAND)
+    reasons = done.stdout.splitlines()
+    assert len(reasons) == 2, done.stderr
+    assert all(reason.startswith(f"its process ended: {how}") for reason in reasons), reasons
+
+
 # -- what they print
 
 CASCADE = """

@@ -5,6 +5,8 @@ import threading
 from concurrent.futures import Future
 from typing import NamedTuple
 
+import pytest
+
 from rankwire.clock import REAL_TIME
 from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
@@ -38,6 +40,7 @@ class Job(Call):
         self.worker = worker
         self.waiting = waiting
         self.needs_event_loop = is_async
+        self.seconds = self.deadline.waited
 
 
 def made_call(request_id):
@@ -66,6 +69,14 @@ def test_a_call_that_runs_says_where_its_thread_is_in_the_program():
     worker.ident = threading.get_ident()
     place = r"is running: it is in of\(\), called in account \(.*test_accounts.py:\d+\)"
     assert re.fullmatch(place, account({1: Job(worker=worker)}, 1)[1].doing)
+
+
+def test_a_call_that_waited_for_a_worker_says_how_long_before_it_began():
+    job = Job(worker=Worker())
+    job.deadline._start -= 3.0  # so long ago it came
+    told = account({1: job}, 1)[1]
+    assert told.doing == "waited 3 s for one of 2 workers, and is running"
+    assert told.seconds == pytest.approx(3.0, abs=1.0)
 
 
 def test_what_is_not_served_is_not_told_of():

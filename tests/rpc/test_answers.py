@@ -124,8 +124,8 @@ def test_an_error_is_as_long_as_a_message_may_be():
     [
         (lambda a: a.refusal(Outcome.OVERLOADED, "full"), OverloadedError, None),
         (lambda a: a.unwanted(), RemoteError, None),
-        (lambda a: a.late(began=False), DeadlineExceededError, False),
-        (lambda a: a.late(began=True), DeadlineExceededError, True),
+        (lambda a: a.late("why", began=False), DeadlineExceededError, False),
+        (lambda a: a.late("why", began=True), DeadlineExceededError, True),
         (lambda a: a.closed(began=False), ChannelClosedError, False),
         (lambda a: a.closed(began=True), ChannelClosedError, True),
         (lambda a: a.not_found("eco"), FunctionNotFoundError, None),

@@ -195,7 +195,7 @@ def test_a_number_that_cannot_be_printed_is_a_protocol_error(record):
         (Outcome.OVERLOADED, "why", OverloadedError),
         (Outcome.TOO_LARGE, [2, 1], MessageTooLargeError),
         (Outcome.CLOSED, ["why", True], ChannelClosedError),
-        (Outcome.EXPIRED, False, DeadlineExceededError),
+        (Outcome.EXPIRED, ["why", False], DeadlineExceededError),
         (Outcome.CANCELLED, None, RemoteError),
     ],
 )
@@ -206,9 +206,9 @@ def test_every_outcome_has_its_error(outcome, details, kind):
 @pytest.mark.parametrize("began", [True, False])
 def test_a_call_that_was_cut_short_says_whether_it_had_begun(began):
     closed = raised(encode_reply(CODEC, Outcome.CLOSED, ["why", began]))
-    late = raised(encode_reply(CODEC, Outcome.EXPIRED, began))
+    late = raised(encode_reply(CODEC, Outcome.EXPIRED, ["why", began]))
     assert closed.may_have_run is late.may_have_run is began
-    assert (late.limit, late.waiting_for) == (5.0, [1])
+    assert (late.limit, late.waiting_for, late.detail) == (5.0, [1], "why")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class FakeServer:
 
     def __init__(self):
         self.codec = Codec()
+        self.workers = 2
         self.answers = Answers(
             self, self, self.codec, names=lambda: [], run_soon=lambda errand: errand()
         )
@@ -180,9 +181,11 @@ async def ran_async():
 
 
 @pytest.mark.parametrize("target", [ran, ran_async])
-def test_a_call_that_comes_too_late_does_not_run(server, target):
+def test_a_call_that_waited_for_a_worker_until_its_limit_does_not_run_and_says_so(server, target):
     server.serve(target, timeout=0.0).run(WORKER)
-    with pytest.raises(DeadlineExceededError) as info:
+    with pytest.raises(
+        DeadlineExceededError, match=r"it waited \S+ s there for one of 2 workers"
+    ) as info:
         server.result()
     assert not info.value.may_have_run
 

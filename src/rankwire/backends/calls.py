@@ -76,17 +76,19 @@ PortEvent = IncomingCall | CallCancelled | CallerGone | RepliesDue
 
 
 class Serving(NamedTuple):
-    """A call that is being served.
+    """A call that is being served, or waits for that.
 
     Attributes:
         src: The rank that made it.
         name: The function's name.
-        seconds: Since it arrived.
+        seconds: How long it has run; if it waits, since it arrived.
+        workers: If it waits, of how many workers one has to be free first; else 0.
     """
 
     src: int
     name: str
     seconds: float
+    workers: int = 0
 
 
 class CallPort(ABC):

@@ -13,7 +13,7 @@ where the limit was short: that is somebody who looks whether something has come
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rankwire.backends.calls import Serving
@@ -59,6 +59,20 @@ def explain_delay(ranks: Transport, error: DeadlineExceededError, clock: Clock) 
             error.explain(f"rank {rank} {f'says: {said}' if said else _SILENT}")
 
 
+def explain_silence(silent: Mapping[int, float], error: DeadlineExceededError) -> None:
+    """Add to an error which ranks were not heard lately, also if others were waited for.
+
+    A rank that waits for one that stands still is itself waited for, and would be the only one that
+    is named.
+
+    Args:
+        silent: The ranks that were not heard, with the seconds since.
+        error: What to add it to.
+    """
+    for rank in sorted(silent)[:_MOST_ASKED]:
+        error.explain(f"rank {rank} has not been heard for {silent[rank]:.1f} s")
+
+
 def explain_unreceived(ranks: Transport, error: DeadlineExceededError) -> None:
     """Add to an error of a receive what has come instead, and lies here."""
     for rank in error.waiting_for[:_MOST_ASKED]:
@@ -79,17 +93,28 @@ def describe(
         serving: The calls that it serves.
         waits_for_asker: Whether it waits for a message of the rank that asks, which waits for it.
     """
-    threads = list(places)
-    calls = [
+    threads, calls = list(places), list(serving)
+    served = [
         f"it has served {call.name!r} of rank {call.src} for {call.seconds:.3g} s"
-        for call in serving
+        for call in calls
+        if not call.workers
     ]
-    parts = [*threads[:_MOST_TOLD], *calls[:_MOST_TOLD]]
-    more = len(threads) + len(calls) - len(parts)
+    parts = [*threads[:_MOST_TOLD], *served[:_MOST_TOLD]]
+    more = len(threads) + len(served) - len(parts)
     if waits_for_asker:
         parts.insert(0, _CIRCLE)
     parts += [f"and {more} more"] if more else []
+    parts += _describe_waiting([call for call in calls if call.workers])
     return one_line("; ".join(parts), _MAX_TEXT)
+
+
+def _describe_waiting(calls: list[Serving]) -> list[str]:
+    if not calls:
+        return []
+    noun = "call waits" if len(calls) == 1 else "calls wait"
+    longest = max(call.seconds for call in calls)
+    text = f"{len(calls)} {noun} for one of {calls[0].workers} workers, up to {longest:.3g} s now"
+    return [text]
 
 
 def inquire(mesh: Mesh, rank: int, deadline: Deadline) -> str | None:

@@ -487,7 +487,8 @@ class Mesh(Backend):
         """Return what is known about a peer."""
         rank = self._check_peer(rank)
         calls = sum(len(port.calls_to(rank)) for port in self._ports.all())
-        serving = tuple(call.name for call in self._serving() if call.src == rank)
+        calls_of = [call for call in self._serving() if call.src == rank]
+        serving = tuple(call.name for call in calls_of if not call.workers)
         return replace(self._peers[rank].status(), in_flight=calls, serving=serving)
 
     def doing_of(self, rank: int, deadline: Deadline) -> str | None:

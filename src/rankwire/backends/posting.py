@@ -15,7 +15,7 @@ from rankwire.backends.arguments import (
     writable_view,
 )
 from rankwire.backends.handles import MessageHandle, Receiving, Sending
-from rankwire.backends.inquiries import explain_delay, explain_unreceived
+from rankwire.backends.inquiries import explain_delay, explain_silence, explain_unreceived
 from rankwire.backends.payloads import check_out, destination_of, read_array, read_to
 from rankwire.backends.transport import Expected, Transport
 from rankwire.clock import Clock
@@ -276,6 +276,10 @@ class MessagePosting(Transport):
             raise SelfSendError(self.rank)
         return peer
 
+    def silences(self) -> dict[int, float]:
+        """Return the ranks that were not heard lately, with the seconds since. Here: none."""
+        return {}
+
     def explained(
         self,
         error: RankwireError,
@@ -285,12 +289,13 @@ class MessagePosting(Transport):
         tag: int | None = None,
     ) -> RankwireError:
         """Add what this operation knows to an error that passes; of a delay, who causes it."""
-        is_new = error.op is None
+        is_new = error.op is None and not getattr(error, "is_explained", False)
         if isinstance(error, DeadlineExceededError):
             error.culprits = [self.world_rank_of(each) for each in error.waiting_for]
         error = error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)
         if is_new and isinstance(error, DeadlineExceededError) and error.limit > 0.0:
             if op.removeprefix("i").startswith("recv"):
                 explain_unreceived(self, error)
+            explain_silence(self.silences(), error)
             explain_delay(self, error, self.clock)
         return error

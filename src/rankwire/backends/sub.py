@@ -355,6 +355,11 @@ class SubBackend(Backend):
         """Return how many messages of a rank lie here, read and not received, by tag."""
         return self.parent.unreceived(self.to_global(src), group)
 
+    def silences(self) -> dict[int, float]:
+        """Return the members that were not heard lately, with the seconds since."""
+        found = self.parent.silences()
+        return {n: found[rank] for n, rank in enumerate(self._members) if rank in found}
+
     def status_of(self, rank: int) -> PeerStatus:
         """Return what is known about a peer, also beyond this group."""
         return replace(self.parent.status_of(self.to_global(rank)), rank=rank)

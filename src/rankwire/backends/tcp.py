@@ -407,6 +407,16 @@ class TcpBackend(Mesh):
         silences = self._formation.silences()
         return replace(status, silent_for=silences.get(status.rank, status.silent_for))
 
+    def silences(self) -> dict[int, float]:
+        """Return the ranks that missed beats, with the seconds of their silence."""
+        counted = self._formation.silences()
+        seconds = {
+            rank: counted.get(rank, peer.silent_for)
+            for rank, peer in self._peers.items()
+            if peer.failure is None
+        }
+        return {rank: silence for rank, silence in seconds.items() if silence}
+
     def _greet(self, peer: Peer) -> None:
         deadline = Deadline(self.timeout, self.clock)
         self._dial_messages(peer, deadline).greet(deadline)

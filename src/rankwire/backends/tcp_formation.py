@@ -300,8 +300,12 @@ class Formation:
             self.owner.clock.wait(is_sent, patience)
 
     def silences(self) -> dict[int, float]:
-        """Return the seconds of silence of ranks that missed a beat, if this rank coordinates."""
-        return {} if self._coordinator is None else self._coordinator.silences()
+        """Return the seconds of silence of ranks that missed a beat, by this rank's own count.
+
+        A rank that coordinates counts for all others, another one for the coordinator.
+        """
+        counting = self._coordinator or self._membership
+        return {} if counting is None else counting.silences()
 
     def forsake(self) -> None:
         """Leave the files to the parent, in a forked child."""

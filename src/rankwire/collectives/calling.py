@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec
 from rankwire.backends.base import Backend
 from rankwire.collectives.sequence import OperationSequence, Plan
 from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.stacks import show_as
 
 P = ParamSpec("P")
 
@@ -39,4 +40,5 @@ def collective(
             error.during(op=name, rank=backend.rank)
             raise
 
+    show_as(name, calling)
     return calling  # type: ignore[return-value]  # mypy does not know that the name stays

@@ -27,6 +27,8 @@ from rankwire.wire.keys import rank_key
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
 # Other ways to give a secret; the launcher's own must not have to compete with them.
 _OTHER_SECRETS = ("RANKWIRE_SECRET", "RANKWIRE_SECRET_FILE")
+# Of /proc/PID/stat, behind the name: see proc(5). The flag is PF_EXITING of the kernel.
+_FLAGS, _EXIT_CODE, _IS_EXITING = 6, 49, 4
 _BREAKPOINT = "PYTHONBREAKPOINT"  # what the interpreter calls for breakpoint()
 
 
@@ -181,6 +183,27 @@ class Child:
         else:
             self.ending = Ending(signal=found.si_status)
         return self.ending
+
+    def coming_end(self) -> Ending | None:
+        """Return how it has ended or is about to; None if it runs. Safe from any thread.
+
+        Its connections end some milliseconds before its status can be waited for, but the kernel
+        has the status by then. The kernel shows it to who may trace the process, which a launcher
+        may; elsewhere it is 0, which says nothing.
+        """
+        if self.ending is not None:
+            return self.ending
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except OSError:  # it was reaped, or there is no such file here
+            return None
+        fields = stat.rpartition(b")")[2].split()  # the name before may have anything in it
+        status = int(fields[_EXIT_CODE])
+        if not int(fields[_FLAGS]) & _IS_EXITING or not status:
+            return None
+        if os.WIFSIGNALED(status):
+            return Ending(signal=os.WTERMSIG(status))
+        return Ending(code=os.WEXITSTATUS(status))
 
     def send(self, number: int) -> None:
         """Send a signal to the rank itself: it knows best what to tell its own children."""

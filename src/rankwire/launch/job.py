@@ -121,6 +121,7 @@ class LaunchedJob:
             on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
             on_joined=lambda member: wakeup.post(lambda: self._attempt.rank_joined(member.rank)),
             on_doing=lambda rank, doing: wakeup.post(lambda: self._attempt.rank_does(rank, doing)),
+            ending_of=local.ending_of,
         )
         self._host = CoordinatorHost(
             listener,

@@ -189,6 +189,16 @@ class LocalRanks:
             return _POLL
         return self._kill_at - REAL_TIME.now()
 
+    def ending_of(self, rank: int) -> str:
+        """Return how the process of a rank of this host has ended; empty if that is not known.
+
+        Safe from any thread.
+        """
+        for child in list(self._children):
+            if child.rank == rank and (ending := child.coming_end()) is not None:
+                return f"its process ended: {ending}"
+        return ""
+
     def errors_of(self, rank: int) -> list[str]:
         """Return the last lines that a rank wrote to stderr."""
         return self._output.last_errors(rank)

@@ -113,6 +113,8 @@ class Told(NamedTuple):
         on_joined: That a rank which was started anew is back, as soon as others are told.
         on_doing: What a rank does for which others have waited in vain, and for whom it waits.
         on_notice: Something about a collective, for the rank in whose process the coordinator is.
+        ending_of: Asked, when the connection of a rank has ended without a word, how its process
+            has: that is told to all. Empty if it is not known at that moment.
     """
 
     on_formed: Callable[[World], None] = lambda world: None
@@ -122,6 +124,7 @@ class Told(NamedTuple):
     on_joined: Callable[[Member], None] = lambda member: None
     on_doing: Callable[[int, Doing], None] = lambda rank, doing: None
     on_notice: Callable[[Notice], None] = lambda notice: None
+    ending_of: Callable[[int], str] = lambda rank: ""
 
 
 class Coordinator:
@@ -464,7 +467,8 @@ class Coordinator:
         is_unknown = is_on_its_way and not self._returning.fall_back(rank)
         if rank not in self._given_up and not is_unknown:
             orderly = isinstance(error, ChannelClosedError) and not is_on_its_way
-            self.report(Gone(rank, getattr(error, "reason", error.message), orderly))
+            reason = "" if orderly else self._told.ending_of(rank)
+            self.report(Gone(rank, reason or getattr(error, "reason", error.message), orderly))
         self._returning.excuse(rank)
         self._welcome_back()
 

@@ -129,6 +129,10 @@ class Membership:
         self.has_ended = True
         self._audience.on_coordinator_gone(error)
 
+    def silences(self) -> dict[int, float]:
+        """Return the seconds of silence of a coordinator that missed a beat. Any thread may ask."""
+        return {} if self.has_ended else self._silence.lengths(self._now())
+
     def leave(self, fallen: Fallen | None) -> None:
         """Leave the world, in good order or by an error, which the coordinator then tells all."""
         if fallen is None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Called like a function, but no function can be registered by such a name. Its arguments are the
 # calls in question, as [rank, src, request id].
 QUESTION = "\0calls"
+_NOTEWORTHY = 0.1  # seconds: a shorter wait for a worker is not told
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Accounts:
         rank: This rank.
         workers: How many calls of depth 0 run at once.
         jobs: All calls in service.
-        queued: The jobs that wait for a worker.
+        queued: The jobs that have not begun.
     """
 
     rank: int
@@ -81,12 +82,15 @@ class Accounts:
     def _describe_running(self, job: ServedCall) -> str:
         """Say where its thread is in the program, or its coroutine."""
         worker, task = job.worker, job.task
-        place = ""
+        doing, place = "is running", ""
         if worker is not None:
+            waited = job.deadline.waited - job.seconds
+            if waited > _NOTEWORTHY:
+                doing = f"waited {waited:.3g} s for one of {self.workers} workers, and is running"
             place = place_of(worker.ident)
         elif task is not None:
             place = place_awaited(task.get_coro())
-        return f"is running: it {place}" if place else "is running"
+        return f"{doing}: it {place}" if place else doing
 
     def _running(self) -> list[Key]:
         """Return the calls that have all the places of workers; none if that is not sure."""

@@ -176,12 +176,12 @@ class AgentCalls:
         """
         dst, limit = self._checked(dst, timeout)
 
-        def make_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def rpc_sync(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = function if type(function) is str else self._registry.name_of(function)
             call = serving.get()
             return self._caller.call(dst, name, self._limited(limit, call), call, args, kwargs)
 
-        return RemoteRank(make_call, f"rank {dst}, each call within {limit:g} s")
+        return RemoteRank(rpc_sync, f"rank {dst}, each call within {limit:g} s")
 
     def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
         """Return the functions of a rank as ``to`` does, but calls return their futures.
@@ -191,12 +191,12 @@ class AgentCalls:
         """
         dst, limit = self._checked(dst, timeout)
 
-        def make_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def rpc_async(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = function if type(function) is str else self._registry.name_of(function)
             call = serving.get()
             return self._caller.start(dst, name, self._limited(limit, call), call, args, kwargs)
 
-        return AsyncRemoteRank(make_call, f"rank {dst}, each call within {limit:g} s")
+        return AsyncRemoteRank(rpc_async, f"rank {dst}, each call within {limit:g} s")
 
     def _deadline(self, name: str, timeout: float | None, call: Call | None) -> Deadline:
         """Return the deadline of a call that has a limit of its own, or is nested."""

@@ -119,9 +119,9 @@ class Answers:
         """Return the reply for a call whose caller has given up."""
         return encode_reply(self._codec, Outcome.CANCELLED, "not wanted any more")
 
-    def late(self, *, began: bool) -> Message:
+    def late(self, detail: str, *, began: bool) -> Message:
         """Return the reply for a call whose deadline has passed."""
-        return encode_reply(self._codec, Outcome.EXPIRED, began)
+        return encode_reply(self._codec, Outcome.EXPIRED, [detail, began])
 
     def closed(self, *, began: bool) -> Message:
         """Return the reply for a call that ends with this agent."""
@@ -131,7 +131,8 @@ class Answers:
     def not_found(self, name: str, reason: str = "") -> Message:
         """Return the reply for a function that is not there, with those that are, or with why."""
         known = [] if reason else self._names()
-        for details in ([name, known, printable(reason, MAX_REASON)], [name, [], ""]):
+        short = reason[:_SHORT_TEXT] or "it is not registered"  # if the names do not fit
+        for details in ([name, known, printable(reason, MAX_REASON)], [name, [], short]):
             message = encode_reply(self._codec, Outcome.NOT_FOUND, details)
             if message[1] <= self._max_nbytes:
                 break
@@ -153,7 +154,7 @@ class Answers:
         if deadline is None or (left := deadline.remaining()) < _PATIENCE:
             if deadline is not None and left <= 0.0:  # the caller's is over too
                 self.discard(message)
-                self.send_at_once(call, self.late(began=True))
+                self.send_at_once(call, self.late("it ended after its limit", began=True))
                 return
             deadline = Deadline(_PATIENCE, self._clock)
         try:

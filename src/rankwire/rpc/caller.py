@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.arguments import check_rank
@@ -38,6 +37,7 @@ from rankwire.fork import disown
 from rankwire.links.reply import Reply
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.late_futures import LateFutures
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.nested import Nested
 from rankwire.rpc.questions import Questions
@@ -49,9 +49,6 @@ from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
     from rankwire.rpc.server import Server
-
-_MOST_EXPLAINED = 4  # futures that are late at the same moment
-_EXPIRY_CHECK_EVERY = 0.05  # seconds; a thread that waits in result() is exact
 
 
 class Caller:
@@ -85,11 +82,13 @@ class Caller:
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._futures: dict[int, RpcFuture[Any]] = {}
         self.lock = threading.RLock()
-        self._next_expiry_check = Deadline(0.0, backend.clock)
         self._server = server
         self.remote_errors = RemoteErrors()
         self._questions = Questions(backend, port, codec, self._ids, server)
         self._nested = Nested(server, self._questions.ask)
+        self._late = LateFutures(
+            backend.clock, self._questions, run_soon=server.run_soon, fail=self._fail_late
+        )
 
     @property
     def is_waiting(self) -> bool:
@@ -274,7 +273,8 @@ class Caller:
             if isinstance(error, (DeadlineExceededError, PeerLostError, ChannelClosedError)):
                 error.may_have_run = True
             if isinstance(error, DeadlineExceededError):
-                self._questions.explain_delay(error, dst, reply.request_id, name)
+                number = reply.request_id
+                self._questions.about_late(dst, [number], error.limit)(error, number, name)
         finally:  # whoever is asked why may not say, and the asker may be interrupted
             expired = isinstance(error, DeadlineExceededError)
             self._port.cancel(dst, reply.request_id, expired=expired)
@@ -400,12 +400,11 @@ class Caller:
         if future.call is not None:
             future.call.ended(future.request_id)
 
-    def expire(self, future: RpcFuture[Any], *, explain: bool) -> None:
-        """End a future whose deadline has passed; ``explain`` takes a moment."""
-        error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
-        error.may_have_run = True
-        if explain:
-            self._questions.explain_delay(error, future.dst, future.request_id, future.name)
+    def expire(self, future: RpcFuture[Any]) -> None:
+        """End a future whose deadline has passed. This takes a moment: the callee is asked why."""
+        self._late.expire(future)
+
+    def _fail_late(self, future: RpcFuture[Any], error: DeadlineExceededError) -> None:
         self._port.cancel(future.dst, future.request_id, expired=True)
         self._fail(future, error)
 
@@ -416,12 +415,7 @@ class Caller:
         """
         if not self._futures:
             return False
-        if self._next_expiry_check.expired:
-            self._next_expiry_check = Deadline(_EXPIRY_CHECK_EVERY, self._backend.clock)
-            late = [f for f in list(self._futures.values()) if f.deadline.expired]
-            explain = len(late) <= _MOST_EXPLAINED
-            for future in late:  # not here: it may have callbacks
-                self._server.run_soon(partial(future.expire, explain=explain))
+        self._late.look(self._futures)
         self._port.attend(patiently=True)
         return True
 

@@ -304,12 +304,16 @@ class RpcFuture(ShowsPublic, Future[R]):
         except BaseException:  # a callback's, in whatever thread this happens to be
             _log.exception("a callback of %r raised", self)
 
-    def expire(self, *, explain: bool = True) -> None:
-        """The call's own deadline has passed; ``explain`` takes a moment to ask the callee why."""
+    def expire(self, end: Callable[[RpcFuture[Any]], None] | None = None) -> None:
+        """End it because the call's own deadline has passed, unless it has ended otherwise.
+
+        Args:
+            end: Ends it; the caller does if this is left out, and asks the callee why.
+        """
         if self.done():
             self.caller.settled(self)  # by a thread that was interrupted before it came to that
         elif self.reply is None or self.reply.withdraw():
-            self.caller.expire(self, explain=explain)
+            (end or self.caller.expire)(self)
             if self.reply is not None:
                 self.reply.on_done = None  # as in ``on_reply``
 

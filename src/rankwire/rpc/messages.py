@@ -250,10 +250,10 @@ def _error(outcome: int, details: Any, dst: int, limit: float) -> RankwireError:
             closed = ChannelClosedError(_printable(reason))
             closed.may_have_run = began
             return closed
-        case Outcome.EXPIRED, bool(began):
-            detail = "it ended too late" if began else "it came too late, and was not run"
-            late = DeadlineExceededError(limit, waiting_for=[dst], detail=detail)
+        case Outcome.EXPIRED, [str(detail), bool(began)]:
+            late = DeadlineExceededError(limit, waiting_for=[dst], detail=_printable(detail))
             late.may_have_run = began
+            late.is_explained = True
             return late
         case Outcome.CANCELLED, _:
             return RemoteError("CancelledError", "the callee cancelled the call", "")

@@ -145,9 +145,9 @@ class Pool:
         return self._poller is worker
 
     def queued(self) -> list[Job]:
-        """Return the jobs that wait for a worker."""
+        """Return the jobs that have not begun, because no worker is free or has come to them."""
         with self._mutex:
-            return list(self._queued)
+            return [*self._queued, *self.arrived.copy()]
 
     def close(self, deadline: Deadline) -> bool:
         """Stop the threads.
@@ -296,7 +296,7 @@ class Pool:
     def _run(self, worker: Worker, job: Job) -> bool:
         """Do a job; return whether the worker still has the polling role."""
         now = self._now
-        begin = now()
+        worker.began = begin = now()
         self._runs += 1
         worker.job = job
         # In this order: the standby announces its sleep first and looks for a job second, so one of

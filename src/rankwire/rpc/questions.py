@@ -6,9 +6,9 @@ The answer is given by the thread that polls there, whatever the functions do (`
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rankwire.backends.base import Backend
 from rankwire.backends.calls import CallPort
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rankwire.rpc.server import Server
 
 _log = logging.getLogger("rankwire")
+
+# Adds to an error what is known of a call, given its number and its function's name.
+Explain: TypeAlias = Callable[[DeadlineExceededError, int, str], None]
 
 _ASK_LIMIT = 0.2  # seconds for asking what became of a call whose deadline has passed
 
@@ -76,17 +79,35 @@ class Questions:
             reply.withdraw()
             raise
 
-    def explain_delay(
-        self, error: DeadlineExceededError, dst: int, request_id: int, name: str
-    ) -> None:
-        """Add what the callee is doing with a call, if it says so soon."""
-        patience = min(_ASK_LIMIT, error.limit / 4)
-        if patience <= 0.0:
-            return
-        key = Key(dst, self.backend.rank, request_id)
-        answer = self.ask(dst, [key], Deadline(patience, self.backend.clock))
-        if answer is None:
-            error.explain(f"rank {dst} does not say what it is doing")
-        elif key in answer:  # else its reply is on the way, or the request has not arrived
-            call = answer[key]
-            error.explain(f"rank {dst} has had {name!r} for {call.seconds:.3g} s; it {call.doing}")
+    def about_late(self, dst: int, request_ids: Sequence[int], limit: float) -> Explain:
+        """Ask a callee once about calls whose deadline has passed.
+
+        Args:
+            dst: The callee.
+            request_ids: The calls.
+            limit: How long they were waited for: a short wait is not made much longer by asking.
+
+        Returns:
+            What adds to the error of one of them what the callee has said, if it has.
+        """
+        clock = self.backend.clock
+        patience = min(_ASK_LIMIT, limit / 4)
+        keys = {number: Key(dst, self.backend.rank, number) for number in request_ids}
+        answer: dict[Key, ActiveCall] | None = {}
+        if patience > 0.0:
+            answer = self.ask(dst, keys.values(), Deadline(patience, clock))
+        of_all = DeadlineExceededError(limit, waiting_for=[dst])
+        if len(keys) > 1:  # else the backend adds what the rank does when it sees the error
+            self.backend.explained(of_all, "rpc_async", Deadline(0.0, clock), dst)
+
+        def explain(error: DeadlineExceededError, request_id: int, name: str) -> None:
+            if answer is None:
+                error.explain(f"rank {dst} does not say what it is doing")
+            # If it does not know the call, its reply is on the way, or the request has not arrived.
+            elif (call := answer.get(keys[request_id])) is not None:
+                seconds = f"{call.seconds:.3g} s"
+                error.explain(f"rank {dst} has had {name!r} for {seconds}; it {call.doing}")
+            if of_all.detail:
+                error.explain(of_all.detail).is_explained = True
+
+        return explain

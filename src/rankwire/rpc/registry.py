@@ -162,7 +162,9 @@ class Registry:
         with self._lock:
             left = {n: f for n, f in self.functions.items() if name not in (n, f.owner)}
             if len(left) == len(self.functions):
-                raise FunctionNotFoundError(name, self.names())
+                names = self.names()
+                reason = "" if names else "this rank has registered nothing"
+                raise FunctionNotFoundError(name, names, reason=reason)
             self.functions = left
 
     def resolve(self, name: str) -> Function | None:

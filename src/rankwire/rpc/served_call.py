@@ -76,6 +76,12 @@ class ServedCall(Call):
         server.active[src, incoming.request_id] = self
 
     @property
+    def seconds(self) -> float:
+        """How long its function has run; where no worker runs it, how long ago the call came."""
+        worker = self.worker
+        return self.deadline.waited if worker is None else self._server.clock.now() - worker.began
+
+    @property
     def needs_event_loop(self) -> bool:
         """Whether it is a coroutine that has not ended."""
         return self.function.is_async and not self._has_result
@@ -118,7 +124,9 @@ class ServedCall(Call):
         if request is None or self.cancelled:
             refusal = self._say_cut_short(began=False)
         elif self.deadline.expired:
-            refusal = answers.late(began=False)
+            workers, waited = self._server.workers, self.deadline.waited
+            detail = f"it waited {waited:.3g} s there for one of {workers} workers, and was not run"
+            refusal = answers.late(detail, began=False)
         elif self._server.event_loop.run(partial(self._run_async, request), self):
             return
         else:
@@ -193,7 +201,8 @@ class ServedCall(Call):
         if self._server.is_stopping:
             return self._server.answers.closed(began=began)
         if self.expired:
-            return self._server.answers.late(began=began)
+            detail = "it was cut short there by its limit" if began else "it was not run"
+            return self._server.answers.late(detail, began=began)
         return self._server.answers.unwanted()
 
     async def _run_async(self, request: Request) -> None:

@@ -119,6 +119,11 @@ class Server:
         )
         port.tell_serving(self.serving)
 
+    @property
+    def workers(self) -> int:
+        """How many calls run at once, nested ones apart."""
+        return self._limits.workers
+
     # -- requests ----------------------------------------------------------------------------------
 
     def _poll(self) -> list[Job]:
@@ -282,14 +287,17 @@ class Server:
         keys = list(keys)
         rank = self._backend.rank
         jobs = {Key(rank, *key): job for key, job in list(self.active.items())}
-        accounts = Accounts(rank, self._limits.workers, jobs, set(self.pool.queued()))
+        accounts = Accounts(rank, self.workers, jobs, set(self.pool.queued()))
         late = {key: call for key in keys if (call := self._late.get(key)) is not None}
         return late | accounts.of(keys)
 
     def serving(self) -> list[Serving]:
         """Return the calls in service, the oldest first."""
-        jobs = list(self.active.values())
-        return [Serving(job.src, job.name, job.deadline.waited) for job in jobs]
+        queued = set(self.pool.queued())
+        return [
+            Serving(job.src, job.name, job.seconds, self.workers if job in queued else 0)
+            for job in list(self.active.values())
+        ]
 
     def remember_late(self, job: ServedCall, error: BaseException) -> None:
         """Keep why a call failed whose caller's time is up; it may be asking just now."""

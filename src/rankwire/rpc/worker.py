@@ -37,12 +37,13 @@ class Job(Protocol):
 class Worker:
     """One thread of a pool. Made by that thread."""
 
-    __slots__ = ("ident", "job", "pool", "wakeup")
+    __slots__ = ("began", "ident", "job", "pool", "wakeup")
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.ident = threading.get_ident()
         self.job: Job | None = None  # what it runs; None while it polls or waits
+        self.began = 0.0  # when it began to run that
         self.wakeup = threading.Lock()
         self.wakeup.acquire()
 
