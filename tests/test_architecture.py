@@ -45,7 +45,7 @@ MAY_IMPORT = {
     },
     "launch": {*LEAVES, "version", "wire", "links", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
-    "torch": {*LEAVES, "codec", "backends", "rpc", "collectives", "__init__"},
+    "torch": {*LEAVES, "codec", "rendezvous", "backends", "rpc", "collectives", "__init__"},
     "__main__": {"cli"},
     "__init__": {
         "errors", "version", "codec", "backends", "rpc", "collectives", "device_mesh",
@@ -233,6 +233,7 @@ OWN_WAITS = {
     "testing/conformance/call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",
+    "torch/forming.py": "stores of torch wait by the time of the system, before there is a world",
     "torch/works.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }

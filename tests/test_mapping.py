@@ -35,7 +35,7 @@ SHOWN_IN = {
     "launch/interrupts": "launch/test_ctrl_c.py",
     "torch/group": "torch_programs/test_group.py",
     "torch/barriers": "torch_programs/test_group.py",
-    "torch/forming": "torch_programs/test_group.py",
+    "torch/forming": "torch_programs/test_forming.py",
     "torch/reduce_ops": "torch_programs/test_group.py",
     "torch/translation": "torch_programs/test_group.py",
     "torch/works": "torch_programs/test_group.py",

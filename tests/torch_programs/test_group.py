@@ -18,6 +18,7 @@ from torch_ranks import on_both, run_ranks  # noqa: E402
 from rankwire.errors import ChannelClosedError  # noqa: E402
 from rankwire.torch import monitored_barrier  # noqa: E402
 from rankwire.torch.group import RankwireGroup  # noqa: E402
+from worlds import eventually  # noqa: E402
 
 SIZES = [2, 3]
 REDUCTIONS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
@@ -378,16 +379,25 @@ def test_groups_are_dropped_by_the_collector_wherever_it_runs():
 
     def run(rank):
         world = dist.group.WORLD.ranks
-        with dropping(lambda: RankwireGroup(Closable(world), None)):
+        made = itertools.count()
+
+        def make():
+            next(made)
+            return RankwireGroup(Closable(world), None)
+
+        with dropping(make):
             for _ in range(100):
                 tensor = torch.ones(3)
                 dist.all_reduce(tensor)
                 works = [dist.isend(tensor, 1 - rank), dist.irecv(torch.empty(3), 1 - rank)]
                 for work in works:
                     work.wait()
-        return Closable.closed > 1000
+        gc.collect()
+        count = next(made)
+        eventually(lambda: Closable.closed == count)  # by a thread
+        return count
 
-    assert run_ranks(2, run) == [True, True]
+    assert min(run_ranks(2, run)) > 100
 
 
 def test_aborting_a_group_ends_what_waits_in_it_elsewhere():

@@ -45,12 +45,12 @@ import os, sys
 import rankwire.torch.rpc as rpc
 rank = int(os.environ["RANKWIRE_RANK"]) ^ int(sys.argv[1])
 rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-sys.stdout.write(f"sum {rpc.rpc_sync(1 - rank, sum, args=([1, 2],))}\\n")
+sys.stdout.write(f"length {rpc.rpc_sync(1 - rank, len, args=([1, 2],))}\\n")
 rpc.shutdown()
 """
 
 
-@pytest.mark.parametrize(("lie", "expected"), [(0, "sum 3"), (1, "the program says rank")])
+@pytest.mark.parametrize(("lie", "expected"), [(0, "length 2"), (1, "the program says rank")])
 def test_a_program_may_say_its_rank_if_it_is_the_launchers(lie, expected, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(SAYS_ITS_RANK)

@@ -69,6 +69,11 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
     return found or _INSECURE
 
 
+def is_secret_given() -> bool:
+    """Return whether the environment of this process names a secret."""
+    return bool(os.environ.get("RANKWIRE_SECRET_FILE")) or _read_environment() is not None
+
+
 def read_secret_file(name: str, *, named: str) -> bytes:
     """Return the secret in a file that only this user can read.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", *_PLACE)
 _formed: list[TcpBackend] = []  # the world that waits for its process group, if there is one
 # The one that was taken last: a launcher's world forms once, and who comes next meets in it.
 _taken: list[TcpBackend] = []
+_secret: list[bytes] = []  # of the worlds that are formed after it, between hosts
 
 
 def take_formed(rank: int, size: int) -> TcpBackend | None:
@@ -41,6 +43,11 @@ def take_formed(rank: int, size: int) -> TcpBackend | None:
         _taken[:] = [_formed.pop()]
         return _taken[0]
     return None
+
+
+def launched_secret() -> bytes | None:
+    """Return the secret that the ranks of a launcher's world have agreed on within it, if any."""
+    return _secret[0] if _secret else None
 
 
 def register_launchers() -> None:
@@ -108,5 +115,7 @@ def _store(backend: TcpBackend) -> Any:
         return dist.FileStore(f"{broadcast_object(backend, folder)}/store", backend.world_size)
     host = backend.address.rpartition(":")[0].strip("[]")
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
-    port = broadcast_object(backend, None if store is None else store.port)
+    own = None if store is None else (store.port, secrets.token_bytes(32))
+    port, secret = broadcast_object(backend, own)
+    _secret[:] = [secret]
     return store or dist.TCPStore(host, port, is_master=False)
