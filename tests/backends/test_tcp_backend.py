@@ -25,6 +25,8 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
+from rankwire.wire.handshake import Purpose
+from real_time import Deadline
 from worlds import (
     PATIENCE,
     SECRET,
@@ -623,6 +625,18 @@ def test_a_dial_that_was_given_up_before_the_introduction_does_not_end_the_peer(
         assert pair[1].recv(0, timeout=0.2) is None, "nothing was sent"
     pair[0].send(b"in time", 1, timeout=5.0)
     assert pair[1].recv(0) == b"in time"
+
+
+def test_a_peer_that_has_not_let_go_of_an_earlier_dial_is_waited_for_and_not_lost(pair):
+    """As on a busy machine, where its thread sees late that the first dial was given up."""
+    zero, one = pair
+    early, _ = zero.open_stream(zero.peer(1), Purpose.MESSAGES, 0, Deadline(PATIENCE))
+    with contextlib.closing(early):
+        eventually(lambda: one.peer(0).inbox.connection is not None)
+        with pytest.raises(DeadlineExceededError):
+            zero.send(b"too early", 1, timeout=1.0)  # twice as long as a peer that leaves is given
+    zero.send(b"in time", 1, timeout=PATIENCE)
+    assert one.recv(0) == b"in time"
 
 
 # -- size limits

@@ -29,6 +29,7 @@ from rankwire.wire.handshake import (
     Purpose,
     Responder,
     Status,
+    StillConnectedError,
     handshake_key,
     job_id,
 )
@@ -212,7 +213,7 @@ def test_a_listener_of_another_version_is_named_with_both_versions(ends):
 @pytest.mark.parametrize(
     ("status", "join_error", "other_error"),
     [
-        (Status.DUPLICATE_RANK, RendezvousError, NoConnectionError),
+        (Status.DUPLICATE_RANK, RendezvousError, StillConnectedError),
         (Status.WRONG_WORLD_SIZE, RendezvousError, NoConnectionError),
         (Status.OTHER_JOB, RendezvousError, NoConnectionError),
         (Status.OTHER_EPOCH, NoConnectionError, NoConnectionError),

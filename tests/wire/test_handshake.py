@@ -30,6 +30,7 @@ from rankwire.wire.handshake import (
     Purpose,
     Responder,
     Status,
+    StillConnectedError,
     handshake_key,
     job_id,
     refusal,
@@ -333,7 +334,6 @@ def refused(status, detail, purpose):
 @pytest.mark.parametrize(
     ("status", "detail", "text"),
     [
-        (Status.DUPLICATE_RANK, 4711, r"rank 2 is taken .*\(pid 4711\)"),
         (Status.WRONG_WORLD_SIZE, 8, "world size of 8, this rank was told 4"),
         (Status.OTHER_JOB, 0, "another job"),
         (Status.INVALID_RANK, 2, "rank 2 is not one of the 2 ranks"),
@@ -347,6 +347,15 @@ def test_a_refusal_says_why_by_type_and_text(status, detail, text):
         is_joining = purpose is Purpose.JOIN
         assert type(error) is (RendezvousError if is_joining else NoConnectionError)
         assert re.search(text, str(error))
+
+
+def test_a_rank_that_is_taken_is_told_from_one_that_has_dialled_already():
+    error = refused(Status.DUPLICATE_RANK, 4711, Purpose.JOIN)
+    assert type(error) is RendezvousError
+    assert re.search(r"rank 2 is taken .*\(pid 4711\)", str(error))
+    error = refused(Status.DUPLICATE_RANK, 4711, Purpose.MESSAGES)
+    assert type(error) is StillConnectedError
+    assert "rank 1 still has an earlier connection of rank 2" in str(error)
 
 
 def test_the_certificate_of_somebody_else_is_told_with_whose_it_should_be():

@@ -24,7 +24,7 @@ from rankwire.links.dialer import authenticate
 from rankwire.links.sockets import AnySocket, Socket, TcpAddress, connect_tcp, connect_unix
 from rankwire.rendezvous.control_messages import Member
 from rankwire.rendezvous.runtime_dir import has_removed
-from rankwire.wire.handshake import Purpose
+from rankwire.wire.handshake import Purpose, StillConnectedError
 from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
 
@@ -80,6 +80,14 @@ class Dialling:
                 except BaseException:
                     sock.close()
                     raise
+            except StillConnectedError as error:
+                # On a busy machine a dial may be given up after the peer has let it in. The peer
+                # sees that when its thread runs again, and lets the next one in.
+                if deadline.expired:
+                    raise DeadlineExceededError(
+                        deadline.limit, waiting_for=[rank], detail=error.message
+                    ) from error
+                deadline.clock.sleep(0.005)
             except (NoConnectionError, AuthenticationError) as error:
                 # All have proved the secret when the world formed: who hangs up now is going.
                 if patience.expired or deadline.expired:

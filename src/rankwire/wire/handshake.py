@@ -156,6 +156,10 @@ class Hello:
         return cls(*fields)
 
 
+class StillConnectedError(NoConnectionError):
+    """The peer lives, and has not let go yet of a connection that this rank gave up."""
+
+
 def job_id(name: str) -> bytes:
     """Return the 16 bytes by which a job's name travels."""
     return sha256(b"rankwire job " + name.encode()).digest()[:16]
@@ -202,8 +206,12 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
     if status == Status.CLOSED:
         who = "rank" if hello.purpose is Purpose.MESSAGES else "the agent of rank"
         return ChannelClosedError(f"{who} {hello.peer} has left").during(peer=hello.peer)
-    text = texts.get(status, f"refused with status {status}")  # type: ignore[call-overload]
     is_joining = hello.purpose in (Purpose.JOIN, Purpose.LAUNCH)
+    if status == Status.DUPLICATE_RANK and not is_joining:
+        return StillConnectedError(
+            f"rank {hello.peer} still has an earlier connection of rank {hello.rank}"
+        )
+    text = texts.get(status, f"refused with status {status}")  # type: ignore[call-overload]
     return RendezvousError(text) if is_joining else NoConnectionError(text)
 
 
