@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.texts import name_ranks, one_line, printable, shortened, type_name
+from rankwire.texts import name_ranks, one_line, one_of, printable, shortened, type_name
 
 
 @pytest.mark.parametrize("text", ["", "plain", "two\n\tlines", "äöü 漢字 \U0001f600", "x" * 1000])
@@ -79,3 +79,8 @@ def test_the_names_of_any_number_of_ranks_fit_on_a_line():
     assert words.startswith("333334 ranks: 0, 3, 6, ")
     assert words.endswith(", ...")
     assert len(words) <= 150
+
+
+def test_one_of_several_and_the_only_one():
+    assert one_of(2, "worker") == "one of 2 workers"
+    assert one_of(1, "worker") == "the one worker"

@@ -107,3 +107,8 @@ def traceback_of(error: BaseException, *, without_first: bool = False) -> str:
 
 def _escaped(character: re.Match[str]) -> str:
     return character[0].encode("unicode_escape").decode()
+
+
+def one_of(count: int, noun: str) -> str:
+    """Return ``one of 2 workers``, or ``the one worker``."""
+    return f"one of {count} {noun}s" if count > 1 else f"the one {noun}"

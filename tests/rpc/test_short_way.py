@@ -211,7 +211,7 @@ def test_a_late_call_says_what_its_callee_is_doing(world, how, patient):
         check_context(error, how, "hold", 0.5)
         with pytest.raises(DeadlineExceededError) as caught:
             call(caller, how, "note", 1, timeout=0.5)
-        assert "it waits for one of 1 workers" in caught.value.detail
+        assert "it waits for the one worker" in caught.value.detail
         check_context(caught.value, how, "note", 0.5)
         eventually(lambda: not callee.waiting())
         callee.release()

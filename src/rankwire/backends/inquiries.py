@@ -21,7 +21,7 @@ from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
-from rankwire.texts import one_line
+from rankwire.texts import one_line, one_of
 from rankwire.wire.frames import WORLD_GROUP, Channel
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.loans import whole_of
@@ -113,8 +113,8 @@ def _describe_waiting(calls: list[Serving]) -> list[str]:
         return []
     noun = "call waits" if len(calls) == 1 else "calls wait"
     longest = max(call.seconds for call in calls)
-    text = f"{len(calls)} {noun} for one of {calls[0].workers} workers, up to {longest:.3g} s now"
-    return [text]
+    worker = one_of(calls[0].workers, "worker")
+    return [f"{len(calls)} {noun} for {worker}, up to {longest:.3g} s now"]
 
 
 def inquire(mesh: Mesh, rank: int, deadline: Deadline) -> str | None:

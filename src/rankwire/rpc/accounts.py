@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rankwire.rpc.circles import ActiveCall, Key
 from rankwire.stacks import place_awaited, place_of
+from rankwire.texts import one_of
 
 if TYPE_CHECKING:
     from rankwire.rpc.served_call import ServedCall
@@ -54,7 +55,7 @@ class Accounts:
         wait = 0
         if job in self.queued:
             needs = self._running()
-            doing = f"waits for one of {self.workers} workers"
+            doing = f"waits for {one_of(self.workers, 'worker')}"
         elif (waiting := job.waiting) is not None:  # its thread may end the wait meanwhile
             needs = [Key(waiting.dst, self.rank, request_id) for request_id in waiting.request_ids]
             wait = waiting.number
@@ -86,7 +87,8 @@ class Accounts:
         if worker is not None:
             waited = job.deadline.waited - job.seconds
             if waited > _NOTEWORTHY:
-                doing = f"waited {waited:.3g} s for one of {self.workers} workers, and is running"
+                one = one_of(self.workers, "worker")
+                doing = f"waited {waited:.3g} s for {one}, and is running"
             place = place_of(worker.ident)
         elif task is not None:
             place = place_awaited(task.get_coro())

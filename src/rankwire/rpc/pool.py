@@ -149,6 +149,15 @@ class Pool:
         with self._mutex:
             return [*self._queued, *self.arrived.copy()]
 
+    def take_back(self, job: Job) -> bool:
+        """Free the place of a job that waits for a worker; False if it does not."""
+        with self._mutex:
+            try:
+                self._queued.remove(job)
+            except ValueError:
+                return False
+        return True
+
     def close(self, deadline: Deadline) -> bool:
         """Stop the threads.
 

@@ -22,6 +22,7 @@ from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Outcome, Request
 from rankwire.rpc.registry import Function
 from rankwire.rpc.room import SMALL_NBYTES
+from rankwire.texts import one_of
 from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ class ServedCall(Call):
         if request is None or self.cancelled:
             refusal = self._say_cut_short(began=False)
         elif self.deadline.expired:
-            workers, waited = self._server.workers, self.deadline.waited
-            detail = f"it waited {waited:.3g} s there for one of {workers} workers, and was not run"
+            waited, worker = self.deadline.waited, one_of(self._server.workers, "worker")
+            detail = f"it waited {waited:.3g} s there for {worker}, and was not run"
             refusal = answers.late(detail, began=False)
         elif self._server.event_loop.run(partial(self._run_async, request), self):
             return

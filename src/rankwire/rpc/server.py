@@ -264,6 +264,8 @@ class Server:
         """The caller does not want the result any more."""
         self._port.drop_reply(job.incoming)
         job.cancel(expired=expired)
+        if self.pool.take_back(job):  # its place is for calls that somebody waits for
+            job.run(None)  # which answers it
         if job.has_ties:
             self.run_soon(job.let_go)  # futures may have callbacks
 
