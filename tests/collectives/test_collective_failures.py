@@ -24,6 +24,7 @@ from rankwire.collectives.algorithms import split
 from rankwire.collectives.reductions import reduction
 from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import (
+    ChannelClosedError,
     CollectiveAbortedError,
     DeadlineExceededError,
     PeerLostError,
@@ -463,6 +464,49 @@ def test_an_interrupt_of_who_waits_for_work_ends_the_others(make_world, monkeypa
         late = Running(rankwire.all_reduce, world[2], np.ones(count))
         check_late(world, [late], 3, 0, "KeyboardInterrupt")
         check_works(world, count)
+
+
+# A closed group is not told to its other members, who may have done their part.
+LEAVABLE = pytest.mark.parametrize("kind", [kind for kind in WORLDS if "sub" not in kind])
+
+
+@LEAVABLE
+def test_operations_that_are_queued_when_a_rank_leaves_fail_with_the_first(kind):
+    with WORLDS[kind](3, timeout=30.0) as world:
+        check_works(world)
+        world[1].close()
+        begin = time.monotonic()
+        works = [
+            [rankwire.all_reduce(world[rank], np.ones(SMALL), async_op=True) for _ in range(60)]
+            for rank in (0, 2)
+        ]
+        for work in works[0] + works[1]:
+            error = work.exception()
+            assert isinstance(error, ChannelClosedError)
+            assert error.peer == 1
+        assert time.monotonic() - begin < 5  # each took 0.2 s, one after the other
+
+
+@pytest.mark.parametrize("kind", ["simulated", "auto", "tcp"])  # where rank 1 needs rank 2 itself
+@pytest.mark.parametrize("begun", [0, 5])
+def test_a_rank_that_leaves_because_of_another_is_not_blamed(kind, monkeypatch, begun):
+    """Rank 2 leaves with operations in its queue, then rank 1, then rank 0 looks at its own."""
+    keep_workers_away(monkeypatch)
+    with WORLDS[kind](3, timeout=30.0) as world:
+        check_works(world)
+        counts = {0: 10, 1: 10, 2: begun}
+        works = {
+            rank: [
+                rankwire.all_reduce(world[rank], np.ones(SMALL), async_op=True)
+                for _ in range(count)
+            ]
+            for rank, count in counts.items()
+        }
+        world[2].close()
+        assert works[1][-1].exception().peer == 2
+        world[1].close()
+        for work in reversed(works[0]):
+            assert work.exception().peer == 2
 
 
 def test_a_stuck_send_does_not_outlive_the_operation():

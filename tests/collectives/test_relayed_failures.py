@@ -53,6 +53,16 @@ def test_any_other_failure_ends_the_operation(cause, text):
     assert "barrier()" in error.reason
 
 
+def test_a_failure_that_a_rank_has_heard_of_names_the_rank_that_failed():
+    heard = CollectiveAbortedError(1, "barrier(): KeyboardInterrupt()")
+    error = told(heard)
+    assert type(error) is CollectiveAbortedError
+    assert error.peer == 1
+    assert error.message == "rank 1 failed in barrier(): KeyboardInterrupt() (rank 2 says)"
+    to_the_failed_one = error_of(failure_notice(Notice(0, 7, "barrier()"), 2, heard), 2, 1)
+    assert to_the_failed_one.message == "rank 2 failed in barrier(): KeyboardInterrupt()"
+
+
 def test_who_was_late_is_in_what_the_others_hear():
     error = told(DeadlineExceededError(1.5, waiting_for=[3]))
     assert "waiting for rank 3" in error.message

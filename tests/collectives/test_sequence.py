@@ -13,9 +13,11 @@ from queued import keep_workers_away
 
 import rankwire
 from interrupts import Interrupt, every_interrupt
-from rankwire.collectives import algorithms, exchange
+from rankwire.collectives import algorithms, exchange, operation
 from rankwire.collectives.fingerprints import describe, tag_of
+from rankwire.collectives.operation import Operation
 from rankwire.collectives.sequence import OperationSequence
+from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
@@ -936,6 +938,78 @@ def test_a_rank_that_leaves_is_named(make_world, leaver):
         for backend in stay:
             with pytest.raises((ChannelClosedError, CollectiveAbortedError)):
                 rankwire.all_reduce(backend, np.ones(3))
+
+
+def begun(backend):
+    """Return an operation that has a number, and that no thread runs."""
+    operations = OperationSequence.of(backend)
+    new = Operation(operations, "barrier()")
+    new.deadline = Deadline(TIMEOUT, backend.clock)
+    new.has_begun = True
+    operations.refuse(new)
+    return new
+
+
+def test_the_first_failure_answers_for_what_is_queued_behind_it_when_ranks_leave(monkeypatch):
+    with simulated_world(3, timeout=TIMEOUT) as (backend, *_):
+        reports = []
+        monkeypatch.setattr(backend.roll, "report", reports.append)
+        monkeypatch.setattr(operation, "_FAREWELL_PATIENCE", 0.0)
+        first, second, third = (begun(backend) for _ in range(3))
+        first.give_up(CollectiveAbortedError(2, "barrier(): KeyboardInterrupt()"))
+        later = begun(backend)
+        for left, named in ((second, 2), (later, 1)):
+            error = left.give_up(ChannelClosedError("rank 1 has left").during(peer=1))
+            assert error.peer == named
+            assert reports[-1].culprit == named
+        assert isinstance(third.give_up(PeerLostError(1, "it was killed")), PeerLostError)
+
+
+def test_a_rank_that_failed_first_blames_no_other_for_what_it_leaves_undone(monkeypatch):
+    with simulated_world(3, timeout=TIMEOUT) as (backend, *_):
+        reports = []
+        monkeypatch.setattr(backend.roll, "report", reports.append)
+        first, second, third = (begun(backend) for _ in range(3))
+        first.give_up(KeyboardInterrupt())
+        heard = "barrier(): KeyboardInterrupt() (number 0 of this group, which had gone well on 2)"
+        second.give_up(CollectiveAbortedError(2, heard))
+        backend.close()
+        assert isinstance(third.give_up(ChannelClosedError("closed")), ChannelClosedError)
+        assert reports[-1].culprit == 0
+
+
+def test_a_failure_is_forgotten_when_an_operation_succeeds(monkeypatch):
+    with simulated_world(3, timeout=TIMEOUT) as (backend, *_):
+        monkeypatch.setattr(operation, "_FAREWELL_PATIENCE", 0.0)
+        first, second, third = (begun(backend) for _ in range(3))
+        first.give_up(CollectiveAbortedError(2, "barrier(): KeyboardInterrupt()"))
+        second.run_and_end(lambda exchange: None)
+        assert third.give_up(ChannelClosedError("rank 1 has left").during(peer=1)).peer == 1
+
+
+def test_a_rank_waits_once_for_what_another_had_to_say_before_its_connection_broke(monkeypatch):
+    monkeypatch.setattr(operation, "_FAREWELL_PATIENCE", TIMEOUT)
+    with simulated_world(3, timeout=TIMEOUT) as (backend, *_):
+        first, second = begun(backend), begun(backend)
+        interrupted = "barrier()", "failed", "KeyboardInterrupt()"
+        notice = Notice(backend.group, first.sequence, *interrupted, culprit=2, src=2)
+        threading.Timer(0.1, backend.roll.deliver, (notice,)).start()
+        assert first.give_up(PeerLostError(1, "Broken pipe")).peer == 2
+        begin = time.monotonic()
+        assert second.give_up(PeerLostError(1, "Broken pipe")).peer == 1
+        assert time.monotonic() - begin < SOON
+
+
+def test_a_rank_that_leaves_says_which_operation_it_will_not_come_to(monkeypatch):
+    with simulated_world(2, timeout=TIMEOUT) as world:
+        in_parallel([backend.barrier for backend in world])
+        in_parallel([partial(rankwire.barrier, backend) for backend in world])
+        backend, reports = world[0], []
+        monkeypatch.setattr(backend.roll, "report", reports.append)
+        queued = [begun(backend) for _ in range(3)]
+        backend.leave_roll()
+        assert reports[-1].sequence == queued[0].sequence
+        assert reports[-1].state == "left"
 
 
 def test_closing_ends_ones_own_operations(make_world):

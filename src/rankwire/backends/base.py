@@ -95,7 +95,7 @@ class Backend(MessagePosting):
         self.timeout = Deadline(limit, clock).limit
         self.max_message_nbytes = max_message_nbytes
         # What the collectives keep about this group; theirs alone, but for ``release`` at the end,
-        # ``now``, the words of the one that is under way, ``next_number`` and ``epoch``.
+        # ``now``, the words of the one that is under way, ``turn`` and ``epoch``.
         self.operations: Any = None
         self.agreement = Agreement()  # how groups of its ranks come to be
         self.roll = RollClient()  # what its collectives report to the coordinator, and are told
@@ -112,7 +112,7 @@ class Backend(MessagePosting):
     def leave_roll(self) -> None:
         """Report that this rank leaves the world, and so will not come to the next operation."""
         begun = self.operations
-        number, epoch = (0, 0) if begun is None else (begun.next_number, begun.epoch)
+        number, epoch = (0, 0) if begun is None else (begun.turn, begun.epoch)
         text = f"rank {self.world_rank_of(self.rank)} has left"
         self.roll.report(
             Notice(

@@ -172,6 +172,7 @@ class Operation(Exchange):
         if not isinstance(error, RankwireError) or not error.is_reported:
             refused = not self.has_begun
             operations.report(failure_notice(self._waiting(), self.rank, error, refused=refused))
+        operations.note_failure(self._number, error)
         # A rank that knew of a failure that came as news here has sent under the epoch after it.
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *operations.tags_at(self._number)}:
@@ -192,13 +193,17 @@ class Operation(Exchange):
     def _why_gone(self, error: PeerLostError | ChannelClosedError) -> RankwireError:
         """Return what was said before a rank went, if that was why it did.
 
-        It said so itself, or heard it from a rank that has told this one too. A rank that was
-        killed has nothing to say.
+        It said so itself, or heard it from a rank that has told this one too. This rank waits once
+        for that. A rank that leaves after an operation has failed leaves because of that failure,
+        which then answers for all operations that are queued behind it.
         """
-        has_left = isinstance(error, ChannelClosedError) or error.remote_traceback != ""
-        is_open = not self._operations.backend.closed
-        patience = _FAREWELL_PATIENCE if has_left and is_open else 0.0
-        told = self._told_within(patience, error.peer)
+        operations = self._operations
+        first = operations.first_failure(self._number)
+        if first is not None and isinstance(error, ChannelClosedError):
+            return first
+        waits = not operations.backend.closed and error.peer not in operations.explained
+        told = self._told_within(_FAREWELL_PATIENCE if waits else 0.0, error.peer)
+        operations.explained.add(error.peer)
         if told is None:
             return error
         if isinstance(told, PeerLostError) and told.peer == error.peer:

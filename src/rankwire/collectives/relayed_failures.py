@@ -39,9 +39,11 @@ def error_of(
         return PeerLostError(sender, f"it has lost this rank: {text}")
     if notice.state == "lost":
         return PeerLostError(peer, f"{text} (rank {sender} says)")
+    said = "" if sender == peer else f" (rank {sender} says)"
     if notice.state == "left" and notice.culprit != rank:
-        said = "" if sender == peer else f" (rank {sender} says)"
         return ChannelClosedError(f"{text}{said}").during(peer=peer)
+    if notice.state == "failed" and notice.culprit not in (sender, -1):  # it had heard of that
+        return CollectiveAbortedError(peer, f"{text}{said}")
     reason = f"{notice.description}: {text}"
     return CollectiveAbortedError(sender, reason, waiting_for=notice.missing)
 
@@ -65,5 +67,7 @@ def failure_notice(
         state, culprit, text = "lost", error.peer, error.reason
     elif isinstance(error, ChannelClosedError) and error.peer is not None:
         state, culprit = "left", error.peer
+    elif isinstance(error, CollectiveAbortedError) and error.peer >= 0:
+        culprit, text = error.peer, error.reason
     missing = tuple(error.waiting_for) if isinstance(error, DeadlineExceededError) else ()
     return replace(waiting, state=state, text=text, culprit=culprit, missing=missing, before=())

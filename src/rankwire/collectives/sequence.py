@@ -55,6 +55,7 @@ P = ParamSpec("P")
 # the seconds for all of it (None is the backend's default).
 Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 
+_OF_ANOTHER_RANK = (PeerLostError, ChannelClosedError, CollectiveAbortedError)
 _MOST_FAILURES = 1024  # operations to come of which it is remembered that others failed in them
 _MOST_OVER = 64  # failed operations of which it is remembered what others sent for them
 
@@ -72,6 +73,7 @@ class OperationSequence:
         failures: How operations have failed on other ranks, lately: the first report of each, by
             its number.
         before: Number and description of the last operations that succeeded here.
+        explained: The ranks that are gone, and of which this rank has waited to be told why.
 
     Size: what a rank knows of its group's operations is guarded by one lock.
     """
@@ -92,6 +94,9 @@ class OperationSequence:
         self._turn_changed = threading.Condition(self._lock)
         self._ended: set[int] = set()  # numbers that have ended before their turn came
         self.failures: dict[int, Notice] = {}
+        # Since the last operation that succeeded; and the number after those queued behind it.
+        self._first_failure: tuple[RankwireError | None, int] | None = None
+        self.explained: set[int | None] = set()
         self.before: deque[tuple[int, str]] = deque(maxlen=MOST_BEFORE)
         self._missing: tuple[int, tuple[int, ...]] = (-1, ())  # from an operation, who
         self._others_tags: dict[int, set[int]] = {}  # of operations that go on here
@@ -193,6 +198,7 @@ class OperationSequence:
                 self.running = None
             if operation.has_succeeded:
                 self.before.append((sequence, operation.description))
+                self._first_failure = None
             else:
                 self.epoch = max(self.epoch, sequence + 1)
             if sequence > self.turn:
@@ -215,11 +221,6 @@ class OperationSequence:
     def release(self) -> None:
         """Let go of the memory that is shared: the group is closed."""
         self.sharing.drop()
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next operation to begin here."""
-        return self._next
 
     def is_turn_of(self, sequence: int, deadline: Deadline) -> bool:
         """Wait a while until all earlier operations have ended here; return whether they have."""
@@ -312,6 +313,20 @@ class OperationSequence:
         if isinstance(error, PeerLostError | CollectiveAbortedError):
             error.root = root_of(self.backend, error.peer)
         return error
+
+    def note_failure(self, sequence: int, error: BaseException) -> None:
+        """Keep the first of several failures in a row, for the operations queued behind it."""
+        if self._first_failure is None or sequence >= self._first_failure[1]:
+            first: RankwireError | None = None  # it is this rank's own
+            if isinstance(error, _OF_ANOTHER_RANK) and error.peer is not None:
+                first = error.kept()
+                first.is_reported = False  # in the operations behind it
+            self._first_failure = first, self._next
+
+    def first_failure(self, sequence: int) -> RankwireError | None:
+        """Return the failure of another rank behind which an operation was queued, if any."""
+        first, end = self._first_failure or (None, 0)
+        return first.copy() if first is not None and sequence < end else None
 
     def _is_settled(self, sequence: int) -> bool:
         """Whether an operation has ended here, and it or a later one with a failure."""
