@@ -7,7 +7,7 @@ was interrupted is as it was before.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, ForkedProcessError, RankwireError
+from rankwire.showing import ShowsPublic
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Payload
 from rankwire.wire.loans import LoanRevokedError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rankwire.backends.posting import MessagePosting
 
 
-class MessageHandle(ABC):
+class MessageHandle(ShowsPublic):
     """A message that is being sent or received; made by ``isend``, ``irecv`` and their kin.
 
     For one thread at a time. Its time limit counts from the call that made it.
@@ -36,6 +37,7 @@ class MessageHandle(ABC):
     """
 
     __slots__ = ("_deadline", "_error", "_op", "_peer", "_ranks", "_tag", "source")
+    _SHOWN = ("done", "source", "wait")
 
     _ranks: MessagePosting
     _op: str
