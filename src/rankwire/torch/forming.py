@@ -111,10 +111,10 @@ def _wait_for(store: Any, keys: Sequence[str], size: int, timeout: timedelta) ->
         missing = []
         with suppress(RuntimeError):
             missing = [rank for rank in range(size) if not store.check([_key_of(rank)])]
-        limit = timeout.total_seconds()
-        who = f"{name_ranks(missing)} did not come to torch's store within {limit:g} s"
-        who = who if missing else f"rank 0 has not said where it is: {error}"
-        raise RendezvousError(who, missing=missing) from error
+        reason = f"not all ranks came to torch's store within {timeout.total_seconds():g} s"
+        if not missing:
+            reason = f"rank 0 has not said where it is: {error}"
+        raise RendezvousError(reason, missing=missing) from error
 
 
 def _presences(store: Any, size: int) -> list[tuple[str, bool]]:
