@@ -46,6 +46,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.links.borrower import Borrowed
 from rankwire.links.shared_segment import SharedSegment
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Envelope, Message, Payload
@@ -285,11 +286,15 @@ class SubBackend(Backend):
             while True:
                 patience = deadline.sooner(_LOOK_UP_EVERY)
                 try:
-                    return take(patience)
+                    payload = take(patience)
+                    break
                 except DeadlineExceededError:
                     if patience is deadline:
                         raise
                     self._raise_if_closed()
+        if isinstance(payload, Borrowed):  # read later, when its sender may be gone
+            payload.translate = partial(self.adopt, src, payload.translate)
+        return payload
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
         """Whether a message lies here, read and not taken."""

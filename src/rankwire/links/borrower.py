@@ -41,6 +41,7 @@ class Borrowed(Parcel):
 
     Attributes:
         place: The memory of a posted receive to which it is being copied, or was.
+        translate: Gives an error the ranks of the group that the message belongs to.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Borrowed(Parcel):
         self._peer = peer
         self._clock = clock
         self._fail = fail
+        self.translate: Callable[[RankwireError], None] | None = None
         self._lock = threading.Lock()
         self._revoked = False
         # Each step is noted before the next, so that after an interrupt it is not taken twice.
@@ -180,9 +182,12 @@ class Borrowed(Parcel):
         guard = self._guard()
         if guard is None:
             reason = os.strerror(number) if number else "only a part of it is there"
-            return self._fail(
+            error = self._fail(
                 PeerLostError(self._peer, f"the memory of its message cannot be read: {reason}")
             )
+            if self.translate is not None:
+                self.translate(error)
+            return error
         if guard == self._loan.number:
             self._write_receipt(self._loan.number | REFUSED)
         self._revoked = True

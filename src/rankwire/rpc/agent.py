@@ -179,6 +179,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
             timeout: Seconds for all of it; None is the agent's.
 
         Raises:
+            ChannelClosedError: This agent is closed.
             DeadlineExceededError: A rank did not answer in time. The others know of it.
         """
         deadline = Deadline.of(timeout, self.timeout, self._clock)
@@ -186,6 +187,8 @@ class RpcAgent(AgentCalls, AgentFunctions):
         if self.rank in told:
             self._stopping.tell()
         try:
+            if self._closed:
+                raise ChannelClosedError("this agent is closed")
             answers = [
                 self._caller.start(rank, STOP, deadline, None, (), {})
                 for rank in sorted(told - {self.rank})
