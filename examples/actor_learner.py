@@ -133,4 +133,3 @@ if __name__ == "__main__":
         if backend.world_size < 2:
             raise SystemExit("a learner needs an actor: run with -n 2 or more")
         learn(backend, agent, options.updates) if backend.rank == 0 else act(backend, agent)
-        backend.barrier()  # nobody leaves while others still call

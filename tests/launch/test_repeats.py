@@ -201,7 +201,7 @@ with rankwire.connect() as backend, rankwire.RpcAgent(backend) as agent:
     "before connect": "os.environ['NOT_THERE']\n",
 }
 FACTS = {
-    "killed": "killed by SIGKILL",
+    "killed": "PeerLostError: rank 2 is lost: its process ended: killed by SIGKILL",
     "shapes": "all_reduce(sum, float64, (5,)) on rank 2",
     "late": "no result within 1 s waiting for rank 2;",
     "raises": "ValueError: the reason",

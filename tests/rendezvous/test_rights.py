@@ -7,6 +7,9 @@ import pytest
 
 from rankwire.rendezvous import rights
 from rankwire.rendezvous.control_messages import (
+    AgentAnswer,
+    AgentSays,
+    AgentState,
     Ask,
     Beat,
     Doing,
@@ -75,6 +78,12 @@ ROWS = [
     ("that it waits in a group of two of itself", Notice(7, 3, "", members=(1, 1)), set()),
     ("that it waits in a group of others", Notice(7, 3, "barrier()", members=(2, 4)), set()),
     ("who is missing in a group", Notice(0, 3, "", "missing", missing=(2,)), set()),
+    (
+        "what its agents do",
+        AgentSays(5, 1, AgentState.OPEN),
+        {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED},
+    ),
+    ("an answer to agents", AgentAnswer(1), set()),
     ("who is back", Joined(member(2)), set()),
     ("that it is back itself", Joined(member(1)), set()),
     ("a question", Ask(), set()),

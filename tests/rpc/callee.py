@@ -254,7 +254,8 @@ def pair(
                     callee.close()
         return
     with world_of_two(world, **(backend or {})) as (near, far):
-        with RpcAgent(near, max_in_flight=max_in_flight) as caller:
+        # Closed, not left: leaving would wait for the callee, which ends after the caller.
+        with contextlib.closing(RpcAgent(near, max_in_flight=max_in_flight)) as caller:
             yield caller, _Remote(far, limits)
 
 

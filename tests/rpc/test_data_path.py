@@ -1,6 +1,7 @@
 """The way of a call as docs/data-path.md draws it is the way that a call takes."""
 
 import re
+from contextlib import closing
 from difflib import unified_diff
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def walked():
     """How calls went in a world of two processes, at both ends: the shortest way of each."""
     with runtime_folder_of_its_own(), world_of_two("unix", spin=PATIENCE) as (near, far):
         far.call("eval", "globals().update(server=__import__('rpc.walk').walk.Server(backend))")
-        with RpcAgent(near) as agent:
+        with closing(RpcAgent(near)) as agent:  # the server ends after it
             for _ in range(50):
                 agent.rpc_sync(1, "add", 2, 3)
             caller = [walk_of_a_caller(agent) for _ in range(CALLS)]

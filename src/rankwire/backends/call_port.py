@@ -70,6 +70,7 @@ class MeshCallPort(CallPort):
     def __init__(self, mesh: Mesh, service: int) -> None:
         self.service = service
         self.serving: Callable[[], list[Serving]] = list
+        self.presence = mesh.new_presence(service)
         self._mesh = mesh
         self._lock = threading.Lock()
         self._closed: ChannelClosedError | None = None
@@ -392,6 +393,7 @@ class MeshCallPort(CallPort):
             self._ended = self._ended or cause
             incoming, self._incoming = self._incoming, set()
             self._poller.wake()
+        self.presence.close()
         outgoing = self._calls.close(cause)
         # First of all: who dials from now on is told at the door.
         self._mesh.forget_port(self)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rankwire.backends.presence import UNATTENDED, Presence
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
 from rankwire.wire.frames import Message
@@ -95,7 +96,12 @@ class CallPort(ABC):
     """Requests out and replies back; requests in and replies out.
 
     Safe from any thread unless it says otherwise.
+
+    Attributes:
+        presence: How the agent tells the others of its name what it does, and waits for them.
     """
+
+    presence: Presence = UNATTENDED
 
     @abstractmethod
     def call(

@@ -36,6 +36,7 @@ from rankwire.backends.exit_report import fall_by
 from rankwire.backends.inquiries import answer, describe, inquire
 from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.backends.ports import Ports
+from rankwire.backends.presence import Presence, Presences
 from rankwire.backends.status import PeerStatus
 from rankwire.backends.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
 from rankwire.clock import Clock
@@ -53,7 +54,7 @@ from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
 from rankwire.links.poller import Poller
 from rankwire.links.spin import Spin
-from rankwire.rendezvous.control_messages import Fallen
+from rankwire.rendezvous.control_messages import AgentSays, Fallen
 from rankwire.stacks import methods_entered, places
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
@@ -111,6 +112,7 @@ class Mesh(Backend):
         self._single_copy = single_copy
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._ports = Ports()
+        self._presences = Presences(self.tell_agent, clock.wait)
         self._peers = peers
         self._losses = Losses()
         self._asking: dict[object, int] = {}  # whom threads ask why they waited in vain
@@ -144,6 +146,10 @@ class Mesh(Backend):
 
     def tell_leaving(self) -> None:
         """Note that this rank leaves in good order; its farewells follow. Here: they will do."""
+
+    @abstractmethod
+    def tell_agent(self, says: AgentSays) -> bool:
+        """Pass on what an agent of this rank does; False if there is none who would answer."""
 
     @abstractmethod
     def tell_fall(self, fallen: Fallen) -> None:
@@ -295,6 +301,14 @@ class Mesh(Backend):
     def new_port(self, service: int) -> MeshCallPort:
         """Return a port that nobody knows yet."""
         return MeshCallPort(self, service)
+
+    def new_presence(self, service: int) -> Presence:
+        """Return how an agent tells the others of its name what it does."""
+        return self._presences.of(service)
+
+    def on_agent_answer(self, number: int) -> None:
+        """Hear the answer to what an agent of this rank has said."""
+        self._presences.answered(number)
 
     def forget_port(self, port: MeshCallPort) -> None:
         """Let go of a port that is closed."""
@@ -539,6 +553,7 @@ class Mesh(Backend):
             if self._closed:
                 return
             self._closed = True
+            self._presences.end()
             ports, waiting = self._ports.end()
             cause = ChannelClosedError("this backend is closed")
             for port in ports:

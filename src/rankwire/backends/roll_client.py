@@ -40,7 +40,7 @@ class RollClient:
         keeper: The rank in whose process the coordinator is; -1 if it is a process of its own.
     """
 
-    def __init__(self, send: Callable[[Notice, float], None] | None = None) -> None:
+    def __init__(self, send: Callable[[Notice, float], object] | None = None) -> None:
         self._send = send
         self._lock = threading.Lock()
         self._gone: set[int] = set()

@@ -45,7 +45,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.memory_bell import MemoryBell
 from rankwire.links.memory_poller import MemoryPoller
 from rankwire.links.memory_stream import MemoryStream
-from rankwire.rendezvous.control_messages import Fallen, Member
+from rankwire.rendezvous.control_messages import AgentSays, Fallen, Member
 from rankwire.stacks import places
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import (
@@ -301,6 +301,10 @@ class SimulatedBackend(Mesh):
 
     # -- what the network asks ---------------------------------------------------------------------
 
+    def tell_agent(self, says: AgentSays) -> bool:
+        """Tell the network what an agent of this rank does."""
+        return self.network.hear_agent(self.rank, says)
+
     def cut(self, peer: int) -> None:
         """End the streams to a peer, at this moment."""
         if peer in self._peers:
@@ -319,6 +323,7 @@ class SimulatedBackend(Mesh):
     def end(self) -> None:
         """End everything that this rank waits for, because it is dead."""
         assert self._gone is not None
+        self._presences.end()
         for port in self._ports.all():
             port.shut_down(self._gone)
         for rank in list(self._peers):

@@ -29,7 +29,8 @@ from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.memory_stream import MemoryStream, memory_pair
 from rankwire.links.route import Gate, Route
-from rankwire.rendezvous.control_messages import Fallen
+from rankwire.rendezvous.attendance import Answers, Attendance
+from rankwire.rendezvous.control_messages import AgentSays, Fallen
 from rankwire.rendezvous.roll import Roll
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.notices import Notice, harmless
@@ -73,6 +74,7 @@ class Network:
         self._left: set[int] = set()
         self._killed: dict[int, Fallen] = {}
         self._broken: set[Link] = set()
+        self._attendance = Attendance()
         self._sent: Counter[int] = Counter()
         self._carried: Counter[Link] = Counter()
         self._begun: Counter[tuple[int, Operation]] = Counter()
@@ -208,10 +210,25 @@ class Network:
                 if not self._is_gone(other):
                     self.members[other].roll.deliver(told)
 
+    def hear_agent(self, rank: int, says: AgentSays) -> bool:
+        """Hear what an agent of a rank does; False if the rank is gone."""
+        with self._lock:
+            if rank in self._left or rank in self._killed:
+                return False
+            answers = self._attendance.hear(rank, says)
+        self._answer(answers)
+        return True
+
+    def _answer(self, answers: Answers) -> None:
+        for rank, number in answers:
+            self.members[rank].on_agent_answer(number)
+
     def leave(self, rank: int) -> None:
         """Note that a rank leaves in good order: from now on its streams may end."""
         with self._lock:
             self._left.add(rank)
+            answers = self._attendance.forget(rank)
+        self._answer(answers)
 
     def fall(self, rank: int, fallen: Fallen) -> None:
         """Let a rank leave because of an error: its peers lose it and learn why."""
@@ -258,6 +275,8 @@ class Network:
             if rank in self._killed or rank in self._left:
                 return False
             self._killed[rank] = fallen
+            answers = self._attendance.forget(rank)
+        self._answer(answers)
         self.members[rank].die()
         return True
 

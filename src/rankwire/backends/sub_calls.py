@@ -28,6 +28,7 @@ class SubCallPort(CallPort):
     def __init__(self, group: SubBackend, port: CallPort) -> None:
         self._group = group
         self._port = port
+        self.presence = port.presence
 
     def call(
         self,

@@ -49,6 +49,7 @@ from rankwire.links.spin import DEFAULT_SPIN, share_cores
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     SHORTEST_FAIL_AFTER,
+    AgentSays,
     Doing,
     Fallen,
     Gone,
@@ -344,6 +345,10 @@ class TcpBackend(Mesh):
         self._hosts[member.rank] = member.host_id
         self._replace(self._meet(member))
 
+    def tell_agent(self, says: AgentSays) -> bool:
+        """Tell the coordinator what an agent of this rank does."""
+        return self._formation.report(says)
+
     def describe_doing(self) -> Doing:
         """Return what this process does, for those who wait for it."""
         return Doing(stacks(), self.status().waiting_on, self.blocked_on())
@@ -370,6 +375,7 @@ class TcpBackend(Mesh):
     def on_coordinator_gone(self, error: RankwireError) -> None:
         """Hear that nobody tells any more who is gone."""
         self._is_watched = self.roll.is_kept = False
+        self._presences.end()
         for other in self._peers.values():  # nobody would say any more that it is heard again
             other.is_suspected, other.silent_for = False, 0.0
         peer = self._peers.get(self._coordinator)

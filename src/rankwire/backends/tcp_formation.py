@@ -33,7 +33,14 @@ from rankwire.links.sockets import (
     listen_unix,
     start_listening,
 )
-from rankwire.rendezvous.control_messages import Fallen, Joined, Member, Patience, World
+from rankwire.rendezvous.control_messages import (
+    AgentSays,
+    Fallen,
+    Joined,
+    Member,
+    Patience,
+    World,
+)
 from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.join import Joining
 from rankwire.rendezvous.membership import Membership
@@ -171,6 +178,7 @@ class Formation:
                 on_gone=self.owner.on_gone,
                 on_suspected=self.owner.on_suspected,
                 on_notice=self.owner.on_notice,
+                on_agent_answer=self.owner.on_agent_answer,
             ),
         )
         start_listening(listener)
@@ -277,27 +285,31 @@ class Formation:
         assert self._coordinator is not None
         self._coordinator.enter(hello.rank, sock, seals)
 
-    def report(self, notice: Notice, patience: float) -> None:
-        """Report something about a collective to the coordinator, from any thread.
+    def report(self, message: Notice | AgentSays, patience: float = 0.0) -> bool:
+        """Report to the coordinator what a collective or an agent does here, from any thread.
 
         Args:
-            notice: What to report.
+            message: What to report.
             patience: Seconds to wait until the acceptor's thread has sent it.
+
+        Returns:
+            False if there is no coordinator, because this rank is the whole world.
         """
         if self.acceptor is None:
-            return  # a world of one rank
+            return False
         is_sent = threading.Event()
 
         def send() -> None:
             if self._coordinator is not None:
-                self._coordinator.take_report(self.owner.rank, notice)
+                self._coordinator.take_report(self.owner.rank, message)
             elif self._membership is not None:
-                self._membership.report(notice)
+                self._membership.report(message)
             is_sent.set()
 
         self.acceptor.call_soon(send)
         if patience and not self.owner.closed:
             self.owner.clock.wait(is_sent, patience)
+        return True
 
     def silences(self) -> dict[int, float]:
         """Return the seconds of silence of ranks that missed a beat, by this rank's own count.

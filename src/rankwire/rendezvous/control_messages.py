@@ -9,6 +9,7 @@ short already if the peer is honest.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Annotated
 
 import msgspec
@@ -240,6 +241,43 @@ class Doing(msgspec.Struct, frozen=True, tag="doing"):
     blocked_on: list[int] = []
 
 
+class AgentState(IntEnum):
+    """What a rank does with its agent of one name."""
+
+    OPEN = 0
+    SERVING = 1  # nothing but serving: it calls no other rank
+    LEAVING = 2  # it is done, and serves until the others are
+    CLOSED = 3
+
+
+class AgentSays(msgspec.Struct, frozen=True, tag="agent"):
+    """Member to coordinator: one of my agents has entered this state.
+
+    Attributes:
+        service: The number that agents of one name have in common.
+        number: Of this message. It tells the messages of one process apart.
+        state: The state that it has entered.
+        owner: Stands for the thread that uses the agent, different in all processes.
+        stopped: The ranks that this agent has told to stop serving, if it leaves.
+    """
+
+    service: int
+    number: int
+    state: AgentState
+    owner: int = 0
+    stopped: list[int] = []
+
+
+class AgentAnswer(msgspec.Struct, frozen=True, tag="agent_answer"):
+    """Coordinator to a member: the answer to what an agent has said under this number.
+
+    If that was ``OPEN``, all later messages of other ranks find it open. If it was ``LEAVING``, no
+    other agent of its name is open any more.
+    """
+
+    number: int
+
+
 def gone_by(rank: int, fallen: Fallen) -> Gone:
     """Return what all are told of a rank that has fallen."""
     return Gone(rank, **asdict(fallen))
@@ -259,6 +297,8 @@ Message = (
     | Ask
     | Doing
     | Notice
+    | AgentSays
+    | AgentAnswer
 )
 
 _encode = msgspec.msgpack.Encoder().encode

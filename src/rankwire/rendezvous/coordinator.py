@@ -44,10 +44,13 @@ from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.links.sockets import AnySocket, TcpAddress, expect_prompt_reading
 from rankwire.rendezvous import open_files
+from rankwire.rendezvous.attendance import Answers, Attendance
 from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import (
     DEFAULT_PATIENCE,
     MAX_MEMBER_NBYTES,
+    AgentAnswer,
+    AgentSays,
     Ask,
     Beat,
     Doing,
@@ -115,6 +118,8 @@ class Told(NamedTuple):
         on_notice: Something about a collective, for the rank in whose process the coordinator is.
         ending_of: Asked, when the connection of a rank has ended without a word, how its process
             has: that is told to all. Empty if it is not known at that moment.
+        on_agent_answer: What an agent of the coordinator's own rank has said under a number is
+            answered.
     """
 
     on_formed: Callable[[World], None] = lambda world: None
@@ -125,6 +130,7 @@ class Told(NamedTuple):
     on_doing: Callable[[int, Doing], None] = lambda rank, doing: None
     on_notice: Callable[[Notice], None] = lambda notice: None
     ending_of: Callable[[int], str] = lambda rank: ""
+    on_agent_answer: Callable[[int], None] = lambda number: None
 
 
 class Coordinator:
@@ -168,6 +174,7 @@ class Coordinator:
         self._given_up: set[int] = set()
         self._fallen: set[int] = set()  # these have said so
         self._asked: dict[int, bool] = {}  # what they do, each once; whether they have said it
+        self._attendance = Attendance()
         self._world: FormedWorld | None = None
         self._returning = Returning()
         self._roll = Roll(world_size)
@@ -266,7 +273,7 @@ class Coordinator:
                 case Known():
                     self._returning.know(rank, message.rank, message.incarnation)
                     self._welcome_back()
-                case Notice():
+                case Notice() | AgentSays():
                     self.take_report(rank, message)
                 case Doing():
                     self._asked[rank] = True
@@ -425,13 +432,26 @@ class Coordinator:
         self._returning.excuse(gone.rank)
         self._welcome_back()
 
-    def take_report(self, rank: int, notice: Notice) -> None:
-        """Take what a rank reports about a collective, and tell those who need to know."""
-        for other, told in self._roll.hear(rank, notice):
+    def take_report(self, rank: int, message: Notice | AgentSays) -> None:
+        """Take what a rank, perhaps this one, reports; tell the ranks that need to know."""
+        if isinstance(message, AgentSays):
+            if rank not in self._given_up:
+                self._answer(self._attendance.hear(rank, message))
+            return
+        for other, told in self._roll.hear(rank, message):
             if other == self._roster.coordinator:
                 self._told.on_notice(told)
             elif other in self._controls and self._is_member(other):
                 tell(self._controls[other], told)
+
+    def _answer(self, answers: Answers) -> None:
+        own = self._roster.coordinator
+        for rank, number in answers:
+            if rank in self._controls:
+                tell(self._controls[rank], AgentAnswer(number))
+        for rank, number in answers:  # this rank last: it may end at once, and with it this object
+            if rank == own:
+                self._told.on_agent_answer(number)
 
     def _ask_what_they_do(self, ranks: list[int]) -> None:
         """Ask ranks that others wait for. Before anyone hears of a fall, which would move them."""
@@ -483,6 +503,7 @@ class Coordinator:
         self._roll.forget(gone.rank)
         self._told.on_gone(gone)
         self._tell_all(gone)
+        self._answer(self._attendance.forget(gone.rank))
 
     def _tell_all(self, message: Message) -> None:
         for connection in self._members().values():

@@ -15,6 +15,8 @@ from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_channel import tell
 from rankwire.rendezvous.control_messages import (
+    AgentAnswer,
+    AgentSays,
     Ask,
     Beat,
     Doing,
@@ -51,6 +53,9 @@ class Audience(Protocol):
 
     def on_notice(self, notice: Notice) -> None:
         """The coordinator tells something about a collective of a group."""
+
+    def on_agent_answer(self, number: int) -> None:
+        """The coordinator answers what an agent of this rank has said under a number."""
 
     def on_silences(self, silent: dict[int, float]) -> None:
         """A beat has come, with the ranks that missed theirs."""
@@ -104,11 +109,13 @@ class Membership:
                     tell(self._control, self._audience.describe_doing())
                 case Notice() as notice:
                     self._audience.on_notice(notice)
+                case AgentAnswer(number):
+                    self._audience.on_agent_answer(number)
 
-    def report(self, notice: Notice) -> None:
-        """Report to the coordinator that a collective waits or has failed here."""
+    def report(self, message: Notice | AgentSays) -> None:
+        """Report to the coordinator what a collective or an agent does here."""
         if not self.has_ended:
-            tell(self._control, notice)
+            tell(self._control, message)
 
     def _beat(self) -> None:
         if self.has_ended:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from rankwire.rendezvous.control_messages import (
     SHORTEST_FAIL_AFTER,
+    AgentAnswer,
+    AgentSays,
     Ask,
     Beat,
     Doing,
@@ -106,6 +108,10 @@ def _notice(message: Notice, by: Standing) -> str:
     return "who is missing" if message.state == "missing" else ""
 
 
+def _agent_says(message: AgentSays, by: Standing) -> str:
+    return "" if by.is_formed else "what its agents do, before it is in the world"
+
+
 def _never(words: str) -> Callable[[Any, Standing], str]:
     return lambda message, by: words
 
@@ -118,10 +124,12 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
     Known: _known,
     Doing: _doing,
     Notice: _notice,
+    AgentSays: _agent_says,
     Joined: _never("that a rank is back"),
     Ask: _never("that it wants to know what the coordinator does"),
     Waiting: _never("who is missing"),
     World: _never("who is in the world"),
     Failed: _never("that the world will not form"),
+    AgentAnswer: _never("what has become of agents"),
     Suspected: _never("that a rank is suspected"),
 }

@@ -55,6 +55,10 @@ class RpcAgent(AgentCalls, AgentFunctions):
     Every method is safe from any thread. A call runs at most once; nothing is retried. Calls from
     one thread to one rank are delivered in order, and may finish in any order.
 
+    As a context manager, it serves until the agents of its name on other ranks have left their
+    blocks too, only serve (``serve``), or are lost; no time limit ends that. An exception or
+    Ctrl-C closes it at once.
+
     Args:
         backend: Any backend; the agent does not close it.
         name: Agents of different names on one backend are independent; those of one name call each
@@ -108,6 +112,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self._closed = False
         self._stopping = Stopping(backend, lambda: self._closed)
         self._registry.own[STOP] = self._stopping.tell
+        self._has_stopped: set[int] = set()  # ranks of the world that know of it
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._port = backend.open_calls(service)
         self._server = Server(
@@ -122,6 +127,12 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self._caller = Caller(
             backend, self._port, self.codec, self._server, max_in_flight=max_in_flight
         )
+        try:
+            # Before serving: a call that comes meanwhile would not find what is registered next.
+            self._port.presence.open()
+        except BaseException:  # interrupted
+            self._port.close()
+            raise
         self._server.pool.start()
         guard(self, RpcAgent._forsake)
         close_at_exit(self, RpcAgent._leave_at_exit)
@@ -163,7 +174,10 @@ class RpcAgent(AgentCalls, AgentFunctions):
         try:
             if until_lost is not None:
                 until_lost = check_rank(until_lost, self.world_size)
-            return self._stopping.wait(deadline, until_lost)
+            if self.stopped:
+                return True
+            with self._port.presence.serving():
+                return self._stopping.wait(deadline, until_lost)
         except RankwireError as error:
             raise self.backend.explained(error, "serve", deadline, until_lost) from error.__cause__
 
@@ -189,11 +203,14 @@ class RpcAgent(AgentCalls, AgentFunctions):
         try:
             if self._closed:
                 raise ChannelClosedError("this agent is closed")
-            answers = [
-                self._caller.start(rank, STOP, deadline, None, (), {})
+            answers = {
+                rank: self._caller.start(rank, STOP, deadline, None, (), {})
                 for rank in sorted(told - {self.rank})
-            ]
-            for error in [answer.exception() for answer in answers]:
+            }
+            errors = {rank: answer.exception() for rank, answer in answers.items()}
+            know = (rank for rank, error in errors.items() if error is None)
+            self._has_stopped.update(map(self.backend.world_rank_of, know))
+            for error in errors.values():
                 if error is not None and not isinstance(error, (PeerLostError, ChannelClosedError)):
                     raise error
         except RankwireError as error:
@@ -273,10 +290,26 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self._port.close()
         self._caller.end_all()
 
+    def _serve_until_all_leave(self) -> None:
+        """Serve until no other agent of this name is in use, or the launcher asks this rank to end.
+
+        An interrupt ends it at once.
+        """
+        if self._closed or self._stopping.is_asked:
+            return
+        try:
+            self._port.presence.leave(self._has_stopped)
+        except BaseException:
+            self.close(grace=0.0)
+            raise
+
     def __enter__(self) -> Self:
+        self._port.presence.open()  # if another thread uses it now than the one that made it
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self._serve_until_all_leave()
         # By an error: others are told soon, and should not wait for calls that run here.
         self.close(grace=_GRACE if error is None else 0.0)
 

@@ -45,6 +45,11 @@ class Stopping:
         self._alone: Deadline | None = None  # for the others to come back
 
     @property
+    def is_asked(self) -> bool:
+        """Whether the launcher has asked this rank to end."""
+        return self._is_asked
+
+    @property
     def is_told(self) -> bool:
         """Whether somebody has said so, on this rank or another, or the launcher has."""
         return self._is_asked or self._told.is_set()
