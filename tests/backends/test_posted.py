@@ -92,7 +92,7 @@ def agents(scenes):
     with contextlib.ExitStack() as stack:
         for scene in scenes:
             scene.events = events
-            scene.agent = stack.enter_context(RpcAgent(scene.backend))
+            scene.agent = stack.enter_context(contextlib.closing(RpcAgent(scene.backend)))
             scene.agent.register("await", lambda tag: events[tag].wait(LIMIT))
         yield
 
@@ -407,6 +407,15 @@ def test_a_rank_takes_messages_while_it_only_serves(scenes, agents, way):
             assert scene.agent.serve(timeout=LIMIT)
 
     play(scenes, [(next(tags), waiting_first(way, 16 * MIB, stopped))])
+
+
+@pytest.mark.parametrize("way", RECEIVES)
+def test_a_rank_takes_messages_while_it_waits_for_others_to_leave_their_agents(scenes, agents, way):
+    def leave(scene, tag):
+        with scene.agent:
+            pass
+
+    play(scenes, [(next(tags), waiting_first(way, 16 * MIB, leave))])
 
 
 # -- operations that are posted on both sides, waited for in every order

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from rankwire.links.stream import Stream
 
 _FAREWELL_PATIENCE = 0.2
+_LOOK_EVERY = 0.05  # of a thread that waits where it sees no message
 _RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # what a thread that waits is in
 
 
@@ -112,7 +113,7 @@ class Mesh(Backend):
         self._single_copy = single_copy
         self._close_lock = threading.RLock()  # a callback of closing may close
         self._ports = Ports()
-        self._presences = Presences(self.tell_agent, clock.wait)
+        self._presences = Presences(self.tell_agent, self._await_event)
         self._peers = peers
         self._losses = Losses()
         self._asking: dict[object, int] = {}  # whom threads ask why they waited in vain
@@ -257,6 +258,11 @@ class Mesh(Backend):
     def read_others(self) -> None:
         """Read what ranks have sent, without waiting, so that what was posted moves on."""
         self.lookout.read()
+
+    def _await_event(self, event: threading.Event) -> None:
+        """Wait for an event that the acceptor sets; meanwhile, what was posted moves on."""
+        while not self.clock.wait(event, _LOOK_EVERY):
+            self.read_others()
 
     def abandon(self, group: int, cause: RankwireError) -> None:
         """End all receives of one group on this rank, because it has left the group."""
