@@ -30,7 +30,8 @@ class MessageHandle(ShowsPublic):
     For one thread at a time. Its time limit counts from the call that made it.
 
     If it is dropped before it is done: a message that is sent leaves all the same, and its buffers
-    must not change before it has; a receive is given up, and its message is for the next one.
+    must not change before it has; a receive is given up, and its message is for the next one. Once
+    ``done`` has returned True, the message belongs to the handle.
 
     Attributes:
         source: The rank that has sent the message, once it has come; None for one that is sent.

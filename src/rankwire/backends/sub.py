@@ -293,7 +293,7 @@ class SubBackend(Backend):
                         raise
                     self._raise_if_closed()
         if isinstance(payload, Borrowed):  # read later, when its sender may be gone
-            payload.translate = partial(self.adopt, src, payload.translate)
+            payload.translate = self._adopt_from_world
         return payload
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
@@ -477,6 +477,11 @@ class SubBackend(Backend):
         about = error.peer if peer is None else peer
         if about is not None:
             self._note(error, [about])
+
+    def _adopt_from_world(self, error: RankwireError) -> None:
+        if isinstance(self.parent, SubBackend):
+            self.parent._adopt_from_world(error)
+        self.adopt(None, None, error)
 
     def explained(self, error: RankwireError, *context: Any) -> RankwireError:
         """Add what was being done, and which ranks of the parent are missing."""
