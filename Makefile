@@ -16,7 +16,7 @@ SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
 TORCH_TESTS := tests/codec/test_tensors.py tests/codec/test_torch_constants.py \
 	tests/backends/test_torch_arrays.py tests/test_what_can_i_send.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
-	tests/backends/test_schedulers.py tests/torch_programs
+	tests/rendezvous/test_schedulers.py tests/torch_programs
 
 .PHONY: help demo test test-all test-loaded check bench test-torch test-torch-suites docs what-we-hold nightly format clean
 

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 from rankwire import TcpBackend
 from rankwire.backends.base import Backend
-from rankwire.rendezvous.control_messages import World
 from rankwire.testing import in_parallel
+from rankwire.wire.control_messages import World
 from worlds import RankProcess, address_of, bound_socket, free_port, spawn_ranks
 
 # Two hosts alike; three ranks and one; three hosts whose ranks take turns.
 PLACES = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 0, 2)]
 
-_BE_ON = "setattr(__import__('sys').modules['rankwire.backends.tcp_formation'], 'host_id', {})"
+_BE_ON = "setattr(__import__('sys').modules['rankwire.rendezvous.formation'], 'host_id', {})"
 
 
 class RankElsewhere(TcpBackend):

@@ -13,15 +13,15 @@ import rankwire
 SOURCE = Path(rankwire.__file__).parent
 
 LEAVES = {
-    "errors", "texts", "stacks", "clock", "conditions", "deadline", "fork", "showing", "shutdown",
+    "errors", "texts", "clock", "conditions", "deadline", "fork", "showing", "shutdown",
     "finalizing", "environment",
 }  # fmt: skip
+TO_THE_WIRE = {"wire", "transports", "links"}
 # What each layer may import of ours (its own modules apart).
 MAY_IMPORT = {
     "errors": {"texts"},
     "version": set(),
     "texts": set(),
-    "stacks": set(),
     "fork": {"errors"},
     "shutdown": {"errors", "finalizing"},
     "finalizing": {"clock"},
@@ -32,24 +32,30 @@ MAY_IMPORT = {
     "environment": {"errors"},
     "codec": {"errors", "texts", "showing"},
     "wire": {"errors", "texts", "codec"},
-    "links": {*LEAVES, "wire"},
-    "rendezvous": {*LEAVES, "wire", "links"},
-    "backends": {*LEAVES, "codec", "wire", "links", "rendezvous"},
-    "rpc": {*LEAVES, "codec", "wire", "links", "backends"},
-    "collectives": {*LEAVES, "codec", "wire", "backends"},
+    "observe": {*LEAVES, "wire"},
+    "transports": {*LEAVES, "wire"},
+    "links": {*LEAVES, "wire", "transports"},
+    "rendezvous": {*LEAVES, *TO_THE_WIRE},
+    "mesh": {*LEAVES, *TO_THE_WIRE, "observe", "rendezvous"},
+    "backends": {*LEAVES, *TO_THE_WIRE, "codec", "observe", "rendezvous", "mesh"},
+    "rpc": {*LEAVES, "codec", "wire", "links", "observe", "mesh", "backends"},
+    "collectives": {*LEAVES, "codec", "wire", "observe", "mesh", "backends"},
     "device_mesh": {"errors", "backends"},
-    "local_world": {*LEAVES, "codec", "backends", "rendezvous", "launch"},
+    "local_world": {*LEAVES, "codec", "observe", "backends", "rendezvous", "launch"},
     "testing": {
-        *LEAVES, "codec", "wire", "rendezvous", "backends", "rpc", "collectives",
-        "local_world",
+        *LEAVES, "codec", "wire", "observe", "rendezvous", "mesh", "backends", "rpc",
+        "collectives", "local_world",
     },
-    "launch": {*LEAVES, "version", "wire", "links", "backends", "rendezvous"},
+    "launch": {*LEAVES, *TO_THE_WIRE, "version", "observe", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
-    "torch": {*LEAVES, "codec", "rendezvous", "backends", "rpc", "collectives", "__init__"},
+    "torch": {
+        *LEAVES, "codec", "observe", "rendezvous", "mesh", "backends", "rpc", "collectives",
+        "__init__",
+    },
     "__main__": {"cli"},
     "__init__": {
-        "errors", "version", "codec", "backends", "rpc", "collectives", "device_mesh",
-        "local_world",
+        "errors", "version", "codec", "observe", "transports", "backends", "rpc", "collectives",
+        "device_mesh", "local_world",
     },
 }  # fmt: skip
 BACKENDS = {"tcp", "simulated", "sub"}  # these do not know each other, and only this one makes one
@@ -62,7 +68,7 @@ BACKEND_INTERFACE = {
     "transport",
 }  # all that the layers above know of backends
 PURE = {"texts", "codec", "wire"}
-ABOVE_LINKS = {"rendezvous", "backends", "rpc", "collectives", "device_mesh"}
+ABOVE_LINKS = {"rendezvous", "mesh", "backends", "rpc", "collectives", "device_mesh"}
 IMPURE_MODULES = {
     "socket", "ssl", "select", "selectors", "threading", "asyncio", "time", "os", "subprocess",
     "logging", "multiprocessing", "signal", "pathlib", "tempfile", "io", "ctypes", "mmap", "fcntl",
@@ -74,6 +80,8 @@ UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "local_world" / "parcels
 # What carries bytes: sockets, and what one waits with for them.
 IO_MODULES = {"socket", "ssl", "select", "selectors", "fcntl", "mmap", "ctypes"}
 IO_OF_OS = {"eventfd", "eventfd_read", "eventfd_write", "pipe", "read", "write", "close"}
+# What a rank asks its launcher and its resolver, before there is a world.
+BEFORE_A_WORLD = {SOURCE / "rendezvous" / name for name in ("handover.py", "rank_zero.py")}
 # What runs code, or makes objects of any class, out of bytes.
 PICKLE_LIKE = {
     "pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "yaml",
@@ -165,7 +173,7 @@ def test_codec_and_wire_are_pure():
 
 def test_only_links_touch_sockets_and_wait_for_them():
     for path in modules():
-        if layer_of(path) not in ABOVE_LINKS:
+        if layer_of(path) not in ABOVE_LINKS or path in BEFORE_A_WORLD:
             continue
         for module, _ in imports(path):
             assert module.split(".")[0] not in IO_MODULES, f"{path} imports {module}"
@@ -201,17 +209,17 @@ OWN_LOOKS = {
 }
 # Who has the operating system wait for descriptors. Simulated worlds have none of these.
 WAITS_OF_THE_SYSTEM = {
-    "links/sockets.py": "poll of a socket",
-    "links/stream.py": "names the events of that poll",
+    "transports/sockets.py": "poll of a socket",
+    "transports/stream.py": "names the events of that poll",
     "links/dialer.py": "names the events of that poll",
-    "links/tls_contexts.py": "names the events of that poll",
+    "transports/tls_contexts.py": "names the events of that poll",
     "links/lender.py": "poll of sockets, while another process reads our memory",
-    "links/bells.py": "poll of several sockets; memory_bell is its twin in simulated worlds",
-    "links/poller.py": "epoll; memory_poller is its twin in simulated worlds",
+    "transports/bells.py": "poll of several sockets; memory_bell is its twin in simulated worlds",
+    "transports/poller.py": "epoll; memory_poller is its twin in simulated worlds",
     "links/event_thread.py": "a selector of control connections",
     "links/acceptor.py": "names the events of that selector",
-    "links/wakeup.py": "names the events of that selector, and of a launcher's",
-    "links/handover.py": "names the events of a launcher's selector",
+    "transports/wakeup.py": "names the events of that selector, and of a launcher's",
+    "rendezvous/handover.py": "names the events of a launcher's selector",
     **dict.fromkeys(
         (
             "launch/child.py",
@@ -229,7 +237,7 @@ WAITS_OF_THE_SYSTEM = {
 OWN_WAITS = {
     "clock.py": "it is the clock",
     "launch/reaper.py": "runs as a script with nothing but the standard library",
-    "links/handover.py": "a process asks its launcher over a socket, before there is a world",
+    "rendezvous/handover.py": "a process asks its launcher over a socket, before there is a world",
     "testing/conformance/call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",

@@ -11,10 +11,10 @@ import pytest
 import rankwire
 from children import Child
 from launched import COMMAND
-from rankwire.backends.schedulers import find_assignment
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.environment import KNOWN, default_timeout, report_unknown, without_services
 from rankwire.errors import ConfigurationError
+from rankwire.rendezvous.schedulers import find_assignment
 
 SOURCE = Path(rankwire.__file__).parent
 SETTINGS = Path(__file__).parents[1] / "docs" / "settings.md"

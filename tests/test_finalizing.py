@@ -28,8 +28,8 @@ CALLED = {
     ("backends/handles.py", "suppress"): "the context manager has no lock",
     ("backends/handles.py", "append"): "of a list; the next receive does the rest, in order",
     ("torch/rpc/rref.py", "released"): "puts into a SimpleQueue, which a thread empties",
-    ("links/shared_memory.py", "close"): "os.close, and methods of a list",
-    ("links/shared_memory.py", "unmap"): "munmap, a system call",
+    ("transports/shared_memory.py", "close"): "os.close, and methods of a list",
+    ("transports/shared_memory.py", "unmap"): "munmap, a system call",
 }
 WITH_CALLBACK = {"finalize", "ref", "proxy", "WeakMethod"}
 
@@ -221,7 +221,7 @@ import faulthandler, gc, logging, logging.handlers, queue, threading
 import numpy as np
 import rankwire
 from rankwire.backends.simulated import SimulatedBackend
-from rankwire.links.shared_memory import SharedMemory
+from rankwire.transports.shared_memory import SharedMemory
 from rankwire.rpc.future import Unheard
 
 faulthandler.enable()

@@ -28,8 +28,8 @@ from rankwire import (
     UnsupportedTypeError,
 )
 from rankwire.backends.handles import MessageHandle
+from rankwire.observe.stacks import stacks
 from rankwire.rpc.agent_calls import AgentCalls
-from rankwire.stacks import stacks
 from rankwire.testing import in_parallel, run_ranks
 from worlds import PATIENCE, Running, eventually, tcp_world
 

@@ -25,8 +25,8 @@ from nursery import Nursery, nursery
 from rankwire.backends.tcp import TcpBackend
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
-from rankwire.links.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.transports.sockets import TcpAddress, connect_tcp, connect_unix
 from rankwire.wire.handshake import Purpose
 from real_time import Deadline
 

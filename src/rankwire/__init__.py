@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from rankwire.collectives.premultiplied import PremulSum
     from rankwire.collectives.work import Work
     from rankwire.device_mesh import DeviceMesh
-    from rankwire.links.security import Tls
     from rankwire.local_world.handle import LocalWorld, local
+    from rankwire.transports.security import Tls
 
 __all__ = [
     "ANY_RANK",
@@ -106,7 +106,7 @@ _LOADED_LATER = {
     "backends.simulated": "SimulatedBackend",
     "backends.sub": "SubBackend",
     "device_mesh": "DeviceMesh",
-    "links.security": "Tls",
+    "transports.security": "Tls",
     "local_world.handle": "LocalWorld local",
     "collectives.work": "Work",
     "collectives.coalesced": "all_gather_coalesced all_reduce_coalesced reduce_scatter_coalesced",

@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from rankwire.errors import ConfigurationError
 
 TIMEOUT = "RANKWIRE_TIMEOUT"
+RANK = "RANKWIRE_RANK"
+# The rank that is debugged: the others wait for it without a limit.
+DEBUG_RANK = "RANKWIRE_DEBUG_RANK"
 DEFAULT_TIMEOUT = 60.0
 
 _PREFIX = "RANKWIRE_"

@@ -12,8 +12,8 @@ from rankwire.backends import connect as connect_module
 from rankwire.backends.connect import connect
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RendezvousError
-from rankwire.links.handover import Handover
-from rankwire.links.security import Tls
+from rankwire.rendezvous.handover import Handover
+from rankwire.transports.security import Tls
 
 VARIABLES = {
     "RANKWIRE_RANK": "0",

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import rankwire
-from rankwire.backends.calls import CallCancelled, CallerGone, IncomingCall
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import (
@@ -25,6 +24,7 @@ from rankwire.errors import (
     RankwireError,
     SelfSendError,
 )
+from rankwire.mesh.calls import CallCancelled, CallerGone, IncomingCall
 from rankwire.testing import in_parallel, run_ranks
 from rankwire.wire.frames import Channel
 from real_time import Deadline

@@ -814,7 +814,7 @@ def test_closing_again_and_from_several_threads_at_once_is_harmless(pair):
 
 def test_a_close_does_not_wait_for_an_introduction_that_hangs(monkeypatch):
     """As in looking up a name: nothing can interrupt that."""
-    monkeypatch.setattr("rankwire.backends.tcp_introductions._PATIENCE", 0.1)
+    monkeypatch.setattr("rankwire.mesh.introductions._PATIENCE", 0.1)
     begun, go_on = threading.Event(), threading.Event()
 
     def hang(backend, peer):

@@ -16,7 +16,6 @@ import pytest
 
 from headers import pack_header
 from rankwire import RpcAgent
-from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import (
@@ -28,9 +27,12 @@ from rankwire.errors import (
 )
 from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialer import authenticate
-from rankwire.links.security import UNPROTECTED, choose_policy, files_of
-from rankwire.links.sockets import TcpAddress, connect_tcp
-from rankwire.rendezvous.control_messages import (
+from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK
+from rankwire.rendezvous.launchers import LAUNCH_JOB
+from rankwire.rendezvous.standalone import CoordinatorHost
+from rankwire.transports.security import UNPROTECTED, choose_policy, files_of
+from rankwire.transports.sockets import TcpAddress, connect_tcp
+from rankwire.wire.control_messages import (
     Beat,
     Failed,
     Fallen,
@@ -40,8 +42,6 @@ from rankwire.rendezvous.control_messages import (
     World,
     pack,
 )
-from rankwire.rendezvous.launchers import LAUNCH_JOB
-from rankwire.rendezvous.standalone import CoordinatorHost
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import (
     HELLO_NBYTES,

@@ -19,10 +19,10 @@ from rankwire.errors import (
     RendezvousError,
 )
 from rankwire.links.dialer import authenticate
-from rankwire.links.security import UNPROTECTED
-from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.standalone import CoordinatorHost
+from rankwire.transports.security import UNPROTECTED
+from rankwire.transports.sockets import TcpAddress, connect_tcp
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.keys import rank_key
 from real_time import Deadline

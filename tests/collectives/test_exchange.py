@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from sums import on_all, run_algorithm
 
 from rankwire.backends.base import Backend
-from rankwire.backends.transport import Offer
 from rankwire.collectives import exchange
 from rankwire.collectives.exchange import Exchange, Piece, blocks, scratch
 from rankwire.collectives.fingerprints import tag_of
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, SizeMismatchError
+from rankwire.mesh.transport import Offer
 from rankwire.testing import simulated_world
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import Parcel

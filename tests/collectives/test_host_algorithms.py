@@ -12,8 +12,8 @@ from random_collectives import SIZES
 from rankwire import SubBackend
 from rankwire.collectives import selection
 from rankwire.collectives.hosts import Hosts
-from rankwire.links.shared_memory import CAN_SHARE
 from rankwire.testing import in_parallel, tcp_world
+from rankwire.transports.shared_memory import CAN_SHARE
 from several_hosts import PLACES, processes_on, threads_on, works_by_hosts
 from worlds import runtime_folder_of_its_own
 

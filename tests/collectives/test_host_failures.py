@@ -23,8 +23,8 @@ from rankwire.errors import (
     DeadlineExceededError,
     PeerLostError,
 )
-from rankwire.links.shared_memory import CAN_SHARE
 from rankwire.testing import in_parallel
+from rankwire.transports.shared_memory import CAN_SHARE
 from several_hosts import processes_on, threads_on, works_by_hosts
 from worlds import Running, eventually, runtime_folder_of_its_own
 

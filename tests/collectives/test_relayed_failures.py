@@ -11,7 +11,7 @@ from rankwire.errors import (
     InvalidMessageError,
     PeerLostError,
 )
-from rankwire.rendezvous.control_messages import pack, unpack
+from rankwire.wire.control_messages import pack, unpack
 from rankwire.wire.notices import Notice
 
 

@@ -23,9 +23,9 @@ from rankwire.errors import (
     DeadlineExceededError,
     PeerLostError,
 )
-from rankwire.links import shared_segment
-from rankwire.links.shared_memory import CAN_SHARE
 from rankwire.testing import in_parallel, simulated_world, tcp_world
+from rankwire.transports import shared_segment
+from rankwire.transports.shared_memory import CAN_SHARE
 from rankwire.wire.segment import ASLEEP
 from worlds import Running, eventually, process_world, runtime_folder_of_its_own
 

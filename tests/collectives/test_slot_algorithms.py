@@ -9,8 +9,8 @@ import rankwire
 from faults.sizes import trials
 from random_collectives import SIZES
 from rankwire.collectives import algorithms, slot_algorithms
-from rankwire.links.shared_memory import CAN_SHARE
 from rankwire.testing import in_parallel, tcp_world
+from rankwire.transports.shared_memory import CAN_SHARE
 from worlds import process_world, runtime_folder_of_its_own
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")

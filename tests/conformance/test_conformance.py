@@ -12,9 +12,9 @@ import pytest
 import rankwire
 from rankwire.collectives import background, callbacks
 from rankwire.collectives.sharing import Sharing
-from rankwire.links.shared_memory import CAN_SHARE
 from rankwire.testing import CHECKS, in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.testing.conformance import collective_checks, concurrency_checks
+from rankwire.transports.shared_memory import CAN_SHARE
 
 unix_world = partial(tcp_world, transport="unix")
 without_segment = partial(unix_world, segment_nbytes=0)

@@ -37,8 +37,8 @@ from headers import pack_header
 from rankwire import errors
 from rankwire.codec.codec import Codec
 from rankwire.links.allocation import allocate
-from rankwire.rendezvous import control_messages as control
 from rankwire.rpc import messages as rpc
+from rankwire.wire import control_messages as control
 from rankwire.wire.array_messages import pack_array, unpack_head
 from rankwire.wire.frames import LOAN, Channel
 from rankwire.wire.handshake import (

@@ -13,7 +13,7 @@ from faults.meetings import MEETINGS, state_of
 from faults.steps import watching
 from rankwire import Backend, SubBackend, TcpBackend
 from rankwire.errors import DeadlineExceededError, RankwireError
-from rankwire.links import shared_segment
+from rankwire.transports import shared_segment
 from worlds import eventually
 
 AGREEMENT = "agreement"  # the first operation of a group, which agrees on a segment

@@ -16,7 +16,7 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.operation import Operation
 from rankwire.collectives.sharing import SharedSlots
-from rankwire.links.shared_segment import SharedSegment
+from rankwire.transports.shared_segment import SharedSegment
 
 STEP_WRITTEN = "the step is written"
 SENT = "after send_buffers"

@@ -9,7 +9,7 @@ from faults import netns
 from faults.sizes import trials
 from random_collectives import SIZES
 from rankwire import PeerLostError
-from rankwire.links.shared_memory import CAN_SHARE
+from rankwire.transports.shared_memory import CAN_SHARE
 
 pytestmark = [
     pytest.mark.usefixtures("several_hosts"),

@@ -8,7 +8,7 @@ from msgspec.structs import asdict
 
 from faults.sizes import time_limit, trials
 from rankwire import DeadlineExceededError, PeerUnresponsiveError
-from rankwire.rendezvous.control_messages import DEFAULT_PATIENCE
+from rankwire.wire.control_messages import DEFAULT_PATIENCE
 from worlds import eventually, introduce, process_world
 
 pytestmark = pytest.mark.timeout(time_limit(60, 600))

@@ -15,7 +15,7 @@ import pytest
 from faults.meetings import BY_MESSAGES, MEETINGS, SEGMENT_NBYTES
 from faults.step_errands import AGREEMENT, Outcome, Survival
 from faults.steps import SENT, STEP_WRITTEN
-from rankwire.links.shared_memory import CAN_SHARE
+from rankwire.transports.shared_memory import CAN_SHARE
 from worlds import Command, RankProcess, eventually, process_world, state_of
 
 pytestmark = [

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from launched import PATIENT_COMMAND
-from rankwire.backends.tracebacks import FULL_TRACEBACK
+from rankwire.observe.tracebacks import FULL_TRACEBACK
 from worlds import free_port
 
 
@@ -31,7 +31,7 @@ def test_one_world_of_processes_after_another(run):
     done = run(
         """
 from rankwire.backends.connect import connect
-from rankwire.links.security import Tls
+from rankwire.transports.security import Tls
 for _ in range(3):
     with connect() as backend:
         backend.barrier()

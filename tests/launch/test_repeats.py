@@ -5,8 +5,8 @@ import os
 import pytest
 
 from launched import PATIENT_COMMAND
-from rankwire.backends.tracebacks import FULL_TRACEBACK
 from rankwire.launch.repeats import PrintedErrors, RepeatFold
+from rankwire.observe.tracebacks import FULL_TRACEBACK
 
 BEGIN = "Traceback (most recent call last):"
 FRAME = '  File "train.py", line 3, in <module>'

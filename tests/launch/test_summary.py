@@ -12,7 +12,7 @@ from rankwire.launch.summary import (
     first_failure,
     in_order_of_loss,
 )
-from rankwire.rendezvous.control_messages import Fallen, Gone, gone_by
+from rankwire.wire.control_messages import Fallen, Gone, gone_by
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>']
 LOST = Failure(0, Ending(code=1), [*TRACEBACK, "rankwire.errors.PeerLostError: rank 1 is lost"])

@@ -31,8 +31,8 @@ from rankwire.links import acceptor as acceptor_module
 from rankwire.links.acceptor import Acceptor, room_for
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
-from rankwire.links.security import choose_policy
-from rankwire.links.sockets import (
+from rankwire.transports.security import choose_policy
+from rankwire.transports.sockets import (
     TcpAddress,
     connect_tcp,
     connect_unix,
@@ -483,7 +483,7 @@ def test_being_out_of_descriptors_costs_no_processor_time_and_ends_when_there_ar
         from test_acceptor import KEY, Guests
         from rankwire.clock import REAL_TIME
         from rankwire.links.acceptor import Acceptor
-        from rankwire.links.sockets import TcpAddress, listen_tcp, start_listening
+        from rankwire.transports.sockets import TcpAddress, listen_tcp, start_listening
 
         logging.disable()
         listener = listen_tcp(TcpAddress("127.0.0.1", 0))

@@ -2,14 +2,14 @@
 
 import pytest
 
-from links.conftest import socket_pair
+from connected import socket_pair
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
-from rankwire.links.bells import PollBell
 from rankwire.links.connection import Connection
 from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
-from rankwire.links.spin import Spin
+from rankwire.transports.bells import PollBell
+from rankwire.transports.spin import Spin
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.receive import Receive

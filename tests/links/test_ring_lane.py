@@ -17,8 +17,8 @@ from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from rankwire.links import connection as connections
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.shared_memory import CAN_SHARE
-from rankwire.links.spin import Spin
+from rankwire.transports.shared_memory import CAN_SHARE
+from rankwire.transports.spin import Spin
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.receive import Receive

@@ -24,7 +24,7 @@ from rankwire.links import lender as lender_module
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import lend
 from rankwire.links.process_memory import probe
-from rankwire.links.stream import SocketStream, stream_of
+from rankwire.transports.stream import SocketStream, stream_of
 from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, LoanRevokedError, unpack_loan
 from real_time import Deadline
 from worlds import PATIENCE, Running, spawn_ranks

@@ -3,8 +3,8 @@
 import pytest
 
 from rankwire.errors import AuthenticationError, NoConnectionError
-from rankwire.links.sockets import TcpAddress
 from rankwire.rendezvous.attempts import Attempts
+from rankwire.transports.sockets import TcpAddress
 from real_time import Deadline
 
 ADDRESS = TcpAddress("127.0.0.1", 4000)

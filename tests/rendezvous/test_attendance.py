@@ -6,7 +6,7 @@ import pytest
 
 from rankwire.errors import ProtocolError
 from rankwire.rendezvous.attendance import MAX_AGENTS, Attendance
-from rankwire.rendezvous.control_messages import AgentSays, AgentState
+from rankwire.wire.control_messages import AgentSays, AgentState
 
 OPEN, SERVING, LEAVING, CLOSED = AgentState
 

@@ -15,9 +15,11 @@ from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, PeerLostError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.links.sockets import wait_for
 from rankwire.rendezvous import coordinator as coordinator_module
-from rankwire.rendezvous.control_messages import (
+from rankwire.rendezvous.coordinator import Coordinator, Told
+from rankwire.rendezvous.runtime_dir import host_id
+from rankwire.transports.sockets import wait_for
+from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
     Ask,
     Doing,
@@ -33,8 +35,6 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.rendezvous.coordinator import Coordinator, Told
-from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
 from rankwire.wire.keys import rank_key, unwrap

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.rendezvous.control_messages import Gone, Patience, Suspected
 from rankwire.rendezvous.heartbeat import Silence
+from rankwire.wire.control_messages import Gone, Patience, Suspected
 
 PATIENCE = Patience(5.0, 30.0)
 BEAT = PATIENCE.beat

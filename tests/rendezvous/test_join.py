@@ -23,8 +23,10 @@ from rankwire.errors import (
     VersionMismatchError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.sockets import TcpAddress
-from rankwire.rendezvous.control_messages import (
+from rankwire.rendezvous.join import Joining
+from rankwire.rendezvous.runtime_dir import host_id
+from rankwire.transports.sockets import TcpAddress
+from rankwire.wire.control_messages import (
     Failed,
     Gone,
     Join,
@@ -34,8 +36,6 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.rendezvous.join import Joining
-from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,

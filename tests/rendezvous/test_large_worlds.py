@@ -14,13 +14,13 @@ import threading
 import pytest
 
 from rankwire.clock import REAL_TIME
-from rankwire.links import sockets
-from rankwire.links.security import UNPROTECTED
-from rankwire.links.sockets import TcpAddress, connect_tcp
 from rankwire.rendezvous import coordinator as coordinator_module
-from rankwire.rendezvous.control_messages import Waiting
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.standalone import CoordinatorHost
+from rankwire.transports import sockets
+from rankwire.transports.security import UNPROTECTED
+from rankwire.transports.sockets import TcpAddress, connect_tcp
+from rankwire.wire.control_messages import Waiting
 from real_time import Deadline
 from worlds import SECRET, address_of, bound_socket
 
@@ -36,8 +36,8 @@ JOINERS = textwrap.dedent(
     import collections, json, sys, threading, time
     from rankwire.clock import REAL_TIME
     from rankwire.deadline import Deadline
-    from rankwire.links.sockets import TcpAddress
-    from rankwire.rendezvous.control_messages import Member
+    from rankwire.transports.sockets import TcpAddress
+    from rankwire.wire.control_messages import Member
     from rankwire.rendezvous.join import Joining
     from rankwire.rendezvous.runtime_dir import host_id
     from rankwire.wire.handshake import LAUNCHER, Hello, Initiator, Purpose, job_id

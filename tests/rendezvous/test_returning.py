@@ -2,8 +2,8 @@
 
 import random
 
-from rankwire.rendezvous.control_messages import Member
 from rankwire.rendezvous.returning import Returning
+from rankwire.wire.control_messages import Member
 
 
 def member(rank, incarnation=1):

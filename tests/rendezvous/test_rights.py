@@ -6,7 +6,8 @@ from typing import get_args
 import pytest
 
 from rankwire.rendezvous import rights
-from rankwire.rendezvous.control_messages import (
+from rankwire.rendezvous.rights import Standing, objection
+from rankwire.wire.control_messages import (
     AgentAnswer,
     AgentSays,
     AgentState,
@@ -26,7 +27,6 @@ from rankwire.rendezvous.control_messages import (
     Waiting,
     World,
 )
-from rankwire.rendezvous.rights import Standing, objection
 from rankwire.wire.notices import Notice
 
 FORMING = Standing(

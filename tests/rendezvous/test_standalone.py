@@ -7,9 +7,9 @@ import pytest
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
-from rankwire.links.security import UNPROTECTED
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.standalone import CoordinatorHost
+from rankwire.transports.security import UNPROTECTED
 from worlds import (
     PATIENCE,
     SECRET,

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from rankwire.backends.calls import IncomingCall
 from rankwire.clock import REAL_TIME
 from rankwire.codec.codec import Codec
 from rankwire.errors import (
@@ -16,6 +15,7 @@ from rankwire.errors import (
     PeerLostError,
     RemoteError,
 )
+from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc import answers
 from rankwire.rpc.answers import Answers
 from rankwire.rpc.messages import Outcome, decode_reply

@@ -26,7 +26,7 @@ from rankwire import (
     UnsupportedTypeError,
     current_call,
 )
-from rankwire.backends.calls import OWN, IncomingCall
+from rankwire.mesh.calls import OWN, IncomingCall
 from rankwire.rpc.messages import encode_request
 from rankwire.testing import in_parallel, simulated_world, tcp_world
 from rpc.callee import SOON, WORLDS, pair

@@ -13,7 +13,7 @@ from children import Child
 from interrupts import Interrupt, every_interrupt
 from launched import COMMAND, Launched
 from rankwire import FunctionNotFoundError, RpcAgent, SubBackend
-from rankwire.backends.presence import Presence
+from rankwire.mesh.presence import Presence
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from worlds import PATIENCE, Running, eventually
 

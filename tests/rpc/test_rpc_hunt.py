@@ -17,10 +17,10 @@ from rankwire import (
     RemoteError,
     RpcAgent,
 )
-from rankwire.backends.calls import IncomingCall
-from rankwire.links import stream as stream_module
+from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc import pool as pool_module
 from rankwire.testing import simulated_world, tcp_world
+from rankwire.transports import stream as stream_module
 from rankwire.wire.frames import Channel
 from rankwire.wire.receive import Receive
 from real_time import Deadline

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from rankwire.backends.calls import IncomingCall
 from rankwire.clock import REAL_TIME
 from rankwire.codec.codec import Codec
 from rankwire.errors import (
@@ -16,6 +15,7 @@ from rankwire.errors import (
     OverloadedError,
     RemoteError,
 )
+from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.answers import Answers
 from rankwire.rpc.call import current_call, serving
 from rankwire.rpc.deferred import DeferredReplies

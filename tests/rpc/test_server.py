@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rankwire import Codec, RpcAgent, SimulatedBackend
-from rankwire.backends.calls import OWN, IncomingCall
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -17,6 +16,7 @@ from rankwire.errors import (
     InvalidMessageError,
     RemoteError,
 )
+from rankwire.mesh.calls import OWN, IncomingCall
 from rankwire.rpc.messages import decode_reply, encode_request
 from rankwire.testing import simulated_world, tcp_world
 from real_time import Deadline

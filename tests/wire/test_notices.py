@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwire.errors import InvalidMessageError
-from rankwire.rendezvous.control_messages import pack, unpack
+from rankwire.wire.control_messages import pack, unpack
 from rankwire.wire.notices import Notice
 
 # What is not printable is escaped, see below.

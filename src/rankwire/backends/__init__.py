@@ -1,4 +1,5 @@
-"""Backends: messages between ranks.
+"""What users hold: ``Backend``, its implementations and handles, with arguments and errors checked.
 
-One interface (``base``), several implementations that do not know each other.
+Backends may import everything below them: ``mesh``, ``rendezvous``, ``observe``, ``links``. The
+implementations do not know each other, and none knows calls or collectives.
 """

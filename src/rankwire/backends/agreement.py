@@ -15,7 +15,6 @@ from collections import Counter
 
 import msgspec
 
-from rankwire.backends.transport import Transport
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     DeadlineExceededError,
@@ -23,6 +22,7 @@ from rankwire.errors import (
     MembershipError,
     PeerLostError,
 )
+from rankwire.mesh.transport import Transport
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 

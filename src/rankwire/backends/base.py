@@ -23,8 +23,6 @@ from rankwire.backends.payloads import (
 )
 from rankwire.backends.posting import AnyRank, MessagePosting, Source
 from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
-from rankwire.backends.roll_client import RollClient
-from rankwire.backends.status import WorldStatus
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.environment import default_timeout
@@ -33,6 +31,8 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import disown, guard
+from rankwire.mesh.roll_client import RollClient
+from rankwire.observe.status import WorldStatus
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.destinations import PLACED_FROM, Destination
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel

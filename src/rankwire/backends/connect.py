@@ -23,17 +23,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rankwire.backends.schedulers import HYDRA_JOB, OURS, Assignment, find_assignment, read_integer
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
-from rankwire.backends.tracebacks import install
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
+from rankwire.environment import DEBUG_RANK
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.fork import renew_in_child
-from rankwire.links.handover import ask_for_secret
-from rankwire.links.listening import ListeningPlace
-from rankwire.links.rank_zero import find_rank_0, own_address
-from rankwire.links.security import Tls, files_of
+from rankwire.observe.tracebacks import install
+from rankwire.rendezvous.handover import ask_for_secret
+from rankwire.rendezvous.rank_zero import find_rank_0, own_address
+from rankwire.rendezvous.schedulers import (
+    HYDRA_JOB,
+    OURS,
+    Assignment,
+    find_assignment,
+    read_integer,
+)
+from rankwire.transports.listening import ListeningPlace
+from rankwire.transports.security import Tls, files_of
 from rankwire.wire.keys import RankKey
 
 _log = logging.getLogger("rankwire")
@@ -46,8 +53,6 @@ TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 SEGMENT = "RANKWIRE_SEGMENT"
-# The rank that is debugged: who waits for it waits for as long as that takes.
-DEBUG_RANK = "RANKWIRE_DEBUG_RANK"
 _SETTINGS = {"security": SECURITY, "listen": LISTEN, "advertise": ADVERTISE}
 
 # Between two tries to join while the last world still stands.

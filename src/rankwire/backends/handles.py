@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, ForkedProcessError, RankwireError
+from rankwire.mesh.transport import Expected, ExpectedFromAny, Offer
 from rankwire.showing import ShowsPublic
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Payload

@@ -21,24 +21,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwire.backends.base import Backend
-from rankwire.backends.blame import Losses
-from rankwire.backends.bulk import (
-    ExpectedMessage,
-    FirstOfAny,
-    LentOffer,
-    Link,
-    ReadingAll,
-    offer_of,
-)
-from rankwire.backends.call_port import MeshCallPort
-from rankwire.backends.calls import Serving
-from rankwire.backends.exit_report import fall_by
-from rankwire.backends.inquiries import answer, describe, inquire
-from rankwire.backends.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
-from rankwire.backends.ports import Ports
-from rankwire.backends.presence import Presence, Presences
-from rankwire.backends.status import PeerStatus
-from rankwire.backends.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.environment import report_unknown
@@ -48,14 +30,32 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.links.bells import Bell, PollBell
 from rankwire.links.connection import Connection
 from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
-from rankwire.links.poller import Poller
-from rankwire.links.spin import Spin
-from rankwire.rendezvous.control_messages import AgentSays, Fallen
-from rankwire.stacks import methods_entered, places
+from rankwire.mesh.bulk import (
+    ExpectedMessage,
+    FirstOfAny,
+    LentOffer,
+    Link,
+    ReadingAll,
+    offer_of,
+)
+from rankwire.mesh.call_port import MeshCallPort
+from rankwire.mesh.calls import Serving
+from rankwire.mesh.inquiries import answer, describe, inquire
+from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
+from rankwire.mesh.ports import Ports
+from rankwire.mesh.presence import Presence, Presences
+from rankwire.mesh.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
+from rankwire.observe.blame import Losses
+from rankwire.observe.exit_report import fall_by
+from rankwire.observe.stacks import methods_entered, places
+from rankwire.observe.status import PeerStatus
+from rankwire.transports.bells import Bell, PollBell
+from rankwire.transports.poller import Poller
+from rankwire.transports.spin import Spin
+from rankwire.wire.control_messages import AgentSays, Fallen
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
 from rankwire.wire.handshake import BETWEEN_RANKS, Hello, Purpose, Status
@@ -65,7 +65,7 @@ from rankwire.wire.seals import Seals
 if TYPE_CHECKING:
     import socket
 
-    from rankwire.links.stream import Stream
+    from rankwire.transports.stream import Stream
 
 _FAREWELL_PATIENCE = 0.2
 _LOOK_EVERY = 0.05  # of a thread that waits where it sees no message

@@ -15,9 +15,7 @@ from rankwire.backends.arguments import (
     writable_view,
 )
 from rankwire.backends.handles import MessageHandle, Receiving, Sending
-from rankwire.backends.inquiries import explain_delay, explain_silence, explain_unreceived
 from rankwire.backends.payloads import check_out, destination_of, read_array, read_to
-from rankwire.backends.transport import Expected, Transport
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -27,6 +25,8 @@ from rankwire.errors import (
     RankwireError,
     SelfSendError,
 )
+from rankwire.mesh.inquiries import explain_delay, explain_silence, explain_unreceived
+from rankwire.mesh.transport import Expected, Transport
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.destinations import PLACED_FROM, Destination
 from rankwire.wire.frames import Buffer, Channel, Message, Payload

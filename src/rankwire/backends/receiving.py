@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from rankwire.backends.payloads import to_array
-from rankwire.backends.transport import Expected, Offer, Transport
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError
+from rankwire.mesh.transport import Expected, Offer, Transport
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Payload
 from rankwire.wire.loans import LoanRevokedError

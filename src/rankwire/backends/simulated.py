@@ -24,14 +24,10 @@ from functools import partial
 from typing import Self
 
 from rankwire.backends.arguments import check_world
-from rankwire.backends.call_port import MeshCallPort
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
-from rankwire.backends.peers import Peer
-from rankwire.backends.roll_client import RollClient
 from rankwire.backends.simulated_calls import FailingCallPort
 from rankwire.backends.simulated_network import Network
-from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
@@ -42,11 +38,15 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.memory_bell import MemoryBell
-from rankwire.links.memory_poller import MemoryPoller
-from rankwire.links.memory_stream import MemoryStream
-from rankwire.rendezvous.control_messages import AgentSays, Fallen, Member
-from rankwire.stacks import places
+from rankwire.mesh.call_port import MeshCallPort
+from rankwire.mesh.peers import Peer
+from rankwire.mesh.roll_client import RollClient
+from rankwire.mesh.transport import Expected, ExpectedFromAny, Offer
+from rankwire.observe.stacks import places
+from rankwire.transports.memory_bell import MemoryBell
+from rankwire.transports.memory_poller import MemoryPoller
+from rankwire.transports.memory_stream import MemoryStream
+from rankwire.wire.control_messages import AgentSays, Fallen, Member
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import (
     DEFAULT_MAX_MESSAGE_NBYTES,

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rankwire.backends.call_port import MeshCallPort
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
+from rankwire.mesh.call_port import MeshCallPort
 from rankwire.wire.frames import Message
 from rankwire.wire.receive import Receive
 

@@ -27,11 +27,11 @@ from rankwire.backends.arguments import check_rank
 from rankwire.backends.faults import FaultPlan, Link, Operation, Timetable, link_between
 from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
-from rankwire.links.memory_stream import MemoryStream, memory_pair
-from rankwire.links.route import Gate, Route
 from rankwire.rendezvous.attendance import Answers, Attendance
-from rankwire.rendezvous.control_messages import AgentSays, Fallen
 from rankwire.rendezvous.roll import Roll
+from rankwire.transports.memory_stream import MemoryStream, memory_pair
+from rankwire.transports.route import Gate, Route
+from rankwire.wire.control_messages import AgentSays, Fallen
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.notices import Notice, harmless
 from rankwire.wire.protocol import left

@@ -32,12 +32,9 @@ from typing import Any
 from rankwire.backends.agreement import group_id, service_of_group
 from rankwire.backends.arguments import check_members, check_rank
 from rankwire.backends.base import Backend
-from rankwire.backends.calls import CallPort
 from rankwire.backends.events import OnJoined, OnLost, OnSuspected
-from rankwire.backends.status import PeerStatus
 from rankwire.backends.sub_calls import SubCallPort
 from rankwire.backends.sub_messages import SubExpected, SubExpectedFromAny, SubOffer
-from rankwire.backends.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -47,7 +44,10 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.borrower import Borrowed
-from rankwire.links.shared_segment import SharedSegment
+from rankwire.mesh.calls import CallPort
+from rankwire.mesh.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
+from rankwire.observe.status import PeerStatus
+from rankwire.transports.shared_segment import SharedSegment
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Envelope, Message, Payload
 

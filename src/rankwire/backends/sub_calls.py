@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rankwire.backends.calls import CallPort, IncomingCall, PortEvent, RepliesDue, Serving
 from rankwire.deadline import Deadline
 from rankwire.links.reply import Reply
+from rankwire.mesh.calls import CallPort, IncomingCall, PortEvent, RepliesDue, Serving
 from rankwire.wire.frames import Message
 from rankwire.wire.receive import Receive
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rankwire.backends.transport import Expected, ExpectedFromAny, Offer
 from rankwire.deadline import Deadline
+from rankwire.mesh.transport import Expected, ExpectedFromAny, Offer
 from rankwire.wire.frames import Envelope, Payload
 
 if TYPE_CHECKING:

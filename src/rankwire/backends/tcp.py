@@ -19,14 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rankwire.backends.mesh import Mesh
-from rankwire.backends.peers import Peer
-from rankwire.backends.roll_client import RollClient
-from rankwire.backends.segments import DEFAULT_SEGMENT_NBYTES, Segments
-from rankwire.backends.status import PeerStatus
-from rankwire.backends.tcp_dialing import Dialling, Transport
-from rankwire.backends.tcp_formation import Formation
-from rankwire.backends.tcp_introductions import Introductions
-from rankwire.backends.transport import NEW_GROUP
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -39,14 +31,27 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.listening import ListeningPlace
-from rankwire.links.poller import EpollPoller
-from rankwire.links.security import Integrity, Security, Tls, choose_policy
-from rankwire.links.shared_memory import CAN_SHARE
-from rankwire.links.shared_segment import SharedSegment
-from rankwire.links.sockets import AnySocket, Socket, TcpAddress
-from rankwire.links.spin import DEFAULT_SPIN, share_cores
-from rankwire.rendezvous.control_messages import (
+from rankwire.mesh.dialing import Dialling, Transport
+from rankwire.mesh.introductions import Introductions
+from rankwire.mesh.peers import Peer
+from rankwire.mesh.roll_client import RollClient
+from rankwire.mesh.segments import DEFAULT_SEGMENT_NBYTES, Segments
+from rankwire.mesh.transport import NEW_GROUP
+from rankwire.observe.stacks import stacks
+from rankwire.observe.status import PeerStatus
+from rankwire.rendezvous.formation import Formation
+from rankwire.rendezvous.runtime_dir import remove_socket_file
+from rankwire.rendezvous.secret import given_secret
+from rankwire.shutdown import close_at_exit
+from rankwire.texts import name_ranks
+from rankwire.transports.listening import ListeningPlace
+from rankwire.transports.poller import EpollPoller
+from rankwire.transports.security import Integrity, Security, Tls, choose_policy
+from rankwire.transports.shared_memory import CAN_SHARE
+from rankwire.transports.shared_segment import SharedSegment
+from rankwire.transports.sockets import AnySocket, Socket, TcpAddress
+from rankwire.transports.spin import DEFAULT_SPIN, share_cores
+from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
     SHORTEST_FAIL_AFTER,
     AgentSays,
@@ -59,11 +64,6 @@ from rankwire.rendezvous.control_messages import (
     Suspected,
     World,
 )
-from rankwire.rendezvous.runtime_dir import remove_socket_file
-from rankwire.rendezvous.secret import given_secret
-from rankwire.shutdown import close_at_exit
-from rankwire.stacks import stacks
-from rankwire.texts import name_ranks
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.notices import Notice

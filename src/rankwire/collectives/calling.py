@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec
 from rankwire.backends.base import Backend
 from rankwire.collectives.sequence import OperationSequence, Plan
 from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.stacks import show_as
+from rankwire.observe.stacks import show_as
 
 P = ParamSpec("P")
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rankwire.backends.base import Backend
-from rankwire.backends.transport import Expected, Offer
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
+from rankwire.mesh.transport import Expected, Offer
 from rankwire.wire.destinations import PLACED_FROM, Destination, Placed
 from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of

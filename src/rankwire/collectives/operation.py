@@ -24,7 +24,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.stacks import line_of_program
+from rankwire.observe.stacks import line_of_program
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import LoanRevokedError
 from rankwire.wire.notices import Notice

@@ -29,7 +29,7 @@ from rankwire.wire.loans import whole_of
 
 if TYPE_CHECKING:
     from rankwire.backends.base import Backend
-    from rankwire.links.shared_segment import SharedSegment
+    from rankwire.transports.shared_segment import SharedSegment
 
 _OFFER, _OPENED, _FITS, _VERDICT = 0x10, 0x11, 0x12, 0x13  # steps of the agreement
 _YES, _NO = b"\1", b"\0"

@@ -18,7 +18,7 @@ from rankwire.launch.summary import (
     waiting_chain,
     waiting_circle,
 )
-from rankwire.rendezvous.control_messages import Doing, Gone, Suspected
+from rankwire.wire.control_messages import Doing, Gone, Suspected
 
 # After the first failure, others that fail by themselves are waited for: the one to blame may be
 # among them (see summary.py). Above the time between a raise and the end of an interpreter.

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError
-from rankwire.links.security import CertificateHolder, Tls, certificate_files, certificate_name
+from rankwire.transports.security import CertificateHolder, Tls, certificate_files, certificate_name
 
 DEFAULT_DAYS = 30.0
 

@@ -19,9 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rankwire.backends import breakpoints, connect, schedulers, tracebacks
+from rankwire.backends import connect
+from rankwire.environment import DEBUG_RANK, RANK
+from rankwire.launch import breakpoints
 from rankwire.launch.reaper import DEAD, families, send_signal
-from rankwire.links.handover import Handover
+from rankwire.observe import tracebacks
+from rankwire.rendezvous import schedulers
+from rankwire.rendezvous.handover import Handover
 from rankwire.wire.keys import rank_key
 
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
@@ -124,7 +128,7 @@ class Child:
         secret_fd = self._handover.theirs.fileno()
         try:
             variables = {
-                schedulers.RANK: str(rank),
+                RANK: str(rank),
                 schedulers.WORLD_SIZE: str(world.size),
                 schedulers.ADDRESS: world.address,
                 schedulers.JOB: world.job,
@@ -133,7 +137,7 @@ class Child:
                 connect.SECRET_FD: str(secret_fd),
             }
             if debugged is not None:
-                variables[connect.DEBUG_RANK] = str(debugged)
+                variables[DEBUG_RANK] = str(debugged)
             if not self.has_terminal and _BREAKPOINT not in os.environ:
                 variables[_BREAKPOINT] = breakpoints.HOOK
             if tls_dir is not None:

@@ -36,13 +36,13 @@ from rankwire.launch.parts import Parts
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.restarts import OnFailure, Restarts
 from rankwire.launch.summary import first_failure
-from rankwire.links.security import Policy
-from rankwire.links.wakeup import Wakeup
-from rankwire.rendezvous.control_messages import Gone
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.standalone import CoordinatorHost
 from rankwire.texts import name_ranks
+from rankwire.transports.security import Policy
+from rankwire.transports.wakeup import Wakeup
+from rankwire.wire.control_messages import Gone
 
 # Schedulers signal the launchers of all hosts at once: that is one request, not two. But two to one
 # launcher are two (``Loop`` knows echoes of its own).

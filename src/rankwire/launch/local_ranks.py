@@ -33,9 +33,9 @@ from rankwire.launch.memory import OomCounter
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.strays import Strays
 from rankwire.launch.terminal import Terminal
-from rankwire.links.security import files_of
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from rankwire.texts import name_ranks
+from rankwire.transports.security import files_of
 
 _POLL = 0.02
 # A process that is about to die may still start another.

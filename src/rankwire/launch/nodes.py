@@ -28,7 +28,6 @@ from rankwire.errors import (
 from rankwire.launch.child import Ending, JobSettings, signal_name
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop
-from rankwire.links.security import Policy
 from rankwire.rendezvous.launchers import (
     Asked,
     End,
@@ -46,6 +45,7 @@ from rankwire.rendezvous.launchers import (
     Trouble,
     dial_launcher,
 )
+from rankwire.transports.security import Policy
 
 # How long the launchers of a job wait for each other.
 GATHER_LIMIT = 300.0

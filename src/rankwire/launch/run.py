@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rankwire.backends.tracebacks import is_everything_printed
 from rankwire.environment import default_timeout
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
 from rankwire.launch.job import LaunchedJob
@@ -32,12 +31,13 @@ from rankwire.launch.reaper import Reaper
 from rankwire.launch.restarts import DEFAULT_MAX_RESTARTS, OnFailure
 from rankwire.launch.signals import collected_signals
 from rankwire.launch.strays import Strays
-from rankwire.links.security import Policy, choose_policy, files_of
-from rankwire.links.sockets import TcpAddress
+from rankwire.observe.tracebacks import is_everything_printed
 from rankwire.rendezvous import open_files
 from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
 from rankwire.rendezvous.standalone import bind
+from rankwire.transports.security import Policy, choose_policy, files_of
+from rankwire.transports.sockets import TcpAddress
 
 DEFAULT_GRACE = 5.0
 _SECRET_NBYTES = 32

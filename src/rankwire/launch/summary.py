@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rankwire.backends.tracebacks import folded
 from rankwire.launch.child import Ending
-from rankwire.rendezvous.control_messages import Gone
+from rankwire.observe.tracebacks import folded
+from rankwire.wire.control_messages import Gone
 
 _LOSS_OF_ANOTHER = re.compile(
     r"(rankwire\.errors\.)?"

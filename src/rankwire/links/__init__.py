@@ -1,5 +1,5 @@
-"""Connections between two processes: how one is opened, written, read and waited for.
+"""One connection between two processes: its handshake, its writer, its reader and lent memory.
 
-Everything that touches a socket after the rendezvous is here. This package knows frames and
-deadlines; it does not know ranks' roles, backends or calls.
+A link may import ``transports``, ``wire`` and the modules without a folder. It knows frames and
+deadlines. It knows nothing of ranks' roles, groups, backends or calls.
 """

@@ -27,8 +27,8 @@ from rankwire.deadline import Deadline
 from rankwire.errors import AuthenticationError
 from rankwire.links.dialer import HANDSHAKE_LIMIT
 from rankwire.links.event_thread import EventThread
-from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import AnySocket, tune, unix_peer
+from rankwire.transports.security import UNPROTECTED, Policy
+from rankwire.transports.sockets import AnySocket, tune, unix_peer
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     NONCE_NBYTES,

@@ -38,10 +38,10 @@ from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import Lent, Meanwhile, lend
 from rankwire.links.outbox import Outbox, Queued
 from rankwire.links.process_memory import probe
-from rankwire.links.shared_memory import CAN_SHARE, SharedMemory, open_shared
-from rankwire.links.spin import Spin
-from rankwire.links.stream import Stream, Watched, stream_of
-from rankwire.links.tcp_info import Unanswered
+from rankwire.transports.shared_memory import CAN_SHARE, SharedMemory, open_shared
+from rankwire.transports.spin import Spin
+from rankwire.transports.stream import Stream, Watched, stream_of
+from rankwire.transports.tcp_info import Unanswered
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import (
     HEADER_NBYTES,

@@ -19,8 +19,8 @@ from rankwire.errors import (
     NoConnectionError,
     RankwireError,
 )
-from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import AnySocket, wait_patiently
+from rankwire.transports.security import UNPROTECTED, Policy
+from rankwire.transports.sockets import AnySocket, wait_patiently
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     NONCE_NBYTES,

@@ -17,8 +17,8 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
-from rankwire.links.sockets import AnySocket
-from rankwire.links.wakeup import Wakeup
+from rankwire.transports.sockets import AnySocket
+from rankwire.transports.wakeup import Wakeup
 from rankwire.wire.frames import Frame
 
 _log = logging.getLogger("rankwire")

@@ -24,10 +24,10 @@ from rankwire.errors import (
     RankwireError,
     SizeMismatchError,
 )
-from rankwire.links.bells import Bell
 from rankwire.links.inbox import ALONE, Inbox
 from rankwire.links.lender import Meanwhile
-from rankwire.links.stream import Watched
+from rankwire.transports.bells import Bell
+from rankwire.transports.stream import Watched
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.receive import PostedReceive, Receive
 

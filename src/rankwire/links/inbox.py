@@ -37,7 +37,7 @@ from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.lender import Meanwhile
 from rankwire.links.shared_mailbox import SharedMailbox
-from rankwire.links.stream import Stream, Watched
+from rankwire.transports.stream import Stream, Watched
 from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.loans import LoanRevokedError

@@ -31,7 +31,7 @@ from rankwire.wire.frames import Buffer
 from rankwire.wire.loans import DECIDING, MAX_PIECES, REFUSED, REVOKED, LoanRefusedError, pack_loan
 
 if TYPE_CHECKING:
-    from rankwire.links.stream import Watched
+    from rankwire.transports.stream import Watched
 
 _PAIR_NBYTES = 2 * WORD_NBYTES
 _ARENA_NBYTES = 64 << 10

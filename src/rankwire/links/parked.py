@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from rankwire.links.sleepers import Sleeper, Sleepers, wake
+from rankwire.transports.sleepers import Sleeper, Sleepers, wake
 from rankwire.wire.receive import Receive
 
 

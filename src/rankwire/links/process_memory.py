@@ -19,7 +19,7 @@ import numpy as np
 from rankwire.wire.frames import Buffer
 
 if TYPE_CHECKING:
-    from rankwire.links.stream import Stream
+    from rankwire.transports.stream import Stream
 
 WORD_NBYTES = 8
 

@@ -24,7 +24,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ForkedProcessError, RankwireError
 from rankwire.fork import guard
 from rankwire.links.parked import ParkedThreads
-from rankwire.links.sleepers import Sleeper
+from rankwire.transports.sleepers import Sleeper
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.mailbox import ONCE, Mailbox
 from rankwire.wire.receive import Receive

@@ -24,7 +24,7 @@ from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
 from rankwire.links.lender import Meanwhile
-from rankwire.links.stream import Stream
+from rankwire.transports.stream import Stream
 from rankwire.wire.frames import (
     FIRST_SPECIAL,
     HEADER,

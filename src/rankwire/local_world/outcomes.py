@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from rankwire.backends.blame import is_consequence
-from rankwire.backends.exit_report import describe
 from rankwire.errors import RankFailedError
+from rankwire.observe.blame import is_consequence
+from rankwire.observe.exit_report import describe
 
 T = TypeVar("T")
 

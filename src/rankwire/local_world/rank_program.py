@@ -35,11 +35,11 @@ from typing import Any
 
 from rankwire.backends.base import Backend
 from rankwire.backends.tcp import TcpBackend
-from rankwire.backends.tracebacks import FULL_TRACEBACK, folded
 from rankwire.clock import REAL_TIME
 from rankwire.errors import RankFailedError
 from rankwire.local_world.parcels import pack, unpack
-from rankwire.stacks import stacks
+from rankwire.observe.stacks import stacks
+from rankwire.observe.tracebacks import FULL_TRACEBACK, folded
 from rankwire.texts import text_of, traceback_of, type_name
 
 _END_PATIENCE = 5.0  # seconds for a function to end whose starter has gone

@@ -1,6 +1,5 @@
-"""How a world forms, and the control connections that remain.
+"""How a world forms: launchers' variables, secrets, the coordinator, a rank's connection to it.
 
-Rank 0 coordinates: the others dial it, prove that they know the secret, say where they listen, and
-get the list of all. The same connection then stays open and tells every rank who has gone. Data
-never passes through it.
+The rendezvous may import ``links``, ``transports``, ``wire`` and the modules without a folder. It
+must not know meshes, backends or calls. No data of the program passes through its connections.
 """

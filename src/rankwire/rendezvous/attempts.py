@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from rankwire.deadline import Deadline
 from rankwire.errors import AuthenticationError, RankwireError, RendezvousError
-from rankwire.links.sockets import TcpAddress
 from rankwire.rendezvous.roster import is_last_moment
+from rankwire.transports.sockets import TcpAddress
 
 # The secret file may be that of an earlier job until rank 0 replaces it, so one refusal proves
 # nothing.

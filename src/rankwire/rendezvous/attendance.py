@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from rankwire.errors import ProtocolError
-from rankwire.rendezvous.control_messages import AgentSays, AgentState
+from rankwire.wire.control_messages import AgentSays, AgentState
 
 MAX_AGENTS = 4096  # of one rank; each has threads and a descriptor, so no program has so many
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
-from rankwire.rendezvous.control_messages import CONTROL, Beat, Message, pack
+from rankwire.wire.control_messages import CONTROL, Beat, Message, pack
 from rankwire.wire.notices import Notice
 
 

@@ -42,11 +42,19 @@ from rankwire.errors import (
 )
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.links.sockets import AnySocket, TcpAddress, expect_prompt_reading
 from rankwire.rendezvous import open_files
 from rankwire.rendezvous.attendance import Answers, Attendance
 from rankwire.rendezvous.control_channel import tell
-from rankwire.rendezvous.control_messages import (
+from rankwire.rendezvous.formed_world import FormedWorld
+from rankwire.rendezvous.heartbeat import Silence
+from rankwire.rendezvous.reachability import Reachability
+from rankwire.rendezvous.returning import Returning
+from rankwire.rendezvous.rights import Standing, objection
+from rankwire.rendezvous.roll import Roll
+from rankwire.rendezvous.roster import Roster
+from rankwire.texts import name_ranks
+from rankwire.transports.sockets import AnySocket, TcpAddress, expect_prompt_reading
+from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
     MAX_MEMBER_NBYTES,
     AgentAnswer,
@@ -68,14 +76,6 @@ from rankwire.rendezvous.control_messages import (
     gone_by,
     unpack,
 )
-from rankwire.rendezvous.formed_world import FormedWorld
-from rankwire.rendezvous.heartbeat import Silence
-from rankwire.rendezvous.reachability import Reachability
-from rankwire.rendezvous.returning import Returning
-from rankwire.rendezvous.rights import Standing, objection
-from rankwire.rendezvous.roll import Roll
-from rankwire.rendezvous.roster import Roster
-from rankwire.texts import name_ranks
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello, Status
 from rankwire.wire.loans import whole_of

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from rankwire.rendezvous.control_messages import Gone, Joined, Member, Patience, World
+from rankwire.wire.control_messages import Gone, Joined, Member, Patience, World
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_key, pair_keys, wrap
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from rankwire.rendezvous.control_messages import Gone, Patience, Suspected
+from rankwire.wire.control_messages import Gone, Patience, Suspected
 
 # A judge that comes so many beats late was not running.
 _LATE_BEATS = 3.0

@@ -25,10 +25,17 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
-from rankwire.links.security import UNPROTECTED, Policy
-from rankwire.links.sockets import AnySocket, Socket, TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.rendezvous.attempts import Attempts
-from rankwire.rendezvous.control_messages import (
+from rankwire.texts import name_ranks
+from rankwire.transports.security import UNPROTECTED, Policy
+from rankwire.transports.sockets import (
+    AnySocket,
+    Socket,
+    TcpAddress,
+    connect_tcp,
+    expect_prompt_reading,
+)
+from rankwire.wire.control_messages import (
     CONTROL,
     DEFAULT_PATIENCE,
     Failed,
@@ -41,7 +48,6 @@ from rankwire.rendezvous.control_messages import (
     pack,
     unpack,
 )
-from rankwire.texts import name_ranks
 from rankwire.wire.frames import Frame
 from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of

@@ -19,10 +19,10 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
-from rankwire.links.security import Policy
-from rankwire.links.sockets import AnySocket, TcpAddress, connect_tcp, expect_prompt_reading
-from rankwire.rendezvous.control_messages import CONTROL
 from rankwire.texts import one_line, printable
+from rankwire.transports.security import Policy
+from rankwire.transports.sockets import AnySocket, TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.wire.control_messages import CONTROL
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals

@@ -14,7 +14,8 @@ from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_channel import tell
-from rankwire.rendezvous.control_messages import (
+from rankwire.rendezvous.heartbeat import Silence
+from rankwire.wire.control_messages import (
     AgentAnswer,
     AgentSays,
     Ask,
@@ -28,7 +29,6 @@ from rankwire.rendezvous.control_messages import (
     World,
     unpack,
 )
-from rankwire.rendezvous.heartbeat import Silence
 from rankwire.wire.frames import Frame
 from rankwire.wire.loans import whole_of
 from rankwire.wire.notices import Notice

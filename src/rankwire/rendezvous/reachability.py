@@ -18,9 +18,9 @@ from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.links.sockets import TcpAddress, connect_tcp
-from rankwire.rendezvous.control_messages import Join, Member
 from rankwire.rendezvous.runtime_dir import host_id
+from rankwire.transports.sockets import TcpAddress, connect_tcp
+from rankwire.wire.control_messages import Join, Member
 
 _LIMIT = 5.0
 

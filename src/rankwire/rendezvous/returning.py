@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rankwire.rendezvous.control_messages import Member
+from rankwire.wire.control_messages import Member
 
 
 class Returning:

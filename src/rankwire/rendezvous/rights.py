@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rankwire.rendezvous.control_messages import (
+from rankwire.wire.control_messages import (
     SHORTEST_FAIL_AFTER,
     AgentAnswer,
     AgentSays,

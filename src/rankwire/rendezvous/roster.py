@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankwire.deadline import Deadline
-from rankwire.rendezvous.control_messages import Member
+from rankwire.wire.control_messages import Member
 
 
 def is_last_moment(deadline: Deadline) -> bool:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from rankwire.errors import ConfigurationError
 from rankwire.fork import renew_in_child
-from rankwire.links.private_files import read_private
 from rankwire.rendezvous.runtime_dir import namespace, runtime_folder, runtime_folders
+from rankwire.transports.private_files import read_private
 
 MIN_SECRET_NBYTES = 16
 _INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor, room_for
-from rankwire.links.security import Policy
-from rankwire.links.sockets import AnySocket, Socket, TcpAddress, listen_tcp, start_listening
-from rankwire.rendezvous.control_messages import Gone, Member, World
 from rankwire.rendezvous.coordinator import Coordinator, Told
 from rankwire.rendezvous.launchers import LAUNCH_JOB, LauncherLink
+from rankwire.transports.security import Policy
+from rankwire.transports.sockets import AnySocket, Socket, TcpAddress, listen_tcp, start_listening
+from rankwire.wire.control_messages import Gone, Member, World
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.keys import rank_key
 from rankwire.wire.seals import Seals

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rankwire.observe.stacks import place_awaited, place_of
 from rankwire.rpc.circles import ActiveCall, Key
-from rankwire.stacks import place_awaited, place_of
 from rankwire.texts import one_of
 
 if TYPE_CHECKING:

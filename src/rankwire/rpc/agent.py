@@ -15,11 +15,11 @@ from typing import NamedTuple, Self
 
 from rankwire.backends.arguments import check_pickle, check_rank
 from rankwire.backends.base import Backend
-from rankwire.backends.calls import IncomingCall
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, ConfigurationError, PeerLostError, RankwireError
 from rankwire.fork import disown, guard
+from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.agent_calls import AgentCalls
 from rankwire.rpc.agent_functions import AgentFunctions
 from rankwire.rpc.caller import Caller

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from rankwire.backends.base import Backend
-from rankwire.backends.calls import OWN, CallPort, IncomingCall
 from rankwire.codec.codec import Codec
 from rankwire.codec.values import PLAIN
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
+from rankwire.mesh.calls import OWN, CallPort, IncomingCall
 from rankwire.rpc.messages import (
     MAX_REASON,
     Outcome,

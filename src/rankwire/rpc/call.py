@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RankwireError
 from rankwire.links.reply import Reply
+from rankwire.mesh.calls import CallPort
 from rankwire.showing import ShowsPublic
 
 if TYPE_CHECKING:

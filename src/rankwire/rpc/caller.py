@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
-from rankwire.backends.calls import CallPort
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -35,6 +34,7 @@ from rankwire.errors import (
 )
 from rankwire.fork import disown
 from rankwire.links.reply import Reply
+from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.late_futures import LateFutures

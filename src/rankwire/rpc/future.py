@@ -16,11 +16,11 @@ from contextlib import suppress
 from threading import Condition
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from rankwire.backends.calls import CallPort
 from rankwire.conditions import SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.finalizing import hand_over
 from rankwire.links.reply import Reply
+from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call import Call, serving
 from rankwire.showing import ShowsPublic
 from rankwire.wire.receive import Receive

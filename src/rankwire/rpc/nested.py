@@ -17,9 +17,9 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from rankwire.backends.calls import CallPort
 from rankwire.deadline import Deadline
 from rankwire.errors import CircularCallError
+from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.circles import ActiveCall, Circle, Key, find_circle, still_to_ask
 

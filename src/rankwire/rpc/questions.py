@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rankwire.backends.base import Backend
-from rankwire.backends.calls import CallPort
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.mesh.calls import CallPort
 from rankwire.rpc.accounts import QUESTION
 from rankwire.rpc.circles import ActiveCall, Key, unpack
 from rankwire.rpc.messages import decode_reply, encode_request

@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rankwire.backends.calls import IncomingCall
 from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError
+from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.call import Call, MadeCall, serving
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Outcome, Request

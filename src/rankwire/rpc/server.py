@@ -13,14 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rankwire.backends.base import Backend
-from rankwire.backends.calls import (
-    CallCancelled,
-    CallerGone,
-    CallPort,
-    IncomingCall,
-    RepliesDue,
-    Serving,
-)
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -28,6 +20,14 @@ from rankwire.errors import (
     InvalidMessageError,
     OverloadedError,
     RankwireError,
+)
+from rankwire.mesh.calls import (
+    CallCancelled,
+    CallerGone,
+    CallPort,
+    IncomingCall,
+    RepliesDue,
+    Serving,
 )
 from rankwire.rpc.accounts import QUESTION, Accounts
 from rankwire.rpc.answers import Answers

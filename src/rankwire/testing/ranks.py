@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, overload
 
-from rankwire.backends.tcp_dialing import Transport
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RanksStuckError
@@ -16,7 +15,8 @@ from rankwire.local_world.printing import Printing
 from rankwire.local_world.process_world import ProcessWorld
 from rankwire.local_world.rank_thread import RankThread
 from rankwire.local_world.running import Rank, Run
-from rankwire.stacks import stacks
+from rankwire.mesh.dialing import Transport
+from rankwire.observe.stacks import stacks
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from rankwire.backends.base import Backend
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
 from rankwire.backends.tcp import TcpBackend
-from rankwire.backends.tcp_dialing import Transport
 from rankwire.errors import InvalidWorldSizeError
+from rankwire.mesh.dialing import Transport
 from rankwire.testing.ranks import in_parallel
 
 MakeWorld = Callable[..., AbstractContextManager[list[Backend]]]

@@ -30,7 +30,7 @@ from rankwire.codec.tensor_memory import bytes_of
 from rankwire.collectives.operands import operand
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.finalizing import hand_over
-from rankwire.stacks import show_as
+from rankwire.observe.stacks import show_as
 from rankwire.torch.barriers import meet_monitored
 from rankwire.torch.devices import Devices, plain
 from rankwire.torch.forming import form_world

@@ -1,0 +1,85 @@
+"""The segments of one rank: memory that it shares with other ranks of its host, for collectives.
+
+Whether there is one is a group's to agree on (``collectives.sharing``); here one is made or opened,
+and whoever waits in one is made to look up when a rank is lost. Every method is safe from any
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from weakref import WeakSet
+
+from rankwire.clock import Clock
+from rankwire.errors import ConfigurationError
+from rankwire.transports.shared_segment import SharedSegment
+
+_log = logging.getLogger("rankwire")
+
+# Two slots of 1 MiB for each of 16 ranks; with fewer, up to 2 MiB each. Memory is taken from the
+# system as it is written to: a group that reduces 4 KiB takes a page or two a rank.
+DEFAULT_SEGMENT_NBYTES = 32 << 20
+
+
+class Segments:
+    """What one rank shares.
+
+    Args:
+        nbytes: For each group; 0 if nothing is to be shared.
+        clock: By which ranks wait in them.
+    """
+
+    def __init__(self, nbytes: int, clock: Clock) -> None:
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise ConfigurationError(f"segment_nbytes is a number of bytes, not {nbytes!r}")
+        self._nbytes = nbytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._segments: WeakSet[SharedSegment] = WeakSet()
+
+    def why_not(self) -> str:
+        """Try to make one; return why that cannot be, or nothing."""
+        if not self._nbytes:
+            return "it is turned off by segment_nbytes=0"
+        try:
+            SharedSegment.make(self._nbytes, 0, 2, spin=0.0, clock=self._clock).keep_private()
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def make(self, rank: int, size: int, spin: float) -> SharedSegment | None:
+        """Make one for a group; None if that cannot be, or is not wanted."""
+        if not self._nbytes:
+            return None
+        return self._kept(
+            lambda: SharedSegment.make(self._nbytes, rank, size, spin=spin, clock=self._clock)
+        )
+
+    def open(
+        self, pid: int, offer: bytes, rank: int, size: int, spin: float
+    ) -> SharedSegment | None:
+        """Open one that a process of this host has made; None if that cannot be."""
+        if not self._nbytes or not pid:
+            return None
+        return self._kept(
+            lambda: SharedSegment.open(pid, offer, rank, size, spin=spin, clock=self._clock)
+        )
+
+    def _kept(self, take: Callable[[], SharedSegment]) -> SharedSegment | None:
+        try:
+            segment = take()
+        except (OSError, ValueError) as error:
+            _log.debug("collectives go by sockets, no memory is shared: %s", error)
+            return None
+        with self._lock:
+            self._segments.add(segment)
+        return segment
+
+    def disturb(self) -> None:
+        """Have those who wait look up: a rank is gone, or this one leaves."""
+        with self._lock:
+            segments = list(self._segments)
+        for segment in segments:
+            segment.disturb()

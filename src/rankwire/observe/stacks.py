@@ -1,0 +1,240 @@
+"""What the threads of this process are doing, as text: for those who wonder why something hangs.
+
+It reads the stacks of other threads at one moment, while they go on. What is shown is the user's
+program: ``stacks`` shows all of it, ``places`` its innermost line in each thread. Frames before it
+(how its thread came about) are left out; those of rankwire and the standard library that it has
+called are folded. Nothing of rankwire is known here but where it is.
+
+Whether a thread runs or waits is read off the call that it is in, by the name that the source has
+for it: ``acquire`` waits for a lock. So it costs the thread nothing, and needs no second look.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import itertools
+import linecache
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from traceback import FrameSummary
+from types import CodeType, CoroutineType, FrameType, FunctionType
+from typing import Any, cast
+
+_OURS = "rankwire"
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARY = str(Path(os.__file__).parent) + os.sep
+_NOT_THE_USERS = (_PACKAGE, "<frozen ")
+_STARTER = "<string>"  # what begins a process that runs functions
+_MAIN = threading.main_thread()
+_MOST_THREADS = 8
+_MOST_FRAMES = 20  # of a thread, the innermost, after folding: the program's own are among them
+_RUNS = "runs"
+# What a thread does that is in a call of this name.
+_WAITS = {
+    "acquire": "waits for a lock",
+    "sleep": "sleeps",
+    **dict.fromkeys(("wait", "join", "get", "result", "select", "poll"), "waits"),
+    **dict.fromkeys(("recv", "recv_into", "read", "readinto", "readline", "accept"), "waits"),
+}
+_ENTERS_BLOCK = {"BEFORE_WITH", "LOAD_SPECIAL"}  # of Python before 3.14, and since
+
+
+def show_as(name: str, wrapper: Any) -> None:
+    """Have stacks and tracebacks call a function, such as one that wraps another, by a name."""
+    function = cast(FunctionType, wrapper)
+    function.__code__ = function.__code__.replace(co_name=name, co_qualname=name)
+
+
+def is_ours(path: str) -> bool:
+    """Whether a file is of rankwire."""
+    return path.startswith(_PACKAGE)
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is of the user's program or of a package that it uses."""
+    is_library = path.startswith(_LIBRARY) and f"{os.sep}site-packages{os.sep}" not in path
+    return not is_library and not path.startswith(_NOT_THE_USERS)
+
+
+def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) -> str:
+    """Return the stacks of this process's threads, each under its name, the main thread first.
+
+    Args:
+        only: The threads to show, by ``Thread.ident``, whether or not they are in the user's
+            program; without it, all that are.
+        but: Those to leave out.
+    """
+    parts: list[str] = []
+    hidden = 0
+    for thread, frame in _threads():
+        if thread.ident in but or (only is not None and thread.ident not in only):
+            continue
+        lines = _shown(frame)
+        if not lines and only is None:
+            continue
+        if len(parts) < _MOST_THREADS:
+            parts.append(f"{thread.name}:\n{''.join(lines or traceback.format_stack(frame))}")
+        else:
+            hidden += 1
+    if hidden:
+        parts.append(f"and {hidden} more thread{'s'[: hidden > 1]}\n")
+    return "".join(parts)
+
+
+def places(*, only: Collection[str] | None = None) -> list[str]:
+    """Return where each thread is in the user's program, the main thread first.
+
+    Args:
+        only: The names of the threads to tell of; without it, all.
+    """
+    found = []
+    for thread, frame in _threads():
+        if (only is None or thread.name in only) and (place := _place(frame)):
+            found.append(f"{thread.name} {place}")
+    return found
+
+
+def place_of(ident: int) -> str:
+    """Return where a thread is in the user's program; empty if it is not in it, or has ended."""
+    frame = _frames().get(ident)
+    return "" if frame is None else _place(frame)
+
+
+def line_of_program() -> str:
+    """Return the innermost line of the program in this thread as ``file:line``; empty if none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def methods_entered(methods: Collection[CodeType]) -> list[object]:
+    """Return for each thread that is in one of these methods the ``self`` of its outermost one."""
+    found: list[object] = []
+    for innermost in _frames().values():
+        owner: object = None
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code in methods:
+                owner = frame.f_locals["self"]
+            frame = frame.f_back
+        if owner is not None:
+            found.append(owner)
+    return found
+
+
+def _threads() -> list[tuple[threading.Thread, FrameType]]:
+    """Return the threads that run Python, the main thread first, each with its innermost frame."""
+    frames = _frames()
+    threads = sorted(threading.enumerate(), key=lambda each: each is not _MAIN)
+    return [(each, frames[each.ident]) for each in threads if each.ident in frames]
+
+
+def _frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by its identifier.
+
+    The interpreter holds the lock of its list of threads meanwhile. A collection of garbage in
+    there may run Python: another thread gets its turn, begins or ends one, waits for that lock and
+    has the interpreter lock, and all stand still. So nothing is collected until it is done.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def place_awaited(coroutine: object) -> str:
+    """Return where a coroutine awaits in the user's program; empty if it is not in it, or runs."""
+    own: FrameType | None = None
+    while isinstance(coroutine, CoroutineType):
+        frame = coroutine.cr_frame
+        if frame is not None and _is_program(frame.f_code.co_filename):
+            own = frame
+        coroutine = coroutine.cr_await
+    if own is None:
+        return ""
+    return f"awaits in {own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})"
+
+
+def _place(frame: FrameType) -> str:
+    """Return what the innermost line of the program does, and where it is."""
+    doing, called = _doing(frame), ""
+    own: FrameType | None = frame
+    while own is not None and not _is_program(own.f_code.co_filename):
+        if is_ours(own.f_code.co_filename):
+            called = _operation(own.f_code) or called  # in the end, what the program has called
+        own = own.f_back
+    if own is None:
+        return ""
+    doing = f"is in {called}(), called" if called else doing
+    return f"{doing} in {own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})"
+
+
+def _operation(code: CodeType) -> str:
+    """Return what a user calls a function of rankwire; empty if that is not called by its name."""
+    if code.co_name == "__init__":
+        return code.co_qualname.split(".")[-2]
+    return code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else ""
+
+
+def _doing(frame: FrameType) -> str:
+    """Return whether the thread of an innermost frame runs or waits, by the call that it is in."""
+    code = frame.f_code
+    if frame.f_lasti < 0:  # it is about to begin
+        return _RUNS
+    instruction = dis.opname[code.co_code[frame.f_lasti]]
+    if instruction in _ENTERS_BLOCK:
+        return _WAITS["acquire"]
+    first, last, begin, end = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+    if "CALL" not in instruction or first is None or last is None:
+        return _RUNS
+    lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]
+    lines[-1] = lines[-1].encode()[:end].decode(errors="replace")
+    lines[0] = lines[0].encode()[begin:].decode(errors="replace")
+    return _WAITS.get(_called("".join(lines)), _RUNS)
+
+
+def _called(source: str) -> str:
+    """Return the name of the function that a call in the source calls: the last one in it."""
+    depth = 0
+    for place in range(len(source) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(source[place], 0)
+        if not depth:
+            name = re.search(r"\w*$", source[:place].rstrip())
+            return name[0] if name else ""
+    return ""
+
+
+def _shown(frame: FrameType) -> list[str]:
+    """Return the lines of a stack from the user's first frame on."""
+    frames = traceback.extract_stack(frame)
+    first = next((n for n, each in enumerate(frames) if _is_program(each.filename)), None)
+    return [] if first is None else _folded(frames[first:])[-_MOST_FRAMES:]
+
+
+def _is_program(path: str) -> bool:
+    return is_users(path) and path != _STARTER
+
+
+def _folded(frames: Sequence[FrameSummary]) -> list[str]:
+    """Return the text of each frame of the program, and one line for each run of others."""
+    texts: list[str] = []
+    for is_program, run in itertools.groupby(frames, lambda each: _is_program(each.filename)):
+        found = list(run)
+        texts += traceback.format_list(found) if is_program else [_note(found)]
+    return texts
+
+
+def _note(frames: Sequence[FrameSummary]) -> str:
+    path = frames[0].filename
+    owner = _OURS if is_ours(path) else Path(path).stem
+    return f"  [{len(frames)} frame{'s'[: len(frames) > 1]} of {owner}]\n"

@@ -1,0 +1,358 @@
+"""Formation: what a TCP backend owns besides its peers.
+
+These are the listening sockets, the acceptor, the secret and the control connections. It forms
+the world (as coordinator on rank 0, by joining elsewhere) and afterwards passes on what the
+acceptor and the control connections report. A world of one rank needs none of it and opens
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import KW_ONLY, InitVar, dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError
+from rankwire.fork import guard
+from rankwire.links.acceptor import Acceptor, room_for
+from rankwire.rendezvous.coordinator import Coordinator, Told
+from rankwire.rendezvous.join import Joining
+from rankwire.rendezvous.membership import Membership
+from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
+from rankwire.rendezvous.secret import AgreedSecret
+from rankwire.shutdown import close_at_exit
+from rankwire.transports.listening import ListeningPlace, listen_somewhere
+from rankwire.transports.security import Policy
+from rankwire.transports.sockets import (
+    AnySocket,
+    Socket,
+    TcpAddress,
+    listen_tcp,
+    listen_unix,
+    start_listening,
+)
+from rankwire.wire.control_messages import (
+    AgentSays,
+    Fallen,
+    Joined,
+    Member,
+    Patience,
+    World,
+)
+from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status, job_id
+from rankwire.wire.keys import KEY_NBYTES, HiddenKey, RankKey, rank_key, unwrap, unwrap_one
+from rankwire.wire.notices import Notice
+from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.backends.tcp import TcpBackend
+
+_LOOK_EVERY = 0.5  # seconds between two looks at connections that may be cut
+
+
+@dataclass(eq=False, repr=False)
+class Formation:
+    """Forms the world, and owns what a rank has besides its peers: ``form``, then ``close``.
+
+    Attributes:
+        owner: The backend.
+        address: Where the world forms, with the port that was chosen.
+        secret: What was given to prove that this rank belongs here; None to agree on one.
+        job: Ranks of another one are refused.
+        policy: How connections are protected.
+        share_files: Whether this rank listens at a Unix socket too.
+        patience: For silent ranks.
+        has_coordinator: Whether a launcher coordinates, and not rank 0.
+        place: Where this rank listens.
+        advertise: By which host others reach it, if not by that.
+        key: This rank's, by which it joins.
+        acceptor: Lets others in, and hears of them; a world of one rank has none.
+
+    Size: listeners, keys, files and both ends of the control plane live and end together.
+    """
+
+    owner: TcpBackend
+    address: TcpAddress
+    _: KW_ONLY
+    secret: bytes | None
+    job: str
+    policy: Policy
+    share_files: bool
+    listener: InitVar[Socket | None]
+    patience: Patience
+    has_coordinator: bool
+    place: ListeningPlace
+    advertise: str | None
+
+    def __post_init__(self, listener: Socket | None) -> None:
+        if listener is not None and (self.owner.rank != 0 or self.has_coordinator):
+            raise ConfigurationError("only a rank 0 that coordinates takes a listener")
+        self.key = b""
+        self.acceptor: Acceptor | None = None
+        self._keys: dict[int, HiddenKey] = {}  # with every other rank
+        self._job = job_id(self.job)
+        self._agreed_secret = b""
+        self._files: list[Callable[[], None]] = []  # each removes one
+        # Until the acceptor has them; that for TCP comes first.
+        self._listeners = [] if listener is None else [listener]
+        self._member: Member | None = None
+        self._epoch = 0
+        self._coordinator: Coordinator | None = None
+        self._membership: Membership | None = None
+        guard(self)
+        close_at_exit(self, Formation._remove_files)
+
+    # -- forming -----------------------------------------------------------------------------------
+
+    def form(self, deadline: Deadline) -> None:
+        """Return once all ranks are up and can dial each other; raises as ``TcpBackend`` does."""
+        if self.owner.world_size == 1:
+            alone = Member(0, os.getpid(), self.address.host, 0, "", host_id())
+            self._formed(World(1, [alone]))
+        elif self.owner.rank == 0 and not self.has_coordinator:
+            self._coordinate(deadline)
+        else:
+            self._join(deadline)
+
+    def _join(self, deadline: Deadline) -> None:
+        world, control, rest = Joining(
+            self.address,
+            self.hello(Purpose.JOIN, LAUNCHER if self.has_coordinator else 0),
+            find_key=self._find_key,
+            describe=self._describe,
+            deadline=deadline,
+            patience=self.patience,
+            policy=self.policy,
+            has_coordinator=self.has_coordinator,
+        ).join()
+        if world.coordinator == 0:
+            # Rank 0 may listen on all interfaces: it is reached where it was reached.
+            world.members[0] = msgspec.structs.replace(world.members[0], host=self.address.host)
+        self._formed(world)
+        # Only now are peers let in: those that dialled already have waited in the listeners'
+        # backlog.
+        acceptor = self._make_acceptor()
+        self._membership = Membership(control, world, acceptor, self.owner)
+        self._membership.begin(rest)
+        acceptor.start()
+
+    def _formed(self, world: World) -> None:
+        """Let the owner know its peers before any of them can dial."""
+        self._epoch = world.epoch
+        if self.key:
+            owner = self.owner
+            self._keys = dict(unwrap(self.key, world.keys, owner.rank, owner.world_size))
+        self.owner.on_formed(world)
+
+    def _coordinate(self, deadline: Deadline) -> None:
+        if not self._listeners:
+            self._listeners.append(listen_tcp(self._place_of_rank_0()))
+        (listener,) = self._listeners
+        self.address = TcpAddress(self.address.host, listener.getsockname()[1])
+        if self.secret is None:
+            agreed = AgreedSecret(self.address.port)
+            self._agreed_secret = agreed.publish()
+            self._files.append(lambda: agreed.remove(self._agreed_secret))
+        secret = self.secret or self._agreed_secret
+        if isinstance(secret, RankKey):
+            raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
+        self.key = rank_key(secret, self.owner.rank)
+        me = self._describe(self.address.host)
+        acceptor = self._make_acceptor()
+        self._coordinator = Coordinator(
+            me,
+            self.owner.world_size,
+            acceptor,
+            key_of=partial(rank_key, secret),
+            patience=self.patience,
+            told=Told(
+                on_formed=self._formed,
+                on_gone=self.owner.on_gone,
+                on_suspected=self.owner.on_suspected,
+                on_notice=self.owner.on_notice,
+                on_agent_answer=self.owner.on_agent_answer,
+            ),
+        )
+        start_listening(listener)
+        acceptor.start()
+        self._coordinator.wait_formed(deadline)
+
+    def _place_of_rank_0(self) -> TcpAddress:
+        """Return where to listen: at the address, unless its host is not one of this host's own."""
+        place = self.place
+        if place.low != place.high:
+            raise ConfigurationError("rank 0 listens at the one port of its address")
+        return TcpAddress(place.host or self.address.host, place.low or self.address.port)
+
+    def _find_key(self) -> bytes | None:
+        secret = self.secret or AgreedSecret(self.address.port).read()
+        if secret is None:
+            return None
+        is_own = isinstance(secret, RankKey)
+        self.key = secret if is_own else rank_key(secret, self.owner.rank)
+        return self.key
+
+    def take_key(self, joined: Joined) -> None:
+        """Take the key with a rank that was started anew; the old one opens nothing any more."""
+        self._keys[joined.member.rank] = unwrap_one(self.key, joined.key)
+
+    def key_with(self, rank: int) -> bytes:
+        """Return the key of the connections between this rank and another."""
+        return self._keys[rank]
+
+    def _find_key_of(self, hello: Hello) -> bytes:
+        """Return the key that a stranger must have to be who it says; to be nobody, one at random.
+
+        On the acceptor's thread.
+        """
+        if hello.purpose is Purpose.JOIN and self._coordinator is not None:
+            return rank_key(self.secret or self._agreed_secret, hello.rank)
+        is_of_a_rank = hello.purpose in BETWEEN_RANKS
+        key = self._keys.get(hello.rank) if is_of_a_rank else None
+        return key or secrets.token_bytes(KEY_NBYTES)
+
+    def _describe(self, host: str) -> Member:
+        """Listen where this rank was seen, once, and say where that is."""
+        if self._member is not None:
+            return self._member
+        if not self._listeners:
+            self._listeners.append(listen_somewhere(self.place, host))
+        unix_path = ""
+        if self.share_files:
+            sweep_socket_files()
+            unix_path = new_socket_path()
+            self._listeners.append(listen_unix(unix_path))
+            self._files.append(partial(_remove_file, unix_path))
+        self._member = Member(
+            self.owner.rank,
+            os.getpid(),
+            self.advertise or self.place.specific_host or host,
+            self._listeners[0].getsockname()[1],
+            unix_path,
+            host_id(),
+        )
+        return self._member
+
+    def _make_acceptor(self) -> Acceptor:
+        self.acceptor = Acceptor(
+            self,
+            self.owner.clock,
+            key=self._find_key_of,
+            policy=self.policy,
+            room=room_for(self.owner.world_size),
+        )
+        self.acceptor.call_every(_LOOK_EVERY, self.owner.look_for_silence)
+        for listener in self._listeners:
+            self.acceptor.listen(listener)
+        self._listeners = []
+        return self.acceptor
+
+    # -- afterwards --------------------------------------------------------------------------------
+
+    def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
+        """Return the greeting for a connection of our own."""
+        owner = self.owner
+        return Hello(purpose, self._job, self._epoch, owner.world_size, owner.rank, peer, service)
+
+    def admit(self, hello: Hello) -> tuple[Status, int]:
+        """Judge an authenticated peer.
+
+        What concerns the job is judged here, the rest by the coordinator or the backend.
+        """
+        if hello.job != self._job:
+            return Status.OTHER_JOB, 0
+        if hello.purpose is Purpose.JOIN:
+            if self._coordinator is None:
+                return Status.INVALID_RANK, self.owner.world_size
+            return self._coordinator.admit(hello)
+        if hello.epoch != self._epoch or not self._epoch:
+            return Status.OTHER_EPOCH, 0
+        return self.owner.admit(hello)
+
+    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
+        """Give an authenticated connection to whom it is for."""
+        if hello.purpose is not Purpose.JOIN:
+            self.owner.enter(hello, sock, seals)
+            return
+        assert self._coordinator is not None
+        self._coordinator.enter(hello.rank, sock, seals)
+
+    def report(self, message: Notice | AgentSays, patience: float = 0.0) -> bool:
+        """Report to the coordinator what a collective or an agent does here, from any thread.
+
+        Args:
+            message: What to report.
+            patience: Seconds to wait until the acceptor's thread has sent it.
+
+        Returns:
+            False if there is no coordinator, because this rank is the whole world.
+        """
+        if self.acceptor is None:
+            return False
+        is_sent = threading.Event()
+
+        def send() -> None:
+            if self._coordinator is not None:
+                self._coordinator.take_report(self.owner.rank, message)
+            elif self._membership is not None:
+                self._membership.report(message)
+            is_sent.set()
+
+        self.acceptor.call_soon(send)
+        if patience and not self.owner.closed:
+            self.owner.clock.wait(is_sent, patience)
+        return True
+
+    def silences(self) -> dict[int, float]:
+        """Return the seconds of silence of ranks that missed a beat, by this rank's own count.
+
+        A rank that coordinates counts for all others, another one for the coordinator.
+        """
+        counting = self._coordinator or self._membership
+        return {} if counting is None else counting.silences()
+
+    def forsake(self) -> None:
+        """Leave the files to the parent, in a forked child."""
+        self._files.clear()
+        for listener in self._listeners:
+            listener.close()
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def close(self, fallen: Fallen | None = None) -> None:
+        """Leave: last words on the control connections, no more doors, no files. Idempotent.
+
+        Args:
+            fallen: The error because of which this rank leaves, if there is one.
+        """
+        if self.acceptor is not None:
+            self.acceptor.close()
+        if self._coordinator is not None:
+            self._coordinator.close(fallen)
+        if self._membership is not None:
+            if fallen is not None and self._membership.has_ended:
+                # Nobody can be told. A file that is gone would say that this rank left in good
+                # order; as that of a killed one, it is swept by the next world.
+                self._files.clear()
+            self._membership.leave(fallen)
+        for listener in self._listeners:
+            listener.close()
+        self._remove_files()
+
+    def _remove_files(self, error: BaseException | None = None) -> None:
+        """Remove the files of this rank: when it closes, or else when the interpreter ends."""
+        for remove in self._files:
+            remove()
+
+
+def _remove_file(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

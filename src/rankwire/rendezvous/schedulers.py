@@ -1,0 +1,342 @@
+"""Schedulers: what each kind of launcher tells a process about its rank, by environment variables.
+
+Pure: a mapping in, an ``Assignment`` out. One small function per launcher, and ``LAUNCHERS`` lists
+them with the innermost first: a process that one launcher starts inside another belongs to the
+inner one. A launcher counts as found when all variables in its ``needs`` are set. Nothing here
+reads the secret or opens anything; that is ``connect``'s part.
+
+Foreign launchers name no port for us. Each reader derives one from the job's own identity, below
+the range from which the kernel takes ports for outgoing connections; ``RANKWIRE_PORT`` or
+``RANKWIRE_ADDRESS`` name one instead.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rankwire.environment import RANK, without_services
+from rankwire.errors import ConfigurationError
+from rankwire.rendezvous.nodelists import expand_nodes, expand_nodes_of_open_mpi
+
+WORLD_SIZE = "RANKWIRE_WORLD_SIZE"
+ADDRESS = "RANKWIRE_ADDRESS"
+JOB = "RANKWIRE_JOB"
+# "launcher" if the launcher coordinates the world, and not rank 0.
+COORDINATOR = "RANKWIRE_COORDINATOR"
+# How many times `rankwire run` has started this rank before, alone or with all others.
+RESTART_COUNT = "RANKWIRE_RESTART_COUNT"
+# The port for worlds of other launchers, and which of several launchers is meant.
+PORT = "RANKWIRE_PORT"
+LAUNCHER = "RANKWIRE_LAUNCHER"
+# Hydra sets no variable that is the same for all ranks of a job and different for another job.
+# The caller looks for its process and hands in its number under this name.
+HYDRA_JOB = "(process id of Hydra's proxy)"
+
+OURS = "rankwire run"
+_LOOPBACK = "127.0.0.1"
+_MOST_HOSTS = 65536
+_FIRST_PORT, _PORTS = 20_000, 10_000  # Linux takes outgoing ports from 32768 on
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a launcher tells one rank.
+
+    Attributes:
+        rank: This process's index, from 0.
+        world_size: The number of ranks.
+        address: ``host:port`` at which rank 0, or the launcher, listens.
+        others: Where rank 0 may listen instead, if the launcher does not tell its host.
+        job: Name of the job; ranks of another job are refused.
+        launcher: Which launcher said so.
+        has_coordinator: Whether the launcher listens at ``address``, and not rank 0.
+        advice: What to try when the world does not form there.
+        secret: What the launcher gave this rank to join with; None leaves it to the backend's own
+            sources.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    job: str = "default"
+    launcher: str = OURS
+    has_coordinator: bool = False
+    advice: str = ""
+    secret: bytes | None = field(default=None, repr=False)
+    others: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"{self.launcher} says that this is rank {self.rank} of {self.world_size} ranks:"
+                " ranks count from 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """One kind of launcher.
+
+    Attributes:
+        name: As users know it.
+        key: As ``RANKWIRE_LAUNCHER`` names it.
+        needs: The variables without which it is not this one.
+        read: Returns the place; None if the variables are another launcher's after all.
+    """
+
+    name: str
+    key: str
+    needs: tuple[str, ...]
+    read: Callable[[Environment], Assignment | None]
+
+
+def find_assignment(environ: Environment) -> Assignment:
+    """Return the place that the innermost launcher gave to this process.
+
+    Raises:
+        ConfigurationError: None did; the text says what was looked for and what is missing.
+    """
+    environ = without_services(environ)
+    for launcher in _wanted(environ):
+        if all(environ.get(name) for name in launcher.needs):
+            place = launcher.read(environ)
+            if place is not None:
+                return place
+        elif environ.get(RANK) and launcher.needs[0] == RANK:
+            break  # it is ours, and incomplete: another's variables must not be taken for it
+    raise ConfigurationError(_nothing_fits(environ))
+
+
+def _wanted(environ: Environment) -> tuple[Launcher, ...]:
+    key = environ.get(LAUNCHER)
+    if not key:
+        return LAUNCHERS
+    wanted = tuple(launcher for launcher in LAUNCHERS if launcher.key == key)
+    if not wanted:
+        known = ", ".join(launcher.key for launcher in LAUNCHERS)
+        raise ConfigurationError(f"{LAUNCHER} is {key!r}, not one of {known}")
+    return wanted
+
+
+def _nothing_fits(environ: Environment) -> str:
+    """Say what was looked for, and of which launcher a part was found."""
+    lines = ["no launcher started this process. Looked for:"]
+    for launcher in _wanted(environ):
+        missing = [name for name in launcher.needs if not environ.get(name)]
+        line = f"  {launcher.name}: {', '.join(launcher.needs)}"
+        if 0 < len(missing) < len(launcher.needs):
+            there = [name for name in launcher.needs if environ.get(name)]
+            line += f" ({', '.join(there)} set, but not {' and '.join(missing)})"
+        lines.append(line)
+    lines.append(
+        "Start it with `rankwire run -n 4 script.py`, or build a TcpBackend from your own settings"
+    )
+    return "\n".join(lines)
+
+
+# -- one function per launcher ---------------------------------------------------------------------
+
+
+def read_rankwire_run(environ: Environment) -> Assignment:
+    """Read what ``rankwire run`` sets; by hand, the first three variables are enough."""
+    return Assignment(
+        rank=read_integer(environ, RANK),
+        world_size=read_integer(environ, WORLD_SIZE),
+        address=environ[ADDRESS],
+        job=environ.get(JOB, "default"),
+        has_coordinator=environ.get(COORDINATOR) == "launcher",
+    )
+
+
+def read_torchrun(environ: Environment) -> Assignment:
+    """Read what torchrun sets.
+
+    Its own store listens at ``MASTER_PORT``, so that port is not ours to take.
+    """
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    run = environ["TORCHELASTIC_RUN_ID"]
+    seed = f"torchrun {host} {port} {run}"
+    # With the count: a straggler of the last attempt is not let into the next.
+    job = f"torchrun-{run}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return _derived(environ, "torchrun", ("RANK", "WORLD_SIZE"), job, [host], seed)
+
+
+def read_open_mpi(environ: Environment) -> Assignment:
+    """Read what Open MPI's ``mpiexec`` sets."""
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    hosts = [_LOOPBACK]
+    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ["OMPI_COMM_WORLD_SIZE"]:
+        named = environ.get("MASTER_ADDR")
+        hosts = [named] if named else _hosts_of_open_mpi(environ) or _hosts_of_allocation(environ)
+    seed = f"openmpi {job}" if job else ""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    return _derived(environ, "Open MPI mpiexec", names, f"openmpi-{job}", hosts, seed)
+
+
+def _hosts_of_open_mpi(environ: Environment) -> list[str]:
+    """Return where rank 0 may run, the likeliest first; for rank 0, names of its own host.
+
+    Open MPI 4 tells each rank the addresses of ``mpiexec`` (the daemon 0) and of the daemon on its
+    own host, and on all hosts but that of ``mpiexec`` the names of all daemons' hosts. It does not
+    tell where rank 0 is: on the host of ``mpiexec`` if that takes part, which cannot be known
+    elsewhere, else on the first of the others, unless the user maps ranks otherwise.
+    """
+    _, head = _daemon(environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    own, here = _daemon(environ.get("OMPI_MCA_orte_local_daemon_uri", ""))
+    nodes = environ.get("OMPI_MCA_orte_node_regex", "")
+    names = expand_nodes_of_open_mpi(nodes) if nodes else []
+    if environ["OMPI_COMM_WORLD_RANK"] == "0" and own > 0 and here:
+        return list(dict.fromkeys([*names[own : own + 1], *here]))
+    if environ["OMPI_COMM_WORLD_RANK"] == "0" or own == 0:
+        return head[:1]
+    return list(dict.fromkeys([*head[:1], *names[1:]]))
+
+
+def _daemon(uri: str) -> tuple[int, list[str]]:
+    """Return a daemon's number and addresses: ``"927.1;tcp://10.0.0.1,10.1.0.1:4444"``."""
+    number = re.match(r"\d+\.(\d+);", uri)
+    found = re.search(r"tcp://([^:;]+)", uri)
+    return int(number[1]) if number else -1, found[1].split(",") if found else []
+
+
+def read_mpich(environ: Environment) -> Assignment | None:
+    """Read what the ``mpiexec`` of MPICH, Hydra and Intel MPI sets."""
+    if "MPI_LOCALNRANKS" not in environ and "SLURM_PROCID" in environ:
+        return None  # srun --mpi=pmi2 sets PMI_RANK too, and Slurm's variables tell more
+    proxy = environ.get(HYDRA_JOB, "")
+    job, hosts, seed = f"mpich-{proxy}", [_LOOPBACK], f"mpich {proxy}" if proxy else ""
+    if environ.get("MPI_LOCALNRANKS") != environ["PMI_SIZE"]:
+        named = environ.get("MASTER_ADDR")
+        hosts = [named] if named else _hosts_of_allocation(environ)
+        # Each host has a proxy of its own: its number is no other's.
+        batch_job = environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID") or ""
+        job, seed = "mpich", f"mpich several {batch_job}"
+    return _derived(environ, "MPICH mpiexec", ("PMI_RANK", "PMI_SIZE"), job, hosts, seed)
+
+
+def read_slurm(environ: Environment) -> Assignment:
+    """Read what Slurm's ``srun`` sets."""
+    job = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    hosts = [next(expand_nodes(nodes))] if nodes else []
+    if environ.get("SLURM_STEP_NUM_NODES") == "1":
+        hosts = [_LOOPBACK]
+    # Of this step; SLURM_NTASKS may be that of the whole allocation.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    names = ("SLURM_PROCID", size)
+    return _derived(environ, "Slurm srun", names, f"slurm-{job}", hosts, f"slurm {job}")
+
+
+def read_plain(environ: Environment) -> Assignment:
+    """Read ``RANK`` and its companions, as Kubernetes operators and scripts set them."""
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    address = _join(host, environ.get(PORT) or port)
+    return Assignment(
+        rank=read_integer(environ, "RANK"),
+        world_size=read_integer(environ, "WORLD_SIZE"),
+        address=environ.get(ADDRESS) or address,
+        job=environ.get(JOB, "default"),
+        launcher="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        advice=(
+            "the address is that of MASTER_ADDR and MASTER_PORT; if rank 0 also uses"
+            f" torch.distributed, which listens there, give {PORT} another port"
+        ),
+    )
+
+
+# Asked in this order: the innermost launcher first.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(OURS, "rankwire", (RANK, WORLD_SIZE, ADDRESS), read_rankwire_run),
+    Launcher(
+        "torchrun",
+        "torchrun",
+        ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        read_torchrun,
+    ),
+    Launcher(
+        "Open MPI mpiexec",
+        "openmpi",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        read_open_mpi,
+    ),
+    Launcher("MPICH mpiexec", "mpich", ("PMI_RANK", "PMI_SIZE"), read_mpich),
+    Launcher(
+        "Slurm srun",
+        "slurm",
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+        read_slurm,
+    ),
+    Launcher(
+        "plain variables", "env", ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), read_plain
+    ),
+)
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+def _derived(
+    environ: Environment,
+    launcher: str,
+    variables: tuple[str, str],
+    job: str,
+    hosts: Sequence[str],
+    seed: str,
+) -> Assignment:
+    """Return a place in a world that forms where its launcher did not say, unless the user does.
+
+    Args:
+        environ: Where the user may have said so.
+        launcher: As in ``Assignment``; without the name of its program in the texts.
+        variables: Those that hold the rank and the number of ranks.
+        job: As in ``Assignment``.
+        hosts: Where rank 0 may run as far as the launcher tells, the likeliest first.
+        seed: What is the same for all ranks of the job and for no other job, or an empty string.
+    """
+    rank, world_size = (read_integer(environ, name) for name in variables)
+    if environ.get(ADDRESS):
+        advice = f"the address is that of {ADDRESS}"
+        return Assignment(rank, world_size, environ[ADDRESS], job, launcher, advice=advice)
+    product = launcher.removesuffix(" mpiexec").removesuffix(" srun")
+    if not hosts or not (seed or environ.get(PORT)):
+        raise ConfigurationError(
+            f"{product} does not tell on which host rank 0 runs, or under which port it can be"
+            f" found: set {ADDRESS}=host:port, the same for all ranks, with the host of rank 0 as"
+            " the others reach it and any free port above 1023"
+        )
+    port = environ.get(PORT) or str(_FIRST_PORT + zlib.crc32(seed.encode()) % _PORTS)
+    advice = (
+        f"the address was derived from the variables of {product}; if rank 0 runs elsewhere or"
+        f" the port is taken, set {ADDRESS}=host:port or {PORT}, the same for all ranks"
+    )
+    address, *others = (_join(host, port) for host in hosts)
+    return Assignment(rank, world_size, address, job, launcher, advice=advice, others=tuple(others))
+
+
+def _hosts_of_allocation(environ: Environment) -> list[str]:
+    """Return the hosts that a batch system gave to the job, if it tells; rank 0 is on one."""
+    if nodes := environ.get("SLURM_JOB_NODELIST"):
+        return list(islice(expand_nodes(nodes), _MOST_HOSTS))
+    return environ.get("LSB_MCPU_HOSTS", "").split()[::2]  # "host1 8 host2 8"
+
+
+def _join(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def read_integer(environ: Environment, name: str) -> int:
+    """Return the number in a variable.
+
+    Raises:
+        ConfigurationError: It holds something else.
+    """
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigurationError(f"{name} is {environ[name]!r}, not an integer") from None

@@ -1,0 +1,334 @@
+"""A pipe: one direction of a stream in memory.
+
+It is bounded and FIFO, written by one thread at a time and read by one. Like a socket it takes what
+there is room for (what has no content always has), its reader wakes up when something comes, and
+what was written before an end can still be read. A pipe that is *cut* loses what is not visible by
+then. No thread is needed for messages that are late (``route``): who sleeps knows when the next
+one is visible.
+
+What is written, or read, is so from the moment at which it is noted in the list that the caller
+gave: a signal may end a thread between any two bytecodes, and bytes must be neither lost nor
+doubled then. So a chunk carries the list in which it is noted, and the next writer or reader puts
+in order what it finds.
+
+Nothing here takes a lock: each field has one owner, the writer or the reader, or is set once; and
+deques and lists change in one step.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from rankwire.transports.route import Position, Route
+from rankwire.transports.sleepers import Sleepers, wake
+from rankwire.transports.stream import first_bytes
+from rankwire.wire.frames import HEADER_NBYTES, Buffer
+
+
+class _Chunk(NamedTuple):
+    """Bytes that were written at once, of one message if there is a route."""
+
+    data: bytes
+    end: int  # where they end in all that was ever written
+    counts: list[int]  # it is written once this list
+    nth: int  # has something at this place
+    is_cut: bool  # whether the rest of a frame is to follow
+    when: float = 0.0
+    begins: bool = False  # whether a message begins with it
+    position: Position = Position()  # behind it
+
+    @property
+    def is_written(self) -> bool:
+        return len(self.counts) > self.nth
+
+
+_MOST_FLUSHERS = 2  # one that runs, and the next
+_NO_CHUNKS: deque[_Chunk] = deque()  # of all pipes that were never written to
+
+
+class Pipe:
+    """One direction.
+
+    Args:
+        limit: Bytes above which nothing more is taken, unless the pipe is empty.
+        route: What messages meet, if anything.
+    """
+
+    __slots__ = (
+        "_chunks",
+        "_cut_at",
+        "_flushers",
+        "_is_ended",
+        "_is_midway",
+        "_last",
+        "_limit",
+        "_position",
+        "_read_to",
+        "_reading",
+        "_route",
+        "_written_to",
+        "on_news",
+        "readers",
+        "writers",
+    )
+
+    def __init__(self, limit: int, route: Route | None) -> None:
+        self._limit = limit
+        self._route = route
+        self._chunks = _NO_CHUNKS
+        # The writer's.
+        self._last: _Chunk | None = None  # while it is being written
+        self._written_to = 0
+        self._position = Position()
+        self._is_midway = False  # whether the rest of a frame is to follow
+        # The reader's.
+        self._reading: tuple[list[int], int] | None = None
+        self._read_to = 0
+        # Anybody's.
+        self._is_ended = False
+        self._cut_at: float | None = None
+        self.readers: Sleepers = []  # of threads that sleep
+        self.writers: Sleepers = []
+        self.on_news: Callable[[], None] | None = None  # a poller's
+        self._flushers: list[Callable[[], None]] = []
+
+    # -- the writer --------------------------------------------------------------------------------
+
+    def write(self, pieces: Sequence[Buffer], counts: list[int]) -> None:
+        """Take what there is room for of the beginning of several pieces, and note how much.
+
+        Raises:
+            BlockingIOError: There is no room.
+            BrokenPipeError: The pipe has ended.
+        """
+        self._settle_writing()
+        if self._is_ended or self._cut_at is not None:
+            raise BrokenPipeError(errno.EPIPE, "the stream has ended")
+        offered, room = sum(map(len, pieces)), self._room()
+        if room <= 0:
+            if offered > HEADER_NBYTES or self._is_midway:
+                raise BlockingIOError
+            room = 0  # a message without content, or a farewell
+        data = pieces[0]
+        if len(pieces) > 1 or type(data) is not bytes or len(data) > room + HEADER_NBYTES:
+            data = bytes(first_bytes(pieces, room + HEADER_NBYTES))  # that nobody changes
+        chunk = self._next_chunk(data, counts, is_cut=len(data) < offered)
+        if self._chunks is _NO_CHUNKS:
+            self._chunks = deque()
+        self._last = chunk
+        self._chunks.append(chunk)
+        try:
+            counts.append(len(chunk.data))  # from here on it is written
+            self._settle_writing()
+            self.wake_readers()
+        except BaseException:
+            self.wake_readers()  # interrupted: nobody else would
+            raise
+        if self._route is not None and chunk.position.is_behind_message:
+            self._route.on_message()
+
+    def _next_chunk(self, data: bytes, counts: list[int], *, is_cut: bool) -> _Chunk:
+        """Return what is written next: all of the data, or what belongs to one message."""
+        if self._route is None:
+            return _Chunk(data, self._written_to + len(data), counts, len(counts), is_cut)
+        nbytes, begins, position = self._route.follow(self._position, data)
+        end, is_cut, when = self._written_to + nbytes, not position.is_at_header, position.when
+        return _Chunk(data[:nbytes], end, counts, len(counts), is_cut, when, begins, position)
+
+    def _settle_writing(self) -> None:
+        """Note what the last writer has written, or drop what it has not. Safe to repeat."""
+        last = self._last
+        if last is None:
+            return
+        if last.is_written:
+            self._written_to, self._position, self._is_midway = last.end, last.position, last.is_cut
+        elif self._chunks and self._chunks[-1] is last:
+            self._chunks.pop()
+        self._last = None
+
+    def _room(self) -> int:
+        """Return how many bytes more are taken; headers, one a chunk, do not count."""
+        nbytes = self._written_to - self._read_to
+        if not nbytes:
+            return sys.maxsize
+        return self._limit - nbytes + HEADER_NBYTES * len(self._chunks)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether something can be written, or it turns out that nothing can be any more."""
+        return self._room() > 0 or self._is_ended or self._cut_at is not None
+
+    @property
+    def load_nbytes(self) -> int:
+        """Bytes that were written and not read."""
+        return max(self._written_to - self._read_to, 0)
+
+    def flush_when_possible(self, flush: Callable[[], None]) -> None:
+        """Have something called by whoever reads next, when there is room.
+
+        For the one who writes: if it is to be called already, that will do. But one may just be
+        running, and see no more of what is to be flushed now.
+        """
+        if len(self._flushers) < _MOST_FLUSHERS:
+            self._flushers.append(flush)
+        self.wake_readers()  # there may be room already
+
+    def lift_limit(self) -> None:
+        """Take whatever is written from now on."""
+        self._limit = sys.maxsize
+        wake(self.writers)
+
+    def end(self) -> None:
+        """Write no more; what was written can be read."""
+        self._is_ended = True
+        self.wake_readers()
+        wake(self.writers)
+
+    def cut(self) -> None:
+        """Lose what is not visible by now. Any thread."""
+        if self._cut_at is None:
+            # Where no message is late, all is visible at any time.
+            self._cut_at = 0.0 if self._route is None else self._route.now()
+        self.wake_readers()
+        wake(self.writers)
+
+    # -- the reader --------------------------------------------------------------------------------
+
+    def read(self, buffer: memoryview, counts: list[int]) -> None:
+        """Fill the beginning of a buffer, and note how much; 0 at the end.
+
+        Raises:
+            BlockingIOError: Nothing is there now.
+        """
+        self._settle_reading()
+        is_over = self._is_ended or self._cut_at is not None  # before the look at what is there
+        nbytes = self._fill(buffer, is_read=True)
+        if not nbytes:
+            if self._flushers and self._flush():
+                nbytes = self._fill(buffer, is_read=True)
+            if not nbytes and not (is_over and self._has_no_more()):
+                raise BlockingIOError
+        self._reading = (counts, self._read_to + nbytes)
+        try:
+            counts.append(nbytes)  # from here on it is read
+            self._settle_reading()
+            wake(self.writers)
+            if self._flushers:
+                self._flush()
+        except BaseException:
+            self._settle_reading()
+            wake(self.writers)  # interrupted: nobody else would
+            raise
+
+    def peek(self, nbytes: int) -> bytes:
+        """Return the beginning of what is there to read, and leave it. Any thread."""
+        buffer = bytearray(min(nbytes, self.load_nbytes))
+        is_over = self._is_ended or self._cut_at is not None
+        count = self._fill(memoryview(buffer), is_read=False)
+        if not count and not (is_over and self._has_no_more()):
+            raise BlockingIOError
+        return bytes(buffer[:count])
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is on its way, and no end has come. A look for many pipes at once."""
+        return not self._chunks and not self._is_ended and self._cut_at is None
+
+    def readable_in(self) -> float | None:
+        """Return in how many seconds there is something to read; None if that is not known.
+
+        The end counts, and so does what is held back for want of room.
+        """
+        is_over = self._is_ended or self._cut_at is not None
+        chunk = self._head()
+        if chunk is None:
+            return 0.0 if is_over or (self._flushers and self._room() > 0) else None
+        if self._cut_at is not None or self._route is None:
+            return 0.0
+        opens_at, gate = chunk.when, self._route.gate
+        is_begun = self._read_to > chunk.end - len(chunk.data)
+        if gate is not None and chunk.begins and not is_begun:
+            opens_at = max(opens_at, gate.free_at)
+        return max(opens_at - self._route.now(), 0.0)
+
+    def _fill(self, buffer: memoryview, *, is_read: bool) -> int:
+        """Copy what is visible into a buffer; return how much."""
+        read_to, filled, index = self._read_to, 0, 0
+        latest = self._cut_at
+        if latest is None:
+            latest = 0.0 if self._route is None else self._route.now()
+        while filled < len(buffer):
+            try:
+                chunk = self._chunks[index]
+            except IndexError:
+                break
+            index += 1
+            if chunk.end <= read_to:
+                continue
+            if not chunk.is_written or chunk.when > latest:
+                break
+            data = chunk.data
+            start = max(read_to - (chunk.end - len(data)), 0)
+            if is_read and chunk.begins and not start and self._route is not None:
+                gate = self._route.gate
+                if gate is not None and self._cut_at is None:
+                    if filled or gate.free_at > latest:
+                        break
+                    gate.free_at = latest + gate.seconds
+            count = min(len(data) - start, len(buffer) - filled)
+            buffer[filled : filled + count] = memoryview(data)[start : start + count]
+            filled += count
+            read_to = chunk.end - len(data) + start + count
+        return filled
+
+    def _head(self) -> _Chunk | None:
+        """Return the first chunk that is written and not read."""
+        index = 0
+        with suppress(IndexError):
+            while True:
+                chunk = self._chunks[index]
+                if chunk.end > self._read_to:
+                    return chunk if chunk.is_written else None
+                index += 1
+        return None
+
+    def _has_no_more(self) -> bool:
+        """Whether nothing is left of a pipe that has ended."""
+        chunk = self._head()
+        return chunk is None or (self._cut_at is not None and chunk.when > self._cut_at)
+
+    def _settle_reading(self) -> None:
+        """Note what the last reader has read. Safe to repeat."""
+        if self._reading is not None:
+            counts, read_to = self._reading
+            if counts:
+                self._read_to = read_to
+            self._reading = None
+        while self._chunks and self._chunks[0].end <= self._read_to:
+            self._chunks.popleft()
+
+    def _flush(self) -> bool:
+        """Call who waits for room, if there is any; return whether somebody was called."""
+        if self._room() <= 0:
+            return False
+        flushers = list(self._flushers)
+        for flush in flushers:
+            flush()
+            with suppress(ValueError):
+                self._flushers.remove(flush)  # not before: an interrupt may fall into it
+        return bool(flushers)
+
+    def wake_readers(self) -> None:
+        """Have whoever waits for something to read look again."""
+        if self.on_news is not None:
+            self.on_news()
+        wake(self.readers)
+
+    def discard(self) -> None:
+        """Forget what nobody will read."""
+        self._chunks = deque()

@@ -1,0 +1,178 @@
+"""Which protection a connection has: the modes that users name, as a policy for single connections.
+
+A ``Policy`` is chosen once, from what the user asked for and the address of the world. Both ends of
+a connection ask their own: the dialling end offers what its policy says, the listening end refuses
+what is less than its own policy demands. Nothing is negotiated and nothing falls back.
+
+What each mode keeps out is in ``SECURITY.md``. This module opens no socket and reads no secret;
+``ssl`` is loaded only when TLS is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError
+from rankwire.transports.sockets import AnySocket, TcpAddress, is_loopback_connection
+from rankwire.wire.seals import Protection
+
+if TYPE_CHECKING:
+    from rankwire.transports.tls_contexts import TlsContexts
+
+Security = Literal["auto", "local", "auth", "tls", "insecure"]
+Integrity = Literal["crc", "mac"]
+CertificateHolder = Literal["launcher"] | int
+_Sealing = Literal["never", "off loopback", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files for TLS, in PEM form.
+
+    Attributes:
+        cert: This rank's certificate, with intermediate ones behind it if there are any.
+        key: Its private key, without a passphrase.
+        ca: The certificate of the authority whose certificates are accepted; best one for this job
+            alone.
+        names: The name in the certificate of each rank, with ``{rank}`` for its number: a DNS name
+            or URI among its subjectAltNames, compared letter by letter. The certificate of a
+            launcher has ``launcher``. Who shows the certificate of one rank cannot act as another.
+            ``"any"`` is weaker: names are not looked at, and a holder of any certificate of the
+            authority, and the secret, may act as any rank.
+    """
+
+    cert: str | os.PathLike[str]
+    key: str | os.PathLike[str]
+    ca: str | os.PathLike[str]
+    names: str = "rank-{rank}"
+
+
+def certificate_name(who: CertificateHolder) -> str:
+    """Return the name in the certificate of a launcher or a rank, which is that of its files."""
+    return who if who == "launcher" else f"rank-{who}"
+
+
+def certificate_files(home: Path, who: CertificateHolder) -> Tls:
+    """Return where a folder of certificates has those of a launcher or a rank."""
+    name = certificate_name(who)
+    return Tls(cert=home / f"{name}.pem", key=home / f"{name}.key", ca=home / "ca.pem")
+
+
+def files_of(folder: str | os.PathLike[str], who: CertificateHolder) -> Tls:
+    """Return the files of a launcher or a rank in a folder that ``rankwire certificates`` made.
+
+    Args:
+        folder: That folder, or a copy of what is needed of it.
+        who: ``"launcher"``, or a rank.
+
+    Raises:
+        ConfigurationError: Some are missing, or cannot be read; the text names them.
+    """
+    files = certificate_files(Path(folder), who)
+    missing = [
+        Path(file).name
+        for file in (files.ca, files.cert, files.key)
+        if not (os.path.isfile(file) and os.access(file, os.R_OK))
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"{os.fspath(folder)} has no {' and no '.join(missing)} that can be read; copy what is"
+            " missing there from where `rankwire certificates` made it"
+        )
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How connections are protected. Immutable, safe from any thread.
+
+    Attributes:
+        mode: ``"local"``, ``"auth"``, ``"tls"`` or ``"insecure"``.
+        sealing: On which TCP connections frames are sealed.
+        full_mac: Whether bulk payloads are under the MAC too.
+        tls: What TCP connections are wrapped in, if they are.
+    """
+
+    mode: str
+    sealing: _Sealing = "never"
+    full_mac: bool = False
+    tls: TlsContexts | None = None
+
+    def protection_of(self, sock: AnySocket) -> Protection:
+        """Return how the frames of a connection must be protected, seen from this end."""
+        if self.sealing == "never" or sock.family == socket.AF_UNIX:
+            return Protection.NONE
+        if self.sealing == "off loopback" and is_loopback_connection(sock):
+            return Protection.NONE
+        return Protection.SEALED | (Protection.FULL_MAC if self.full_mac else Protection.NONE)
+
+    def dial(self, sock: socket.socket, deadline: Deadline, check: Callable[[], None]) -> AnySocket:
+        """Put TLS around a socket that this end has connected, where the policy wants it.
+
+        Raises as ``TlsContexts.dial`` does.
+        """
+        if self.tls is None or sock.family == socket.AF_UNIX:
+            return sock
+        return self.tls.dial(sock, deadline, check)
+
+    def accept(self, sock: socket.socket) -> AnySocket:
+        """Put TLS around a socket that this end has accepted; its handshake is still to come."""
+        if self.tls is None or sock.family == socket.AF_UNIX:
+            return sock
+        return self.tls.accept(sock)
+
+    def objection_to(self, stream: AnySocket, who: int) -> str:
+        """Return why the other end of a connection cannot be this rank or ``LAUNCHER``.
+
+        By the certificate that it has shown; an empty text if it can be, or if there is no TLS.
+        """
+        if self.tls is None or isinstance(stream, socket.socket):
+            return ""
+        return self.tls.objection_to(stream, who)
+
+
+UNPROTECTED = Policy("local")
+
+
+def choose_policy(
+    security: str, address: TcpAddress, *, integrity: str = "crc", tls: Tls | None = None
+) -> Policy:
+    """Return the policy that the user's settings amount to. No I/O but reading the TLS files.
+
+    Args:
+        security: One of ``Security``. ``"auto"`` is ``"tls"`` if files for it are given, else
+            ``"local"`` or ``"auth"``, by the address.
+        address: Where the world meets.
+        integrity: One of ``Integrity``.
+        tls: Files for TLS.
+
+    Raises:
+        ConfigurationError: The settings contradict each other, or the files cannot be used.
+    """
+    if security not in get_args(Security):
+        raise ConfigurationError(f"security is one of {get_args(Security)}, not {security!r}")
+    if integrity not in get_args(Integrity):
+        raise ConfigurationError(f'integrity is "crc" or "mac", not {integrity!r}')
+    if tls is not None and security not in ("auto", "tls"):
+        raise ConfigurationError(f'tls= is given, but security="{security}" does not use it')
+    full_mac = integrity == "mac"
+    if tls is not None:
+        # Most jobs do without, and it loads ssl.
+        from rankwire.transports.tls_contexts import TlsContexts
+
+        return Policy("tls", tls=TlsContexts(tls))
+    if security == "tls":
+        raise ConfigurationError('security="tls" needs tls=rankwire.Tls(cert=, key=, ca=)')
+    if security == "local" and not address.is_loopback:
+        raise ConfigurationError(f'security="local" is for loopback, and {address} is not')
+    if security == "insecure":
+        return Policy("insecure")
+    if security == "auth":  # spelled out: also through a tunnel that ends on loopback
+        return Policy("auth", "always", full_mac)
+    return Policy("local" if address.is_loopback else "auth", "off loopback", full_mac)
