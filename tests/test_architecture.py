@@ -14,7 +14,7 @@ SOURCE = Path(rankwire.__file__).parent
 
 LEAVES = {
     "errors", "texts", "clock", "conditions", "deadline", "fork", "showing", "shutdown",
-    "finalizing", "environment",
+    "finalizing", "environment", "override",
 }  # fmt: skip
 TO_THE_WIRE = {"wire", "transports", "links"}
 # What each layer may import of ours (its own modules apart).
@@ -28,10 +28,11 @@ MAY_IMPORT = {
     "clock": set(),
     "showing": set(),
     "conditions": set(),
+    "override": set(),
     "deadline": {"errors", "clock"},
     "environment": {"errors"},
-    "codec": {"errors", "texts", "showing"},
-    "wire": {"errors", "texts", "codec"},
+    "codec": {"errors", "texts", "showing", "override"},
+    "wire": {"errors", "texts", "codec", "override"},
     "observe": {*LEAVES, "wire"},
     "transports": {*LEAVES, "wire"},
     "links": {*LEAVES, "wire", "transports"},
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     "backends": {*LEAVES, *TO_THE_WIRE, "codec", "observe", "rendezvous", "mesh"},
     "rpc": {*LEAVES, "codec", "wire", "links", "observe", "mesh", "backends"},
     "collectives": {*LEAVES, "codec", "wire", "observe", "mesh", "backends"},
-    "device_mesh": {"errors", "backends"},
+    "device_mesh": {"errors", "backends", "override"},
     "local_world": {*LEAVES, "codec", "observe", "backends", "rendezvous", "launch"},
     "testing": {
         *LEAVES, "codec", "wire", "observe", "rendezvous", "mesh", "backends", "rpc",

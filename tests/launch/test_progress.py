@@ -75,9 +75,11 @@ class Terminal:
     def __init__(self, command):
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-        variables = {"TERM": "xterm", "NO_COLOR": "1"}
+        # Readline sets COLUMNS in workers of pytest; it would override the size of the terminal.
+        inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        variables = inherited | {"TERM": "xterm", "NO_COLOR": "1"}
         self._process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | variables
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables
         )
         os.close(theirs)
         self.written = ""
