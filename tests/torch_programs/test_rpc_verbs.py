@@ -111,7 +111,7 @@ def test_every_verb_refuses_a_rank_that_has_no_part_in_it():
 
 
 def test_the_page_on_security_says_who_may_send_each_verb():
-    page = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "security-details.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith("| `")]
     for verb, sender in verbs.SENDERS.items():
         assert any(f"`{verb}`" in line and sender in line for line in lines), verb

@@ -12,8 +12,8 @@ says whom it accepts:
   inside of calls in the context.
 - *Conductor*: the sender's rank is the one in the number of the backward pass.
 
-``SECURITY.md`` has the same table, and ``test_rpc_verbs.py`` sends each verb from a rank that may
-not.
+``docs/security-details.md`` has the same table. ``test_rpc_verbs.py`` sends each verb from a rank
+that may not send it.
 """
 
 from __future__ import annotations
