@@ -77,7 +77,7 @@ IMPURE_MODULES = {
 # Types of ctypes are buffers that a user may send, and paths are values; nothing is called there.
 TYPES_ONLY = {("references.py", "ctypes"), ("scalars.py", "pathlib")}
 # Functions on their way from a program to processes that it has started itself, over its own pipe.
-UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "local_world" / "parcels.py"}
+UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "local_world" / "function_pickle.py"}
 # What carries bytes: sockets, and what one waits with for them.
 IO_MODULES = {"socket", "ssl", "select", "selectors", "fcntl", "mmap", "ctypes"}
 IO_OF_OS = {"eventfd", "eventfd_read", "eventfd_write", "pipe", "read", "write", "close"}
@@ -206,7 +206,7 @@ def test_importing_rankwire_loads_nothing_optional_and_no_launcher():
 OWN_LOOKS = {
     "clock.py": "it is the clock",
     "launch/reaper.py": "runs as a script with nothing but the standard library",
-    "launch/authority.py": "certificates have dates of the calendar",
+    "launch/certificates.py": "certificates have dates of the calendar",
 }
 # Who has the operating system wait for descriptors. Simulated worlds have none of these.
 WAITS_OF_THE_SYSTEM = {
@@ -228,8 +228,7 @@ WAITS_OF_THE_SYSTEM = {
             "launch/nodes.py",
             "launch/output.py",
             "launch/run.py",
-            "launch/signals.py",
-            "launch/sink.py",
+            "launch/output_streams.py",
         ),
         "a launcher is in no world",
     ),

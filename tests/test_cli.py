@@ -75,7 +75,7 @@ def test_certificates_are_refused_where_there_are_some_and_without_the_extra(tmp
     assert done.exit_code == 2
     assert "exists" in done.output
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.delitem(sys.modules, "rankwire.launch.authority", raising=False)
+    monkeypatch.delitem(sys.modules, "rankwire.launch.certificates", raising=False)
     done = rankwire("certificates", str(tmp_path / "tls"), "-n", "2")
     assert done.exit_code == 2
     assert "pip install 'rankwire[tls]'" in done.output

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.certificates import DEFAULT_DAYS, make_certificates
-from rankwire.launch.restarts import DEFAULT_MAX_RESTARTS, OnFailure
+from rankwire.launch.attempt import DEFAULT_MAX_RESTARTS, OnFailure
 from rankwire.launch.run import DEFAULT_GRACE
 from rankwire.launch.run import run as run_ranks
 from rankwire.version import __version__
@@ -227,13 +226,16 @@ def certificates(
     ],
     days: Annotated[
         float, typer.Option(metavar="D", help="How long they are good; longer than the job runs.")
-    ] = DEFAULT_DAYS,
+    ] = 30.0,
 ) -> None:
     """Make the certificates of one job, for `rankwire run --tls DIR`.
 
     One for launchers and one for each rank, signed by an authority of this job alone, whose key is
     thrown away. Make new ones for each job. Needs rankwire with its extra `tls`.
     """
+    # Loads cryptography, which is optional.
+    from rankwire.launch.certificates import make_certificates
+
     make_certificates(folder, ranks, days=days)
     typer.echo(
         f"{folder}: certificates of a launcher and {ranks} rank{'s'[: ranks > 1]},"

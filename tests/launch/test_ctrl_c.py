@@ -2,7 +2,7 @@
 
 import traceback
 
-from rankwire.launch.interrupts import InterruptFold
+from rankwire.launch.stderr_filters import InterruptFilter
 
 
 def printed(error):
@@ -17,14 +17,14 @@ def printed(error):
 
 
 def test_an_interrupt_is_one_line_that_says_where():
-    (line,) = InterruptFold().feed(printed(KeyboardInterrupt()))
+    (line,) = InterruptFilter().feed(printed(KeyboardInterrupt()))
     assert line.startswith("KeyboardInterrupt (")
     assert line.endswith(" in work)")
     assert f"{__file__}:" in line
 
 
 def test_it_may_come_in_pieces():
-    fold = InterruptFold()
+    fold = InterruptFilter()
     lines = [found for line in ["before", *printed(KeyboardInterrupt()), "after"]
              for found in fold.feed([line])]  # fmt: skip
     assert len(lines) == 3
@@ -33,11 +33,11 @@ def test_it_may_come_in_pieces():
 
 def test_another_error_is_passed_on_as_it_is():
     lines = ["before", *printed(ValueError("bad")), "after"]
-    assert InterruptFold().feed(lines) == lines
+    assert InterruptFilter().feed(lines) == lines
 
 
 def test_what_has_no_end_is_passed_on_at_the_end():
-    fold = InterruptFold()
+    fold = InterruptFilter()
     lines = printed(ValueError("bad"))[:-1]
     assert fold.feed(lines) == []
     assert fold.finish() == lines
@@ -47,15 +47,15 @@ def test_what_has_no_end_is_passed_on_at_the_end():
 def test_a_traceback_within_a_traceback_is_passed_on():
     begin = "Traceback (most recent call last):"
     lines = [begin, "  one", begin, "  two", "", "KeyboardInterrupt"]
-    assert InterruptFold().feed(lines) == lines
+    assert InterruptFilter().feed(lines) == lines
 
 
 def test_a_traceback_without_frames_has_no_place():
     lines = ["Traceback (most recent call last):", "KeyboardInterrupt"]
-    assert InterruptFold().feed(lines) == ["KeyboardInterrupt"]
+    assert InterruptFilter().feed(lines) == ["KeyboardInterrupt"]
 
 
 def test_what_goes_on_for_ever_is_not_held_for_ever():
-    fold = InterruptFold()
+    fold = InterruptFilter()
     lines = ["Traceback (most recent call last):", *["  more"] * 1000]
     assert len(fold.feed(lines)) + len(fold.finish()) == 1001

@@ -11,7 +11,7 @@ from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
-from rankwire.launch.strays import Strays
+from rankwire.launch.subreaper import Subreaper
 
 WORLD = JobSettings(2, "127.0.0.1:1", "job", b"x" * 32)
 
@@ -22,7 +22,7 @@ def ranks(tmp_path: Path):
     with (
         selectors.PollSelector() as selector,
         Reaper(0.1) as reaper,
-        closing(Strays(reaper)) as strays,
+        closing(Subreaper(reaper)) as subreaper,
     ):
         output = Output(selector)
         local = LocalRanks(
@@ -31,7 +31,7 @@ def ranks(tmp_path: Path):
             grace=0.1,
             loop=Loop(selector, list, output),
             reaper=reaper,
-            strays=strays,
+            subreaper=subreaper,
         )
         local.start(WORLD, 0)
         yield local

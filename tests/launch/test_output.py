@@ -19,8 +19,8 @@ class Harness:
         self.selector = selectors.PollSelector()
         self.output = Output(self.selector, **options)
         self.readers = []
-        for sink in (self.output._stdout, self.output._stderr):
-            reader, sink.fd = os.pipe()
+        for queue in (self.output._stdout, self.output._stderr):
+            reader, queue.fd = os.pipe()
             os.set_blocking(reader, False)
             self.readers.append(reader)
         self.writers: list[int] = []
@@ -108,7 +108,7 @@ def test_ranks_wait_for_an_output_that_nobody_reads(harness):
             break
     else:
         pytest.fail("the launcher buffers without end")
-    assert sent < 3 * output_module._SINK_HIGH_NBYTES
+    assert sent < 3 * output_module._QUEUE_HIGH_NBYTES
     os.write(err, b"the other is read\n")
     harness.turn()
     assert harness.read(1) == "[rank 0] the other is read\n"
@@ -236,7 +236,7 @@ def test_an_error_that_another_rank_has_printed_is_printed_later_if_the_rank_goe
     now = [1000.0]
     clock = Clock()
     clock.now = lambda: now[0]
-    monkeypatch.setattr("rankwire.launch.rank_output.REAL_TIME", clock)
+    monkeypatch.setattr("rankwire.launch.output_streams.REAL_TIME", clock)
     for rank in range(2):
         os.write(harness.attach(rank)[1], ERROR)
         harness.turn()

@@ -18,7 +18,7 @@ import pytest
 import rankwire
 from children import Child
 from launched import COMMAND
-from rankwire.launch.progress import PROGRESS_EVERY, ProgressLines
+from rankwire.launch.lines import PROGRESS_EVERY, ProgressLines
 
 # Draws as tqdm does. It stops at 50 % until the test has seen that.
 PROGRAM = r"""

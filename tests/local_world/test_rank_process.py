@@ -27,7 +27,7 @@ def rank(world):
 
 
 def outcome(world, future):
-    assert world.printing.print_until(future.done, 30)
+    assert world.printer.print_until(future.done, 30)
     return future.result()
 
 

@@ -6,10 +6,12 @@ Told by the job what it hears; says nothing and stops nothing.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from enum import StrEnum
 
 from rankwire.clock import REAL_TIME
 from rankwire.launch.child import Ending
-from rankwire.launch.parts import Parts
+from rankwire.launch.nodes import Parts
 from rankwire.launch.summary import (
     Failure,
     blamed,
@@ -23,6 +25,65 @@ from rankwire.wire.control_messages import Doing, Gone, Suspected
 # After the first failure, others that fail by themselves are waited for: the one to blame may be
 # among them (see summary.py). Above the time between a raise and the end of an interpreter.
 _SETTLE = 0.3
+
+
+DEFAULT_MAX_RESTARTS = 3
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds
+
+
+class OnFailure(StrEnum):
+    """What becomes of the other ranks when one fails."""
+
+    STOP = "stop"  # they are stopped
+    CONTINUE = "continue"  # they go on without it
+    RESTART = "restart"  # they go on, and it alone is started anew
+
+
+class Restarts:
+    """Which ranks are to be started anew, and when. One thread.
+
+    Args:
+        limit: How many times each rank may be.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._counts: Counter[int] = Counter()
+        self._due: dict[int, float] = {}
+
+    def plan(self, rank: int, now: float) -> float | None:
+        """Have a rank that has failed started anew; return in how many seconds, None if not."""
+        if self._counts[rank] >= self.limit:
+            return None
+        pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** self._counts[rank])
+        self._counts[rank] += 1
+        self._due[rank] = now + pause
+        return pause
+
+    def count(self, rank: int) -> int:
+        """Return how many times a rank was started anew, or is about to be: its incarnation."""
+        return self._counts[rank]
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether ranks are still to be started."""
+        return bool(self._due)
+
+    @property
+    def next_at(self) -> float:
+        """When the next one is due."""
+        return min(self._due.values(), default=math.inf)
+
+    def take_due(self, now: float) -> list[int]:
+        """Return the ranks to start now; they are pending no more."""
+        due = [rank for rank, at in self._due.items() if at <= now]
+        for rank in due:
+            del self._due[rank]
+        return due
+
+    def cancel(self) -> None:
+        """Start none of those that are pending: the job ends."""
+        self._due.clear()
 
 
 class Attempt:

@@ -1,50 +1,54 @@
-"""The certificates of a job, in a folder: signed by an authority of its own, for TLS.
+"""The certificates of one job, in a folder, signed by an authority that exists only in memory.
 
-The authority's private key is never written anywhere and is gone when ``make_certificates``
-returns, so further certificates for the job cannot be made. The folder is laid out as
-``links.security`` says, whose ``files_of`` finds them again. Needs the extra ``rankwire[tls]``, as
-``authority`` does, which is imported only when called. Knows nothing of how ranks start or connect;
-a ``Tls`` is all that they get.
+The authority's private key is never written and is gone when ``make_certificates`` returns, so no
+further certificate for the job can be made. ``transports.security`` defines the layout of the
+folder. Needs the extra ``rankwire[tls]``: importing this module without it raises.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
-from datetime import timedelta
 from pathlib import Path
 
 from rankwire.errors import ConfigurationError
 from rankwire.transports.security import CertificateHolder, Tls, certificate_files, certificate_name
 
-DEFAULT_DAYS = 30.0
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError as error:
+    raise ConfigurationError(
+        "certificates are made with the package cryptography: pip install 'rankwire[tls]'"
+    ) from error
+
+# Clocks of hosts differ, so a certificate is valid from a little before it was made.
+_TOLERANCE = datetime.timedelta(hours=1)
 
 
 def make_certificates(
-    folder: str | os.PathLike[str], world_size: int, *, days: float = DEFAULT_DAYS
+    folder: str | os.PathLike[str], world_size: int, *, days: float = 30.0
 ) -> list[Tls]:
-    """Make an authority for one job, a certificate for each of its ranks, and one for launchers.
+    """Make a certificate for each rank of a job and one for its launchers.
 
     Args:
-        folder: Made here with mode 0700; must not exist.
-        world_size: How many ranks.
-        days: How long the certificates are good; longer than the job runs.
+        folder: Created with mode 0700; must not exist.
+        world_size: The number of ranks.
+        days: How long the certificates are valid; longer than the job runs.
 
     Returns:
-        The files of each rank, in rank order. Rank r's certificate names it as ``rank-r``, which is
-        what makes it good for that rank alone; that of launchers has the name ``launcher``.
+        The files of each rank, in rank order. Rank r's certificate has the name ``rank-r``, so it
+        is valid for that rank alone. The launchers' certificate has the name ``launcher``.
 
     Raises:
-        ConfigurationError: ``cryptography`` is not installed, or the folder exists.
+        ConfigurationError: An argument is invalid, or the folder exists.
     """
     if world_size < 1 or not days > 0:
-        raise ConfigurationError("certificates need at least one rank, and a time to be good for")
-    try:
-        from rankwire.launch.authority import Authority
-    except ImportError as error:
-        raise ConfigurationError(
-            "certificates are made with the package cryptography: pip install 'rankwire[tls]'"
-        ) from error
-    authority = Authority(timedelta(days=days))
+        raise ConfigurationError("certificates need at least one rank and more than 0 days")
+    authority = _Authority(datetime.timedelta(days=days))
     try:
         home = Path(folder)
         home.mkdir(mode=0o700)
@@ -68,3 +72,68 @@ def _write(path: Path, content: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
+
+
+class _Authority:
+    """Sign certificates that are valid for ``lifetime``, with EC P-256 keys."""
+
+    def __init__(self, lifetime: datetime.timedelta) -> None:
+        self._begin = datetime.datetime.now(datetime.UTC) - _TOLERANCE
+        self._end = self._begin + _TOLERANCE + lifetime
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _name_of("rankwire job")
+        constraints = x509.BasicConstraints(ca=True, path_length=0)
+        builder = self._builder(self._name, self._key.public_key(), constraints)
+        self._certificate = builder.sign(self._key, hashes.SHA256())
+
+    def certificate_pem(self) -> bytes:
+        """Return the authority's own certificate."""
+        return self._certificate.public_bytes(Encoding.PEM)
+
+    def issue(self, name: str) -> tuple[bytes, bytes]:
+        """Return a new certificate for ``name`` and its private key, both as PEM."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        constraints = x509.BasicConstraints(ca=False, path_length=None)
+        # Every rank dials and listens; so do launchers, of which node 0's listens.
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        certificate = (
+            self._builder(_name_of(name), key.public_key(), constraints)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return certificate.public_bytes(Encoding.PEM), private
+
+    def _builder(
+        self, name: x509.Name, key: ec.EllipticCurvePublicKey, constraints: x509.BasicConstraints
+    ) -> x509.CertificateBuilder:
+        usage = x509.KeyUsage(
+            digital_signature=not constraints.ca,
+            key_cert_sign=constraints.ca,
+            crl_sign=constraints.ca,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            encipher_only=False,
+            decipher_only=False,
+        )
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(self._begin)
+            .not_valid_after(self._end)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(signer, critical=False)
+            .add_extension(constraints, critical=True)
+            .add_extension(usage, critical=True)
+        )
+
+
+def _name_of(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from rankwire.backends import connect
 from rankwire.environment import DEBUG_RANK, RANK
-from rankwire.launch import breakpoints
+from rankwire.launch import debug
 from rankwire.launch.reaper import DEAD, families, send_signal
 from rankwire.observe import tracebacks
 from rankwire.rendezvous import schedulers
@@ -33,6 +35,7 @@ _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL
 _OTHER_SECRETS = ("RANKWIRE_SECRET", "RANKWIRE_SECRET_FILE")
 # Of /proc/PID/stat, behind the name: see proc(5). The flag is PF_EXITING of the kernel.
 _FLAGS, _EXIT_CODE, _IS_EXITING = 6, 49, 4
+_OOM_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _BREAKPOINT = "PYTHONBREAKPOINT"  # what the interpreter calls for breakpoint()
 
 
@@ -94,6 +97,42 @@ class Ending:
         return f"killed by {signal_name(self.signal)}{hint}"
 
 
+class OomCounter:
+    """Counts from its construction on."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._files = _counter_files(root)
+        self._seen = self._count()
+
+    def has_grown(self) -> bool:
+        """Whether the kernel has killed a process since the last look."""
+        before, self._seen = self._seen, self._count()
+        return self._seen > before
+
+    def _count(self) -> int:
+        for path in self._files:
+            with suppress(OSError):
+                if found := _OOM_COUNT.search(path.read_text()):
+                    return int(found[1])
+        return 0
+
+
+def _counter_files(root: Path) -> list[Path]:
+    """Return the files to ask, the nearest first."""
+    files = []
+    mounted = root / "sys/fs/cgroup"
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            # Inside a container the path may be the host's, and the mount begins at our own group.
+            for folder in (path.lstrip("/"), ""):
+                if "memory" in controllers.split(","):
+                    files.append(mounted / "memory" / folder / "memory.oom_control")
+                elif not controllers:
+                    files.append(mounted / folder / "memory.events")
+    return [*files, root / "proc/vmstat"]
+
+
 class Child:
     """A rank that was started. One thread.
 
@@ -139,7 +178,7 @@ class Child:
             if debugged is not None:
                 variables[DEBUG_RANK] = str(debugged)
             if not self.has_terminal and _BREAKPOINT not in os.environ:
-                variables[_BREAKPOINT] = breakpoints.HOOK
+                variables[_BREAKPOINT] = debug.HOOK
             if tls_dir is not None:
                 variables[connect.TLS_DIR] = str(tls_dir)
             if log_file is not None:

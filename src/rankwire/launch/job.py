@@ -27,14 +27,12 @@ from typing import NamedTuple
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.launch.attempt import Attempt
+from rankwire.launch.attempt import Attempt, OnFailure, Restarts
 from rankwire.launch.child import Ending, JobSettings, signal_name
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop
-from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, RemoteRanks
-from rankwire.launch.parts import Parts
+from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, Parts, RemoteRanks
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
-from rankwire.launch.restarts import OnFailure, Restarts
 from rankwire.launch.summary import first_failure
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink

@@ -7,11 +7,14 @@ program goes on below them.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 
 # A longer line is cut into several: no person reads it, and it must not fill the launcher's memory.
 _MAX_LINE_NBYTES = 64 * 1024
 _MAX_ROWS = 50
+PROGRESS_EVERY = 5.0  # seconds between two lines for one progress bar
 # Ends of lines, the return to a row's beginning, the cursor up, erasing, and the cursor's looks.
 _CONTROL = re.compile(rb"\r?\n|\r|\x1b\[(\d{0,3})A|\x1b\[[012]?K|\x1b\[\?25[hl]")
 # What may be the beginning of one of these, which the next bytes complete.
@@ -130,3 +133,29 @@ class LineSplitter:
 
     def _visible(self) -> list[bytes]:
         return [bytes(row) for row in self._rows if not _SHOWS_NOTHING.match(row)]
+
+
+class ProgressLines:
+    """The rows that one stream redraws, as lines now and then. One thread."""
+
+    def __init__(self) -> None:
+        self._next_at = -math.inf
+        self._printed: list[bytes] = []
+
+    def due(self, rows: Sequence[bytes], now: float) -> list[bytes]:
+        """Return the rows to print now: those that have changed, if it is time for them."""
+        if not rows or now < self._next_at:
+            return []
+        new = [row for row in rows if row not in self._printed]
+        if new:
+            self._printed = list(rows)
+            self._next_at = now + PROGRESS_EVERY
+        return new
+
+    def unprinted(self, lines: list[bytes]) -> list[bytes]:
+        """Return the lines without rows that were printed and are now complete, unchanged."""
+        if not lines or not self._printed:
+            return lines
+        printed, self._printed = self._printed, []
+        count = len(printed)
+        return [line for line in lines[:count] if line not in printed] + lines[count:]

@@ -27,12 +27,11 @@ from pathlib import Path
 
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
-from rankwire.launch.child import Child, Ending, JobSettings
+from rankwire.launch.child import Child, Ending, JobSettings, OomCounter
+from rankwire.launch.debug import Terminal
 from rankwire.launch.loop import Loop
-from rankwire.launch.memory import OomCounter
 from rankwire.launch.reaper import Reaper
-from rankwire.launch.strays import Strays
-from rankwire.launch.terminal import Terminal
+from rankwire.launch.subreaper import Subreaper
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from rankwire.texts import name_ranks
 from rankwire.transports.security import files_of
@@ -61,7 +60,7 @@ class LocalRanks:
         grace: Seconds between the request to stop and SIGKILL.
         loop: Waits for them; where their output goes.
         reaper: Ends them if this process dies.
-        strays: Finds what they started and what left their process groups.
+        subreaper: Finds what they started and what left their process groups.
         tls_dir: Where their certificates are, if they have any.
         debugged: The rank that gets the terminal, if one does.
     """
@@ -74,7 +73,7 @@ class LocalRanks:
         grace: float,
         loop: Loop,
         reaper: Reaper,
-        strays: Strays,
+        subreaper: Subreaper,
         tls_dir: Path | None = None,
         debugged: int | None = None,
     ) -> None:
@@ -88,7 +87,7 @@ class LocalRanks:
         self._selector = loop.selector
         self._output = loop.output
         self._reaper = reaper
-        self._strays = strays
+        self._subreaper = subreaper
         self._tls_dir = tls_dir
         self._debugged = debugged
         self._terminal = Terminal()
@@ -208,7 +207,7 @@ class LocalRanks:
         if self.is_over:
             return
         self._check_children()
-        self._strays.collect(self._groups)
+        self._subreaper.collect(self._groups)
         if REAL_TIME.now() >= self._kill_at:
             self.kill()
         is_waiting = self._stays and self._phase is _Phase.RUNNING
@@ -277,16 +276,16 @@ class LocalRanks:
         for child in self._children:
             child.send_group(number)
             child.reap()
-        self._strays.send(number, self._groups)
+        self._subreaper.send(number, self._groups)
 
     def _clear(self) -> None:
         left = [child for child in self._children if child.has_group()]
-        if (left or self._strays.find(self._groups)) and REAL_TIME.now() < self._clear_until:
+        if (left or self._subreaper.find(self._groups)) and REAL_TIME.now() < self._clear_until:
             return
         for child in left:
             child.send_group(signal.SIGKILL)
         for _ in range(_KILLING_ROUNDS):
-            if not self._strays.send(signal.SIGKILL, self._groups):
+            if not self._subreaper.send(signal.SIGKILL, self._groups):
                 break
         for child in self._children:
             self._reaper.forget(child.pid)

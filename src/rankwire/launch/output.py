@@ -1,7 +1,7 @@
 """The ranks' output on the launcher's own: whole lines, each with the rank it came from.
 
-``Output`` joins the pipes of the ranks (``rank_output``) with the launcher's own outputs (``sink``)
-on its selector. Nothing here starts, stops or judges a rank.
+``Output`` connects the pipes of the ranks with the launcher's own outputs on its selector. It
+does not start, stop or judge a rank.
 
 Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
 stdout does not read. When too much waits for an output, the ranks that write to it are no longer
@@ -23,14 +23,13 @@ from typing import IO
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.launch.logfiles import Log, LogFolder
-from rankwire.launch.rank_output import RankOutput
-from rankwire.launch.repeats import PrintedErrors, RepeatFold
-from rankwire.launch.sink import Sink
+from rankwire.launch.output_streams import OutputQueue, RankOutput
+from rankwire.launch.stderr_filters import PrintedErrors, RepeatFilter
 from rankwire.texts import name_ranks
 
 # What may wait for one output before its ranks are made to wait, and when they go on.
-_SINK_HIGH_NBYTES = 1024 * 1024
-_SINK_LOW_NBYTES = 256 * 1024
+_QUEUE_HIGH_NBYTES = 1024 * 1024
+_QUEUE_LOW_NBYTES = 256 * 1024
 # What one line of the launcher may wait for a reader that took no other.
 _LAST_WORD = 0.2
 # What takes no longer is not worth a line, and a line each second fills a log.
@@ -67,8 +66,8 @@ class Output:
         self._has_status = has_status
         self._log_dir = log_dir
         self._logs = LogFolder(log_dir) if log_dir is not None else None
-        self._stdout = Sink(sys.stdout, 1)
-        self._stderr = Sink(sys.stderr, 2)
+        self._stdout = OutputQueue(sys.stdout, 1)
+        self._stderr = OutputQueue(sys.stderr, 2)
         if self._stderr.is_terminal and _are_one_file(1, 2):
             # One queue for one screen: lines of both must not meet the status line.
             self._stdout = self._stderr
@@ -86,18 +85,18 @@ class Output:
         if self._logs is not None:
             named = f"the log of rank {rank}, {self.log_of(rank)},"
             log = Log(self._logs.open(rank), named, self.say)
-        for pipe, sink in ((stdout, self._stdout), (stderr, self._stderr)):
+        for pipe, queue in ((stdout, self._stdout), (stderr, self._stderr)):
             prefix = b""
             if self._has_prefix:
-                prefix = sink.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
-            redraws = self._has_status and sink.is_terminal
-            stream = RankOutput(rank, pipe, sink, prefix, log, redraws=redraws)
+                prefix = queue.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
+            redraws = self._has_status and queue.is_terminal
+            stream = RankOutput(rank, pipe, queue, prefix, log, redraws=redraws)
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, stream))
         if self._printed is not None:
             if rank in self._errors:
                 self._printed.clear()
-            stream.repeats = RepeatFold(rank, self._printed)
+            stream.repeats = RepeatFilter(rank, self._printed)
         self._errors[rank] = stream
 
     def fold_interrupts(self) -> None:
@@ -168,9 +167,9 @@ class Output:
         self._progress_at = REAL_TIME.now() + _PROGRESS_EVERY
         for stream in self._streams:
             stream.show_progress()
-        for sink in {self._stdout, self._stderr}:
-            sink.draw()
-            self._balance(sink)
+        for queue in {self._stdout, self._stderr}:
+            queue.draw()
+            self._balance(queue)
 
     def _name_repeats(self) -> None:
         """Name the ranks whose last error was not printed, because another has printed it."""
@@ -200,9 +199,9 @@ class Output:
     def drop_rest(self) -> None:
         """Give up what is not written yet, and say how many lines of which rank were lost."""
         lost: Counter[int] = Counter()
-        for sink in {self._stdout, self._stderr}:
-            sink.drop()
-            lost += sink.lost
+        for queue in {self._stdout, self._stderr}:
+            queue.drop()
+            lost += queue.lost
         if not lost:
             return
         where = self._stdout if self._stderr.trouble else self._stderr
@@ -228,11 +227,11 @@ class Output:
             self._end(stream)
         elif stream.repeats is not None and stream.repeats.is_holding:
             self._holding.add(stream)
-        self._balance(stream.sink)
+        self._balance(stream.queue)
 
-    def _write(self, sink: Sink) -> None:
-        sink.write()
-        self._balance(sink)
+    def _write(self, queue: OutputQueue) -> None:
+        queue.write()
+        self._balance(queue)
 
     def _end(self, stream: RankOutput) -> None:
         self._streams.remove(stream)
@@ -251,22 +250,22 @@ class Output:
                 self._repeats.setdefault(other, []).append(stream.rank)
         else:
             self._holding.add(stream)
-        self._balance(stream.sink)
+        self._balance(stream.queue)
 
-    def _balance(self, sink: Sink) -> None:
-        """Wait for a sink while something waits for it, and for its ranks while it keeps up."""
-        is_waiting = sink.fd in self._selector.get_map()
-        if sink.pending and not is_waiting:
-            self._selector.register(sink.fd, selectors.EVENT_WRITE, partial(self._write, sink))
-        elif is_waiting and not sink.pending:
-            self._selector.unregister(sink.fd)
+    def _balance(self, queue: OutputQueue) -> None:
+        """Wait for a queue while something waits for it, and for its ranks while it keeps up."""
+        is_waiting = queue.fd in self._selector.get_map()
+        if queue.pending and not is_waiting:
+            self._selector.register(queue.fd, selectors.EVENT_WRITE, partial(self._write, queue))
+        elif is_waiting and not queue.pending:
+            self._selector.unregister(queue.fd)
         for stream in self._streams:
-            if stream.sink is not sink:
+            if stream.queue is not queue:
                 continue
-            if not stream.is_paused and len(sink.pending) > _SINK_HIGH_NBYTES:
+            if not stream.is_paused and len(queue.pending) > _QUEUE_HIGH_NBYTES:
                 self._selector.unregister(stream.pipe)
                 stream.is_paused = True
-            elif stream.is_paused and len(sink.pending) < _SINK_LOW_NBYTES:
+            elif stream.is_paused and len(queue.pending) < _QUEUE_LOW_NBYTES:
                 self._selector.register(
                     stream.pipe, selectors.EVENT_READ, partial(self._read, stream)
                 )

@@ -22,15 +22,14 @@ from pathlib import Path
 
 from rankwire.environment import default_timeout
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
+from rankwire.launch.attempt import DEFAULT_MAX_RESTARTS, OnFailure
 from rankwire.launch.job import LaunchedJob
 from rankwire.launch.local_ranks import LocalRanks
-from rankwire.launch.loop import STOPPING, Loop
+from rankwire.launch.loop import STOPPING, Loop, collected_signals
 from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
-from rankwire.launch.restarts import DEFAULT_MAX_RESTARTS, OnFailure
-from rankwire.launch.signals import collected_signals
-from rankwire.launch.strays import Strays
+from rankwire.launch.subreaper import Subreaper
 from rankwire.observe.tracebacks import is_everything_printed
 from rankwire.rendezvous import open_files
 from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
@@ -125,8 +124,8 @@ def run(
         signals = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
         loop = Loop(selector, signals, output)
         reaper = stack.enter_context(_reaper(grace))
-        strays = stack.enter_context(contextlib.closing(Strays(reaper)))
-        if not strays.is_adopting:
+        subreaper = stack.enter_context(contextlib.closing(Subreaper(reaper)))
+        if not subreaper.is_adopting:
             output.say("what ranks start in other sessions cannot be found here, and may stay")
         local = LocalRanks(
             command,
@@ -134,7 +133,7 @@ def run(
             grace=grace,
             loop=loop,
             reaper=reaper,
-            strays=strays,
+            subreaper=subreaper,
             tls_dir=tls_dir,
             debugged=debugged,
         )

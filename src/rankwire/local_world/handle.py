@@ -17,11 +17,10 @@ from rankwire.backends.simulated import SimulatedBackend
 from rankwire.environment import default_timeout
 from rankwire.errors import ChannelClosedError
 from rankwire.fork import disown, guard
-from rankwire.local_world.outcomes import RankOutcome, values_of
-from rankwire.local_world.printing import Printing
+from rankwire.local_world.function_run import FunctionRun, Rank, RankOutcome, values_of
+from rankwire.local_world.printer import Printer
 from rankwire.local_world.process_world import ProcessWorld
 from rankwire.local_world.rank_thread import RankThread
-from rankwire.local_world.running import Rank, Run
 from rankwire.showing import ShowsPublic
 from rankwire.shutdown import close_at_exit
 
@@ -77,7 +76,7 @@ class LocalWorld(ShowsPublic):
     def __init__(self, world_size: int, *, simulated: bool, timeout: float, **options: Any) -> None:
         self._backends: Sequence[Backend] = ()
         self._processes: ProcessWorld | None = None
-        self._printing = Printing()
+        self._printer = Printer()
         self._ranks: Sequence[Rank]
         self._closed = False
         if simulated:
@@ -86,7 +85,7 @@ class LocalWorld(ShowsPublic):
             self._ranks = [RankThread(backend) for backend in world]
         else:
             self._processes = ProcessWorld(world_size, {"timeout": timeout, **options})
-            self._printing = self._processes.printing
+            self._printer = self._processes.printer
             self._ranks = self._processes.ranks
         self.world_size = len(self._ranks)
         guard(self)
@@ -129,7 +128,7 @@ class LocalWorld(ShowsPublic):
         self, ranks: Sequence[Rank], function: Callable[..., T], args: tuple[Any, ...], limit: float
     ) -> list[T]:
         self._check_open()
-        run = Run(ranks, self._printing, function, args)
+        run = FunctionRun(ranks, self._printer, function, args)
         return values_of(run.finish(limit, together=True))
 
     def _start(self, rank: int, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:

@@ -15,8 +15,8 @@ from typing import Any
 
 from rankwire.backends.arguments import check_world
 from rankwire.clock import REAL_TIME
-from rankwire.local_world.outcomes import values_of
-from rankwire.local_world.printing import Printing
+from rankwire.local_world.function_run import values_of
+from rankwire.local_world.printer import Printer
 from rankwire.local_world.rank_process import RankProcess
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 
@@ -35,7 +35,7 @@ class ProcessWorld:
 
     Attributes:
         ranks: One a rank.
-        printing: Shows what they print, in the thread that waits for them.
+        printer: Shows what they print, in the thread that waits for them.
 
     Raises:
         RankFailedError: One of them did not join the world.
@@ -43,7 +43,7 @@ class ProcessWorld:
 
     def __init__(self, world_size: int, options: dict[str, Any]) -> None:
         check_world(0, world_size)
-        self.printing = Printing()
+        self.printer = Printer()
         self.ranks: list[RankProcess] = []
         self._is_over = threading.Event()  # no process is left
         self._reader = threading.Thread(target=self._read, name="rankwire-local", daemon=True)
@@ -52,7 +52,7 @@ class ProcessWorld:
                 port = listener.getsockname()[1]
                 for rank in range(world_size):
                     mine = listener if rank == 0 else None
-                    self.ranks.append(RankProcess(rank, mine, self.printing))
+                    self.ranks.append(RankProcess(rank, mine, self.printer))
             self._reader.start()
             options = {
                 "address": f"127.0.0.1:{port}",
@@ -60,7 +60,7 @@ class ProcessWorld:
                 **options,
             }
             joining = [rank.enter(world_size, options) for rank in self.ranks]
-            self.printing.print_until(lambda: all(each.done() for each in joining))
+            self.printer.print_until(lambda: all(each.done() for each in joining))
             values_of([each.result() for each in joining])
         except BaseException:
             self.close(patience=0.0)
@@ -76,10 +76,10 @@ class ProcessWorld:
             rank.leave()
         if self._reader.ident is None:  # it could not be started, or was interrupted before
             self._reader.start()
-        self.printing.print_until(self._is_over.is_set, patience)
+        self.printer.print_until(self._is_over.is_set, patience)
         for rank in self.ranks:
             rank.kill()
-        if not self.printing.print_until(self._is_over.is_set, _END_PATIENCE):
+        if not self.printer.print_until(self._is_over.is_set, _END_PATIENCE):
             _log.warning("processes of ranks do not end: %s", [rank.pid for rank in self.ranks])
         REAL_TIME.join(self._reader, _END_PATIENCE)
         sweep_socket_files()  # of those that were killed
@@ -90,4 +90,4 @@ class ProcessWorld:
             for rank in self.ranks:
                 rank.read(ready)
         self._is_over.set()
-        self.printing.wake()
+        self.printer.wake()

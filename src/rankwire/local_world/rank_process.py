@@ -25,11 +25,10 @@ from typing import Any
 
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RankFailedError
-from rankwire.launch.lines import LineSplitter
-from rankwire.launch.progress import ProgressLines
-from rankwire.local_world.outcomes import RankOutcome
-from rankwire.local_world.parcels import pack, unpack
-from rankwire.local_world.printing import Printing, StreamName
+from rankwire.launch.lines import LineSplitter, ProgressLines
+from rankwire.local_world.function_pickle import pack, unpack
+from rankwire.local_world.function_run import RankOutcome
+from rankwire.local_world.printer import Printer, StreamName
 from rankwire.local_world.rank_program import RunReport
 from rankwire.texts import text_of
 
@@ -47,15 +46,15 @@ class RankProcess:
     Args:
         rank: Which.
         listener: For rank 0: the socket at which the ranks meet.
-        printing: Shows what it prints.
+        printer: Shows what it prints.
 
     Attributes:
         rank: The same.
     """
 
-    def __init__(self, rank: int, listener: socket.socket | None, printing: Printing) -> None:
+    def __init__(self, rank: int, listener: socket.socket | None, printer: Printer) -> None:
         self.rank = rank
-        self._printing = printing
+        self._printer = printer
         self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._number = 0  # of the last order
@@ -212,7 +211,7 @@ class RankProcess:
     def _print(self, output: _Output, lines: list[bytes]) -> None:
         texts = [f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines]
         if texts:
-            self._printing.put(output.name, "".join(texts))
+            self._printer.put(output.name, "".join(texts))
 
     def _read_words(self) -> None:
         try:
@@ -224,7 +223,7 @@ class RankProcess:
                     self._end_running(_outcome(self.rank, word))
                 elif self._saying is not None:
                     self._saying.set_result(word)
-                    self._printing.wake()
+                    self._printer.wake()
         except (EOFError, OSError):
             return  # its death is told by the kernel
 
@@ -233,7 +232,7 @@ class RankProcess:
             running, self._running = self._running, None
         if running is not None:
             running.set_result(outcome)
-            self._printing.wake()
+            self._printer.wake()
 
     def _bury(self) -> None:
         """Take in that it is dead."""

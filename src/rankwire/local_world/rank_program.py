@@ -37,7 +37,7 @@ from rankwire.backends.base import Backend
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import RankFailedError
-from rankwire.local_world.parcels import pack, unpack
+from rankwire.local_world.function_pickle import pack, unpack
 from rankwire.observe.stacks import stacks
 from rankwire.observe.tracebacks import FULL_TRACEBACK, folded
 from rankwire.texts import text_of, traceback_of, type_name

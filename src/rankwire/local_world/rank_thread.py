@@ -18,7 +18,7 @@ from rankwire.backends.base import Backend
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
-from rankwire.local_world.outcomes import RankOutcome
+from rankwire.local_world.function_run import RankOutcome
 from rankwire.observe.stacks import stacks
 
 _LET_GO_PATIENCE = 0.2  # seconds for the thread of a killed rank to see that

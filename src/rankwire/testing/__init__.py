@@ -6,7 +6,7 @@ what each returned, or an ``RankOutcome`` of each.
 """
 
 from rankwire.errors import RankFailedError, RanksStuckError
-from rankwire.local_world.outcomes import RankOutcome
+from rankwire.local_world.function_run import RankOutcome
 from rankwire.testing.conformance import CHECKS, check_backend
 from rankwire.testing.ranks import in_parallel, run_ranks
 from rankwire.testing.worlds import MakeWorld, simulated_world, sub_world, tcp_world

@@ -10,11 +10,17 @@ from typing import Any, Literal, TypeVar, cast, overload
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RanksStuckError
-from rankwire.local_world.outcomes import RankOutcome, culprit_of, in_rank_order, values_of
-from rankwire.local_world.printing import Printing
+from rankwire.local_world.function_run import (
+    FunctionRun,
+    Rank,
+    RankOutcome,
+    culprit_of,
+    in_rank_order,
+    values_of,
+)
+from rankwire.local_world.printer import Printer
 from rankwire.local_world.process_world import ProcessWorld
 from rankwire.local_world.rank_thread import RankThread
-from rankwire.local_world.running import Rank, Run
 from rankwire.mesh.dialing import Transport
 from rankwire.observe.stacks import stacks
 
@@ -94,7 +100,7 @@ def run_ranks(
         return list(in_rank_order(ended)) if outcomes else values_of(ended)
     with _world_maker(backend)(world_size, timeout=timeout, **options) as world:
         ranks = [RankThread(mine) for mine in world]
-        ended = _run(ranks, Printing(), function, args, limit)
+        ended = _run(ranks, Printer(), function, args, limit)
         for rank in ranks:
             rank.let_go()
     return list(in_rank_order(ended)) if outcomes else _values(ended)
@@ -134,13 +140,13 @@ def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) 
 
 def _run(
     ranks: Sequence[Rank],
-    printing: Printing,
+    printer: Printer,
     function: Callable[..., T],
     args: tuple[Any, ...],
     limit: float,
 ) -> list[RankOutcome[T]]:
     """Run a function on ranks that leave; if one fails and others are stuck, the failure counts."""
-    run = Run(ranks, printing, function, args, leaves=True)
+    run = FunctionRun(ranks, printer, function, args, leaves=True)
     try:
         return run.finish(limit)
     except RanksStuckError as stuck:
@@ -162,7 +168,7 @@ def _run_processes(
 ) -> list[RankOutcome[T]]:
     world = ProcessWorld(world_size, {"transport": transport, "timeout": timeout, **options})
     try:
-        ended: list[RankOutcome[T]] = _run(world.ranks, world.printing, function, args, limit)
+        ended: list[RankOutcome[T]] = _run(world.ranks, world.printer, function, args, limit)
     except BaseException:
         world.close(patience=0.0)
         raise

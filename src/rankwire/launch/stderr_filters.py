@@ -25,6 +25,9 @@ _DIFFERS_BY_RANK = re.compile(
 )
 _MOST_ERRORS = 16  # that are remembered, of all ranks
 _MOST_LINES = 200  # that are remembered of one error, and held back
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
+_MOST_INTERRUPT_LINES = 500  # that are held back until the end of a traceback
 _MOST_OPEN = 4  # errors of one rank that may go on: a chain of them, or one that quotes another
 
 
@@ -60,7 +63,7 @@ class PrintedErrors:
         self._known.clear()
 
 
-class RepeatFold:
+class RepeatFilter:
     """Passes the stderr of one rank on, except an error at its end that another rank has printed.
 
     Args:
@@ -150,3 +153,40 @@ class RepeatFold:
 def _alike(line: str) -> str:
     """Return a line without what differs between ranks that print the same error."""
     return _DIFFERS_BY_RANK.sub("", line)
+
+
+class InterruptFilter:
+    """Passes lines of one stream on, those of an interrupt as one. One thread."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []  # a traceback whose end has not come
+
+    def feed(self, lines: Iterable[str]) -> list[str]:
+        """Return what to print of these lines, and of those before them, by now."""
+        found: list[str] = []
+        for line in lines:
+            if line == _TRACEBACK:
+                found += self.finish()
+                self._held = [line]
+            elif not self._held:
+                found.append(line)
+            elif line.startswith(" ") and len(self._held) < _MOST_INTERRUPT_LINES:
+                self._held.append(line)
+            elif line == "KeyboardInterrupt":
+                found.append(f"{line}{self._place()}")
+                self._held = []
+            else:
+                found += [*self.finish(), line]
+        return found
+
+    def finish(self) -> list[str]:
+        """Return what is held back."""
+        held, self._held = self._held, []
+        return held
+
+    def _place(self) -> str:
+        frames = [frame for line in self._held if (frame := _FRAME.match(line))]
+        own = [frame for frame in frames if not frame["path"].startswith("<frozen ")]
+        if not own:
+            return ""
+        return f" ({own[-1]['path']}:{own[-1]['line']} in {own[-1]['name']})"

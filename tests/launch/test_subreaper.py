@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankwire.launch import strays as module
-from rankwire.launch.strays import Strays
+from rankwire.launch import subreaper as module
+from rankwire.launch.subreaper import Subreaper
 
 
 class Told:
@@ -29,8 +29,8 @@ DAEMON = "setsid sleep 60 >/dev/null 2>&1 & echo $!"
 
 
 @pytest.fixture
-def strays() -> Iterator[Strays]:
-    with contextlib.closing(Strays(Told())) as made:
+def subreaper() -> Iterator[Subreaper]:
+    with contextlib.closing(Subreaper(Told())) as made:
         if not made.is_adopting:
             pytest.skip("this kernel does not let a process adopt others")
         yield made
@@ -48,35 +48,35 @@ def start_daemon() -> int:
     return int(done.stdout)
 
 
-def test_an_orphan_is_found_ended_and_collected(bystander, strays):
+def test_an_orphan_is_found_ended_and_collected(bystander, subreaper):
     """And a child that was there before is left alone."""
-    told = strays._reaper
+    told = subreaper._reaper
     pid = start_daemon()
-    strays.collect(())
-    assert strays.find(()) == told.adopted == [pid]
-    assert strays.find({pid}) == []  # ended with its group
-    assert strays.send(signal.SIGKILL, ())
+    subreaper.collect(())
+    assert subreaper.find(()) == told.adopted == [pid]
+    assert subreaper.find({pid}) == []  # ended with its group
+    assert subreaper.send(signal.SIGKILL, ())
     end = time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < end
-        strays.collect(())
+        subreaper.collect(())
         time.sleep(0.01)
-    assert strays.find(()) == []
+    assert subreaper.find(()) == []
     assert told.disowned == [pid]
     assert os.path.exists(f"/proc/{bystander}")
 
 
-def test_ranks_are_not_collected(strays):
+def test_ranks_are_not_collected(subreaper):
     process = subprocess.Popen(["sh", "-c", "exit 3"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    strays.collect({process.pid})
+    subreaper.collect({process.pid})
     assert process.wait() == 3
 
 
 def test_where_children_cannot_be_listed_nobody_is_a_stray(monkeypatch, bystander):
     monkeypatch.setattr(module, "_can_list_children", lambda: False)
-    strays = Strays(Told())
-    assert not strays.is_adopting
-    assert strays.find(()) == []
-    strays.collect(())
-    strays.close()
+    subreaper = Subreaper(Told())
+    assert not subreaper.is_adopting
+    assert subreaper.find(()) == []
+    subreaper.collect(())
+    subreaper.close()

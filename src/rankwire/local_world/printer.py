@@ -1,4 +1,4 @@
-"""Printing what ranks print, where the user looks.
+"""Printer what ranks print, where the user looks.
 
 In a notebook, what is printed appears below the cell whose thread prints it. So while a thread
 waits for ranks, that thread prints; at other times the one that reads the ranks' output does.
@@ -27,7 +27,7 @@ class _Text(NamedTuple):
     text: str
 
 
-class Printing:
+class Printer:
     """Prints. Every method is safe from any thread."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The terminal of a launcher, lent to one rank: with a real terminal, as a user has it."""
+"""Debugging one rank: it gets the launcher's terminal, and breakpoint() elsewhere says how."""
 
 import contextlib
 import os
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from launched import COMMAND
-from rankwire.launch.terminal import Terminal
+from rankwire.launch import debug
+from rankwire.launch.debug import HOOK, Terminal
 from worlds import eventually
 
 PROGRAM = """
@@ -154,7 +155,7 @@ def test_a_rank_that_is_not_there_cannot_be_debugged(tmp_path):
 
 def test_without_a_terminal_there_is_nothing_to_lend():
     """As in a job of a scheduler: the rank has the launcher's stdin, whatever that is."""
-    code = "from rankwire.launch.terminal import Terminal; t = Terminal(); t.give(0); t.take_back()"
+    code = "from rankwire.launch.debug import Terminal; t = Terminal(); t.give(0); t.take_back()"
     done = subprocess.run(
         [sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True, check=False
     )
@@ -163,3 +164,30 @@ def test_without_a_terminal_there_is_nothing_to_lend():
 
 def test_taking_back_what_was_not_given_does_nothing():
     Terminal().take_back()
+
+
+def stop_twice():
+    for _ in range(2):
+        breakpoint()
+
+
+def test_it_says_once_for_each_place_how_to_debug_that_rank(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONBREAKPOINT", HOOK)
+    monkeypatch.setenv("RANKWIRE_RANK", "1")
+    monkeypatch.setattr(debug, "_seen", set())
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    stop_twice()
+    breakpoint()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(f"{os.path.basename(__file__)}:" in line for line in lines)
+    assert all("rankwire run --debug-rank 1 ..." in line for line in lines)
+
+
+def test_it_says_nothing_while_another_rank_is_debugged(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONBREAKPOINT", HOOK)
+    monkeypatch.setenv("RANKWIRE_DEBUG_RANK", "0")
+    monkeypatch.setattr(debug, "_seen", set())
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    stop_twice()
+    assert capsys.readouterr().err == ""

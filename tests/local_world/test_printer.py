@@ -1,8 +1,8 @@
-"""Printing: in the thread that waits, and else in the one that brings the text."""
+"""Printer: in the thread that waits, and else in the one that brings the text."""
 
 import threading
 
-from rankwire.local_world.printing import Printing
+from rankwire.local_world.printer import Printer
 from rankwire.testing.conformance.tools import until
 
 
@@ -22,39 +22,39 @@ class Stream:
 def test_a_text_is_printed_by_the_thread_that_waits(monkeypatch):
     stream = Stream()
     monkeypatch.setattr("sys.stdout", stream)
-    printing, over = Printing(), threading.Event()
+    printer, over = Printer(), threading.Event()
 
     def bring():
-        until(lambda: printing._waiting)
-        printing.put("stdout", "one\n")
+        until(lambda: printer._waiting)
+        printer.put("stdout", "one\n")
         over.set()
-        printing.wake()
+        printer.wake()
 
     thread = threading.Thread(target=bring, name="bringer")
     thread.start()
-    assert printing.print_until(over.is_set, 20)
+    assert printer.print_until(over.is_set, 20)
     thread.join()
     assert stream.written == [("MainThread", "one\n")]
 
 
 def test_a_text_is_printed_at_once_if_nobody_waits(capsys):
-    printing = Printing()
-    printing.put("stderr", "two\n")
-    printing.put("stdout", "three\n")
+    printer = Printer()
+    printer.put("stderr", "two\n")
+    printer.put("stdout", "three\n")
     assert capsys.readouterr() == ("three\n", "two\n")
 
 
 def test_what_came_before_the_end_is_printed_before_the_wait_ends(capsys):
-    printing = Printing()
-    printing._waiting += 1  # as if another thread waited
-    printing.put("stdout", "four\n")
+    printer = Printer()
+    printer._waiting += 1  # as if another thread waited
+    printer.put("stdout", "four\n")
     assert not capsys.readouterr().out
-    assert printing.print_until(lambda: True)
+    assert printer.print_until(lambda: True)
     assert capsys.readouterr().out == "four\n"
 
 
 def test_a_wait_ends_when_its_time_has_passed():
-    assert not Printing().print_until(lambda: False, 0.01)
+    assert not Printer().print_until(lambda: False, 0.01)
 
 
 def test_a_screen_that_is_closed_harms_nobody(monkeypatch):
@@ -63,4 +63,4 @@ def test_a_screen_that_is_closed_harms_nobody(monkeypatch):
             raise ValueError("I/O operation on closed file")
 
     monkeypatch.setattr("sys.stdout", Closed())
-    Printing().put("stdout", "unseen")
+    Printer().put("stdout", "unseen")

@@ -2,7 +2,7 @@
 
 import math
 
-from rankwire.launch.restarts import FIRST_PAUSE, LONGEST_PAUSE, OnFailure, Restarts
+from rankwire.launch.attempt import FIRST_PAUSE, LONGEST_PAUSE, OnFailure, Restarts
 
 
 def test_each_rank_has_its_own_limit_and_ever_longer_pauses():

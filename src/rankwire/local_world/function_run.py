@@ -5,19 +5,112 @@ Ranks are processes or threads: what a ``Rank`` can do is all that is known of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
-from rankwire.errors import RanksStuckError
-from rankwire.local_world.outcomes import RankOutcome, culprit_of, in_rank_order
-from rankwire.local_world.printing import Printing
+from rankwire.errors import RankFailedError, RanksStuckError
+from rankwire.local_world.printer import Printer
+from rankwire.observe.blame import is_consequence
+from rankwire.observe.exit_report import describe
+
+T = TypeVar("T")
 
 _OTHERS_PATIENCE = 1.0  # seconds for the other ranks to end after one has failed
-_INTERRUPT_PATIENCE = 5.0  # seconds for a function that was interrupted to end
-_STACKS_PATIENCE = 2.0  # seconds for a rank to say what it is doing
+_INTERRUPT_PATIENCE = 5.0  # seconds for an interrupted function to end
+_STACKS_PATIENCE = 2.0  # seconds for a rank to report its stacks
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome(Generic[T]):
+    """What became of a function on one rank.
+
+    Attributes:
+        rank: Which.
+        value: What it returned, if it did.
+        error: What it raised, if it did. From a process it is a copy, or a ``RankFailedError`` in
+            its place if it could not be copied.
+        killed: Whether the rank was killed: by a fault plan, or its process by a signal.
+        reason: How it was killed, or how its process ended that said nothing; else empty.
+        remote_traceback: The traceback of the error as text, from a process.
+    """
+
+    rank: int
+    value: T | None = None
+    error: BaseException | None = None
+    killed: bool = False
+    reason: str = ""
+    remote_traceback: str = ""
+
+    @property
+    def returned(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and not self.killed and not self.reason
+
+    def result(self) -> T:
+        """Return what the function returned.
+
+        Raises:
+            RankFailedError: It did not return. Its cause is what was raised, if anything was.
+        """
+        if self.returned:
+            return cast(T, self.value)
+        raise self.failure() from self.error
+
+    def failure(self) -> RankFailedError:
+        """Return the error to raise for a function that did not return."""
+        if isinstance(self.error, RankFailedError):
+            return self.error
+        reason = self.reason if self.error is None else describe(self.error)
+        return RankFailedError(
+            self.rank, reason, remote_traceback=self.remote_traceback, killed=self.killed
+        )
+
+    def __str__(self) -> str:
+        if self.returned:
+            return f"rank {self.rank} returned {self.value!r}"
+        if self.error is not None:
+            return f"rank {self.rank} raised {describe(self.error)}"
+        return f"rank {self.rank}: {self.reason}"
+
+
+def culprit_of(ended: Iterable[RankOutcome[T]]) -> RankOutcome[T] | None:
+    """Return the outcome because of which not all returned; None if they did.
+
+    Args:
+        ended: The outcomes in the order in which they came. The first that is no consequence of
+            another rank's counts; a rank that was killed only if nothing else went wrong.
+    """
+    failed = [outcome for outcome in ended if not outcome.returned]
+    own = [outcome for outcome in failed if not is_consequence(outcome.error)]
+    raised = [outcome for outcome in own if not outcome.killed]
+    return next(iter([*raised, *own, *failed]), None)
+
+
+def in_rank_order(outcomes: Iterable[RankOutcome[T]]) -> list[RankOutcome[T]]:
+    """Return outcomes sorted by rank."""
+    return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def values_of(ended: Sequence[RankOutcome[T]]) -> list[T]:
+    """Return what all ranks returned, in rank order.
+
+    Args:
+        ended: The outcomes, in the order in which they came.
+
+    Raises:
+        RankFailedError: A rank did not return; it has all outcomes.
+    """
+    outcomes = in_rank_order(ended)
+    culprit = culprit_of(ended)
+    if culprit is None:
+        return [cast(T, outcome.value) for outcome in outcomes]
+    failure = culprit.failure()
+    failure.outcomes = list(outcomes)
+    raise failure from culprit.error
 
 
 class Rank(Protocol):
@@ -41,12 +134,12 @@ class Rank(Protocol):
         """Ask what all its threads are doing."""
 
 
-class Run:
+class FunctionRun:
     """A function that runs on some ranks. For one thread.
 
     Args:
         ranks: Where.
-        printing: Prints what they print while this thread waits.
+        printer: Prints what they print while this thread waits.
         function: What.
         args: Its arguments after the backend.
         leaves: Whether a rank leaves its world when it is done.
@@ -58,14 +151,14 @@ class Run:
     def __init__(
         self,
         ranks: Sequence[Rank],
-        printing: Printing,
+        printer: Printer,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         *,
         leaves: bool = False,
     ) -> None:
         self._ranks = ranks
-        self._printing = printing
+        self._printer = printer
         self.ended: list[RankOutcome[Any]] = []
         self._begun = 0
         try:
@@ -91,13 +184,13 @@ class Run:
         deadline = Deadline(limit, REAL_TIME)
         try:
             while not self._is_over():
-                self._printing.print_until(
+                self._printer.print_until(
                     lambda: self._is_over() or (together and self._has_failed()),
                     deadline.sleep_limit(),
                 )
                 if deadline.expired and not self._is_over():
                     raise self._stuck(limit)
-                if together and not self._printing.print_until(self._is_over, _OTHERS_PATIENCE):
+                if together and not self._printer.print_until(self._is_over, _OTHERS_PATIENCE):
                     break
         finally:
             self._stop()
@@ -105,7 +198,7 @@ class Run:
 
     def _note(self, future: Future[RankOutcome[Any]]) -> None:
         self.ended.append(future.result())
-        self._printing.wake()
+        self._printer.wake()
 
     def _is_over(self) -> bool:
         return len(self.ended) == self._begun
@@ -117,7 +210,7 @@ class Run:
         """Interrupt what still runs, and wait a little for its end."""
         try:
             if self._interrupt():
-                self._printing.print_until(self._is_over, _INTERRUPT_PATIENCE)
+                self._printer.print_until(self._is_over, _INTERRUPT_PATIENCE)
         except KeyboardInterrupt:  # another one: that ends the waiting
             self._interrupt()
             raise
@@ -131,7 +224,7 @@ class Run:
 
     def _stuck(self, limit: float) -> RanksStuckError:
         asked = {rank.rank: rank.ask_for_stacks() for rank in self._unfinished()}
-        self._printing.print_until(
+        self._printer.print_until(
             lambda: all(each.done() for each in asked.values()), _STACKS_PATIENCE
         )
         silent = "(it does not say: its interpreter does not run)"

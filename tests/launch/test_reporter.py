@@ -1,6 +1,6 @@
 """The status line, as text."""
 
-from rankwire.launch.status_line import Counts, describe
+from rankwire.launch.reporter import Counts, describe
 
 
 def test_who_is_nowhere_is_left_out():

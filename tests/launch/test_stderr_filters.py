@@ -5,7 +5,7 @@ import os
 import pytest
 
 from launched import PATIENT_COMMAND
-from rankwire.launch.repeats import PrintedErrors, RepeatFold
+from rankwire.launch.stderr_filters import PrintedErrors, RepeatFilter
 from rankwire.observe.tracebacks import FULL_TRACEBACK
 
 BEGIN = "Traceback (most recent call last):"
@@ -22,7 +22,7 @@ class Ranks:
 
     def __init__(self):
         printed = PrintedErrors()
-        self.folds = [RepeatFold(rank, printed) for rank in range(3)]
+        self.folds = [RepeatFilter(rank, printed) for rank in range(3)]
 
     def feed(self, rank, *lines):
         return self.folds[rank].feed(lines)

@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _COLLECT_EVERY = 0.5
 
 
-class Strays:
+class Subreaper:
     """Finds and ends what ranks have started. Adopts from its construction until ``close``.
 
     Args:
