@@ -241,7 +241,7 @@ OWN_WAITS = {
     "testing/conformance/call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",
-    "torch/forming.py": "stores of torch wait by the time of the system, before there is a world",
+    "torch/torch_rendezvous.py": "torch's stores wait by the system clock, before there is a world",
     "torch/works.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }

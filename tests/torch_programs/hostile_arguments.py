@@ -24,12 +24,11 @@ import torch
 
 from rankwire.codec.tensors import CODES
 from rankwire.torch.rpc.bounds import ResultLimits
-from rankwire.torch.rpc.carried import build_tensor
-from rankwire.torch.rpc.guarding import guarded
+from rankwire.torch.rpc.guards import _OF_CONTAINERS, find_method, guarded, tensor_checks
 from rankwire.torch.rpc.layers import _RUN, layers
 from rankwire.torch.rpc.listed_functions import listed_functions
-from rankwire.torch.rpc.methods import _OF_CONTAINERS, find_method, tensor_checks
-from rankwire.torch.rpc.naming import NameRefusedError, NamingRule
+from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule
+from rankwire.torch.rpc.torch_codec import build_tensor
 
 PERTURB = int(os.environ.get("MALLOC_PERTURB_", "0"))
 RULE = NamingRule()

@@ -22,9 +22,9 @@ from rankwire.errors import (  # noqa: E402
     RemoteError,
     UnsupportedTypeError,
 )
-from rankwire.torch.rpc import constants, workers  # noqa: E402
-from rankwire.torch.rpc.attendant import Attendant  # noqa: E402
+from rankwire.torch.rpc import constants, session  # noqa: E402
 from rankwire.torch.rpc.options import construct_rpc_backend_options  # noqa: E402
+from rankwire.torch.rpc.reply_watcher import ReplyWatcher  # noqa: E402
 from rankwire.torch.rpc.session import current  # noqa: E402
 from rankwire.torch.rpc.verbs import APPLY, MAKE  # noqa: E402
 from worlds import eventually  # noqa: E402
@@ -405,7 +405,7 @@ def test_futures_are_torchs_in_every_way():
 
 
 class Call:
-    """What an attendant knows of a call."""
+    """What an watcher knows of a call."""
 
     def __init__(self, dst):
         self.dst = dst
@@ -420,29 +420,29 @@ class Call:
 
 
 def test_replies_that_a_thread_reads_are_left_to_it_until_it_leaves():
-    attendant = Attendant(REAL_TIME)
+    watcher = ReplyWatcher(REAL_TIME)
     read, unread = [Call(1) for _ in range(200)], Call(2)
     try:
-        attendant.begin_reading(1)
+        watcher.begin_reading(1)
         for call in (*read, unread):
-            attendant.watch(call)
+            watcher.watch(call)
         eventually(lambda: unread.attended)
         assert not any(call.attended for call in read)
         for call in read[:-1]:
             call.is_done = True
         more = [Call(1) for _ in range(400)]
         for call in more:
-            attendant.watch(call)
+            watcher.watch(call)
             call.is_done = True
-        attendant.watch(last := Call(2))
+        watcher.watch(last := Call(2))
         eventually(lambda: last.attended)
-        assert sum(map(len, attendant._aside.values())) < 500, "what has ended is let go"
-        attendant.end_reading()
-        attendant.end_reading()
+        assert sum(map(len, watcher._aside.values())) < 500, "what has ended is let go"
+        watcher.end_reading()
+        watcher.end_reading()
         eventually(lambda: read[-1].attended)
         assert [call.attended for call in read[:-1]] == [0] * 199
     finally:
-        attendant.close()
+        watcher.close()
 
 
 gate = threading.Event()
@@ -677,7 +677,7 @@ def test_names_of_workers_are_checked():
     for wrong, why in (("", "non-empty"), ("a*", "must match"), ("a" * 128, "shorter than 128")):
         with pytest.raises(RuntimeError, match=why):
             rpc.WorkerInfo(wrong, 0)
-    info = workers.WorkerInfo("a-b_c:1", 3)
+    info = session.WorkerInfo("a-b_c:1", 3)
     assert {info: 1}[rpc.WorkerInfo(name="a-b_c:1", id=3)] == 1
     assert info != rpc.WorkerInfo("other", 3)
     assert info != 3

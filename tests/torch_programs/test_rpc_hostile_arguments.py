@@ -22,12 +22,12 @@ from rpc_ranks import run_workers  # noqa: E402
 import rankwire.torch.rpc as rpc  # noqa: E402
 from rankwire.errors import FunctionNotFoundError, RemoteError  # noqa: E402
 from rankwire.torch.rpc import bounds  # noqa: E402
-from rankwire.torch.rpc.carried import build_tensor  # noqa: E402
-from rankwire.torch.rpc.guarding import guarded  # noqa: E402
+from rankwire.torch.rpc.guards import guarded  # noqa: E402
 from rankwire.torch.rpc.layers import layers  # noqa: E402
 from rankwire.torch.rpc.listed_functions import listed_functions  # noqa: E402
-from rankwire.torch.rpc.naming import NameRefusedError, NamingRule  # noqa: E402
+from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule  # noqa: E402
 from rankwire.torch.rpc.session import current  # noqa: E402
+from rankwire.torch.rpc.torch_codec import build_tensor  # noqa: E402
 
 PROGRAM = str(Path(__file__).with_name("hostile_arguments.py"))
 CASES, SEEDS = (1000, range(1, 11)) if NIGHTLY else (40, (1,))

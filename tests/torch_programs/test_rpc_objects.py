@@ -17,9 +17,9 @@ from rpc_ranks import run_workers, worker  # noqa: E402
 import rankwire.torch.rpc as rpc  # noqa: E402
 from rankwire.errors import InvalidMessageError, OverloadedError, PeerLostError  # noqa: E402
 from rankwire.finalizing import hand_over  # noqa: E402
-from rankwire.torch.rpc.agent_view import current_agent, rref_debug_info  # noqa: E402
-from rankwire.torch.rpc.held import take_news  # noqa: E402
-from rankwire.torch.rpc.owned import (  # noqa: E402
+from rankwire.torch.rpc.api import current_agent, rref_debug_info  # noqa: E402
+from rankwire.torch.rpc.handle_updates import apply_updates  # noqa: E402
+from rankwire.torch.rpc.owned_objects import (  # noqa: E402
     MOST_EXPECTED,
     ObjectId,
     OwnedObject,
@@ -511,7 +511,7 @@ def test_nothing_is_logged_of_calls_to_a_killed_worker_whose_failure_is_known_ot
         rpc.remote("worker1", Counter)
         del rref, unused, late
         gc.collect()
-        eventually(lambda: current().news.is_quiet)
+        eventually(lambda: current().updates.is_quiet)
         has_logged = threading.Event()
         hand_over(has_logged.set)
         assert has_logged.wait(20)
@@ -757,7 +757,7 @@ def test_news_that_no_rank_sends_are_refused(news):
     owned = objects()
     made(owned)
     with pytest.raises((ValueError, TypeError)):
-        take_news(owned, 1, 3, news)
+        apply_updates(owned, 1, 3, news)
     assert owned.count() == (1, 1)
 
 
@@ -765,13 +765,13 @@ def test_news_that_are_refused_do_not_keep_others_from_being_counted():
     owned = objects()
     thing = made(owned)
     with pytest.raises(PermissionError):
-        take_news(owned, 1, 3, [(0, 1, 1, KEY + 1, 0, 0), (0, *thing.id, 0, 0)])
+        apply_updates(owned, 1, 3, [(0, 1, 1, KEY + 1, 0, 0), (0, *thing.id, 0, 0)])
     assert owned.count() == (0, 0)
 
 
 def test_a_handle_that_no_rank_sends_is_refused():
     from rankwire.codec.hooks import BuildContext
-    from rankwire.torch.rpc.rref_travel import build_rref
+    from rankwire.torch.rpc.torch_codec import build_rref
 
     def check():
         for wrong in (

@@ -15,7 +15,7 @@ from rankwire.torch.rpc import autograd, verbs
 from rankwire.torch.rpc.autograd_contexts import COUNTER_BITS, MOST_KEPT, Contexts
 from rankwire.torch.rpc.autograd_pass import LocalPass
 from rankwire.torch.rpc.autograd_tracking import TrackedCall
-from rankwire.torch.rpc.owned import MOST_EXPECTED, ObjectId
+from rankwire.torch.rpc.owned_objects import MOST_EXPECTED, ObjectId
 from rankwire.torch.rpc.session import current
 from worlds import eventually
 
@@ -163,7 +163,7 @@ def test_numbered_tensors_outside_of_a_context_are_not_kept(monkeypatch):
         if rank == 0:
             return None
         numbers = iter(range(10**6))
-        monkeypatch.setattr("rankwire.torch.rpc.carried._history", lambda tensor: next(numbers))
+        monkeypatch.setattr("rankwire.torch.rpc.torch_codec._history", lambda tensor: next(numbers))
         x = torch.ones(1 << 20, requires_grad=True)
         rpc.rpc_sync("worker0", torch.numel, args=(x,))
         before = rpc.rpc_sync("worker0", resident_mib)
@@ -227,7 +227,7 @@ def test_gradients_that_are_not_awaited_and_parts_that_run_are_refused():
 
 
 def test_a_gathering_is_refused_beyond_a_limit_and_forgotten_when_no_worker_waits(monkeypatch):
-    monkeypatch.setattr("rankwire.torch.rpc.meetings._MOST_WAITING", 5)
+    monkeypatch.setattr("rankwire.torch.rpc.gatherings._MOST_WAITING", 5)
 
     def check(rank):
         session = current()
@@ -241,12 +241,12 @@ def test_a_gathering_is_refused_beyond_a_limit_and_forgotten_when_no_worker_wait
                 session.agent.rpc_sync(0, verbs.GATHER, names, 200, None, timeout=60)
             for call in waiting:
                 call.cancel()
-            eventually(lambda: rpc.rpc_sync("worker0", count_meetings) == 0)
+            eventually(lambda: rpc.rpc_sync("worker0", count_gatherings) == 0)
         rpc._all_gather(None)
 
     run_workers(2, check, allow=ALLOW)
 
 
-def count_meetings():
+def count_gatherings():
     """Return how many there are of the test's own."""
-    return sum(number >= 100 for _, number in current().meetings._meetings)
+    return sum(number >= 100 for _, number in current().gatherings._gatherings)

@@ -4,7 +4,7 @@ torch makes a group by ``create_group``. Its own code, in Python and C++ (DDP, f
 collectives, compiled graphs), calls the methods below by these names, and the older ones of the
 same operations. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread and returns
 None, as torch lets backends do; everything else runs in the background and returns a work. Errors
-are torch's (``translation``).
+are torch's (``works``).
 
 Size: torch's interface has so many methods; each of them names the operation and its arguments.
 """
@@ -31,14 +31,17 @@ from rankwire.collectives.operands import operand
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.finalizing import hand_over
 from rankwire.observe.stacks import show_as
-from rankwire.torch.barriers import meet_monitored
 from rankwire.torch.devices import Devices, plain
-from rankwire.torch.forming import form_world
-from rankwire.torch.launching import take_formed
-from rankwire.torch.reduce_ops import op_of
-from rankwire.torch.sparse import add_sparse
-from rankwire.torch.translation import as_torch, translated
-from rankwire.torch.works import DoneWork, MessageWork, PendingWork, seconds_of
+from rankwire.torch.group_operations import add_sparse, meet_monitored, op_of
+from rankwire.torch.torch_rendezvous import form_world, take_formed
+from rankwire.torch.works import (
+    DoneWork,
+    MessageWork,
+    PendingWork,
+    as_torch,
+    seconds_of,
+    translated,
+)
 
 Tensors = Sequence[torch.Tensor]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from rankwire.torch.group import create_group
-from rankwire.torch.launching import register_launchers
+from rankwire.torch.torch_rendezvous import register_launchers
 
 
 def register() -> None:

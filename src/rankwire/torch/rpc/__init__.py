@@ -1,7 +1,7 @@
 """torch RPC on rankwire: ``import rankwire.torch.rpc as rpc`` instead of ``torch.distributed.rpc``.
 
 Calls, remote objects and their handles, with torch's names and arguments, without pickle: a worker
-can be asked to run functions of the program, and no others (``naming``). It needs torch
+can be asked to run functions of the program, and no others (``naming_rule``). It needs torch
 (``pip install 'rankwire[torch]'``), and nothing else of rankwire imports it.
 """
 
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from rankwire.torch.rpc import api, autograd, constants, functions, options
 from rankwire.torch.rpc.api import get_rpc_timeout, get_worker_info
-from rankwire.torch.rpc.ending import shutdown
-from rankwire.torch.rpc.exposing import exposed
-from rankwire.torch.rpc.gathering import all_gather as _all_gather
-from rankwire.torch.rpc.gathering import barrier as _barrier
-from rankwire.torch.rpc.gathering import wait_all as _wait_all
-from rankwire.torch.rpc.installing import install
-from rankwire.torch.rpc.invoking import rpc_async, rpc_sync
-from rankwire.torch.rpc.naming import NameRefusedError
+from rankwire.torch.rpc.functions import exposed
+from rankwire.torch.rpc.installation import install
+from rankwire.torch.rpc.lifecycle import init_rpc, is_available, shutdown
+from rankwire.torch.rpc.naming_rule import NameRefusedError
 from rankwire.torch.rpc.optimizer import DistributedOptimizer
 from rankwire.torch.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from rankwire.torch.rpc.remote_calls import all_gather as _all_gather
+from rankwire.torch.rpc.remote_calls import barrier as _barrier
+from rankwire.torch.rpc.remote_calls import rpc_async, rpc_sync
+from rankwire.torch.rpc.remote_calls import wait_all as _wait_all
 from rankwire.torch.rpc.remote_module import RemoteModule
 from rankwire.torch.rpc.rref import RRef, remote
-from rankwire.torch.rpc.starting import init_rpc, is_available
-from rankwire.torch.rpc.workers import WorkerInfo
+from rankwire.torch.rpc.session import WorkerInfo
 
 dist_autograd = autograd  # as programs call torch's module
 _is_current_rpc_agent_set = api._is_current_rpc_agent_set

@@ -1,4 +1,4 @@
-"""``rpc.api``: names of torch's module of that name which programs and libraries use."""
+"""Names of torch's module ``rpc.api`` that programs and libraries use, and a view of the agent."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from rankwire.torch.rpc.ending import shutdown
-from rankwire.torch.rpc.ending import wait_for_all as _wait_for_all
-from rankwire.torch.rpc.gathering import all_gather as _all_gather
-from rankwire.torch.rpc.gathering import barrier as _barrier
-from rankwire.torch.rpc.gathering import wait_all as _wait_all
-from rankwire.torch.rpc.invoking import collected as _thread_local_var
-from rankwire.torch.rpc.invoking import rpc_async, rpc_sync
+from rankwire.torch.rpc.lifecycle import shutdown
+from rankwire.torch.rpc.lifecycle import wait_for_all as _wait_for_all
+from rankwire.torch.rpc.remote_calls import all_gather as _all_gather
+from rankwire.torch.rpc.remote_calls import barrier as _barrier
+from rankwire.torch.rpc.remote_calls import collected as _thread_local_var
+from rankwire.torch.rpc.remote_calls import rpc_async, rpc_sync
+from rankwire.torch.rpc.remote_calls import wait_all as _wait_all
 from rankwire.torch.rpc.rref import RRef, remote
-from rankwire.torch.rpc.session import NOT_INITIALIZED, current, state
-from rankwire.torch.rpc.workers import WorkerInfo
+from rankwire.torch.rpc.session import NOT_INITIALIZED, Session, WorkerInfo, current, state
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,3 +83,56 @@ def _to_worker_info(to: Any) -> WorkerInfo:
     """Return the worker that a name, a rank or a ``WorkerInfo`` means."""
     session = current()
     return session.workers[session.rank_of(to)]
+
+
+class AgentView:
+    """This process's agent, as torch shows its own.
+
+    Args:
+        session: What it is a view of.
+    """
+
+    is_static_group = True
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        """Return the worker of a name or rank, or this one."""
+        session = self._session
+        return session.me if worker is None else session.workers[session.rank_of(worker)]
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Return all workers, in the order of their ranks."""
+        return list(self._session.workers)
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Return numbers by torch's names, as texts."""
+        activity = self._session.agent.activity()
+        return {
+            "agent.thread_pool_size": str(self._session.threads),
+            "agent.num_pending_requests": str(activity.in_flight),
+            "agent.client_active_calls": str(activity.in_flight),
+            "agent.server_active_calls": str(activity.in_service),
+        }
+
+
+def current_agent() -> AgentView:
+    """Return a view of this process's agent.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+    """
+    return AgentView(current())
+
+
+def rref_debug_info() -> dict[str, str]:
+    """Return how many objects others hold, and what is under way, by torch's names."""
+    session = current()
+    objects, handles = session.owned.count()
+    return {
+        "num_owner_rrefs": str(objects),
+        "num_forks": str(handles),
+        "num_pending_futures": str(session.agent.activity().in_flight),
+        "num_pending_users": "0" if session.updates.is_quiet else "1",
+    }

@@ -1,19 +1,51 @@
-"""Functions that answer later: ``async_execution``, and how their futures become replies.
+"""Decorators for functions that other ranks call: ``exposed`` and ``async_execution``.
 
-A served function that returns a ``concurrent.futures.Future`` frees its worker at once, and is
-answered when that future is done. torch's programs return torch's futures; here one is made of the
-other.
+A served function that returns a ``concurrent.futures.Future`` frees its thread at once; the server
+replies when that future is done. torch programs return torch futures, which are converted here.
 """
 
 from __future__ import annotations
 
 import functools
+import types
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+
+from rankwire.errors import ConfigurationError
+
+T = TypeVar("T")
+
+_exposed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def exposed(target: T) -> T:
+    """Let other ranks call a function, or make and use objects of a class. A decorator.
+
+    With ``init_rpc(..., allow="decorated")`` they can call nothing else of the program. A class is
+    exposed with its public methods. Apply it last, above other decorators, but below
+    ``@staticmethod`` and ``@classmethod``.
+
+    Returns:
+        The function or class itself.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if not isinstance(target, types.FunctionType | type):
+        raise ConfigurationError(f"only a function or a class can be exposed, not {target!r}")
+    _exposed.add(target)
+    return target
+
+
+def is_exposed(target: object) -> bool:
+    """Tell whether this very function or class was exposed."""
+    return isinstance(target, types.FunctionType | type) and target in _exposed
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

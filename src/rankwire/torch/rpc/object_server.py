@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rankwire.errors import ConfigurationError
 from rankwire.torch.rpc.autograd import backward_of
-from rankwire.torch.rpc.held import take_news
-from rankwire.torch.rpc.methods import find_method
-from rankwire.torch.rpc.owned import ObjectId, OwnedObject
+from rankwire.torch.rpc.guards import find_method
+from rankwire.torch.rpc.handle_updates import apply_updates
+from rankwire.torch.rpc.owned_objects import ObjectId, OwnedObject
 from rankwire.torch.rpc.verbs import (
     BACKWARD,
     CALL,
@@ -55,7 +55,7 @@ class ObjectServer:
             CHECK: self.check,
             TYPE: self.type_of,
             BACKWARD: self.backward,
-            TELL: self.take_news,
+            TELL: self.apply_updates,
         }
         for verb, function in ways.items():
             register(session.agent, verb, function)
@@ -135,9 +135,9 @@ class ObjectServer:
 
         return run() if owned.is_ready else self._once_ready(owned, run)
 
-    def take_news(self, news: list[Any]) -> None:
+    def apply_updates(self, news: list[Any]) -> None:
         """Hear who has got handles, and who has let go."""
-        take_news(self._owned, sender(), len(self._session.workers), news)
+        apply_updates(self._owned, sender(), len(self._session.workers), news)
 
     def _find(self, creator: int, number: int, key: int) -> OwnedObject:
         """Return an object that the sender has a handle of; it may still have to be made."""

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rankwire.torch.rpc.autograd import get_gradients
-from rankwire.torch.rpc.exposing import exposed
-from rankwire.torch.rpc.invoking import rpc_async
+from rankwire.torch.rpc.call_results import CallFuture
+from rankwire.torch.rpc.functions import exposed
+from rankwire.torch.rpc.remote_calls import rpc_async
 from rankwire.torch.rpc.rref import RRef
-from rankwire.torch.rpc.torch_future import CallFuture
 
 # torch's own optimizers, by the names under which ranks ask each other for them.
 _OF_TORCH = {

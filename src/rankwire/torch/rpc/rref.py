@@ -1,8 +1,8 @@
 """RRef: a handle of an object on some rank, that can be passed around, asked for and called.
 
 Every handle that comes from another rank is one that the owner has counted for this rank
-(``owned``), and is let go when the Python object is garbage (``held``). The owner's own handles
-have the object itself, and are not counted.
+(``owned_objects``), and is released when the Python object is garbage (``handle_updates``). The
+owner's own handles have the object itself, and are not counted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, OverloadedError, RankwireError
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.autograd import backward_of
+from rankwire.torch.rpc.call_results import CallFuture, translated
 from rankwire.torch.rpc.constants import UNSET_RPC_TIMEOUT
-from rankwire.torch.rpc.owned import ObjectId, OwnedObject
-from rankwire.torch.rpc.session import Session, current, state
-from rankwire.torch.rpc.torch_errors import translated
-from rankwire.torch.rpc.torch_future import CallFuture
+from rankwire.torch.rpc.owned_objects import ObjectId, OwnedObject
+from rankwire.torch.rpc.session import Session, WorkerInfo, current, state
 from rankwire.torch.rpc.verbs import BACKWARD, CALL, CHECK, FETCH, MAKE, MAKE_BY_METHOD, TYPE
-from rankwire.torch.rpc.workers import WorkerInfo
 
 _log = logging.getLogger("rankwire")
 
@@ -96,12 +94,12 @@ class RRef(Generic[T]):
         if owned is None:
             rref._is_counted = True
             rref._giver = owner if giver is None else giver
-            session.news.start()
+            session.updates.start()
         return rref
 
     def __del__(self) -> None:
         if self._is_counted:
-            self._session.news.released(self._owner, self._id, self._giver, self._sent_back)
+            self._session.updates.released(self._owner, self._id, self._giver, self._sent_back)
 
     # -- whose it is -------------------------------------------------------------------------------
 
@@ -325,7 +323,7 @@ def _make(
     rref._creation_limit = limit
     if rank == session.me.id:
         return rref
-    session.news.watch_making(rank, id, rref._creation)
+    session.updates.watch_making(rank, id, rref._creation)
     return rref
 
 

@@ -2,13 +2,14 @@
 
 One process has at most one. It joins what the other modules need of each other: the agent that
 calls and serves, the workers by name, the rule for names, the owned objects and the handles. It
-knows how a name becomes a function to serve, and nothing of how calls are made (``invoking``).
+knows how a name becomes a function to serve, and nothing of how calls are made (``remote_calls``).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,17 +23,64 @@ from rankwire.errors import (
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc import autograd
-from rankwire.torch.rpc.attendant import Attendant
 from rankwire.torch.rpc.autograd_contexts import CONTEXT
 from rankwire.torch.rpc.functions import answer_later, is_async
-from rankwire.torch.rpc.guarding import guarded
-from rankwire.torch.rpc.held import HandleNews
-from rankwire.torch.rpc.meetings import Meetings
-from rankwire.torch.rpc.naming import NameRefusedError, NamingRule, name_of
+from rankwire.torch.rpc.gatherings import Gatherings
+from rankwire.torch.rpc.guards import guarded
+from rankwire.torch.rpc.handle_updates import HandleUpdates
+from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, name_of
 from rankwire.torch.rpc.object_server import ObjectServer
-from rankwire.torch.rpc.owned import ObjectId, OwnedObjects
+from rankwire.torch.rpc.owned_objects import ObjectId, OwnedObjects
+from rankwire.torch.rpc.reply_watcher import ReplyWatcher
 from rankwire.torch.rpc.verbs import APPLY, CALL_IN_CONTEXT, register
-from rankwire.torch.rpc.workers import WorkerInfo
+
+_MAX_NAME = 128
+_NAME = re.compile(r"[\w:-]+", re.ASCII)
+
+
+class WorkerInfo:
+    """A rank and its name. Cannot be changed, so it is safe from any thread.
+
+    Args:
+        name: Letters, digits, underscores, colons and dashes; shorter than 128.
+        id: The rank.
+
+    Raises:
+        RuntimeError: It is no such name.
+    """
+
+    __slots__ = ("id", "name")
+
+    name: str
+    id: int
+
+    def __init__(self, name: str, id: int) -> None:
+        if not isinstance(name, str) or not name:
+            raise RuntimeError("Worker name must be non-empty text.")
+        if len(name) >= _MAX_NAME:
+            raise RuntimeError(f"Worker name must be shorter than {_MAX_NAME}, not {len(name)}.")
+        if not _NAME.fullmatch(name):
+            raise RuntimeError(f"Worker name must match ^[A-Za-z0-9-_:]*$, but got {name!r}")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "id", int(id))
+
+    def __setattr__(self, attribute: str, value: object) -> None:
+        raise AttributeError("a WorkerInfo cannot be changed")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WorkerInfo):
+            return NotImplemented
+        return self.id == other.id and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.id))
+
+    def __reduce__(self) -> Any:
+        return WorkerInfo, (self.name, self.id)
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
 
 _MAX_NAMES = 4096
 
@@ -62,7 +110,7 @@ class Session:
         names: The names of functions that were called.
         owned: The objects of this rank that others hold.
         news: Tells other ranks of the handles of their objects.
-        attendant: Looks after futures that are waited for in C++.
+        watcher: Looks after futures that are waited for in C++.
         object_server: Serves what other ranks' handles ask for.
         meetings: Where values of several workers come together.
         timeout: As given.
@@ -97,11 +145,11 @@ class Session:
         )
         register(self.agent, APPLY, self._apply)
         self.owned = OwnedObjects(backend.rank)
-        self.news = HandleNews(self.agent)
+        self.updates = HandleUpdates(self.agent)
         self._numbers = itertools.count()
-        self.attendant = Attendant(backend.clock)
+        self.watcher = ReplyWatcher(backend.clock)
         self.object_server = ObjectServer(self)
-        self.meetings = Meetings(self)
+        self.gatherings = Gatherings(self)
         autograd.attach(self.agent, self._apply, lambda: self.timeout)
 
     # -- who ---------------------------------------------------------------------------------------
@@ -229,19 +277,19 @@ class Session:
     def activity(self) -> tuple[bool, int]:
         """Return whether anything is under way here, and the count of calls made and of looks."""
         in_flight, in_service, count = self.agent.activity()
-        return bool(in_flight or in_service) or not self.news.is_quiet, count
+        return bool(in_flight or in_service) or not self.updates.is_quiet, count
 
     def lose(self, error: PeerLostError) -> None:
         """Let go of what a lost rank held, and end what waits for it."""
         self.owned.lose(error.peer, error)
-        self.meetings.lose(error.peer, error)
+        self.gatherings.lose(error.peer, error)
 
     def close(self, grace: float) -> None:
         """Stop serving and leave the world."""
         autograd.detach()
-        self.news.close()
+        self.updates.close()
         self.object_server.close()
-        self.attendant.close()
+        self.watcher.close()
         self.owned.clear()
         try:
             self.agent.close(grace)

@@ -20,12 +20,15 @@ from rankwire.errors import ConfigurationError
 
 torch = pytest.importorskip("torch")
 
-from rankwire.torch.rpc.exposing import _exposed, exposed, is_exposed  # noqa: E402
-from rankwire.torch.rpc.functions import async_execution  # noqa: E402
-from rankwire.torch.rpc.guarding import guarded  # noqa: E402
+from rankwire.torch.rpc.functions import (  # noqa: E402
+    _exposed,
+    async_execution,
+    exposed,
+    is_exposed,
+)
+from rankwire.torch.rpc.guards import find_method, guarded  # noqa: E402
 from rankwire.torch.rpc.layers import layers, make_layer  # noqa: E402
-from rankwire.torch.rpc.methods import find_method  # noqa: E402
-from rankwire.torch.rpc.naming import NameRefusedError, NamingRule, name_of  # noqa: E402
+from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, name_of  # noqa: E402
 
 HERE = __name__
 
@@ -357,7 +360,7 @@ ATTACKS = {
     "numpy's files": "numpy:load",
     "numpy's functions": "numpy:sum",
     "a module that is not imported": "antigravity:fly",
-    "rankwire itself": "rankwire.torch.rpc.ending:shutdown",
+    "rankwire itself": "rankwire.torch.rpc.lifecycle:shutdown",
     "modules on other ranks": "rankwire.torch.rpc.remote_module:RemoteModule",
     "what a handle is of": "rankwire.torch.rpc.remote_module:RemoteModule._of",
     "no module": ":plain",

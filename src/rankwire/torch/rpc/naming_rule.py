@@ -26,14 +26,14 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.torch.rpc.exposing import is_exposed
+from rankwire.torch.rpc.functions import is_exposed
 from rankwire.torch.rpc.layers import is_layer, layers
 from rankwire.torch.rpc.listed_functions import check_of, listed_functions, names_of_listed
 
@@ -391,6 +391,3 @@ def _folder(module: types.ModuleType | None) -> Path | None:
     folder = Path(file).resolve().parent
     is_shared = _INSTALLED.intersection(folder.parts) or folder == Path(functools.__file__).parent
     return None if is_shared else folder
-
-
-Finder = Callable[[str], Any]

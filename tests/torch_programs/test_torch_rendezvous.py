@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch_ranks import run_forked  # noqa: E402
 
-import rankwire.torch.forming as forming  # noqa: E402
+import rankwire.torch.torch_rendezvous as forming  # noqa: E402
 from faults.netns import Hosts, why_not  # noqa: E402
 from rankwire.backends.tcp import TcpBackend  # noqa: E402
 from rankwire.errors import (  # noqa: E402

@@ -3,7 +3,7 @@
 A dense tensor whose elements lie one after the other travels in the codec's own way. One with other
 strides arrives with these, and one that requires a gradient does so again. Sparse tensors travel
 as their indices and values. Functions, classes and methods of classes travel by name, under the
-same rule as those that are called (``naming``); with pickle, as pickles.
+same rule as those that are called (``naming_rule``); with pickle, as pickles.
 
 What is built here comes from the wire: every number is checked before torch sees it.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import math
+import threading
 import types
 from typing import Any
 
@@ -21,16 +22,16 @@ from rankwire.codec.codec import Codec
 from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import ConfigurationError, InvalidMessageError
 from rankwire.torch.rpc.autograd_tracking import received, sent
-from rankwire.torch.rpc.naming import NamingRule, name_of
+from rankwire.torch.rpc.call_results import CallFuture
+from rankwire.torch.rpc.naming_rule import NamingRule, name_of
+from rankwire.torch.rpc.owned_objects import ObjectId
 from rankwire.torch.rpc.remote_module import (
     RemoteModule,
     build_remote_module,
     take_remote_module,
 )
 from rankwire.torch.rpc.rref import RRef
-from rankwire.torch.rpc.rref_travel import build_rref, take_rref
-from rankwire.torch.rpc.torch_future import CallFuture
-from rankwire.torch.rpc.workers import WorkerInfo
+from rankwire.torch.rpc.session import WorkerInfo, current
 
 # A tensor with larger gaps arrives without: nobody wants memory for what is not there.
 _MOST_GAPS = 16
@@ -230,3 +231,52 @@ def _register_named(codec: Codec, rule: NamingRule) -> None:
     }  # fmt: skip
     for kind in kinds:
         codec.register(kind, name=f"{kind.__module__}.{kind.__qualname__}", take=take, build=build)
+
+
+_MAX_NUMBER = 2**63
+_sent_back_lock = threading.Lock()
+
+
+def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
+    """Return what travels in place of a handle, and see to it that the owner learns of it."""
+    session = rref._usable("Cannot call fork an UserRRef after deletion.")
+    peer, id = sending.peer, rref._id
+    if peer is None:
+        raise ConfigurationError("An RRef can be sent to one rank at a time.")
+    if rref._owned is not None:
+        session.owned.give(rref._owned, peer)
+        sending.undo(lambda: session.owned.release(id, peer, session.me.id))
+    elif peer == rref._owner:
+        _send_back(rref, 1)
+        sending.undo(lambda: _send_back(rref, -1))
+    else:
+        session.updates.passed_on(rref._owner, id, peer)
+        sending.undo(lambda: session.updates.passed_on(rref._owner, id, peer, -1))
+    return [rref._owner, *id]
+
+
+def build_rref(handle: Any, receiving: BuildContext) -> RRef[Any]:
+    """Return a handle of what another rank says."""
+    session, peer = current(), receiving.peer
+    if type(handle) is not list or len(handle) != 4 or not all(map(_is_number, handle)):
+        raise InvalidMessageError("a handle is four numbers")
+    owner, id = handle[0], ObjectId(*handle[1:])
+    if peer is None or owner >= len(session.workers) or id.creator >= len(session.workers):
+        raise InvalidMessageError("a handle of no rank")
+    me = session.me.id
+    if owner != me:
+        return RRef._of(session, owner, id, giver=peer)
+    if peer != me:
+        return RRef._of(session, me, id, session.owned.came_back(id, peer))
+    owned = session.owned.expect(id, me)
+    session.owned.release(id, me, me)
+    return RRef._of(session, me, id, owned)
+
+
+def _send_back(rref: RRef[Any], count: int) -> None:
+    with _sent_back_lock:
+        rref._sent_back += count
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_NUMBER

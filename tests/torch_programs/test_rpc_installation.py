@@ -17,7 +17,7 @@ from rpc_ranks import run_workers  # noqa: E402
 from torch.distributed.rpc import rpc_sync as torchs_own  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
-from rankwire.torch.rpc import companions  # noqa: E402
+from rankwire.torch.rpc import replacements  # noqa: E402
 
 
 def add(a, b):
@@ -176,12 +176,12 @@ def test_torchs_names_stay_while_its_own_rpc_is_initialized(monkeypatch):
     theirs = torch.distributed.autograd.backward
     extension = torch._C._distributed_rpc
     monkeypatch.setattr(extension, "_is_current_rpc_agent_set", lambda: True)
-    companions.put_in_place()
+    replacements.put_in_place()
     assert torch.distributed.autograd.backward is theirs
     monkeypatch.undo()
-    companions.put_in_place()
+    replacements.put_in_place()
     assert torch.distributed.autograd.backward is rpc.autograd.backward
-    companions.put_back()
+    replacements.put_back()
     assert torch.distributed.autograd.backward is theirs
 
 

@@ -9,9 +9,9 @@ gave or was given, and only if it knows the key of the object's id.
 Handles travel by several ways at once, so what is told of them may come in another order than it
 was done in:
 
-- A rank that passes a handle on says so to the owner, in order with its own release (``held``), but
-  what the receiver says may come before it. So counts may be below zero for a moment, and an object
-  is forgotten only when all are zero.
+- A rank that passes a handle on tells the owner, in order with its own release
+  (``handle_updates``), but the receiver's update may come before it. So counts
+  may be below zero for a moment, and an object is forgotten only when all are zero.
 - A handle that is sent back to the owner may still be on its way when its sender has released it.
   So a release says how many were sent back, and the object is kept until these have come.
 - A handle may be used before the call that makes its object has come. Then the object is

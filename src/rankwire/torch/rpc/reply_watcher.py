@@ -1,4 +1,4 @@
-"""The attendant: has replies read for futures that are waited for where Python does not see it.
+"""The watcher: has replies read for futures that are waited for where Python does not see it.
 
 ``torch.futures.wait_all`` and ``collect_all`` wait in C++, and nothing tells that a future is among
 those. To have every reply read as soon as it comes would cost more than the calls: the reading
@@ -29,7 +29,7 @@ _MOST_MOMENTS = 10  # after so many it looks, also while calls are being made
 _FEW_ASIDE = 64  # from here on those that have ended are let go now and then
 
 
-class Attendant:
+class ReplyWatcher:
     """Looks after futures of calls. Every method is safe from any thread.
 
     Args:
@@ -76,7 +76,7 @@ class Attendant:
         with self._start_lock:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._run, name="rankwire attendant", daemon=True
+                    target=self._run, name="rankwire reply watcher", daemon=True
                 )
                 self._thread.start()
 

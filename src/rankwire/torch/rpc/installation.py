@@ -12,10 +12,10 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rankwire.torch.rpc import agent_view, api, companions, ending, functions, options, starting
-from rankwire.torch.rpc.exposing import exposed
+from rankwire.torch.rpc import api, functions, lifecycle, options, replacements
+from rankwire.torch.rpc.functions import exposed
 from rankwire.torch.rpc.rref import RRef
-from rankwire.torch.rpc.workers import WorkerInfo
+from rankwire.torch.rpc.session import WorkerInfo
 
 _PACKAGE = "torch.distributed.rpc"
 _EXTENSION = "torch._C._distributed_rpc"
@@ -29,13 +29,13 @@ _CALLS: dict[str, Any] = {
     "remote": api.remote,
     "rpc_async": api.rpc_async,
     "rpc_sync": api.rpc_sync,
-    "shutdown": ending.shutdown,
+    "shutdown": lifecycle.shutdown,
     "_all_gather": api._all_gather,
     "_barrier": api._barrier,
-    "_get_current_rpc_agent": agent_view.current_agent,
+    "_get_current_rpc_agent": api.current_agent,
     "_is_current_rpc_agent_set": api._is_current_rpc_agent_set,
     "_require_initialized": api._require_initialized,
-    "_rref_context_get_debug_info": agent_view.rref_debug_info,
+    "_rref_context_get_debug_info": api.rref_debug_info,
     "_set_rpc_timeout": api._set_rpc_timeout,
     "_thread_local_var": api._thread_local_var,
     "_to_worker_info": api._to_worker_info,
@@ -55,11 +55,11 @@ _NAMES: dict[str, dict[str, Any]] = {
     _PACKAGE: {
         **_CALLS,
         **_OPTIONS,
-        "TensorPipeAgent": agent_view.AgentView,
+        "TensorPipeAgent": api.AgentView,
         "exposed": exposed,
-        "init_rpc": starting.init_rpc,
-        "_init_rpc_backend": starting.init_rpc_in,
-        "is_available": starting.is_available,
+        "init_rpc": lifecycle.init_rpc,
+        "_init_rpc_backend": lifecycle.init_rpc_in,
+        "is_available": lifecycle.is_available,
     },
     f"{_PACKAGE}.api": _CALLS,
     f"{_PACKAGE}.functions": {"async_execution": functions.async_execution},
@@ -71,7 +71,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     # Libraries ask torch's extension what a reference is, and whether RPC is initialized.
     _EXTENSION: {name: _CALLS[name] for name in _IN_EXTENSION},
     # Imported, and its TorchScript compiled, while torch's own names are still there.
-    **companions.NAMES,
+    **replacements.NAMES,
 }
 
 
@@ -88,15 +88,15 @@ def install(*, allow: Iterable[Any] | str = (), pickle: bool = False) -> Callabl
     Returns:
         A function that undoes it.
     """
-    companions.put_back()  # ``init_rpc`` may have come first
+    replacements.put_back()  # ``init_rpc`` may have come first
     for module_name in _NAMES:
         importlib.import_module(module_name)
-    replaced = companions.replace(_NAMES, everywhere=False)
-    defaults = starting.Defaults.allow, starting.Defaults.pickle
-    starting.Defaults.allow, starting.Defaults.pickle = allow, pickle
+    replaced = replacements.replace(_NAMES, everywhere=False)
+    defaults = lifecycle.Defaults.allow, lifecycle.Defaults.pickle
+    lifecycle.Defaults.allow, lifecycle.Defaults.pickle = allow, pickle
 
     def uninstall() -> None:
-        companions.restore(replaced)
-        starting.Defaults.allow, starting.Defaults.pickle = defaults
+        replacements.restore(replaced)
+        lifecycle.Defaults.allow, lifecycle.Defaults.pickle = defaults
 
     return uninstall

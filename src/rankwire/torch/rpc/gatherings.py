@@ -1,4 +1,4 @@
-"""Meetings: what several workers give comes together at one of them.
+"""Gatherings: what several workers give comes together at one of them.
 
 The worker whose name comes first leads. Each other one calls it with what it gives, and the reply
 is deferred until all have come: one round trip, and a killed worker is named to all who wait.
@@ -35,7 +35,7 @@ class _Meeting:
     waiters: list[Future[Any]] = field(default_factory=list)
 
 
-class Meetings:
+class Gatherings:
     """The gatherings of this worker, and those that it leads. Safe from any thread.
 
     Args:
@@ -47,7 +47,7 @@ class Meetings:
         self._lock = threading.Lock()
         self._counts: Counter[Names] = Counter()
         self._waiting: Counter[int] = Counter()
-        self._meetings: dict[tuple[Names, int], _Meeting] = {}
+        self._gatherings: dict[tuple[Names, int], _Meeting] = {}
         register(session.agent, GATHER, self._come)
 
     def gather(self, value: Any, names: Names, limit: float) -> dict[str, Any]:
@@ -68,8 +68,8 @@ class Meetings:
         name = self._session.workers[rank].name
         with self._lock:
             ended = [
-                self._meetings.pop(key)
-                for key, meeting in list(self._meetings.items())
+                self._gatherings.pop(key)
+                for key, meeting in list(self._gatherings.items())
                 if name in key[0] and name not in meeting.given
             ]
         for meeting in ended:
@@ -87,12 +87,12 @@ class Meetings:
             if self._waiting[src] >= _MOST_WAITING:
                 raise OverloadedError(f"{name} waits in {_MOST_WAITING} gatherings here")
             self._waiting[src] += 1
-            meeting = self._meetings.setdefault(key, _Meeting())
+            meeting = self._gatherings.setdefault(key, _Meeting())
             meeting.given[name] = value
             meeting.waiters.append(waiter)
             is_complete = len(meeting.given) == len(names)
             if is_complete:
-                del self._meetings[key]
+                del self._gatherings[key]
         waiter.add_done_callback(partial(self._leave, key, src))
         if is_complete:
             for each in meeting.waiters:
@@ -103,9 +103,9 @@ class Meetings:
         """Forget a call that has ended, and a gathering that no worker waits for any more."""
         with self._lock:
             self._waiting[src] -= 1
-            meeting = self._meetings.get(key)
+            meeting = self._gatherings.get(key)
             if meeting is not None and all(each.cancelled() for each in meeting.waiters):
-                del self._meetings[key]
+                del self._gatherings[key]
 
 
 def _end(waiter: Future[Any], how: Callable[[Future[Any]], None]) -> None:

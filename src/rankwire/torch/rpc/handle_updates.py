@@ -1,12 +1,12 @@
-"""Handles of other ranks' objects: telling their owners who has got one, and who has let go.
+"""Tell the owners of remote objects which handles this rank has passed on or released.
 
-A handle is let go when its Python object is garbage, which may happen in any thread at any moment.
-So nothing is sent there: it goes into a queue, and a thread of its own sends what is in the queue
-to each owner, one message at a time and in order. That order is what the owner relies on
-(``owned``): that a handle was passed on is told before the one it was made from is released.
+A handle is released when its Python object is garbage, which may happen in any thread at any
+moment. So nothing is sent there: the update goes into a queue, and a thread sends the queue to each
+owner, one message at a time and in order. The owner relies on that order (``owned_objects``): that
+a handle was passed on is told before the one it was made from is released.
 
-Thread: one, started by the first thing to tell. It never waits for an owner: the end of a message
-comes into the queue too.
+Thread: one, started by the first handle. It never waits for an owner: the end of a message comes
+into the queue too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rankwire.errors import (
 )
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.future import RpcFuture
-from rankwire.torch.rpc.owned import ObjectId, OwnedObjects
+from rankwire.torch.rpc.owned_objects import ObjectId, OwnedObjects
 from rankwire.torch.rpc.verbs import TELL
 
 _log = logging.getLogger("rankwire")
@@ -48,7 +48,7 @@ _GONE = (PeerLostError, ChannelClosedError)
 _REFUSALS = (InvalidMessageError, OverloadedError, DeadlineExceededError, CallCancelledError)
 
 
-class HandleNews:
+class HandleUpdates:
     """Tells owners of the handles of this rank. Every method is safe from any thread.
 
     ``released`` may be called by the garbage collector, and so in the middle of anything.
@@ -145,14 +145,14 @@ class HandleNews:
         self._queue.put((owner, None))
 
 
-def take_news(objects: OwnedObjects, src: int, world_size: int, news: list[Any]) -> None:
+def apply_updates(objects: OwnedObjects, src: int, world_size: int, news: list[Any]) -> None:
     """Count what another rank tells of handles of this rank's objects.
 
     What is refused of it does not keep the rest from being counted: that rank may have been given
     a handle of nothing.
 
     Raises:
-        ValueError: It is not what ``HandleNews`` sends.
+        ValueError: It is not what ``HandleUpdates`` sends.
         PermissionError: It is about an object that the rank has no handle of.
         OverloadedError: It is about too many objects that are not made.
     """

@@ -21,9 +21,9 @@ import torch
 
 from rankwire.torch.rpc import bounds
 from rankwire.torch.rpc.bounds import Args, Check, Kwargs
-from rankwire.torch.rpc.layers import check_run, is_run
-from rankwire.torch.rpc.listed_functions import torch_checks
-from rankwire.torch.rpc.naming import NameRefusedError, NamingRule
+from rankwire.torch.rpc.layers import check_run, is_layer, is_run, make_layer
+from rankwire.torch.rpc.listed_functions import check_of, torch_checks
+from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, constructors_of
 
 _DUNDERS = frozenset(
     (
@@ -222,3 +222,20 @@ def tensor_checks() -> dict[str, Check]:
     methods = {name: check for name, check in torch_checks().items() if hasattr(torch.Tensor, name)}
     own = {name: check for check, names in _OF_TENSORS.items() for name in names}
     return {**methods, **own}
+
+
+def guarded(function: Any) -> Callable[..., Any]:
+    """Return what a server runs for a function or class: that, or what checks its arguments."""
+    if isinstance(function, type):
+        owners = constructors_of(function)
+        if any(map(is_layer, owners)):
+            return partial(make_layer, function)
+        check = next(filter(None, map(check_of, owners)), None)
+    else:
+        check = check_of(function)
+    return function if check is None else partial(_run, check, function)
+
+
+def _run(check: Check, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    check(args, kwargs)
+    return function(*args, **kwargs)

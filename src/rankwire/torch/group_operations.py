@@ -1,0 +1,102 @@
+"""Operations that process groups add to rankwire's collectives.
+
+``ReduceOp`` by rankwire's names, sums of sparse tensors, and the monitored barrier.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+import rankwire
+from rankwire.backends.base import Backend
+from rankwire.collectives.operations import all_gather
+from rankwire.collectives.premultiplied import PremulSum
+from rankwire.errors import ConfigurationError, DeadlineExceededError
+from rankwire.torch.works import as_torch, seconds_of
+
+# By number: to look up one of torch's own takes 1 us more, as it is a new object every time.
+_OPS = {
+    int(ReduceOp.SUM): "sum",
+    int(ReduceOp.AVG): "mean",
+    int(ReduceOp.PRODUCT): "product",
+    int(ReduceOp.MIN): "min",
+    int(ReduceOp.MAX): "max",
+    int(ReduceOp.BAND): "bitwise_and",
+    int(ReduceOp.BOR): "bitwise_or",
+    int(ReduceOp.BXOR): "bitwise_xor",
+}
+
+
+def op_of(reduce_op: Any) -> Any:
+    """Return the op of a ``ReduceOp``.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    kind = reduce_op.op if type(reduce_op) is ReduceOp else reduce_op
+    op = _OPS.get(int(kind))
+    if op is not None:
+        return op
+    if reduce_op == ReduceOp.PREMUL_SUM:
+        return PremulSum(reduce_op.factor)
+    raise ConfigurationError(f"there is no reduction {reduce_op} here")
+
+
+def add_sparse(backend: Backend, tensor: torch.Tensor, op: object, timeout: float | None) -> None:
+    """Replace a sparse tensor by its sum over all ranks.
+
+    Raises:
+        ConfigurationError: The op is another one.
+    """
+    if op != "sum":
+        raise ConfigurationError("sparse tensors are added up; there is no other op for them")
+    own = tensor.coalesce()
+    indices, values = own.indices().contiguous(), own.values().contiguous()
+    counts = torch.empty(backend.world_size, dtype=torch.int64)
+    all_gather(backend, torch.tensor([values.shape[0]]), out=counts, timeout=timeout)
+    of_all = counts.tolist()
+    all_indices = [indices.new_empty((indices.shape[0], count)) for count in of_all]
+    all_values = [values.new_empty((count, *values.shape[1:])) for count in of_all]
+    all_gather(backend, indices, out=all_indices, timeout=timeout)
+    all_gather(backend, values, out=all_values, timeout=timeout)
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape, check_invariants=False
+    )
+    tensor.copy_(total.coalesce())
+
+
+def monitored_barrier(
+    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Meet; whoever does not come in time is named. In place of torch's, which is for Gloo only.
+
+    Args:
+        group: A process group; None is the default one. One of another backend is passed to torch.
+        timeout: For all of it; None is the group's.
+        wait_all_ranks: On rankwire all ranks that are missing are named, on all ranks, either way.
+
+    Raises:
+        DistBackendError: Some ranks did not come; the text and ``__cause__.waiting_for`` say which.
+    """
+    chosen = dist.group.WORLD if group is None else group
+    ranks = getattr(chosen, "ranks", None)
+    if isinstance(ranks, Backend):
+        meet_monitored(ranks, timeout)
+    else:
+        dist.monitored_barrier(group, timeout, wait_all_ranks)
+
+
+def meet_monitored(ranks: Backend, timeout: timedelta | None) -> None:
+    """Meet, with an error in the words of Gloo."""
+    with as_torch:
+        try:
+            rankwire.barrier(ranks, timeout=seconds_of(timeout))
+        except DeadlineExceededError as error:
+            late = ", ".join(map(str, error.waiting_for))
+            text = f"[Rank {ranks.rank}]: Ranks {late} failed to pass monitoredBarrier: {error}"
+            raise dist.DistBackendError(text) from error
