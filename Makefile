@@ -79,13 +79,13 @@ test-torch-suites: $(BENCH)/ready  ## run torch's own tests of its backends and 
 docs: $(DOCS)/ready  ## build the site into site/, strictly: links and names are checked
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
-what-we-hold: $(VENV)/ready  ## run the tests of faults and renew docs/what-we-hold.md (needs root and iproute2)
+what-we-hold: $(VENV)/ready  ## run the tests of faults and renew docs/faults-and-guarantees.md (needs root and iproute2)
 	$(VENV)/bin/pytest -m fault --what-we-hold=.what-we-hold.json
-	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/what-we-hold.md
+	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/faults-and-guarantees.md
 
 nightly: $(VENV)/ready  ## the same in nightly size, with a soak (TESTS_SOAK_MINUTES=5); about an hour
 	TESTS_NIGHTLY=1 $(VENV)/bin/pytest -m 'fault or nightly' --what-we-hold=.what-we-hold.json
-	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/what-we-hold.md
+	$(VENV)/bin/python tools/what_we_hold.py .what-we-hold.json docs/faults-and-guarantees.md
 
 format: $(VENV)/can-check  ## format the code
 	$(VENV)/bin/ruff check --fix .

@@ -10,7 +10,7 @@ import pytest
 from listings import listings_of
 
 PAGES = Path(__file__).parents[1] / "docs"
-HAVE_TESTS_OF_THEIR_OWN = {"surviving-a-death", "what-can-i-send"}
+HAVE_TESTS_OF_THEIR_OWN = {"fault-tolerance", "what-can-i-send"}
 LISTINGS = [
     pytest.param(listing, id=f"{page.stem}: {listing}")
     for page in sorted(PAGES.glob("*.md"))

@@ -8,7 +8,7 @@ import pytest
 
 from children import Child
 
-PAGE = Path(__file__).parents[1] / "docs/surviving-a-death.md"
+PAGE = Path(__file__).parents[1] / "docs/fault-tolerance.md"
 
 
 def blocks(language):

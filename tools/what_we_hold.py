@@ -1,6 +1,6 @@
-"""Render docs/what-we-hold.md from what a test run wrote with ``--what-we-hold=run.json``.
+"""Render docs/faults-and-guarantees.md from what a test run wrote with ``--what-we-hold=run.json``.
 
-    python tools/what_we_hold.py run.json [more.json ...] docs/what-we-hold.md
+    python tools/what_we_hold.py run.json [more.json ...] docs/faults-and-guarantees.md
 
 Several runs are parts of one, such as the fuzzing apart from the rest; a test that is in two of
 them counts as in the last. A promise is printed only if every test that shows it passed in that
@@ -19,7 +19,7 @@ from typing import Any
 from fault_catalogue import FAULTS, NOT_PRODUCED
 
 _INTRODUCTION = """\
-# What we hold
+# Faults and guarantees
 
 Made by `make what-we-hold` or `make nightly` from a run of the tests: do not edit. Each line is a
 fault that the tests produce, what was seen to hold under it, and the tests that show it. A promise
