@@ -13,8 +13,8 @@ import rankwire
 SOURCE = Path(rankwire.__file__).parent
 
 LEAVES = {
-    "errors", "texts", "clock", "conditions", "deadline", "fork", "showing", "shutdown",
-    "finalizing", "environment", "override",
+    "errors", "texts", "clock", "deadline", "fork", "public_dir", "shutdown",
+    "finalizers", "environment", "override",
 }  # fmt: skip
 TO_THE_WIRE = {"wire", "transports", "links"}
 # What each layer may import of ours (its own modules apart).
@@ -23,15 +23,14 @@ MAY_IMPORT = {
     "version": set(),
     "texts": set(),
     "fork": {"errors"},
-    "shutdown": {"errors", "finalizing"},
-    "finalizing": {"clock"},
+    "shutdown": {"errors", "finalizers"},
+    "finalizers": {"clock"},
     "clock": set(),
-    "showing": set(),
-    "conditions": set(),
+    "public_dir": set(),
     "override": set(),
     "deadline": {"errors", "clock"},
     "environment": {"errors"},
-    "codec": {"errors", "texts", "showing", "override"},
+    "codec": {"errors", "texts", "public_dir", "override"},
     "wire": {"errors", "texts", "codec", "override"},
     "observe": {*LEAVES, "wire"},
     "transports": {*LEAVES, "wire"},
@@ -353,7 +352,7 @@ def test_a_wait_without_a_clock_is_found_whatever_waits():
 def test_a_deadline_is_made_with_the_clock_of_its_world():
     """The real one is named only where the user enters, and outside of worlds."""
     entries = {"clock", "deadline", "base", "simulated", "tcp", "connect"}
-    of_no_world = {"finalizing"}
+    of_no_world = {"finalizers"}
     for path in modules():
         if layer_of(path) in ("launch", "testing", "local_world"):
             continue

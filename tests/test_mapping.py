@@ -13,7 +13,6 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
-    "wire/parser": "wire/test_frames.py",
     "transports/memory_bell": "transports/test_bells.py",
     "backends/posting": "backends/test_handles.py",
     "links/parked": "links/test_inbox.py",
@@ -29,7 +28,6 @@ SHOWN_IN = {
     "links/event_thread": "links/test_acceptor.py",
     "backends/receiving": "backends/test_payloads.py",
     "backends/sub_messages": "backends/test_sub.py",
-    "wire/receive": "wire/test_mailbox.py",
     # Not in a folder "torch", which would be found as the package where there is none.
     "torch/group": "torch_programs/test_group.py",
     "torch/group_operations": "torch_programs/test_group.py",
@@ -75,8 +73,6 @@ SHOWN_IN = {
     "links/borrower": "links/test_single_copy.py",
     "links/lender": "links/test_single_copy.py",
     "links/process_memory": "links/test_single_copy.py",
-    "codec/tensor_memory": "codec/test_tensors.py",
-    "codec/values": "codec/test_value_writer.py",
     "codec/value_reader": "codec/test_codec.py",
     "testing/conformance/basic_checks": "conformance/test_conformance.py",
     "testing/conformance/call_checks": "conformance/test_conformance.py",
@@ -87,7 +83,6 @@ SHOWN_IN = {
     "testing/conformance/nested_call_checks": "conformance/test_conformance.py",
     "testing/conformance/peer_checks": "conformance/test_conformance.py",
     "testing/conformance/tools": "conformance/test_conformance.py",
-    "conditions": "rpc/test_future.py",
     "fork": "faults/test_f_ending.py",
     "shutdown": "faults/test_f_ending.py",
     "observe/status": "conformance/test_conformance.py",

@@ -1,17 +1,10 @@
-"""After ``os.fork``: the child has none of its parent's threads, and shares all of its sockets.
+"""Keep a child that ``os.fork`` makes from using or harming what its parent holds.
 
-A child must neither use what it inherited (a lock may be held for ever, by a thread that is not
-there) nor harm it (a socket that it shuts down is shut down in the parent too). So whatever has
-descriptors, locks or threads is *guarded*: in the child its ``forsake`` is called, once, before
-anything else runs there. It closes its copies of descriptors, without a word to peers, so that
-the child does not keep a connection open which its parent has ended by dying.
-
-What users hold is also *disowned*: every use of it raises ``ForkedProcessError`` at once. That is
-done by giving the object another class, not by a check in each operation: it costs the parent
-nothing, needs no lock, and forgets none. Closing, and leaving a ``with`` block, do nothing.
-
-The child may make a backend of its own; locks of modules are free there (``renew_in_child``).
-Nothing here knows what is guarded.
+A child has none of its parent's threads, so a lock may stay held for ever there, and it shares its
+parent's sockets. Every object with descriptors, locks or threads is *guarded*: its
+``close_in_child`` runs once in the child, before any other code. It closes the child's copies of
+descriptors without telling peers, so that a connection ends when the parent dies. An object that
+users hold is also *invalidated*: every use of it raises ``ForkedProcessError``.
 """
 
 from __future__ import annotations
@@ -27,56 +20,60 @@ from rankwire.errors import ForkedProcessError
 
 
 class Forkable(Protocol):
-    """What is guarded. It must be hashable by identity and weakly referable.
+    """An object that can be guarded: hashable by identity, weakly referable."""
 
-    Where that would be one more method for users to see, ``guard`` is given a function instead.
-    """
-
-    def forsake(self) -> None:
-        """In a child: close descriptors and leave locks, threads and peers alone. No waiting."""
+    def close_in_child(self) -> None:
+        """In a child: close descriptors, and leave locks, threads and peers alone. Never wait."""
 
 
 T = TypeVar("T")
 
 _guarded: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
-_disowned: dict[type, type] = {}
+_invalidated: dict[type, type] = {}
 
 
 @overload
 def guard(thing: Forkable) -> None: ...
 @overload
-def guard(thing: T, forsake: Callable[[T], None]) -> None: ...
-def guard(thing: Any, forsake: Callable[[Any], None] = methodcaller("forsake")) -> None:
-    """Have ``forsake`` called with this in every child that is forked while it exists."""
-    _guarded[thing] = forsake
+def guard(thing: T, close: Callable[[T], None]) -> None: ...
+def guard(thing: Any, close: Callable[[Any], None] = methodcaller("close_in_child")) -> None:
+    """Call ``close(thing)`` in every child that is forked while the object exists.
+
+    Pass ``close`` where a public ``close_in_child`` would be one more method for users to see.
+    """
+    _guarded[thing] = close
 
 
 def renew_in_child(lock: threading.Lock) -> None:
-    """Have a module's lock free in every child, where the thread that held it is not there."""
-    # As the standard library does for its own: there is no public way to free a lock whose holder
-    # is gone, and replacing it would not reach those who have it by name.
+    """Free a module's lock in every child: the thread that held it does not exist there."""
+    # The standard library does the same. There is no public way to free a lock whose holder is
+    # gone, and a new lock would not reach code that has the old one by name.
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def disown(thing: object) -> None:
-    """In a child: have every use of an object raise, closing it apart."""
+def invalidate(thing: object) -> None:
+    """In a child: make every use of an object raise; closing it does nothing.
+
+    Replacing the class, rather than checking in each operation, costs the parent nothing, needs no
+    lock and covers every operation.
+    """
     kind = type(thing)
-    if kind not in _disowned:
-        _disowned[kind] = _disowned_class(kind)
-    thing.__class__ = _disowned[kind]
+    if kind not in _invalidated:
+        _invalidated[kind] = _invalidated_class(kind)
+    thing.__class__ = _invalidated[kind]
 
 
 def _in_child() -> None:
     inherited = list(_guarded.items())
     _guarded.clear()
-    for thing, forsake in inherited:
-        forsake(thing)
+    for thing, close in inherited:
+        close(thing)
 
 
 os.register_at_fork(after_in_child=_in_child)
 
 
-def _disowned_class(kind: type) -> type:
+def _invalidated_class(kind: type) -> type:
     what = f"this {kind.__name__}"
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -100,4 +97,4 @@ def _disowned_class(kind: type) -> type:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Leave what belongs to the parent as it is."""
+    pass

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 from rankwire.errors import ChannelClosedError
-from rankwire.finalizing import finish
+from rankwire.finalizers import finish
 
 _log = logging.getLogger("rankwire")
 

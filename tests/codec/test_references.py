@@ -6,8 +6,8 @@ import ctypes
 import numpy as np
 import pytest
 
+from rankwire.codec.arrays import holds_references
 from rankwire.codec.codec import Codec
-from rankwire.codec.references import holds_references
 from rankwire.errors import UnsupportedTypeError
 
 

@@ -15,7 +15,7 @@ from msgspec.msgpack import Ext
 
 from rankwire.codec import tensors
 from rankwire.codec.codec import Codec
-from rankwire.codec.tensor_memory import bytes_of, map_tensor
+from rankwire.codec.tensors import bytes_of, map_tensor
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
 torch = pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.msgpack import Ext
 
-from rankwire.codec import torch_constants
+from rankwire.codec import tensors
 from rankwire.codec.codec import Codec
 from rankwire.codec.values import Code
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
@@ -23,8 +23,8 @@ def forge(code: int, body: Any) -> bytearray:
 
 def test_without_torch_nothing_is_of_torch_and_nothing_of_torch_arrives(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert torch_constants.size_of((1, 2)) is None
-    assert torch_constants.constant_of("float32") is None
+    assert tensors.size_of((1, 2)) is None
+    assert tensors.constant_of("float32") is None
     for code, body in [(Code.TORCH_SIZE, [1]), (Code.TORCH_CONSTANT, ["dtype", "float32"])]:
         with pytest.raises(InvalidMessageError, match="not installed here"):
             Codec().decode(forge(code, body))

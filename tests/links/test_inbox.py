@@ -23,11 +23,10 @@ from rankwire.errors import (
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox
-from rankwire.wire.receive import PostedReceive, Receive
+from rankwire.wire.receive import Destination, Placed, PostedReceive, Receive
 from real_time import Deadline
 from worlds import PATIENCE, Running, eventually
 

@@ -617,7 +617,7 @@ def test_in_the_child_of_a_fork_a_writer_only_refuses():
     stream = FakeStream()
     writer, _ = make_writer(stream)
     writer._lock.acquire()  # by a thread that is not there
-    writer.forsake(ChannelClosedError("forked"))
+    writer.close_in_child(ChannelClosedError("forked"))
     with pytest.raises(ChannelClosedError, match="forked"):
         write(writer, b"x")
     assert stream.taken == b""

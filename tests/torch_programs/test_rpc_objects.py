@@ -16,7 +16,7 @@ from rpc_ranks import run_workers, worker  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
 from rankwire.errors import InvalidMessageError, OverloadedError, PeerLostError  # noqa: E402
-from rankwire.finalizing import hand_over  # noqa: E402
+from rankwire.finalizers import hand_over  # noqa: E402
 from rankwire.torch.rpc.api import current_agent, rref_debug_info  # noqa: E402
 from rankwire.torch.rpc.handle_updates import apply_updates  # noqa: E402
 from rankwire.torch.rpc.owned_objects import (  # noqa: E402

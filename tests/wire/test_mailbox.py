@@ -9,10 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from faults.sizes import examples
 from rankwire.errors import ChannelClosedError, PeerLostError, SizeMismatchError
-from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Mailbox
-from rankwire.wire.receive import Receive
+from rankwire.wire.receive import Destination, Placed, Receive
 
 KEY = (0, Channel.MESSAGE, 7)
 # Each differs from KEY in one part only.

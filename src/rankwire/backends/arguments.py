@@ -10,8 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rankwire.codec.arrays import ADVICE_FOR_MASKED, is_masked
-from rankwire.codec.references import holds_references
+from rankwire.codec.arrays import ADVICE_FOR_MASKED, holds_references, is_masked
 from rankwire.errors import ConfigurationError, InvalidRankError, InvalidWorldSizeError
 from rankwire.wire.frames import Buffer
 

@@ -30,14 +30,14 @@ from rankwire.errors import (
     DeadlineExceededError,
     RankwireError,
 )
-from rankwire.fork import disown, guard
+from rankwire.fork import guard, invalidate
 from rankwire.mesh.roll_client import RollClient
 from rankwire.observe.status import WorldStatus
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.destinations import PLACED_FROM, Destination
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.notices import Notice
+from rankwire.wire.receive import PLACED_FROM, Destination
 
 
 class Backend(MessagePosting):
@@ -382,6 +382,6 @@ class Backend(MessagePosting):
         state = ", closed" if self.closed else ""
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Make every use of it in a forked child an error at once."""
-        disown(self)
+        invalidate(self)

@@ -25,7 +25,7 @@ from typing import Literal, Self, cast
 from rankwire.backends.arguments import check_rank
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
-from rankwire.showing import ShowsPublic
+from rankwire.public_dir import PublicDir
 
 Operation = Literal["call", "message", "collective"]  # what a rank begins, and a plan can fail
 Link = tuple[int, int]  # two ranks, the lower first: both directions
@@ -47,7 +47,7 @@ class _Delay:
         return self.seconds + (generator.uniform(0.0, self.jitter) if self.jitter else 0.0)
 
 
-class FaultPlan(ShowsPublic):
+class FaultPlan(PublicDir):
     """The faults of a simulated world. Each method adds one and returns the plan.
 
     A world takes a copy, so a plan may serve several. It is for one thread at a time.

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, ForkedProcessError, RankwireError
 from rankwire.mesh.transport import Expected, ExpectedFromAny, Offer
-from rankwire.showing import ShowsPublic
-from rankwire.wire.destinations import Destination
+from rankwire.public_dir import PublicDir
 from rankwire.wire.frames import Channel, Payload
 from rankwire.wire.loans import LoanRevokedError
+from rankwire.wire.receive import Destination
 
 if TYPE_CHECKING:
     from rankwire.backends.posting import MessagePosting
 
 
-class MessageHandle(ShowsPublic):
+class MessageHandle(PublicDir):
     """A message that is being sent or received; made by ``isend``, ``irecv`` and their kin.
 
     For one thread at a time. Its time limit counts from the call that made it.

@@ -56,10 +56,9 @@ from rankwire.transports.bells import Bell, PollBell
 from rankwire.transports.poller import Poller
 from rankwire.transports.spin import Spin
 from rankwire.wire.control_messages import AgentSays, Fallen
-from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
 from rankwire.wire.handshake import BETWEEN_RANKS, Hello, Purpose, Status
-from rankwire.wire.receive import PostedReceive, Receive
+from rankwire.wire.receive import Destination, PostedReceive, Receive
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from rankwire.codec.arrays import dtype_code, is_masked
-from rankwire.codec.tensor_memory import carrier_of, map_tensor
-from rankwire.codec.tensors import advice_for, is_tensor
+from rankwire.codec.tensors import advice_for, carrier_of, is_tensor, map_tensor
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
-from rankwire.wire.destinations import PLACED_FROM, Destination, Placed
 from rankwire.wire.frames import Payload
 from rankwire.wire.loans import LoanRevokedError, whole_of
+from rankwire.wire.receive import PLACED_FROM, Destination, Placed
 
 # Not every byte is a bool or a character: these are looked at before the user has them.
 _CHECKED_KINDS = "bU"

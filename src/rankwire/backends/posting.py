@@ -28,9 +28,9 @@ from rankwire.errors import (
 from rankwire.mesh.inquiries import explain_delay, explain_silence, explain_unreceived
 from rankwire.mesh.transport import Expected, Transport
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.destinations import PLACED_FROM, Destination
 from rankwire.wire.frames import Buffer, Channel, Message, Payload
 from rankwire.wire.loans import whole_of
+from rankwire.wire.receive import PLACED_FROM, Destination
 
 
 class AnyRank(Enum):

@@ -13,9 +13,9 @@ from rankwire.backends.payloads import to_array
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError
 from rankwire.mesh.transport import Expected, Offer, Transport
-from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Channel, Payload
 from rankwire.wire.loans import LoanRevokedError
+from rankwire.wire.receive import Destination
 
 _LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
 

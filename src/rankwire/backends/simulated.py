@@ -47,7 +47,6 @@ from rankwire.transports.memory_bell import MemoryBell
 from rankwire.transports.memory_poller import MemoryPoller
 from rankwire.transports.memory_stream import MemoryStream
 from rankwire.wire.control_messages import AgentSays, Fallen, Member
-from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import (
     DEFAULT_MAX_MESSAGE_NBYTES,
     Channel,
@@ -56,6 +55,7 @@ from rankwire.wire.frames import (
     Payload,
 )
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
+from rankwire.wire.receive import Destination
 
 _log = logging.getLogger("rankwire")
 

@@ -48,8 +48,8 @@ from rankwire.mesh.calls import CallPort
 from rankwire.mesh.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
 from rankwire.observe.status import PeerStatus
 from rankwire.transports.shared_segment import SharedSegment
-from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Envelope, Message, Payload
+from rankwire.wire.receive import Destination
 
 # A parent need not wake a thread that reads a connection for others too; that one looks up this
 # often. A receive that is taken back and posted again loses nothing.

@@ -38,7 +38,7 @@ from rankwire.errors import (
     MessageTooLargeError,
     UnsupportedTypeError,
 )
-from rankwire.showing import ShowsPublic
+from rankwire.public_dir import PublicDir
 from rankwire.texts import one_line, text_of, type_name
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def unpacker_of(kind: type[T]) -> Callable[[memoryview], T]:
 _unpack_plain: Callable[[memoryview], Any] = unpacker_of(object)
 
 
-class Codec(ShowsPublic):
+class Codec(PublicDir):
     """Turns values into payloads and payloads into values.
 
     Carried, each exactly: None, bool, int, float, complex, Decimal, Fraction, str, bytes,

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from rankwire.errors import InvalidMessageError, RankwireError
-from rankwire.showing import ShowsPublic
+from rankwire.public_dir import PublicDir
 from rankwire.texts import one_line, text_of, type_name
 
 
-class TakeContext(ShowsPublic):
+class TakeContext(PublicDir):
     """What ``take`` learns of the message that its value is part of.
 
     Attributes:

@@ -29,7 +29,7 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
-from rankwire.codec.probing import MANY_KEYS, check_table
+from rankwire.codec.hash_tables import MANY_KEYS, check_table
 from rankwire.errors import InvalidMessageError
 
 DEFAULT_MAX_ITEMS = 1_000_000

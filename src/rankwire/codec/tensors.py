@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import cache, lru_cache
 from typing import Any
@@ -26,7 +27,6 @@ from rankwire.codec.arrays import (
     description_parts,
     dtype_of,
 )
-from rankwire.codec.tensor_memory import bytes_of, carrier_of, map_tensor
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
 # torch's names with the little-endian numpy type that has the same bytes: mostly that of the same
@@ -162,3 +162,154 @@ def _tensor_head(name: Any, *shape: Any) -> tuple[str, ArrayHead]:
     if type(name) is not str or name not in CODES:
         raise InvalidMessageError("malformed description of a tensor")
     return name, checked_head(dtype_of(CODES[name]), [*shape], is_fortran=False)
+
+
+_KINDS = ("dtype", "layout", "memory_format")
+_DEVICE = "device"
+_DEVICE_NAME = re.compile(r"[a-z_0-9]{1,32}(:[0-9]{1,3})?")
+_INT = frozenset({int})
+
+
+def size_of(value: object) -> list[int] | None:
+    """Return the extents of a ``torch.Size``; None for any other value."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(value) is not getattr(torch, "Size", None):
+        return None
+    extents = list(value)  # type: ignore[call-overload]
+    return extents if _INT.issuperset(map(type, extents)) else None
+
+
+def build_size(extents: list[Any]) -> Any:
+    """Return the ``torch.Size`` of these extents."""
+    if not _INT.issuperset(map(type, extents)):
+        raise InvalidMessageError("an extent of a torch.Size is not an int")
+    return _required_torch().Size(extents)
+
+
+def constant_of(value: object) -> list[str] | None:
+    """Return kind and name of a dtype, device, layout or memory format; None for any other."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    kind = type(value).__name__
+    if kind not in (*_KINDS, _DEVICE) or type(value) is not getattr(torch, kind, None):
+        return None
+    return [kind, str(value).removeprefix("torch.")]
+
+
+def build_constant(parts: list[Any]) -> Any:
+    """Return what :func:`constant_of` took apart.
+
+    Raises:
+        InvalidMessageError: There is no such thing here.
+    """
+    kind, name = parts
+    torch = _required_torch()
+    if kind in _KINDS and type(name) is str:
+        found = vars(torch).get(name)  # not getattr, which may import more of torch
+        if type(found) is getattr(torch, kind):
+            return found
+    if kind == _DEVICE and type(name) is str and _DEVICE_NAME.fullmatch(name):
+        device = torch.device(name)
+        if str(device) == name:
+            return device
+    raise InvalidMessageError(f"torch has no {str(kind)[:32]} {str(name)[:64]!r} here")
+
+
+def _required_torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise InvalidMessageError(
+            f"the payload holds something of torch, which is not installed here: {error}"
+        ) from error
+
+
+_NUMBERS = "biufc"  # the kinds of numpy's own dtypes that torch has too; others are of extensions
+
+
+@lru_cache(maxsize=256)
+def carrier_of(dtype: Any) -> tuple[np.dtype[Any], str, bool]:
+    """Return numpy's dtype for the elements of a torch dtype, and that one's name.
+
+    Where numpy has no such dtype, that is of whole numbers of the same size; the last item is
+    whether they are only moved.
+    """
+    name = str(dtype).removeprefix("torch.")
+    try:
+        same = np.dtype(name)
+    except TypeError:
+        same = None
+    if same is not None and same.kind in _NUMBERS:
+        return same, name, False
+    return np.dtype(f"i{dtype.itemsize}"), name, name != "bfloat16"
+
+
+def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
+    """Return an array on the memory of a dense tensor of the CPU; None if it has too little.
+
+    Lazy views are not resolved: their memory is as it is. The array can not be written if some of
+    its elements are the same memory, as of an expanded tensor.
+
+    Args:
+        tensor: Which.
+        carrier: The dtype of the array, of the same size as the tensor's.
+    """
+    shape, reach = tuple(tensor.shape), tensor.numel()
+    if not reach:  # it need not have an address
+        return np.empty(shape, carrier)
+    strides, is_frozen, itemsize = None, False, carrier.itemsize
+    if not tensor.is_contiguous():
+        steps = tensor.stride()
+        strides = tuple(step * itemsize for step in steps)
+        is_frozen = any(not step and extent > 1 for step, extent in zip(steps, shape, strict=True))
+        reach = 1 + sum(step * (extent - 1) for step, extent in zip(steps, shape, strict=True))
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    if storage.nbytes() < (offset + reach) * itemsize:
+        return None
+    interface = {
+        "shape": shape,
+        "typestr": carrier.str,
+        "strides": strides,
+        "data": (storage.data_ptr() + offset * itemsize, is_frozen),
+        "version": 3,
+    }
+    return np.asarray(_HeldMemory(storage, interface))
+
+
+def bytes_of(tensor: Any) -> memoryview | None:
+    """Return the memory of a dense tensor of the CPU as bytes; None if it is not just that.
+
+    So if it has gaps, is a lazy view, is elsewhere, is empty, or has too little memory.
+
+    Args:
+        tensor: One of torch's own classes.
+    """
+    if tensor.layout is not sys.modules["torch"].strided or not tensor.is_cpu:
+        return None
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        return None
+    nbytes, start = tensor.nbytes, tensor.storage_offset() * tensor.itemsize
+    storage = tensor.untyped_storage()
+    if not nbytes or storage.nbytes() < start + nbytes:
+        return None
+    interface = {
+        "shape": (nbytes,),
+        "typestr": "|u1",
+        "data": (storage.data_ptr() + start, False),
+        "version": 3,
+    }
+    return np.asarray(_HeldMemory(storage, interface)).data
+
+
+class _HeldMemory:
+    """The memory of a tensor. An array made of it holds this, and so the storage.
+
+    Not the tensor: that may be given another storage while a message leaves (``p.data = ...``).
+    """
+
+    __slots__ = ("__array_interface__", "storage")
+
+    def __init__(self, storage: Any, interface: dict[str, Any]) -> None:
+        self.storage = storage
+        self.__array_interface__ = interface

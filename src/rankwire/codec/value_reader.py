@@ -17,18 +17,24 @@ import numpy as np
 
 from rankwire.codec import (
     arrays,
-    containers,
     limits,
     scalars,
     structured,
     tensors,
-    torch_constants,
 )
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
+from rankwire.codec.hash_tables import MANY_KEYS
 from rankwire.codec.hooks import BuildContext, HookedClass
 from rankwire.codec.limits import ItemCount
-from rankwire.codec.probing import MANY_KEYS
-from rankwire.codec.values import ALIGNMENT, MAX_DEPTH, NBYTES, Code
+from rankwire.codec.values import (
+    ALIGNMENT,
+    KEYED,
+    MAX_DEPTH,
+    NBYTES,
+    Code,
+    build_deque,
+    build_slice,
+)
 from rankwire.errors import InvalidMessageError
 
 _unpack = msgspec.msgpack.decode
@@ -142,11 +148,11 @@ class Reader:
 
     def _deque(self, body: memoryview) -> deque[Any]:
         items, longest = self._level(body)
-        return containers.build_deque(items, longest)
+        return build_deque(items, longest)
 
     def _slice(self, body: memoryview) -> slice:
         self._refuse_odd_keys()  # Python 3.12 hashes slices
-        return containers.build_slice(self._level(body))
+        return build_slice(self._level(body))
 
     def _pairs(self, keys: Any, values: Any) -> dict[Any, Any]:
         if type(keys) is not list or type(values) is not list:
@@ -224,10 +230,10 @@ class Reader:
 
     def _torch_size(self, body: memoryview) -> Any:
         self._refuse_odd_keys()
-        return torch_constants.build_size(self._list(body))
+        return tensors.build_size(self._list(body))
 
     def _torch_constant(self, body: memoryview) -> Any:
-        return torch_constants.build_constant(self._list(body))
+        return tensors.build_constant(self._list(body))
 
     def _enum(self, body: memoryview) -> Any:
         name, key = self._list(body)
@@ -260,7 +266,7 @@ _LIFT: dict[int, Callable[[Reader, memoryview], Any]] = {
     Code.SET: Reader._set,
     Code.FROZENSET: Reader._frozenset,
     Code.DICT: Reader._dict,
-    **{code: partial(Reader._keyed, build=build) for code, _, build in containers.KEYED.values()},
+    **{code: partial(Reader._keyed, build=build) for code, _, build in KEYED.values()},
     Code.DEQUE: Reader._deque,
     Code.SLICE: Reader._slice,
     Code.BYTES: Reader._bytes,

@@ -13,18 +13,24 @@ from msgspec.msgpack import Ext
 
 from rankwire.codec import (
     arrays,
-    containers,
     limits,
     scalars,
     structured,
     tensors,
-    torch_constants,
 )
 from rankwire.codec.advice import advice_for
+from rankwire.codec.arrays import holds_references
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.hooks import HookedClass, TakeContext
-from rankwire.codec.references import holds_references
-from rankwire.codec.values import MAX_DEPTH, MIN_BUFFER_NBYTES, MIN_LONG_LIST, NBYTES, PLAIN, Code
+from rankwire.codec.values import (
+    KEYED,
+    MAX_DEPTH,
+    MIN_BUFFER_NBYTES,
+    MIN_LONG_LIST,
+    NBYTES,
+    PLAIN,
+    Code,
+)
 from rankwire.errors import RankwireError
 from rankwire.texts import one_line, text_of, type_name
 
@@ -148,7 +154,7 @@ class Writer:
         return self._each(value, list(value.values()), lambda index: f"[{_key_text(keys[index])}]")
 
     def _keyed(self, value: Any) -> Any:
-        code, besides_of, _ = containers.KEYED[type(value)]
+        code, besides_of, _ = KEYED[type(value)]
         try:
             besides = besides_of(value)
         except ValueError as error:
@@ -281,10 +287,10 @@ class Writer:
             return self._numpy_scalar(value)
         if tensors.is_tensor(value):
             return self._tensor(value)
-        extents = torch_constants.size_of(value)
+        extents = tensors.size_of(value)
         if extents is not None:
             return Ext(Code.TORCH_SIZE, _pack(extents))
-        constant = torch_constants.constant_of(value)
+        constant = tensors.constant_of(value)
         if constant is not None:
             return Ext(Code.TORCH_CONSTANT, _pack(constant))
         return self._unsupported(value, advice_for(value))
@@ -308,7 +314,7 @@ _LOWER: dict[type, Callable[[Writer, Any], Any]] = {
     set: Writer._set,
     frozenset: Writer._frozenset,
     dict: Writer._dict,
-    **dict.fromkeys(containers.KEYED, Writer._keyed),
+    **dict.fromkeys(KEYED, Writer._keyed),
     deque: Writer._deque,
     slice: Writer._slice,
     bytes: Writer._bytes,

@@ -20,9 +20,9 @@ from rankwire.backends.base import Backend
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
 from rankwire.mesh.transport import Expected, Offer
-from rankwire.wire.destinations import PLACED_FROM, Destination, Placed
 from rankwire.wire.frames import Buffer, Channel, Payload
 from rankwire.wire.loans import whole_of
+from rankwire.wire.receive import PLACED_FROM, Destination, Placed
 
 if TYPE_CHECKING:
     from rankwire.collectives.hosts import Hosts

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from rankwire.codec.arrays import advice_for_array, dtype_code, is_plain_array
-from rankwire.codec.tensor_memory import carrier_of, map_tensor
-from rankwire.codec.tensors import advice_for, is_tensor
+from rankwire.codec.tensors import advice_for, carrier_of, is_tensor, map_tensor
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
 
 Array = np.ndarray[Any, Any]

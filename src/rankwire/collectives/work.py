@@ -13,12 +13,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
-from rankwire.clock import Clock
-from rankwire.conditions import SafeCondition
+from rankwire.clock import Clock, SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
-from rankwire.fork import disown, guard
-from rankwire.showing import ShowsPublic
+from rankwire.fork import guard, invalidate
+from rankwire.public_dir import PublicDir
 
 _log = logging.getLogger("rankwire")
 
@@ -39,7 +38,7 @@ class _Group(Protocol):
         """Have the callbacks of a work that is done called."""
 
 
-class Work(ShowsPublic, Future[T]):
+class Work(PublicDir, Future[T]):
     """An operation that goes on in the background. Safe from any thread.
 
     A ``concurrent.futures.Future``, so ``done``, ``result``, ``exception`` and callbacks are as
@@ -155,9 +154,9 @@ class Work(ShowsPublic, Future[T]):
             except BaseException:  # it must not end this thread
                 _log.exception("a callback of %r raised", self)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Make every use of it in a forked child an error: no thread will end it there."""
-        disown(self)
+        invalidate(self)
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio  # here, because it takes as long to load as all of this package

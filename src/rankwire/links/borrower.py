@@ -20,8 +20,8 @@ from rankwire.errors import PeerLostError, ProtocolError, RankwireError
 from rankwire.links.allocation import allocate
 from rankwire.links.process_memory import READ, WORD_NBYTES, WRITE, Vector, address_of, transfer
 from rankwire.wire.array_messages import HEAD_NBYTES
-from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan, LoanRevokedError, Parcel
+from rankwire.wire.receive import Destination, Placed
 
 _NONE = 0
 # A lender decides within microseconds; if it is stopped in between, its process is as good as gone.

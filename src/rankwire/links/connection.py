@@ -42,7 +42,6 @@ from rankwire.transports.shared_memory import CAN_SHARE, SharedMemory, open_shar
 from rankwire.transports.spin import Spin
 from rankwire.transports.stream import Stream, Watched, stream_of
 from rankwire.transports.tcp_info import Unanswered
-from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     LOAN,
@@ -54,6 +53,7 @@ from rankwire.wire.frames import (
 from rankwire.wire.loans import Loan, LoanRefusedError
 from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import FAREWELL, Course, Happening, Protocol, left
+from rankwire.wire.receive import Destination
 from rankwire.wire.ring import RING_NBYTES, RingReader, RingWriter
 from rankwire.wire.seals import Seals
 
@@ -697,11 +697,11 @@ class Connection:
             self._shared = self.stream.ring = self._parser.ring = None
         self._writer.ring = None
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Close what a forked child shares with its parent, without ending the parent's stream."""
         self.failure = ForkedProcessError("this connection")
         self.filling = threading.Lock()
-        self._writer.forsake(self.failure)
+        self._writer.close_in_child(self.failure)
         self.stream.close()
         self._drop_rings()
 

@@ -139,13 +139,13 @@ class EventThread:
         self._wakeup.close()
         self._selector.close()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Close this child's copies of what the parent has, see ``fork``."""
         self._let_go()
         if not self._closing:  # else the number may be another's by now
             self._closing = True
             self._selector.close()
-        self._wakeup.forsake()
+        self._wakeup.close_in_child()
 
     # -- for the subclass --------------------------------------------------------------------------
 

@@ -38,11 +38,10 @@ from rankwire.links.connection import Connection
 from rankwire.links.lender import Meanwhile
 from rankwire.links.shared_mailbox import SharedMailbox
 from rankwire.transports.stream import Stream, Watched
-from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.loans import LoanRevokedError
 from rankwire.wire.mailbox import ONCE, Mailbox, payload_of
-from rankwire.wire.receive import PostedReceive, Receive
+from rankwire.wire.receive import Destination, PostedReceive, Receive
 
 _log = logging.getLogger("rankwire")
 

@@ -90,7 +90,7 @@ class _Arena:
                 self._free.extend(zip(pairs, addresses, strict=True))
             return self._free.pop()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Begin anew in a forked child: what the parent has lent stays the parent's."""
         self._lock = threading.Lock()
         self.fence = threading.Lock()

@@ -187,7 +187,7 @@ class SharedMailbox:
             self._mailbox.refuse(envelope)
             self._wake_next()  # there is room again
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """End all receives in a forked child: a callback may have forked, and goes on in here."""
         self._mutex = threading.Lock()
         self._mailbox.fail(ForkedProcessError("this inbox"))

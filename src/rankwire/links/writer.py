@@ -32,8 +32,9 @@ from rankwire.wire.frames import (
     Buffer,
     Envelope,
     Message,
+    first_bytes,
+    skip_bytes,
 )
-from rankwire.wire.pieces import after, until
 from rankwire.wire.protocol import BELL
 from rankwire.wire.ring import AWAKE, RingWriter
 from rankwire.wire.seals import SLICE_NBYTES, Seal, SealInProgress
@@ -237,7 +238,7 @@ class FrameWriter:
             if grip[-1:] == [True]:
                 self._lock.release()
 
-    def forsake(self, failure: RankwireError) -> None:
+    def close_in_child(self, failure: RankwireError) -> None:
         """Let go of the lock in a child of a fork: the thread that has it is not there."""
         self.failure = failure
         self._lock = threading.Lock()
@@ -306,7 +307,7 @@ class FrameWriter:
         assert self._journal is not None
         (sequence, _), pieces, is_new, is_owned, counts, coming = self._journal
         try:
-            pieces = after(pieces, sum(counts)) if counts else pieces
+            pieces = skip_bytes(pieces, sum(counts)) if counts else pieces
             while pieces:
                 is_taken = True
                 ready = pieces
@@ -327,7 +328,7 @@ class FrameWriter:
                     # handler for it.
                     is_taken = False
                 if is_taken:
-                    pieces = after(pieces, counts[-1])
+                    pieces = skip_bytes(pieces, counts[-1])
                 elif coming is None or not coming.go_on():
                     self._wait_writable(deadline, meanwhile)
             self._outgoing = (sequence + is_new, ())
@@ -364,9 +365,9 @@ class FrameWriter:
             coming.finish()
         count, held_nbytes = sum(counts), sum(map(len, held))
         has_begun = is_new and count > held_nbytes
-        rest = after(pieces, count)
+        rest = skip_bytes(pieces, count)
         if not has_begun:
-            rest = until(rest, held_nbytes - count) if is_new else rest
+            rest = first_bytes(rest, held_nbytes - count) if is_new else rest
         elif not is_owned and rest:
             if not is_sender_there:
                 reason = "sending to it was interrupted again and again"

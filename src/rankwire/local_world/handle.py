@@ -16,12 +16,12 @@ from rankwire.backends.base import Backend
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.environment import default_timeout
 from rankwire.errors import ChannelClosedError
-from rankwire.fork import disown, guard
+from rankwire.fork import guard, invalidate
 from rankwire.local_world.function_run import FunctionRun, Rank, RankOutcome, values_of
 from rankwire.local_world.printer import Printer
 from rankwire.local_world.process_world import ProcessWorld
 from rankwire.local_world.rank_thread import RankThread
-from rankwire.showing import ShowsPublic
+from rankwire.public_dir import PublicDir
 from rankwire.shutdown import close_at_exit
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def local(
     return LocalWorld(world_size, simulated=simulated, timeout=limit, **options)
 
 
-class LocalWorld(ShowsPublic):
+class LocalWorld(PublicDir):
     """A world that this process has started. Made by ``rankwire.local``; see there.
 
     Every method is safe from any thread. A rank runs one function at a time, in the main thread of
@@ -163,9 +163,9 @@ class LocalWorld(ShowsPublic):
         """Close when the interpreter ends."""
         self._close(_EXIT_PATIENCE)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Let a forked child refuse to use it: the processes belong to its parent."""
-        disown(self)
+        invalidate(self)
 
     def __enter__(self) -> Self:
         return self

@@ -373,11 +373,11 @@ class MeshCallPort(CallPort):
         self.wake()
         self._calls.fail(cause)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Close what a forked child shares with its parent; nothing is unregistered there."""
         self._ended = ForkedProcessError("this agent")
         self._lock = threading.Lock()
-        self._calls.forsake()
+        self._calls.close_in_child()
         if self._closed is None:
             self._closed = ChannelClosedError(self._ended.message)
             self._poller.close()

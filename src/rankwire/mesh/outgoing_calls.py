@@ -294,6 +294,6 @@ class OutgoingCalls:
             inbox.close(cause)
             self._mesh.release(inbox.connection)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Let go of the lock in a child of a fork: the thread that has it is not there."""
         self._lock = threading.Lock()

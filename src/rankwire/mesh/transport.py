@@ -13,10 +13,10 @@ from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.mesh.calls import CallPort
 from rankwire.observe.status import PeerStatus, state_of
-from rankwire.showing import ShowsPublic
+from rankwire.public_dir import PublicDir
 from rankwire.transports.shared_segment import SharedSegment
-from rankwire.wire.destinations import Destination
 from rankwire.wire.frames import WORLD_GROUP, Envelope, Message, Payload
+from rankwire.wire.receive import Destination
 
 # What to do about a group of which a rank is not the process any more that it was made with.
 NEW_GROUP = "for collectives, all ranks make a new group: SubBackend(backend, ranks)"
@@ -55,7 +55,7 @@ class Expected(ABC):
 
     @abstractmethod
     def take(self, deadline: Deadline) -> Payload:
-        """Return it; it is ``wire.destinations.Placed`` if it is where it was wanted.
+        """Return it; it is ``wire.receive.Placed`` if it is where it was wanted.
 
         Raises:
             DeadlineExceededError: It has not come, and is still expected.
@@ -77,7 +77,7 @@ class ExpectedFromAny(Expected):
     source: int | None = None
 
 
-class Transport(ShowsPublic):
+class Transport(PublicDir):
     """One rank of a group, and how it reaches the others. Every method is safe from any thread.
 
     Attributes:

@@ -319,7 +319,7 @@ class Formation:
         counting = self._coordinator or self._membership
         return {} if counting is None else counting.silences()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Leave the files to the parent, in a forked child."""
         self._files.clear()
         for listener in self._listeners:

@@ -18,7 +18,7 @@ from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, ConfigurationError, PeerLostError, RankwireError
-from rankwire.fork import disown, guard
+from rankwire.fork import guard, invalidate
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.agent_calls import AgentCalls
 from rankwire.rpc.agent_functions import AgentFunctions
@@ -134,7 +134,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
             self._port.close()
             raise
         self._server.pool.start()
-        guard(self, RpcAgent._forsake)
+        guard(self, RpcAgent._close_in_child)
         close_at_exit(self, RpcAgent._leave_at_exit)
 
     @property
@@ -279,10 +279,10 @@ class RpcAgent(AgentCalls, AgentFunctions):
         if error is None:
             self._close(_EXIT_GRACE, _EXIT_GRACE)
 
-    def _forsake(self) -> None:
+    def _close_in_child(self) -> None:
         """Let a forked child refuse to use it."""
-        self._caller.forsake()
-        disown(self)
+        self._caller.close_in_child()
+        invalidate(self)
 
     def _ended_by_itself(self) -> None:
         """The backend is closed, or this rank was given up, and nobody has closed this agent."""

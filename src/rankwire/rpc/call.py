@@ -17,7 +17,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RankwireError
 from rankwire.links.reply import Reply
 from rankwire.mesh.calls import CallPort
-from rankwire.showing import ShowsPublic
+from rankwire.public_dir import PublicDir
 
 if TYPE_CHECKING:
     from rankwire.rpc.worker import Worker
@@ -59,7 +59,7 @@ class Wait(NamedTuple):
     is_for_room: bool = False
 
 
-class Call(ShowsPublic):
+class Call(PublicDir):
     """A call in service.
 
     Attributes:

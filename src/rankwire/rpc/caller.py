@@ -32,7 +32,7 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
 )
-from rankwire.fork import disown
+from rankwire.fork import invalidate
 from rankwire.links.reply import Reply
 from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
@@ -427,7 +427,7 @@ class Caller:
         for future in list(self._futures.values()):
             self._fail(future, cause.copy())
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Disown the futures in a child of a fork."""
         for future in list(self._futures.values()):
-            disown(future)
+            invalidate(future)

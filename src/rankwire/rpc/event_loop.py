@@ -32,7 +32,7 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._is_forsaken = False
+        self._is_in_child = False
         guard(self)
 
     @property
@@ -86,15 +86,15 @@ class EventLoop:
         try:
             loop.run_forever()
         finally:
-            if not self._is_forsaken:
+            if not self._is_in_child:
                 _end(loop)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Stop in a forked child: a coroutine that has forked returns to the loop there.
 
         It shares its selector with the parent's, so there it must do nothing more.
         """
-        self._is_forsaken = True
+        self._is_in_child = True
         if self._loop is not None:
             self._loop.stop()
 

@@ -16,13 +16,13 @@ from contextlib import suppress
 from threading import Condition
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from rankwire.conditions import SafeCondition
+from rankwire.clock import SafeCondition
 from rankwire.deadline import Deadline
-from rankwire.finalizing import hand_over
+from rankwire.finalizers import hand_over
 from rankwire.links.reply import Reply
 from rankwire.mesh.calls import CallPort
+from rankwire.public_dir import PublicDir
 from rankwire.rpc.call import Call, serving
-from rankwire.showing import ShowsPublic
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Unheard:
 _DISREGARDED = Unheard(None)
 
 
-class RpcFuture(ShowsPublic, Future[R]):
+class RpcFuture(PublicDir, Future[R]):
     """The result of ``rpc_async``. Safe from any thread.
 
     If the call fails and neither ``result`` nor ``exception`` is asked for, nor the future awaited,

@@ -171,7 +171,7 @@ class Pool:
             self._clock.join(thread, deadline.sleep_limit())
         return not any(thread.is_alive() for thread in threads)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """End in a child of a fork: a function that has forked returns to here there."""
         self._mutex = threading.Lock()
         self._closing = True

@@ -26,10 +26,10 @@ import rankwire
 from rankwire.backends.base import Backend
 from rankwire.backends.posting import ANY_RANK
 from rankwire.backends.sub import SubBackend
-from rankwire.codec.tensor_memory import bytes_of
+from rankwire.codec.tensors import bytes_of
 from rankwire.collectives.operands import operand
 from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.finalizing import hand_over
+from rankwire.finalizers import hand_over
 from rankwire.observe.stacks import show_as
 from rankwire.torch.devices import Devices, plain
 from rankwire.torch.group_operations import add_sparse, meet_monitored, op_of

@@ -60,7 +60,7 @@ class Wakeup:
                 self._selector.unregister(self)
                 self._end()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Close this child's copies of what the parent has, see ``fork``."""
         self._lock = threading.Lock()
         if self._is_open:

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from rankwire.errors import MessageTooLargeError, ProtocolError
 from rankwire.wire.loans import Parcel
 
 Buffer = bytes | bytearray | memoryview
@@ -102,3 +103,59 @@ def is_farewell(tail: bytes) -> bool:
         return False
     channel, _, group, tag, nbytes = HEADER.unpack_from(tail, len(tail) - HEADER_NBYTES)
     return bool(channel == Channel.FAREWELL and group == tag == nbytes == 0)
+
+
+def describe_violation(
+    word: int, sequence: int, expected: int, nbytes: int, limit: int
+) -> ProtocolError:
+    """Return why a header is not valid.
+
+    Args:
+        word: Its channel, flags and reserved bits.
+        sequence: Its number.
+        expected: The one that it should have.
+        nbytes: The length that it announces.
+        limit: The largest that is accepted.
+    """
+    channel, flags, reserved = word & 0xFF, word >> 8 & 0xFF, word >> 16
+    if channel not in CHANNELS:
+        return ProtocolError(f"a frame names the unknown channel {channel}")
+    if word not in CHANNELS:
+        if word == channel | LOAN:
+            return ProtocolError(f"a frame of channel {channel} cannot lend its payload")
+        return ProtocolError(f"a frame has unknown flags {flags:#x} or reserved bits {reserved:#x}")
+    if sequence != expected:
+        return ProtocolError(
+            f"a frame has sequence number {sequence}, expected {expected}: one is lost or repeated"
+        )
+    error = ProtocolError(f"the peer announced {nbytes} bytes, the limit is {limit}")
+    error.__cause__ = MessageTooLargeError(nbytes, limit)
+    return error
+
+
+def broken_seal() -> ProtocolError:
+    """Return why a sealed frame is not valid."""
+    return ProtocolError(
+        "the seal of a frame does not fit: it was altered, repeated or left out on the way"
+    )
+
+
+def skip_bytes(pieces: Sequence[Buffer], count: int) -> list[Buffer]:
+    """Return what is left to send after ``count`` bytes have left."""
+    for index, piece in enumerate(pieces):
+        size = memoryview(piece).nbytes
+        if count < size:
+            return [memoryview(piece).cast("B")[count:], *pieces[index + 1 :]]
+        count -= size
+    return []
+
+
+def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> list[Buffer]:
+    """Return the first ``nbytes`` of what is to be sent."""
+    beginning: list[Buffer] = []
+    for piece in pieces:
+        if not nbytes:
+            break
+        beginning.append(memoryview(piece).cast("B")[:nbytes])
+        nbytes -= len(beginning[-1])
+    return beginning

@@ -21,10 +21,9 @@ from itertools import starmap
 from operator import attrgetter
 
 from rankwire.errors import RankwireError, SizeMismatchError
-from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.loans import whole_of
-from rankwire.wire.receive import Receive
+from rankwire.wire.receive import Destination, Placed, Receive
 
 # Tags that differ only in so many lower bits are of one family: the steps of a collective.
 FAMILY_BITS = 16

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.errors import ProtocolError
-from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import (
     CHANNELS,
     DEFAULT_BUFFER_NBYTES,
@@ -30,13 +29,15 @@ from rankwire.wire.frames import (
     Channel,
     Envelope,
     Frame,
+    broken_seal,
+    describe_violation,
     is_farewell,
 )
+from rankwire.wire.receive import Destination, Placed
 from rankwire.wire.ring import READ, RingReader
-from rankwire.wire.violations import broken_seal, describe_violation
 
 if TYPE_CHECKING:
-    from rankwire.wire.seals import Impression, Seal
+    from rankwire.wire.seals import FrameMac, Seal
 
 _new_frame = tuple.__new__  # 0.15 us instead of 0.24 for Frame(...), once for every message
 
@@ -47,7 +48,7 @@ class _Large(NamedTuple):
     body: bytearray | memoryview
     envelope: Envelope
     filled: int
-    impression: Impression | None  # of what has come of it, if it is sealed
+    mac: FrameMac | None  # of what has come of it, if it is sealed
     payload: bytearray | Placed  # it is in its body, but for the head of what is placed
 
 
@@ -84,7 +85,7 @@ class FrameParser:
     Beside the stream there may be a ring (``wire.ring``), whose records are frames of the same
     sequence: those of a number come before the stream's frame of that number.
 
-    A large payload may come straight to where a receiver wants it (``wire.destinations``).
+    A large payload may come straight to where a receiver wants it (``wire.receive``).
 
     Args:
         max_nbytes: Largest payload that is accepted.
@@ -299,10 +300,10 @@ class FrameParser:
             end += counts[0]
         else:
             large = self._filled_further(large, counts[0])
-        if large.filled < len(large.body) or (large.impression and end < SEAL_NBYTES):
+        if large.filled < len(large.body) or (large.mac and end < SEAL_NBYTES):
             return (frames, [], sequence, (start, end, sealed, buffer, view, large), read), False
-        if large.impression:
-            if not large.impression.matches(view[:SEAL_NBYTES]):
+        if large.mac:
+            if not large.mac.matches(view[:SEAL_NBYTES]):
                 self.violation = broken_seal()
                 raise self.violation.copy()
             start = SEAL_NBYTES
@@ -385,9 +386,9 @@ class FrameParser:
         """Check the seal behind a whole frame."""
         assert self._seal is not None
         payload = frame[HEADER_NBYTES:-SEAL_NBYTES]
-        impression = self._seal.begin(number, frame[:HEADER_NBYTES], channel, len(payload))
-        impression.add(payload)
-        return impression.matches(frame[-SEAL_NBYTES:])
+        mac = self._seal.begin(number, frame[:HEADER_NBYTES], channel, len(payload))
+        mac.add(payload)
+        return mac.matches(frame[-SEAL_NBYTES:])
 
     def is_farewell(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes, all unread, ends with a genuine farewell."""
@@ -420,22 +421,22 @@ class FrameParser:
             frames: Those before it that nobody has taken.
         """
         header, first = come[:HEADER_NBYTES], come[HEADER_NBYTES:]
-        impression = None
+        mac = None
         if self._seal is not None:
             seal, first = first[:SEAL_NBYTES], first[SEAL_NBYTES:]
             if not self._seal.begin_head(number, header).matches(seal):
                 self.violation = broken_seal()
                 return None
-            impression = self._seal.begin(number, header, envelope[1], nbytes)
+            mac = self._seal.begin(number, header, envelope[1], nbytes)
         first = first[:nbytes]
         place = self._placed(envelope, nbytes, first, frames)
         if place is not None:
-            if impression is not None:
-                impression = impression.plus(place.head)
+            if mac is not None:
+                mac = mac.plus(place.head)
             first = first[len(place.head) :]
-            large = _Large(place.destination.view, envelope, 0, impression, place)
+            large = _Large(place.destination.view, envelope, 0, mac, place)
         elif (body := self._memory_for(nbytes)) is not None:
-            large = _Large(body, envelope, 0, impression, body)
+            large = _Large(body, envelope, 0, mac, body)
         else:
             return None
         large.body[: len(first)] = first
@@ -490,7 +491,7 @@ class FrameParser:
 
     def _filled_further(self, large: _Large, count: int) -> _Large:
         """Return a large payload of which ``count`` bytes more have come."""
-        impression, filled = large.impression, large.filled
-        if impression is not None:
-            impression = impression.plus(memoryview(large.body)[filled : filled + count])
-        return large._replace(filled=filled + count, impression=impression)
+        mac, filled = large.mac, large.filled
+        if mac is not None:
+            mac = mac.plus(memoryview(large.body)[filled : filled + count])
+        return large._replace(filled=filled + count, mac=mac)

@@ -45,7 +45,7 @@ class Protection(IntFlag):
     FULL_MAC = 2  # only together with SEALED
 
 
-class Impression:
+class FrameMac:
     """The seal of one frame while its payload passes by, piece by piece."""
 
     __slots__ = ("_by_crc", "_crc", "_mac")
@@ -62,9 +62,9 @@ class Impression:
         else:
             self._mac.update(piece)
 
-    def plus(self, piece: Buffer) -> Impression:
+    def plus(self, piece: Buffer) -> FrameMac:
         """Return what it will be with the next piece, and stay as it is."""
-        further = Impression(
+        further = FrameMac(
             self._mac if self._by_crc else self._mac.copy(), by_crc=self._by_crc, crc=self._crc
         )
         further.add(piece)
@@ -95,24 +95,24 @@ class SealInProgress:
 
     __slots__ = ("_rest", "is_made", "seal")
 
-    def __init__(self, impression: Impression, payload: Sequence[Buffer]) -> None:
+    def __init__(self, mac: FrameMac, payload: Sequence[Buffer]) -> None:
         views = [memoryview(piece).cast("B") for piece in payload]
         slices = [
             view[start : start + SLICE_NBYTES]
             for view in views
             for start in range(0, len(view), SLICE_NBYTES)
         ]
-        self._rest = (impression, slices[::-1])
+        self._rest = (mac, slices[::-1])
         self.seal = bytearray(SEAL_NBYTES)
         self.is_made = False
 
     def go_on(self) -> bool:
         """Take the next slice, or make the seal; return whether there was something to do."""
-        impression, slices = self._rest
+        mac, slices = self._rest
         if slices:
-            self._rest = (impression.plus(slices[-1]), slices[:-1])
+            self._rest = (mac.plus(slices[-1]), slices[:-1])
         elif not self.is_made:
-            self.seal[:] = impression.finish()
+            self.seal[:] = mac.finish()
             self.is_made = True
             return False
         return not self.is_made
@@ -134,27 +134,27 @@ class Seal:
         self._keyed_for_heads = hmac.new(hmac.digest(key, b"head", "sha256"), digestmod="sha256")
         self._full_mac = full_mac
 
-    def begin(self, sequence: int, header: Buffer, channel: int, nbytes: int) -> Impression:
+    def begin(self, sequence: int, header: Buffer, channel: int, nbytes: int) -> FrameMac:
         """Begin the seal of a frame whose payload comes in pieces."""
         mac = self._keyed.copy()
         mac.update(_SEQUENCE.pack(sequence) + header)
         by_crc = nbytes > BULK_NBYTES and channel in _BULK_CHANNELS and not self._full_mac
-        return Impression(mac, by_crc=by_crc)
+        return FrameMac(mac, by_crc=by_crc)
 
-    def begin_head(self, sequence: int, header: Buffer) -> Impression:
+    def begin_head(self, sequence: int, header: Buffer) -> FrameMac:
         """Return the seal of the header of a large frame."""
         mac = self._keyed_for_heads.copy()
         mac.update(_SEQUENCE.pack(sequence) + header)
-        return Impression(mac, by_crc=False)
+        return FrameMac(mac, by_crc=False)
 
     def of(
         self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
     ) -> bytes:
         """Return the seal of a whole frame."""
-        impression = self.begin(sequence, header, channel, nbytes)
+        mac = self.begin(sequence, header, channel, nbytes)
         for piece in payload:
-            impression.add(piece)
-        return impression.finish()
+            mac.add(piece)
+        return mac.finish()
 
     def around(
         self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rankwire.conditions import SafeCondition
+from rankwire.clock import SafeCondition
 from rankwire.torch.rpc.autograd_contexts import HERE, Context
 from rankwire.torch.rpc.autograd_tracking import ANCHOR, Received
 

@@ -7,7 +7,7 @@ import pytest
 
 import rankwire
 from rankwire import DeviceMesh, RpcAgent, SubBackend, current_call
-from rankwire.showing import ShowsPublic
+from rankwire.public_dir import PublicDir
 from rankwire.testing import in_parallel, simulated_world, tcp_world
 
 FUTURE = {
@@ -81,7 +81,7 @@ def test_public_objects_show_what_is_public():
 
 @pytest.mark.parametrize("cls", [rankwire.TcpBackend, rankwire.RpcFuture, rankwire.Work])
 def test_a_class_shows_what_its_objects_do(cls):
-    assert not {"forsake", "transmit", "on_reply", "call_back"} & {*dir(cls)}
+    assert not {"close_in_child", "transmit", "on_reply", "call_back"} & {*dir(cls)}
 
 
 def test_what_is_shown_is_there():
@@ -114,7 +114,7 @@ def test_the_prompt_offers_what_is_public():
     assert not {"TYPE_CHECKING", "numpy", "Any", "import_module"} & offered
 
 
-class Base(ShowsPublic):
+class Base(PublicDir):
     _SHOWN = ("shown",)
 
     def shown(self):

@@ -6,12 +6,11 @@ from hypothesis import strategies as st
 
 from headers import pack_header
 from rankwire.errors import ProtocolError
-from rankwire.wire.destinations import Destination, Placed
 from rankwire.wire.frames import LOAN, Channel
 from rankwire.wire.loans import whole_of
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.parser import FrameParser
-from rankwire.wire.receive import Receive
+from rankwire.wire.receive import Destination, Placed, Receive
 from rankwire.wire.seals import Seal
 
 KEY = (0, Channel.MESSAGE, 7)

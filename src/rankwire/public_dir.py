@@ -2,7 +2,7 @@
 
 The layers of the package use each other's objects, and what they use is not private; but it is
 nothing to users. So a public class lists what it shows of its own in ``_SHOWN``, and derives from
-``ShowsPublic``. Classes of the package without a list show nothing; others, such as a base class of
+``PublicDir``. Classes of the package without a list show nothing; others, such as a base class of
 the standard library or a user's own class, show what they have. Nothing is hidden from who names
 it.
 
@@ -18,14 +18,14 @@ from typing import ClassVar
 _PACKAGE = __name__.partition(".")[0]
 
 
-class ShowingType(ABCMeta):
+class PublicDirMeta(ABCMeta):
     """The class of classes of which ``dir()`` shows what is for users; they may be abstract."""
 
     def __dir__(cls) -> list[str]:
-        return shown(cls, super().__dir__())
+        return public_names(cls, super().__dir__())
 
 
-class ShowsPublic(metaclass=ShowingType):
+class PublicDir(metaclass=PublicDirMeta):
     """An object of which ``dir()`` shows what is for users."""
 
     __slots__ = ()
@@ -33,10 +33,10 @@ class ShowsPublic(metaclass=ShowingType):
     _SHOWN: ClassVar[tuple[str, ...]] = ()
 
     def __dir__(self) -> list[str]:
-        return shown(type(self), super().__dir__())
+        return public_names(type(self), super().__dir__())
 
 
-def shown(cls: type, names: Iterable[str]) -> list[str]:
+def public_names(cls: type, names: Iterable[str]) -> list[str]:
     """Return those of the names of a class, or of an object of it, that are for users."""
     public: set[str] = set()
     for base in cls.__mro__:

@@ -4,7 +4,7 @@ The garbage collector calls ``__del__`` and ``weakref.finalize`` in whichever th
 memory, between any two steps of it, also while that thread holds a lock. A finalizer that takes a
 lock can wait for its own thread, and then no time limit ends the wait. So finalizers of this
 package take no lock, also not those of logging: they call ``hand_over``, and a thread does the
-rest. ``tests/test_finalizing.py`` reads the source and lists the exceptions.
+rest. ``tests/test_finalizers.py`` reads the source and lists the exceptions.
 
 The thread starts with the first thing to do and ends after a moment without. No lock guards that:
 ``_idle`` holds one item while there is no thread, and ``deque.pop`` gives it to one caller.
@@ -59,7 +59,7 @@ def _start() -> None:
     # ``threading`` takes locks when it starts a thread. A thread that it has not started gets a
     # name there that is never removed, once something is logged in it.
     try:
-        threading.Thread(target=_run, name="rankwire finalizing", daemon=True).start()
+        threading.Thread(target=_run, name="rankwire finalizers", daemon=True).start()
     except RuntimeError:  # the interpreter ends, or the system has no more threads
         _idle.append(_START)
 

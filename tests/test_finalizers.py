@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import rankwire
-from rankwire import finalizing
-from rankwire.finalizing import hand_over
+from rankwire import finalizers
+from rankwire.finalizers import hand_over
 from rankwire.rpc.future import Unheard
 from worlds import PATIENCE, eventually
 
@@ -63,7 +63,7 @@ def test_finalizers_call_nothing_but_what_takes_no_lock():
         name = str(path.relative_to(SOURCE))
         found |= {(name, called) for called in called_by_finalizers(ast.parse(path.read_text()))}
     found = {each for each in found if each[1] != "hand_over"}
-    assert found - CALLED.keys() == set(), "have it handed over: rankwire.finalizing"
+    assert found - CALLED.keys() == set(), "have it handed over: rankwire.finalizers"
     assert CALLED.keys() - found == set(), "it is not there any more"
 
 
@@ -91,8 +91,8 @@ def test_a_weak_reference_without_a_callback_calls_nothing():
 # -- handing over ----------------------------------------------------------------------------------
 
 
-def finalizing_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "rankwire finalizing"]
+def finalizer_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "rankwire finalizers"]
 
 
 def test_what_is_handed_over_is_done_in_order_by_another_thread():
@@ -100,7 +100,7 @@ def test_what_is_handed_over_is_done_in_order_by_another_thread():
     for number in range(1000):
         hand_over(lambda each: done.append((each, threading.current_thread().name)), number)
     eventually(lambda: len(done) == 1000)
-    assert done == [(number, "rankwire finalizing") for number in range(1000)]
+    assert done == [(number, "rankwire finalizers") for number in range(1000)]
 
 
 def test_the_thread_ends_and_another_is_started():
@@ -108,12 +108,12 @@ def test_the_thread_ends_and_another_is_started():
         done = threading.Event()
         hand_over(done.set)
         assert done.wait(PATIENCE)
-        assert len(finalizing_threads()) == 1
-        eventually(lambda: not finalizing_threads())
+        assert len(finalizer_threads()) == 1
+        eventually(lambda: not finalizer_threads())
 
 
 def test_threads_that_hand_over_at_the_moment_when_the_thread_ends_lose_nothing(monkeypatch):
-    monkeypatch.setattr(finalizing, "_LINGER", 0.0)
+    monkeypatch.setattr(finalizers, "_LINGER", 0.0)
     done = []
 
     def give(first):
@@ -143,7 +143,7 @@ def test_it_goes_on_after_a_moment_without_threads(monkeypatch):
 
     first, second = threading.Event(), threading.Event()
     with monkeypatch.context() as full:
-        full.setattr(finalizing, "start_new_thread", refuse)
+        full.setattr(finalizers, "start_new_thread", refuse)
         hand_over(first.set)
     assert not first.is_set()
     hand_over(second.set)
@@ -206,7 +206,7 @@ def run(program):
 def test_what_is_handed_over_last_of_all_is_done_before_the_process_ends():
     program = """
 import atexit, rankwire
-from rankwire.finalizing import hand_over
+from rankwire.finalizers import hand_over
 for number in range(3):
     hand_over(print, number)
 atexit.register(hand_over, print, "at exit")
@@ -310,4 +310,4 @@ def test_a_thread_that_drops_a_failed_future_does_not_wait_for_the_log():
     finally:
         go_on.set()
         logging.getLogger("rankwire").removeHandler(handler)
-    eventually(lambda: not finalizing_threads())
+    eventually(lambda: not finalizer_threads())
