@@ -74,7 +74,7 @@ IMPURE_MODULES = {
     "logging", "multiprocessing", "signal", "pathlib", "tempfile", "io", "ctypes", "mmap", "fcntl",
 }  # fmt: skip
 # Types of ctypes are buffers that a user may send, and paths are values; nothing is called there.
-TYPES_ONLY = {("references.py", "ctypes"), ("scalars.py", "pathlib")}
+TYPES_ONLY = {("arrays.py", "ctypes"), ("scalars.py", "pathlib")}
 # Functions on their way from a program to processes that it has started itself, over its own pipe.
 UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "local_world" / "function_pickle.py"}
 # What carries bytes: sockets, and what one waits with for them.
