@@ -9,8 +9,7 @@ first byte of it leaves (``_Journal``), how much has left is noted by the same c
 that sends it, and what follows from both is one assignment (``_outgoing``). Whoever writes next
 puts in order what it finds.
 
-It does not know what frames mean, nor why a connection ends: its owner tells it (``failure``), and
-says what an error of the stream stands for.
+It knows neither what frames mean nor why a connection ends: its owner sets ``failure``.
 """
 
 from __future__ import annotations
