@@ -5,7 +5,7 @@ FAULTS = {
     2: "a rank is killed in the middle of a message",
     3: "a rank is stopped (SIGSTOP): alive, but silent",
     4: "a rank holds the interpreter's lock in C code: alive, but silent",
-    5: "a host vanishes without a word",
+    5: "a host disappears without closing connections",
     6: "the network splits into two halves",
     7: "a link is cut in one direction",
     8: "a cut heals before the limit",
@@ -17,14 +17,14 @@ FAULTS = {
     14: "a stream ends in the middle of a frame",
     15: "bits flip on the way",
     16: "the stream arrives in pieces of any size",
-    17: "strangers talk garbage to the listening port",
-    18: "strangers connect and say nothing",
+    17: "strangers send garbage to the listening port",
+    18: "strangers connect and send nothing",
     19: "a port scan, while forming and while running",
     20: "two processes claim one rank",
     21: "a rank has another world size, job or secret",
     22: "two versions of the library meet",
-    23: "a rank does not come",
-    24: "a rank is started again while the old one is half dead",
+    23: "a rank does not join",
+    24: "a rank is restarted while its old process is still ending",
     25: "a called function raises, whatever it raises",
     26: "a called function hangs",
     27: "calls are nested deeply, or fill the pool",
@@ -59,17 +59,16 @@ FAULTS = {
     56: "all ranks connect at once",
     57: "the port is taken, or a stranger has it",
     58: "several addresses and networks",
-    59: "nobody reads the log, or the disk is full",
+    59: "no process reads the log, or the disk is full",
     60: "hostile payloads",
 }
 
-# Rows that no test shows, each with its reason. A row is here or has a test, never both.
-_NO_SHARED_MEMORY = "does not apply: arrays cross in one copy without shared memory segments"
+# Rows that no test is marked with, each with its reason. A row is here or has a test, never both.
 NOT_PRODUCED = {
-    22: "needs an earlier release; the refusal of another protocol version is shown in row 21",
-    31: _NO_SHARED_MEMORY,
-    32: _NO_SHARED_MEMORY,
-    33: _NO_SHARED_MEMORY,
-    34: _NO_SHARED_MEMORY,
-    35: _NO_SHARED_MEMORY,
+    22: "needs an earlier release; row 21 shows that another protocol version is refused",
+    31: "does not apply: shared memory is a memfd, which is not in /dev/shm",
+    32: "does not apply: a memfd has no name; the kernel frees it with its last process",
+    33: "the tests of collectives in shared memory kill a rank at any point; not measured here",
+    34: "the tests of segments and rings show that only published data is read; not measured here",
+    35: "the tests of rings and shared memory show that it is refused; not measured here",
 }

@@ -21,13 +21,12 @@ from fault_catalogue import FAULTS, NOT_PRODUCED
 _INTRODUCTION = """\
 # Faults and guarantees
 
-Made by `make what-we-hold` or `make nightly` from a run of the tests: do not edit. Each line is a
-fault that the tests produce, what was seen to hold under it, and the tests that show it. A promise
-whose tests did not all pass cannot be printed.
+Each row is a fault that the tests produce, what holds under it, and the test modules that show it. `make what-we-hold` and
+`make nightly` make this page from a run of the tests and refuse if a test failed: do not edit it. To find the test of a
+promise, search the test modules for its text.
 
-Figures are of this run: {machine}. A test takes one value for each
-operation that it times, in each of its trials; p50, p99 and the largest are over these values. With
-fewer than 100 of them p99 is the largest.
+The figures are from this run: {machine}. A test measures every operation in each of its trials.
+With fewer than 100 values, p99 is the largest.
 """
 
 
@@ -86,14 +85,11 @@ def _is_bare(row: int, shown: set[int]) -> bool:
 
 
 def _held(promises: dict[int, dict[str, list[str]]], tests: dict[str, Any]) -> str:
-    lines = [
-        "| # | fault | what holds | tests, all passed | measured |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| # | fault | what holds | tests | measured |", "|---|---|---|---|---|"]
     for row in sorted(promises):
-        for number, (promise, names) in enumerate(promises[row].items()):
-            first = (str(row), FAULTS[row]) if number == 0 else ("", "")
-            lines.append(_line(*first, promise, _tests(names), _figures(names, tests)))
+        names = list(dict.fromkeys(name for shown in promises[row].values() for name in shown))
+        told = "<br>".join(promises[row])
+        lines.append(_line(str(row), FAULTS[row], told, _modules(names), _figures(names, tests)))
     return "\n".join(lines) + "\n"
 
 
@@ -108,7 +104,7 @@ def _not_yet(missing: dict[int, dict[str, str]]) -> str:
 
 
 def _not_produced() -> str:
-    lines = ["## Not produced", "", "| # | fault | why not |", "|---|---|---|"]
+    lines = ["## Not in this run", "", "| # | fault | why not |", "|---|---|---|"]
     lines += [_line(str(row), FAULTS[row], reason) for row, reason in NOT_PRODUCED.items()]
     return "\n".join(lines) + "\n"
 
@@ -117,14 +113,12 @@ def _line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _tests(names: list[str]) -> str:
-    """Name each test once, however many parameters it has."""
-    functions = dict.fromkeys(name.partition("[")[0] for name in names)
-    return "<br>".join(f"`{name.removeprefix('tests/')}`" for name in functions)
+def _modules(names: list[str]) -> str:
+    modules = dict.fromkeys(name.partition("::")[0].removeprefix("tests/") for name in names)
+    return "<br>".join(f"`{module}`" for module in modules)
 
 
 def _figures(names: list[str], tests: dict[str, Any]) -> str:
-    """Return the figures of some tests, those of each parameter apart."""
     lines = []
     for name in names:
         parameters = name.partition("[")[2].rstrip("]")
