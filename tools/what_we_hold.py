@@ -21,12 +21,12 @@ from fault_catalogue import FAULTS, NOT_PRODUCED
 _INTRODUCTION = """\
 # Faults and guarantees
 
-Each row is a fault that the tests produce, what holds under it, and the test modules that show it. `make what-we-hold` and
-`make nightly` make this page from a run of the tests and refuse if a test failed: do not edit it. To find the test of a
-promise, search the test modules for its text.
+Each row is a fault that the tests produce, what holds under it, and the test modules that show it.
+`make what-we-hold` and `make nightly` make this page from a run of the tests and refuse if a test
+failed: do not edit it. To find the test of a promise, search the test modules for its text.
 
-The figures are from this run: {machine}. A test measures every operation in each of its trials.
-With fewer than 100 values, p99 is the largest.
+The figures are from this run: {machine}.
+Each test measures all operations of its trials. With fewer than 100 values, p99 is the largest.
 """
 
 
