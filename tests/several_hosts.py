@@ -74,7 +74,7 @@ def processes_on(
 
 def works_by_hosts(backend: Backend) -> bool:
     """Whether the ranks of each host have agreed to meet in shared memory."""
-    return backend.operations.sharing.hosts is not None
+    return backend.operations.agreement.hosts is not None
 
 
 @contextlib.contextmanager

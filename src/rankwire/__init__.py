@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         reduce_scatter,
         scatter,
     )
-    from rankwire.collectives.premultiplied import PremulSum
+    from rankwire.collectives.reductions import PremulSum
     from rankwire.collectives.work import Work
     from rankwire.device_mesh import DeviceMesh
     from rankwire.local_world.handle import LocalWorld, local
@@ -112,7 +112,7 @@ _LOADED_LATER = {
     "collectives.coalesced": "all_gather_coalesced all_reduce_coalesced reduce_scatter_coalesced",
     "collectives.operations": "all_gather all_reduce all_to_all barrier broadcast gather reduce "
     "reduce_scatter scatter",
-    "collectives.premultiplied": "PremulSum",
+    "collectives.reductions": "PremulSum",
     "collectives.objects": "all_gather_object all_to_all_object broadcast_object gather_object "
     "scatter_object",
 }

@@ -9,7 +9,6 @@ from queued import NAME, new_background, submit
 from sums import on_all
 
 import rankwire
-from rankwire.collectives import callbacks as callbacks_module
 from rankwire.testing import simulated_world
 from worlds import PATIENCE, eventually
 
@@ -123,7 +122,7 @@ def test_a_callback_of_work_that_is_done_runs_at_once_in_this_thread(worker, cap
 
 
 def test_the_thread_comes_with_callbacks_and_ends_without(worker, monkeypatch):
-    monkeypatch.setattr(callbacks_module, "_IDLE", 0.05)
+    monkeypatch.setattr("rankwire.collectives.work._IDLE", 0.05)
 
     def threads():
         return [t for t in threading.enumerate() if t.name == f"{NAME}-callbacks"]

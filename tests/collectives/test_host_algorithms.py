@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux
 
 SLOW = pytest.mark.slow
 RANDOM = "__import__('random_collectives').run(backend, seed, count, sizes)"
-BY_HOSTS = "backend.operations.sharing.hosts is not None"
+BY_HOSTS = "backend.operations.agreement.hosts is not None"
 PATIENCE = 120.0
 SMALL_SEGMENT = 1 << 18  # so that little is large
 # Elements of one rank's part: nothing, little, what fits, and several MiB.
@@ -289,7 +289,7 @@ def test_a_group_on_one_host_of_several_meets_in_memory_alone():
     def run(backend):
         group = SubBackend(backend, [0, 2] if backend.rank in (0, 2) else [1, 3])
         total = float(rankwire.all_reduce(group, np.ones(3))[0])
-        return total, group.operations.sharing.slots is not None, works_by_hosts(group)
+        return total, group.operations.agreement.slots is not None, works_by_hosts(group)
 
     with threads_on((0, 1, 0, 1)) as world:
         assert everywhere(run, world) == [(2.0, True, False)] * 4

@@ -39,7 +39,7 @@ SMALL, LARGE = 10, 600_000  # elements; the large ones go in pieces
 ALL_REDUCE = "__import__('rankwire').all_reduce(backend, __import__('numpy').ones({count}))[-1]"
 LIMITED = ALL_REDUCE.replace("))[-1]", "), timeout={timeout})[-1]")
 FOR_EVER = "[{operation} for _ in range(10**7)]"
-BY_HOSTS = "backend.operations.sharing.hosts is not None"
+BY_HOSTS = "backend.operations.agreement.hosts is not None"
 
 OPERATIONS = {
     "all_reduce": rankwire.all_reduce,
@@ -83,7 +83,7 @@ def test_if_one_rank_cannot_share_all_go_by_messages(monkeypatch, unable):
         for _ in range(2):
             assert everywhere(sum_up, world) == [4.0] * 4
         assert not any(works_by_hosts(backend) for backend in world)
-        assert all(backend.operations.sharing.slots is None for backend in world)
+        assert all(backend.operations.agreement.slots is None for backend in world)
 
 
 @pytest.mark.usefixtures("folder")
@@ -110,7 +110,7 @@ def test_hosts_with_slots_of_different_sizes_use_the_same_pieces():
         operation = ALL_REDUCE.format(count=100_000)
         running = [rank.start("eval", operation) for rank in ranks]
         assert [command.result() for command in running] == [4.0] * 4
-        fits = "backend.operations.sharing.hosts.slot_nbytes"
+        fits = "backend.operations.agreement.hosts.slot_nbytes"
         assert [rank.call("eval", fits) for rank in ranks] == [(1 << 16) // 4] * 4
 
 

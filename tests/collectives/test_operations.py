@@ -822,7 +822,7 @@ def coalesced(backend):
 @pytest.mark.parametrize("limit", [0, 16, 1 << 20])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_many_arrays_are_reduced_in_place(monkeypatch, size, limit):
-    monkeypatch.setattr("rankwire.collectives.targets._COALESCE_UP_TO", limit)
+    monkeypatch.setattr("rankwire.collectives.coalesced._COALESCE_UP_TO", limit)
     ranks = [type("Rank", (), {"rank": rank}) for rank in range(size)]
     expected = [left_fold(list(arrays)) for arrays in zip(*map(coalesced, ranks), strict=True)]
 
@@ -847,7 +847,7 @@ def test_arrays_of_one_dtype_travel_together(monkeypatch):
     single = messages([np.ones(3)])
     assert messages([np.ones(3)] * 50) == single
     assert messages([np.ones(3), np.ones(3, "f4")] * 20) == 2 * single
-    monkeypatch.setattr("rankwire.collectives.targets._COALESCE_UP_TO", 24)
+    monkeypatch.setattr("rankwire.collectives.coalesced._COALESCE_UP_TO", 24)
     assert messages([np.ones(3), np.ones(4), np.ones(3)]) == 2 * single
 
 

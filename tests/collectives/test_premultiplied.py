@@ -10,7 +10,7 @@ from sums import part, run, same, values
 import rankwire
 from faults.sizes import examples
 from rankwire import PremulSum
-from rankwire.collectives.premultiplied import PremultipliedSum, factor_of, name_of
+from rankwire.collectives.reductions import PremultipliedSum, factor_of, name_of
 from rankwire.errors import CollectiveMismatchError, ConfigurationError
 
 FACTORS = [0.5, -3, 0.1, 7.25]

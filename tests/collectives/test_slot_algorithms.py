@@ -68,10 +68,10 @@ def test_sums_are_those_of_messages_bit_for_bit(size, count):
 
     with tcp_world(size) as world:
         shared = everywhere(run, world)
-        assert all(backend.operations.sharing.slots is not None for backend in world)
+        assert all(backend.operations.agreement.slots is not None for backend in world)
     with tcp_world(size, segment_nbytes=0) as world:
         assert everywhere(run, world) == shared
-        assert all(backend.operations.sharing.slots is None for backend in world)
+        assert all(backend.operations.agreement.slots is None for backend in world)
 
 
 def test_no_message_is_sent_for_what_fits(monkeypatch):
@@ -123,7 +123,7 @@ def test_what_is_for_one_rank_is_cut_out_of_what_is_for_all():
 def test_a_meeting_is_one_step():
     def run(backend):
         rankwire.barrier(backend)
-        segment = backend.operations.sharing.slots._segment
+        segment = backend.operations.agreement.slots._segment
         before = segment.step
         rankwire.barrier(backend)
         return segment.step - before

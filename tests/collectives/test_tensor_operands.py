@@ -9,8 +9,8 @@ from sums import left_fold, run, run_algorithm
 
 import rankwire
 from rankwire.collectives.operands import new_like, operand
-from rankwire.collectives.portions import pack_portion, unpack_portion
 from rankwire.collectives.reductions import reduction
+from rankwire.collectives.scatter_messages import pack_part, unpack_part
 from rankwire.errors import (
     CollectiveMismatchError,
     ConfigurationError,
@@ -569,13 +569,13 @@ def test_what_a_root_scatters_has_torchs_dtype(dtype):
     for shape in ((), (0, 2), (3, 2)):
         tensor = patterns(torch.uint8, 1, shape).to(dtype)
         whole = operand(tensor)
-        payload = bytearray(b"".join(pack_portion(whole, whole.flat())[0]))
+        payload = bytearray(b"".join(pack_part(whole, whole.flat())[0]))
         out = torch.zeros(shape).to(dtype)
-        for result in (unpack_portion(payload, None), unpack_portion(payload, operand(out))):
+        for result in (unpack_part(payload, None), unpack_part(payload, operand(out))):
             assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape)
             assert raw(result) == raw(tensor)
         with pytest.raises(ConfigurationError, match="the message holds a tensor"):
-            unpack_portion(payload, operand(np.zeros(shape)))
+            unpack_part(payload, operand(np.zeros(shape)))
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -584,7 +584,7 @@ def test_what_is_no_dtype_of_torch_is_refused(name):
     body = msgspec.msgpack.encode([True, name, (4,)])
     head = len(body).to_bytes(4, "little") + body
     with pytest.raises(InvalidMessageError):
-        unpack_portion(bytearray(head + bytes(-len(head) % 64) + bytes(16)), None)
+        unpack_part(bytearray(head + bytes(-len(head) % 64) + bytes(16)), None)
 
 
 # -- lists and factors -----------------------------------------------------------------------------

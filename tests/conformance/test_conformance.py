@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 import rankwire
-from rankwire.collectives import background, callbacks
-from rankwire.collectives.sharing import Sharing
+from rankwire.collectives import background, work
+from rankwire.collectives.slots import SlotAgreement
 from rankwire.testing import CHECKS, in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.testing.conformance import collective_checks, concurrency_checks
 from rankwire.transports.shared_memory import CAN_SHARE
@@ -33,7 +33,7 @@ def in_segment(make_world):
         with make_world(world_size, **options) as world:
             in_parallel([partial(rankwire.barrier, backend) for backend in world])
             for backend in world:
-                shares = backend.operations.sharing.slots is not None
+                shares = backend.operations.agreement.slots is not None
                 assert shares == (CAN_SHARE and world_size > 1)
             yield world
 
@@ -97,7 +97,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def idle_threads_end_soon(monkeypatch):
     """Those of the collectives: no test must wait for them to be gone."""
-    for module in (background, callbacks):
+    for module in (background, work):
         monkeypatch.setattr(module, "_IDLE", 0.01)
 
 
@@ -105,14 +105,14 @@ def idle_threads_end_soon(monkeypatch):
 def agreements(monkeypatch):
     """Whether memory was shared from then on, for each time that a rank had agreed on that."""
     found = []
-    agree = Sharing.agree
+    agree = SlotAgreement.agree
 
     def noting(self, x, epoch):
         agree(self, x, epoch)
         if x.size > 1:
             found.append(self.slots is not None)
 
-    monkeypatch.setattr(Sharing, "agree", noting)
+    monkeypatch.setattr(SlotAgreement, "agree", noting)
     return found
 
 

@@ -81,7 +81,7 @@ def group_for(backend: Backend, members: list[int], name: str) -> tuple[SubBacke
 
 def shares(group: Backend) -> bool:
     assert group.operations is not None
-    return group.operations.sharing.slots is not None
+    return group.operations.agreement.slots is not None
 
 
 def passages(backend: Backend, members: list[int], name: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from rankwire.backends.tcp import TcpBackend
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.operation import Operation
-from rankwire.collectives.sharing import SharedSlots
+from rankwire.collectives.slots import SharedSlots
 from rankwire.transports.shared_segment import SharedSegment
 
 STEP_WRITTEN = "the step is written"

@@ -20,7 +20,7 @@ pytestmark = [
 PLACES = (0, 1, 0, 1)
 SOON = 20.0  # a cut link is an error after 6 seconds
 RANDOM = "__import__('random_collectives').run(backend, seed, count, sizes)"
-BY_HOSTS = "backend.operations.sharing.hosts is not None"
+BY_HOSTS = "backend.operations.agreement.hosts is not None"
 FOR_EVER = """
 [__import__("rankwire").all_reduce(backend, __import__("numpy").ones({count}))
  for _ in range(10**7)]

@@ -30,8 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankwire.clock import Clock
-from rankwire.collectives.callbacks import CallbackThread
-from rankwire.collectives.work import Work
+from rankwire.collectives.work import CallbackThread, Work
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 

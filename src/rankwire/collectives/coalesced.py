@@ -15,23 +15,25 @@ import numpy as np
 from rankwire.backends.base import Backend
 from rankwire.collectives import selection
 from rankwire.collectives.algorithms import split
-from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Array, Exchange
 from rankwire.collectives.fingerprints import describe_many
-from rankwire.collectives.operands import Operand, operand
-from rankwire.collectives.premultiplied import Op, name_of
-from rankwire.collectives.targets import (
-    apart,
-    bundles,
+from rankwire.collectives.operands import (
+    Operand,
+    copy_if_shared,
+    kinds_of,
+    make_target,
+    operand,
     part_shape,
-    reduction_of,
-    stored,
-    target_for,
+    store_result,
 )
+from rankwire.collectives.reductions import Op, name_of, reduction_of
+from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
 
 # So much is joined, and taken apart again: less than a slot, and it stays in the cache.
 _TOGETHER = 1 << 20
+# Arrays up to this size are sent together; larger ones gain nothing.
+_COALESCE_UP_TO = 1 << 20
 
 
 @collective
@@ -56,7 +58,7 @@ def all_reduce_coalesced(
     def run(x: Exchange) -> list[Any]:
         if not targets:
             selection.meet(x)
-        for part, indices in enumerate(bundles(targets)):
+        for part, indices in enumerate(_bundles(targets)):
             flats = [targets[index].flat() for index in indices]
             joined = flats[0] if len(flats) == 1 else np.concatenate(flats)
             r = reductions[indices[0]]
@@ -66,7 +68,7 @@ def all_reduce_coalesced(
             _hand_out(joined, [targets[index] for index in indices], flats)
         return [target.value for target in targets]
 
-    words = describe_many("all_reduce_coalesced", name_of(op), each=_kinds(targets))
+    words = describe_many("all_reduce_coalesced", name_of(op), each=kinds_of(targets))
     return words, run, async_op, timeout
 
 
@@ -100,11 +102,11 @@ def all_gather_coalesced(
     def run(x: Exchange) -> list[Any]:
         if not sources:
             selection.meet(x)
-        for part, indices in enumerate(bundles(sources, by_dtype=False, most=_TOGETHER)):
+        for part, indices in enumerate(_bundles(sources, by_dtype=False, most=_TOGETHER)):
             x.begin_part(part)
             results = [targets[index].flat() for index in indices]
             if len(indices) == 1:
-                own = apart(sources[indices[0]].flat(), targets[indices[0]])
+                own = copy_if_shared(sources[indices[0]].flat(), targets[indices[0]])
                 selection.all_gather(x, own, results[0])
             else:
                 flats = [sources[index].flat().view(np.uint8) for index in indices]
@@ -117,10 +119,10 @@ def all_gather_coalesced(
                     start += flat.size
             x.settle()
             for index, result in zip(indices, results, strict=True):
-                stored(targets[index], result)
+                store_result(targets[index], result)
         return [target.value for target in targets]
 
-    words = describe_many("all_gather_coalesced", each=_kinds(sources))
+    words = describe_many("all_gather_coalesced", each=kinds_of(sources))
     return words, run, async_op, timeout
 
 
@@ -154,12 +156,12 @@ def reduce_scatter_coalesced(
     def run(x: Exchange) -> list[Any]:
         if not sources:
             selection.meet(x)
-        for part, indices in enumerate(bundles(sources, most=_TOGETHER)):
+        for part, indices in enumerate(_bundles(sources, most=_TOGETHER)):
             x.begin_part(part)
             r = reductions[indices[0]]
             flats = [targets[index].flat() for index in indices]
             if len(indices) == 1:
-                own = apart(sources[indices[0]].flat(), targets[indices[0]])
+                own = copy_if_shared(sources[indices[0]].flat(), targets[indices[0]])
                 selection.reduce_scatter(x, r.contribution(own), flats[0], r)
                 joined = flats[0]
             else:
@@ -171,7 +173,7 @@ def reduce_scatter_coalesced(
             _hand_out(joined, [targets[index] for index in indices], flats)
         return [target.value for target in targets]
 
-    words = describe_many("reduce_scatter_coalesced", name_of(op), each=_kinds(sources))
+    words = describe_many("reduce_scatter_coalesced", name_of(op), each=kinds_of(sources))
     return words, run, async_op, timeout
 
 
@@ -187,7 +189,7 @@ def _targets(
     if len(wanted) != len(sources):
         raise ConfigurationError(f"out has {len(wanted)} arrays, there are {len(sources)} to send")
     return [
-        target_for(source, shape, given)
+        make_target(source, shape, given)
         for source, shape, given in zip(sources, shapes, wanted, strict=True)
     ]
 
@@ -202,5 +204,29 @@ def _hand_out(joined: Array, targets: Sequence[Operand], flats: Sequence[Array])
         start += flat.size
 
 
-def _kinds(operands: Sequence[Operand]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((value.dtype_name, value.shape) for value in operands)
+def _bundles(
+    operands: Sequence[Operand], *, by_dtype: bool = True, most: int | None = None
+) -> list[list[int]]:
+    """Return the indices of the arrays that are sent together.
+
+    Args:
+        operands: The arrays.
+        by_dtype: Whether a bundle has arrays of one dtype only.
+        most: The most bytes in a bundle; None is no limit.
+    """
+    bundles: list[list[int]] = []
+    open_bundles: dict[str, tuple[list[int], int]] = {}
+    for index, value in enumerate(operands):
+        nbytes = value.array.nbytes
+        if nbytes > _COALESCE_UP_TO:
+            bundles.append([index])
+            continue
+        key = value.dtype_name if by_dtype else ""
+        bundle, total = open_bundles.get(key, ([], 0))
+        if bundle and most is not None and total + nbytes > most:
+            bundle, total = [], 0
+        if not bundle:
+            bundles.append(bundle)
+        bundle.append(index)
+        open_bundles[key] = bundle, total + nbytes
+    return bundles

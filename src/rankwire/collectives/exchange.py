@@ -26,7 +26,7 @@ from rankwire.wire.receive import PLACED_FROM, Destination, Placed
 
 if TYPE_CHECKING:
     from rankwire.collectives.hosts import Hosts
-    from rankwire.collectives.sharing import SharedSlots
+    from rankwire.collectives.slots import SharedSlots
 
 Array = np.ndarray[Any, Any]
 

@@ -23,10 +23,9 @@ import numpy as np
 
 from rankwire.collectives import algorithms
 from rankwire.collectives.exchange import Array, Exchange, blocks
-from rankwire.collectives.hosts import Hosts
-from rankwire.collectives.members import Members
+from rankwire.collectives.hosts import Hosts, SubExchange
 from rankwire.collectives.reductions import Reduction
-from rankwire.collectives.sharing import SharedSlots
+from rankwire.collectives.slots import SharedSlots
 from rankwire.wire.frames import Message
 
 Meet = Callable[[Exchange], None]
@@ -175,7 +174,7 @@ def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytea
     return _taken_apart(results[0][:total], hosts, x.size) if total else None
 
 
-def _all_sizes(across: Members, hosts: Hosts, sizes: list[int]) -> Array:
+def _all_sizes(across: SubExchange, hosts: Hosts, sizes: list[int]) -> Array:
     """Return the sizes of what all ranks have, by rank."""
     widest = max(len(group) for group in hosts.groups)
     ours = np.zeros(widest, np.int64)
@@ -207,7 +206,9 @@ def _slots(hosts: Hosts) -> SharedSlots:
     return hosts.slots
 
 
-def _towards(x: Exchange, hosts: Hosts, root: int) -> tuple[Members, Members | None, int, int]:
+def _towards(
+    x: Exchange, hosts: Hosts, root: int
+) -> tuple[SubExchange, SubExchange | None, int, int]:
     """Return who takes part in an operation with a root, which leads its host.
 
     Returns:
@@ -220,7 +221,7 @@ def _towards(x: Exchange, hosts: Hosts, root: int) -> tuple[Members, Members | N
     return hosts.inside(x), across, leaders.index(root), place
 
 
-def _show(inside: Members, slots: SharedSlots) -> None:
+def _show(inside: SubExchange, slots: SharedSlots) -> None:
     """Tell the others of this host that this rank's slot is written, and wait for theirs."""
     slots.publish(inside, 0)
     slots.meet(inside)

@@ -16,9 +16,9 @@ from rankwire.backends.arguments import check_pickle, check_rank
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.collectives import algorithms, selection
-from rankwire.collectives.calling import collective
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import describe
+from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
 from rankwire.wire.frames import Message
 from rankwire.wire.loans import whole_of

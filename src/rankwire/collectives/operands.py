@@ -1,17 +1,20 @@
-"""Operands: the user's arrays and tensors, as flat memory that the algorithms work on.
+"""Operands: the user's arrays and tensors as flat memory, and the memory for results.
 
-It knows torch, as ``half_types`` does, and never imports it: who holds a tensor has. A tensor is an
-array on its memory (``codec.tensor_memory``).
+This module never imports torch: a program that passes a tensor has loaded it. A tensor is used as
+an array on its memory (``codec.tensor_memory``).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from rankwire.backends.arguments import check_rank
+from rankwire.backends.base import Backend
 from rankwire.codec.arrays import advice_for_array, dtype_code, is_plain_array
 from rankwire.codec.tensors import advice_for, carrier_of, is_tensor, map_tensor
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
@@ -24,12 +27,12 @@ class Operand:
 
     Attributes:
         value: What the user passed.
-        array: An array on its memory; of whole numbers for what numpy has no dtype for.
-        dtype_name: What to call its dtype.
-        shape: Its shape.
-        has_gaps: Whether its elements do not lie in C order, one after the other.
-        is_bfloat16: Whether its elements are that.
-        is_opaque: Whether they can be moved only, and not computed with.
+        array: An array on its memory; of integers if numpy does not have the dtype.
+        dtype_name: The name of the dtype in descriptions and errors.
+        shape: The shape.
+        has_gaps: Whether the elements are not contiguous in C order.
+        is_bfloat16: Whether the elements are bfloat16.
+        is_opaque: Whether the elements can be moved but not reduced.
     """
 
     __slots__ = (
@@ -61,11 +64,11 @@ class Operand:
 
     @property
     def rows(self) -> int:
-        """The extent of dim 0; 1 if there is none."""
+        """The length of dim 0; 1 for a 0-d array."""
         return self.shape[0] if self.shape else 1
 
     def part(self, flat: Array, shape: tuple[int, ...]) -> Operand:
-        """Return some of its elements as an operand of its kind, whose value is the whole."""
+        """Return some elements as an operand of the same kind and with the same ``value``."""
         array = flat.reshape(shape)
         is_bfloat16, is_opaque = self.is_bfloat16, self.is_opaque
         return Operand(
@@ -73,18 +76,18 @@ class Operand:
         )
 
     def flat(self) -> Array:
-        """Return the elements in C order, one-dimensional: its own memory, or a copy if need be."""
+        """Return the elements in C order as a 1-d array: a view, or a copy if there are gaps."""
         if self.has_gaps:
             return self.array.ravel()
         return self.array if len(self.shape) == 1 else self.array.reshape(-1)
 
     def check_writable(self, name: str) -> None:
-        """Raise unless it can be written."""
+        """Raise ConfigurationError if the memory is read-only."""
         if not self.array.flags.writeable:
             raise ConfigurationError(f"{name} is read-only")
 
     def check_like(self, other: Operand, shape: tuple[int, ...], name: str) -> None:
-        """Raise unless it has the dtype of another one and this shape, and can be written."""
+        """Raise ConfigurationError unless this is writable and has this dtype and shape."""
         if self.dtype_name != other.dtype_name or self.shape != shape:
             raise ConfigurationError(
                 f"{name} is {self.dtype_name} {self.shape}, "
@@ -93,7 +96,7 @@ class Operand:
         self.check_writable(name)
 
     def store(self, flat: Array) -> None:
-        """Take the elements from what ``flat`` returned, if that was a copy."""
+        """Copy back the elements that ``flat`` returned, if that was a copy."""
         if self.has_gaps:
             self.array[...] = flat.reshape(self.shape)
 
@@ -102,7 +105,7 @@ def operand(value: Any, name: str = "array") -> Operand:
     """Return an array or tensor as an operand.
 
     Raises:
-        UnsupportedTypeError: It is neither, or of a kind that is not carried.
+        UnsupportedTypeError: It is neither, or cannot be sent.
     """
     if type(value) is not np.ndarray and is_tensor(value):
         obstacle = advice_for(value, any_dtype=True)
@@ -119,7 +122,7 @@ def operand(value: Any, name: str = "array") -> Operand:
 
 
 def new_like(other: Operand, shape: tuple[int, ...]) -> Operand:
-    """Return a new operand of the same kind and dtype, with whatever its memory holds."""
+    """Return a new operand of the same kind and dtype, with uninitialized memory."""
     if isinstance(other.value, np.ndarray):
         return operand(np.empty(shape, other.array.dtype))
     torch = sys.modules["torch"]
@@ -128,10 +131,7 @@ def new_like(other: Operand, shape: tuple[int, ...]) -> Operand:
 
 @lru_cache(maxsize=256)
 def _name_of(dtype: np.dtype[Any]) -> str | None:
-    """Return what to call a dtype: one name for each, and one that reads well.
-
-    None if it is not carried.
-    """
+    """Return a unique, readable name of a dtype; None if it cannot be sent."""
     if dtype_code(dtype) is None:
         return None
     return f"big-endian {dtype.name}" if dtype.str.startswith(">") else dtype.name
@@ -148,3 +148,51 @@ def _tensor_operand(tensor: Any, name: str) -> Operand:
         raise UnsupportedTypeError(name, "Tensor", advice)
     is_bfloat16 = dtype_name == "bfloat16"
     return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque)
+
+
+def kinds_of(operands: Sequence[Operand]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the dtype and shape of each operand."""
+    return tuple((value.dtype_name, value.shape) for value in operands)
+
+
+def copy_if_shared(own: Array, target: Operand) -> Array:
+    """Return the array to send: a copy, if the result may overwrite it while others read it."""
+    return own.copy() if np.may_share_memory(own, target.array) else own
+
+
+def make_root_target(
+    backend: Backend, source: Operand, shape: tuple[int, ...], root: int, out: Any
+) -> Operand | None:
+    """Return the memory for the root's result; None on other ranks."""
+    root = check_rank(root, backend.world_size)
+    if backend.rank != root:
+        return None
+    return make_target(source, shape, out)
+
+
+def make_target(source: Operand, shape: tuple[int, ...], out: Any) -> Operand:
+    """Return the memory for a result: ``out`` after a check, or new memory if it is None."""
+    if out is None:
+        return new_like(source, shape)
+    target = operand(out, "out")
+    target.check_like(source, shape, "out")
+    return target
+
+
+def part_shape(backend: Backend, source: Operand) -> tuple[int, ...]:
+    """Return the shape of one of N equal parts along dim 0."""
+    count = backend.world_size
+    if not source.shape or source.shape[0] % count:
+        raise ConfigurationError(
+            f"dim 0 of an array of shape {source.shape} is not evenly divisible among {count} ranks"
+        )
+    return (source.shape[0] // count, *source.shape[1:])
+
+
+def store_result(target: Operand | None, flat: Array | None) -> Any:
+    """Store a result in its target and return the user's array; None without a target."""
+    if target is None or flat is None:
+        return None
+    if target.has_gaps:
+        target.store(flat)
+    return target.value

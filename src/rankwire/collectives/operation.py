@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from rankwire.collectives.exchange import LOOK_EVERY, Exchange
 from rankwire.collectives.fingerprints import tag_of
-from rankwire.collectives.relayed_failures import failure_notice
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -32,6 +31,11 @@ from rankwire.wire.notices import Notice
 if TYPE_CHECKING:
     from rankwire.backends.base import Backend
     from rankwire.collectives.sequence import OperationSequence
+
+
+from rankwire.errors import (
+    CollectiveMismatchError,
+)
 
 T = TypeVar("T")
 Run = Callable[[Exchange], T]
@@ -94,10 +98,10 @@ class Operation(Exchange):
         operations.backend.opening_collective()
         if operations.has_news:
             self._look_at_news()
-        sharing = operations.sharing
-        if sharing.epoch != self._epoch:
-            sharing.agree(self, self._epoch)
-        self.shared, self.hosts = sharing.slots, sharing.hosts
+        agreement = operations.agreement
+        if agreement.epoch != self._epoch:
+            agreement.agree(self, self._epoch)
+        self.shared, self.hosts = agreement.slots, agreement.hosts
         result = run(self)
         if self.offers:
             self.settle()
@@ -307,3 +311,58 @@ def root_of(backend: Backend, peer: int | None) -> int | None:
     if known is not None and known.root is not None:
         return known.root
     return backend.world_rank_of(peer)
+
+
+def error_of(
+    notice: Notice, sender: int, rank: int = -1, *, is_news: bool = False
+) -> RankwireError:
+    """Return the error to raise because an operation has failed on another rank.
+
+    Args:
+        notice: How it failed.
+        sender: The rank that reported it.
+        rank: The rank that raises the error.
+        is_news: Whether the operation had succeeded there.
+    """
+    peer = sender if notice.culprit == rank else notice.culprit
+    text = notice.text
+    if is_news:
+        text += f" (number {notice.sequence} of this group, which had gone well on rank {rank})"
+    if notice.state == "mismatch":
+        return CollectiveMismatchError(text).during(peer=peer)
+    if notice.state == "lost" and notice.culprit == rank:
+        return PeerLostError(sender, f"it has lost this rank: {text}")
+    if notice.state == "lost":
+        return PeerLostError(peer, f"{text} (rank {sender} says)")
+    said = "" if sender == peer else f" (rank {sender} says)"
+    if notice.state == "left" and notice.culprit != rank:
+        return ChannelClosedError(f"{text}{said}").during(peer=peer)
+    if notice.state == "failed" and notice.culprit not in (sender, -1):  # it had heard of that
+        return CollectiveAbortedError(peer, f"{text}{said}")
+    reason = f"{notice.description}: {text}"
+    return CollectiveAbortedError(sender, reason, waiting_for=notice.missing)
+
+
+def failure_notice(
+    waiting: Notice, rank: int, error: BaseException, *, refused: bool = False
+) -> Notice:
+    """Return what a rank that fails reports.
+
+    Args:
+        waiting: What it would report if it waited.
+        rank: The rank.
+        error: Why it fails.
+        refused: Whether it has not even begun.
+    """
+    state, culprit = "refused" if refused else "failed", rank
+    text = error.message if isinstance(error, RankwireError) else repr(error)
+    if isinstance(error, CollectiveMismatchError):
+        state, culprit = "mismatch", rank if error.peer is None else error.peer
+    elif isinstance(error, PeerLostError) and error.peer is not None:
+        state, culprit, text = "lost", error.peer, error.reason
+    elif isinstance(error, ChannelClosedError) and error.peer is not None:
+        state, culprit = "left", error.peer
+    elif isinstance(error, CollectiveAbortedError) and error.peer >= 0:
+        culprit, text = error.peer, error.reason
+    missing = tuple(error.waiting_for) if isinstance(error, DeadlineExceededError) else ()
+    return replace(waiting, state=state, text=text, culprit=culprit, missing=missing, before=())

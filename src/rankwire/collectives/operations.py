@@ -18,22 +18,20 @@ from typing import Any
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
-from rankwire.collectives import algorithms, lists, selection
-from rankwire.collectives.calling import collective
+from rankwire.collectives import algorithms, selection, uneven_parts
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import describe
-from rankwire.collectives.operands import operand
-from rankwire.collectives.portions import pack_portion, unpack_portion
-from rankwire.collectives.premultiplied import Op
-from rankwire.collectives.targets import (
-    apart,
+from rankwire.collectives.operands import (
+    copy_if_shared,
+    make_root_target,
+    make_target,
+    operand,
     part_shape,
-    reduction_of,
-    stored,
-    target_at_root,
-    target_for,
+    store_result,
 )
-from rankwire.collectives.uneven import Uneven
+from rankwire.collectives.reductions import Op, reduction_of
+from rankwire.collectives.scatter_messages import pack_part, unpack_part
+from rankwire.collectives.sequence import collective
 
 
 @collective
@@ -72,7 +70,7 @@ def all_reduce(
         DeadlineExceededError: ``waiting_for`` has the ranks that did not come.
     """
     source = operand(array)
-    target = source if out is None else target_for(source, source.shape, out)
+    target = source if out is None else make_target(source, source.shape, out)
     target.check_writable("array")
     r = reduction_of(op, source)
 
@@ -80,9 +78,9 @@ def all_reduce(
         own = source.flat()
         result = own if target is source else target.flat()
         if target is not source:
-            own = apart(own, target)
+            own = copy_if_shared(own, target)
         selection.all_reduce(x, r.contribution(own), result, r, ordered=ordered)
-        return stored(target, result)
+        return store_result(target, result)
 
     kind = "ordered all_reduce" if ordered else "all_reduce"
     return describe(kind, r.op, source.dtype_name, source.shape), run, async_op, timeout
@@ -111,14 +109,14 @@ def reduce(
         timeout: Seconds for all of it; None is the backend's default.
     """
     source = operand(array)
-    target = target_at_root(backend, source, source.shape, root, out)
+    target = make_root_target(backend, source, source.shape, root, out)
     r = reduction_of(op, source)
 
     def run(x: Exchange) -> Any:
         result = None if target is None else target.flat()
-        own = source.flat() if target is None else apart(source.flat(), target)
+        own = source.flat() if target is None else copy_if_shared(source.flat(), target)
         selection.reduce(x, r.contribution(own), result, root, r)
-        return stored(target, result)
+        return store_result(target, result)
 
     what = describe("reduce", r.op, f"root {root}", source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -170,15 +168,15 @@ def all_gather(
     it has: they may differ between ranks. They must not overlap.
     """
     source = operand(array)
-    if lists.is_list(out):
-        return *lists.all_gather(backend, source, out), async_op, timeout
+    if uneven_parts.is_list(out):
+        return *uneven_parts.all_gather(backend, source, out), async_op, timeout
     shape = (backend.world_size * source.rows, *source.shape[1:])
-    target = target_for(source, shape, out)
+    target = make_target(source, shape, out)
 
     def run(x: Exchange) -> Any:
         result = target.flat()
-        selection.all_gather(x, apart(source.flat(), target), result)
-        return stored(target, result)
+        selection.all_gather(x, copy_if_shared(source.flat(), target), result)
+        return store_result(target, result)
 
     what = describe("all_gather", source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -199,16 +197,16 @@ def gather(
     All arrays are alike, also if ``out`` at the root is a list of N arrays.
     """
     source = operand(array)
-    if lists.is_list(out) and backend.rank == check_rank(root, backend.world_size):
-        return *lists.gather(backend, source, root, out), async_op, timeout
+    if uneven_parts.is_list(out) and backend.rank == check_rank(root, backend.world_size):
+        return *uneven_parts.gather(backend, source, root, out), async_op, timeout
     shape = (backend.world_size * source.rows, *source.shape[1:])
-    target = target_at_root(backend, source, shape, root, out)
+    target = make_root_target(backend, source, shape, root, out)
 
     def run(x: Exchange) -> Any:
         result = None if target is None else target.flat()
-        own = source.flat() if target is None else apart(source.flat(), target)
+        own = source.flat() if target is None else copy_if_shared(source.flat(), target)
         selection.gather(x, own, result, root)
-        return stored(target, result)
+        return store_result(target, result)
 
     what = describe("gather", f"root {root}", source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -237,8 +235,8 @@ def scatter(
     """
     root = check_rank(root, backend.world_size)
     if backend.rank == root:
-        sources = lists.parts_of(backend, array)
-        mine = target_for(sources[root], sources[root].shape, out)
+        sources = uneven_parts.parts_of(backend, array)
+        mine = make_target(sources[root], sources[root].shape, out)
     wanted = None if out is None else operand(out, "out")
     if wanted is not None:
         wanted.check_writable("out")
@@ -249,15 +247,15 @@ def scatter(
             payload = (
                 x.receive(root, algorithms.SPREAD_STEP) if payloads is None else payloads[root]
             )
-            return unpack_portion(payload, wanted)
-        flats = [apart(source.flat(), mine) for source in sources]
-        messages = [pack_portion(*part) for part in zip(sources, flats, strict=True)]
+            return unpack_part(payload, wanted)
+        flats = [copy_if_shared(source.flat(), mine) for source in sources]
+        messages = [pack_part(*part) for part in zip(sources, flats, strict=True)]
         if selection.distribute(x, messages) is None:
             for dst in x.others:
                 x.send_buffers(dst, algorithms.SPREAD_STEP, *messages[dst])
         result = mine.flat()
         result[...] = flats[root]
-        return stored(mine, result)
+        return store_result(mine, result)
 
     return describe("scatter", f"root {root}"), run, async_op, timeout
 
@@ -283,18 +281,18 @@ def reduce_scatter(
         async_op: Whether to return a ``Work`` at once.
         timeout: Seconds for all of it; None is the backend's default.
     """
-    if lists.is_list(array):
-        return *lists.reduce_scatter(backend, array, op, out), async_op, timeout
+    if uneven_parts.is_list(array):
+        return *uneven_parts.reduce_scatter(backend, array, op, out), async_op, timeout
     source = operand(array)
     shape = part_shape(backend, source)
-    target = target_for(source, shape, out)
+    target = make_target(source, shape, out)
     r = reduction_of(op, source)
 
     def run(x: Exchange) -> Any:
         result = target.flat()
-        own = apart(source.flat(), target)
+        own = copy_if_shared(source.flat(), target)
         selection.reduce_scatter(x, r.contribution(own), result, r)
-        return stored(target, result)
+        return store_result(target, result)
 
     what = describe("reduce_scatter", r.op, source.dtype_name, source.shape)
     return what, run, async_op, timeout
@@ -327,20 +325,22 @@ def all_to_all(
     Returns:
         An array of the same shape; with counts, of as many rows as the others send. Or ``out``.
     """
-    if lists.is_list(array) and send_counts is recv_counts is None:
-        return *lists.all_to_all(backend, array, out), async_op, timeout
+    if uneven_parts.is_list(array) and send_counts is recv_counts is None:
+        return *uneven_parts.all_to_all(backend, array, out), async_op, timeout
     source = operand(array)
     if send_counts is not None or recv_counts is not None:
-        uneven = Uneven(source, send_counts, recv_counts, out, backend.world_size)
-        return uneven.description, uneven.run, async_op, timeout
+        steps = uneven_parts.all_to_all_by_counts(
+            source, send_counts, recv_counts, out, backend.world_size
+        )
+        return *steps, async_op, timeout
     part_shape(backend, source)
-    target = target_for(source, source.shape, out)
+    target = make_target(source, source.shape, out)
 
     def run(x: Exchange) -> Any:
         result = target.flat()
-        own = apart(source.flat(), target)
+        own = copy_if_shared(source.flat(), target)
         selection.all_to_all(x, own, result)
-        return stored(target, result)
+        return store_result(target, result)
 
     what = describe("all_to_all", source.dtype_name, source.shape)
     return what, run, async_op, timeout

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import Context
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from numbers import Complex
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,9 +23,9 @@ from rankwire.collectives.half_types import (
     to_bfloat16,
     to_float16,
 )
+from rankwire.collectives.operands import Array, Operand
 from rankwire.errors import ConfigurationError
 
-Array = np.ndarray[Any, Any]
 # What users may ask for by name; the keys of ``_OPS``.
 OpName = Literal["sum", "mean", "product", "min", "max", "bitwise_and", "bitwise_or", "bitwise_xor"]
 
@@ -197,3 +199,103 @@ def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduc
 
 def _copy(source: Array, out: Array) -> None:
     np.copyto(out, source, casting="unsafe")
+
+
+def reduction_of(op: Any, source: Operand) -> Reduction:
+    """Return the reduction of an op for the dtype of an operand.
+
+    Raises:
+        ConfigurationError: The op does not exist, or does not support the dtype.
+    """
+    if source.is_opaque:
+        raise ConfigurationError(f"{source.dtype_name} can be moved, but not reduced")
+    if isinstance(op, str):
+        return reduction(op, source.array.dtype, source.is_bfloat16)
+    return PremultipliedSum(source.array.dtype, factor_of(op), is_bfloat16=source.is_bfloat16)
+
+
+_PREMUL_SUM = "premul_sum"
+
+
+@dataclass(frozen=True)
+class PremulSum:
+    """The op of a sum of ``factor * array``; for floats and complex numbers.
+
+    Args:
+        factor: This rank's: a number, or an array or tensor of one element, which is read when the
+            operation is called. Other ranks may have another one.
+    """
+
+    factor: Any
+
+
+# What users may pass as ``op=``.
+Op: TypeAlias = OpName | PremulSum | tuple[Literal["premul_sum"], Any]
+
+
+def name_of(op: Any) -> str:
+    """Return what all ranks call an op.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if isinstance(op, str):
+        return op
+    factor_of(op)
+    return _PREMUL_SUM
+
+
+def factor_of(op: Any) -> complex:
+    """Return the factor of a premultiplied sum, as a number that has no dtype.
+
+    Raises:
+        ConfigurationError: It is no such op, or its factor is no number.
+    """
+    match op:
+        case PremulSum(factor) | ("premul_sum", factor):
+            pass
+        case _:
+            raise ConfigurationError(
+                f"an op is a name such as 'sum', or PremulSum(factor), not {op!r}"
+            )
+    try:
+        number = factor.item() if hasattr(factor, "item") else factor
+    except (ValueError, RuntimeError) as error:  # numpy's and torch's, if there are several
+        raise ConfigurationError(f"a factor is one number: {error}") from error
+    if not isinstance(number, Complex):
+        raise ConfigurationError(f"a factor is a number, or an array of one, not {factor!r}")
+    return complex(number) if isinstance(number, complex) else float(number)  # type: ignore[arg-type]
+
+
+class PremultipliedSum(Reduction):
+    """A sum on one dtype, with this rank's factor.
+
+    Raises:
+        ConfigurationError: The factor means nothing for the dtype.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], factor: complex, *, is_bfloat16: bool) -> None:
+        if not is_bfloat16 and dtype.kind not in "fc":
+            raise ConfigurationError(
+                f"op {_PREMUL_SUM!r} on {dtype.name}: it is for floats and complex numbers"
+            )
+        if isinstance(factor, complex) and dtype.kind != "c":
+            raise ConfigurationError(f"a complex factor {factor} for elements that are not")
+        super().__init__("sum", dtype, is_bfloat16=is_bfloat16)
+        self.op = _PREMUL_SUM
+        self._factor = factor
+
+    def contribution(self, own: Array) -> Array:
+        """Return what this rank contributes, in memory of its own.
+
+        float16 and bfloat16 are multiplied in float32 and rounded.
+        """
+        result = np.empty_like(own)
+        quietly(self._multiply, own, result)
+        return result
+
+    def _multiply(self, own: Array, result: Array) -> None:
+        if self._widen is None:
+            np.multiply(own, self._factor, out=result)
+        else:
+            self._narrow(self._widen(own) * self._factor, result)

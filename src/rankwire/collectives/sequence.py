@@ -25,8 +25,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ParamSpec
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec
 
 from msgspec.structs import replace
 
@@ -34,18 +34,19 @@ from rankwire.backends.base import Backend
 from rankwire.collectives.background import Background, Task
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.fingerprints import tag_of
-from rankwire.collectives.operation import Operation, root_of
-from rankwire.collectives.relayed_failures import error_of
-from rankwire.collectives.sharing import Sharing
+from rankwire.collectives.operation import Operation, error_of, root_of
+from rankwire.collectives.slots import SlotAgreement
 from rankwire.collectives.work import Work
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
+    ConfigurationError,
     PeerLostError,
     RankwireError,
 )
 from rankwire.fork import renew_in_child
+from rankwire.observe.stacks import show_as
 from rankwire.wire.frames import Channel
 from rankwire.wire.notices import MOST_BEFORE, Notice
 
@@ -68,7 +69,7 @@ class OperationSequence:
         others: All its ranks but this one.
         epoch: The number after the last operation that has failed here.
         turn: The number of the one that may run.
-        sharing: The memory that its ranks share. Only for the one that has its turn.
+        agreement: The memory that its ranks share. Only for the one that has its turn.
         running: The one that has its turn, while it runs.
         failures: How operations have failed on other ranks, lately: the first report of each, by
             its number.
@@ -87,7 +88,7 @@ class OperationSequence:
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
-        self.sharing = Sharing(backend)
+        self.agreement = SlotAgreement(backend)
         self._lock = threading.Lock()
         self._next = 0  # the number of the next operation to begin
         self.running: Operation | None = None
@@ -220,7 +221,7 @@ class OperationSequence:
 
     def release(self) -> None:
         """Let go of the memory that is shared: the group is closed."""
-        self.sharing.drop()
+        self.agreement.drop()
 
     def is_turn_of(self, sequence: int, deadline: Deadline) -> bool:
         """Wait a while until all earlier operations have ended here; return whether they have."""
@@ -363,3 +364,28 @@ class OperationSequence:
 
 _making = threading.Lock()
 renew_in_child(_making)
+
+
+def collective(
+    prepare: Callable[Concatenate[Backend, P], Plan],
+) -> Callable[Concatenate[Backend, P], Any]:
+    """Make a collective of a function that returns a plan and whose first argument is the group."""
+    name = prepare.__name__
+
+    @wraps(prepare)
+    def call(backend: Backend, *args: P.args, **kwargs: P.kwargs) -> Any:
+        try:
+            operations = backend.operations or OperationSequence.of(backend)
+        except AttributeError:
+            kind = type(backend).__name__
+            raise ConfigurationError(
+                f"the first argument of {name} is a backend, not {kind}"
+            ).during(op=name) from None
+        try:
+            return operations.call(name, prepare, backend, *args, **kwargs)
+        except RankwireError as error:
+            error.during(op=name, rank=backend.rank)
+            raise
+
+    show_as(name, call)
+    return call  # type: ignore[return-value]  # mypy does not know that the name stays

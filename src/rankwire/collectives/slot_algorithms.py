@@ -16,7 +16,7 @@ import numpy as np
 
 from rankwire.collectives.exchange import Array, Exchange, blocks
 from rankwire.collectives.reductions import Reduction
-from rankwire.collectives.sharing import SharedSlots
+from rankwire.collectives.slots import SharedSlots
 from rankwire.wire.frames import Buffer, Message
 
 # Up to here, for all ranks together, each rank reduces everything by itself: one meeting less is

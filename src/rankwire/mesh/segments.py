@@ -1,6 +1,6 @@
 """The segments of one rank: memory that it shares with other ranks of its host, for collectives.
 
-Whether there is one is a group's to agree on (``collectives.sharing``); here one is made or opened,
+Whether there is one is a group's to agree on (``collectives.slots``); here one is made or opened,
 and whoever waits in one is made to look up when a rank is lost. Every method is safe from any
 thread.
 """

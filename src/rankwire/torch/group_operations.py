@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 import rankwire
 from rankwire.backends.base import Backend
 from rankwire.collectives.operations import all_gather
-from rankwire.collectives.premultiplied import PremulSum
+from rankwire.collectives.reductions import PremulSum
 from rankwire.errors import ConfigurationError, DeadlineExceededError
 from rankwire.torch.works import as_torch, seconds_of
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rankwire.backends.base import Backend
 from rankwire.collectives import coalesced, objects, operations
-from rankwire.collectives.premultiplied import PremulSum
+from rankwire.collectives.reductions import PremulSum
 from rankwire.errors import (
     CollectiveMismatchError,
     ConfigurationError,

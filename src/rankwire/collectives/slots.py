@@ -38,7 +38,7 @@ _MOST_VIEWS = 64
 _HURRY = 0.001  # seconds between two looks at a rank that is in another operation
 
 
-class Sharing:
+class SlotAgreement:
     """What the ranks of a group share.
 
     Args:

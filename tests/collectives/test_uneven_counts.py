@@ -9,7 +9,7 @@ from sums import counting_world, on_all, run, same
 import rankwire
 from faults.sizes import examples
 from rankwire.collectives.operands import operand
-from rankwire.collectives.uneven import Uneven
+from rankwire.collectives.uneven_parts import all_to_all_by_counts
 from rankwire.errors import (
     CollectiveAbortedError,
     CollectiveMismatchError,
@@ -230,9 +230,9 @@ def test_the_group_agrees_again_after_a_disagreement():
 
 
 def test_the_words_that_all_ranks_must_share_leave_the_counts_out():
-    few = Uneven(operand(np.ones((2, 3))), [1, 1], None, None, 2)
-    many = Uneven(operand(np.ones((7, 3))), [0, 7], [7, 1], None, 2)
-    assert few.description == many.description == "all_to_all uneven(float64, (3,))"
+    few, _ = all_to_all_by_counts(operand(np.ones((2, 3))), [1, 1], None, None, 2)
+    many, _ = all_to_all_by_counts(operand(np.ones((7, 3))), [0, 7], [7, 1], None, 2)
+    assert few == many == "all_to_all uneven(float64, (3,))"
 
 
 def test_all_ranks_learn_all_counts_in_log_n_messages():

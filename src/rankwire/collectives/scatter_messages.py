@@ -36,7 +36,7 @@ _Extent = Annotated[int, msgspec.Meta(ge=0)]
 _CHECKED_KINDS = "bU"
 
 
-class Portion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ScatteredPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a message holds.
 
     Attributes:
@@ -51,10 +51,10 @@ class Portion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Portion).decode
+_decode = msgspec.msgpack.Decoder(ScatteredPart).decode
 
 
-def pack_portion(source: Operand, flat: Array) -> Message:
+def pack_part(source: Operand, flat: Array) -> Message:
     """Return the message that carries an operand, whose elements are ``flat``.
 
     These must not change before they are sent.
@@ -67,12 +67,12 @@ def pack_portion(source: Operand, flat: Array) -> Message:
 
 @lru_cache(maxsize=256)
 def _head_of(is_tensor: bool, dtype: str, shape: tuple[int, ...]) -> bytes:
-    body = _encode(Portion(is_tensor, dtype, shape))
+    body = _encode(ScatteredPart(is_tensor, dtype, shape))
     head = _LENGTH.pack(len(body)) + body
     return head + bytes(-len(head) % _ALIGNMENT)
 
 
-def unpack_portion(payload: Payload, out: Operand | None) -> Any:
+def unpack_part(payload: Payload, out: Operand | None) -> Any:
     """Return the array or tensor of a message, in ``out`` if that is given.
 
     Raises:
@@ -80,7 +80,7 @@ def unpack_portion(payload: Payload, out: Operand | None) -> Any:
         ConfigurationError: ``out`` has another dtype or shape.
     """
     try:
-        return _unpack_portion(payload, out)
+        return _unpack_part(payload, out)
     except BaseException:
         if not isinstance(payload, bytearray):
             with suppress(LoanRevokedError):
@@ -88,18 +88,17 @@ def unpack_portion(payload: Payload, out: Operand | None) -> Any:
         raise
 
 
-def _unpack_portion(payload: Payload, out: Operand | None) -> Any:
-    portion, start = _unpack_head(payload)
-    target = _new(portion, len(payload) - start) if out is None else out
+def _unpack_part(payload: Payload, out: Operand | None) -> Any:
+    part, start = _unpack_head(payload)
+    target = _new(part, len(payload) - start) if out is None else out
     is_array = isinstance(target.value, np.ndarray)
     dtype = target.array.dtype.str if is_array else target.dtype_name
-    if Portion(not is_array, dtype, target.shape) != portion:
-        kind = "tensor" if portion.is_tensor else "array"
+    if ScatteredPart(not is_array, dtype, target.shape) != part:
+        kind = "tensor" if part.is_tensor else "array"
         raise ConfigurationError(
-            f"out is {dtype} {target.shape}, "
-            f"the message holds a {kind} {portion.dtype} {portion.shape}"
+            f"out is {dtype} {target.shape}, the message holds a {kind} {part.dtype} {part.shape}"
         )
-    _check_size(portion, target.array.itemsize, len(payload) - start)
+    _check_size(part, target.array.itemsize, len(payload) - start)
     flat = target.flat()
     if flat.dtype.kind in _CHECKED_KINDS:
         head = ArrayHead(flat.dtype, flat.shape, False, flat.nbytes)
@@ -110,7 +109,7 @@ def _unpack_portion(payload: Payload, out: Operand | None) -> Any:
     return target.value
 
 
-def _unpack_head(payload: Payload) -> tuple[Portion, int]:
+def _unpack_head(payload: Payload) -> tuple[ScatteredPart, int]:
     """Return what a message holds, and where the elements begin."""
     if isinstance(payload, bytearray):
         beginning = payload
@@ -120,31 +119,31 @@ def _unpack_head(payload: Payload) -> tuple[Portion, int]:
     try:
         (length,) = _LENGTH.unpack_from(beginning)
         end = _LENGTH.size + length
-        portion = _decode(memoryview(beginning)[_LENGTH.size : end])
+        part = _decode(memoryview(beginning)[_LENGTH.size : end])
     except (struct.error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidMessageError(f"not what a root scatters: {error}") from error
-    return portion, end + -end % _ALIGNMENT
+    return part, end + -end % _ALIGNMENT
 
 
-def _new(portion: Portion, nbytes: int) -> Operand:
+def _new(part: ScatteredPart, nbytes: int) -> Operand:
     """Return memory for what a message holds, of its kind, if it has just so many bytes."""
     try:
-        if portion.is_tensor:
+        if part.is_tensor:
             torch = importlib.import_module("torch")
-            empty = torch.empty(0, dtype=getattr(torch, portion.dtype))
-            _check_size(portion, empty.element_size(), nbytes)
-            return operand(empty.new_empty(portion.shape))
-        dtype = np.dtype(portion.dtype)
-        if dtype_code(dtype) != portion.dtype:
-            raise InvalidMessageError(f"arrays of dtype {portion.dtype[:32]!r} are not carried")
-        _check_size(portion, dtype.itemsize, nbytes)
-        return operand(np.empty(portion.shape, dtype))
+            empty = torch.empty(0, dtype=getattr(torch, part.dtype))
+            _check_size(part, empty.element_size(), nbytes)
+            return operand(empty.new_empty(part.shape))
+        dtype = np.dtype(part.dtype)
+        if dtype_code(dtype) != part.dtype:
+            raise InvalidMessageError(f"arrays of dtype {part.dtype[:32]!r} are not carried")
+        _check_size(part, dtype.itemsize, nbytes)
+        return operand(np.empty(part.shape, dtype))
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise InvalidMessageError(
-            f"nothing here for {portion.dtype[:32]!r} {portion.shape}: {error}"
+            f"nothing here for {part.dtype[:32]!r} {part.shape}: {error}"
         ) from error
 
 
-def _check_size(portion: Portion, itemsize: int, nbytes: int) -> None:
-    if itemsize * math.prod(portion.shape) != nbytes:
-        raise InvalidMessageError(f"{nbytes} bytes for {portion.dtype[:32]!r} {portion.shape}")
+def _check_size(part: ScatteredPart, itemsize: int, nbytes: int) -> None:
+    if itemsize * math.prod(part.shape) != nbytes:
+        raise InvalidMessageError(f"{nbytes} bytes for {part.dtype[:32]!r} {part.shape}")

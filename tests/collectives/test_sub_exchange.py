@@ -8,7 +8,7 @@ from sums import counting_world, on_all, run_algorithm
 
 import rankwire
 from rankwire.collectives import algorithms
-from rankwire.collectives.members import Members
+from rankwire.collectives.hosts import SubExchange
 from rankwire.collectives.sequence import OperationSequence
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError
 
@@ -22,7 +22,7 @@ def among(members, algorithm):
     def run(x):
         if x.rank not in members:
             return None
-        return algorithm(Members(x, members, members.index(x.rank)))
+        return algorithm(SubExchange(x, members, members.index(x.rank)))
 
     return run
 
@@ -61,7 +61,7 @@ def test_arrays_of_any_size_pass():
 
 def test_nothing_goes_to_the_backend_under_the_new_numbers():
     def look_inside(x):
-        members = Members(x, [0, 1], x.rank)
+        members = SubExchange(x, [0, 1], x.rank)
         with pytest.raises(AttributeError):
             members._backend  # noqa: B018
         assert members.in_group(1) == 1
@@ -74,7 +74,7 @@ def test_nothing_goes_to_the_backend_under_the_new_numbers():
 def test_who_does_not_come_is_named_by_its_own_number():
     def wait(x):
         if x.rank == 0:
-            Members(x, [0, 2], 0).receive(1, 0x10)
+            SubExchange(x, [0, 2], 0).receive(1, 0x10)
 
     with counting_world(3) as world:
         with pytest.raises(DeadlineExceededError) as info:
@@ -84,7 +84,7 @@ def test_who_does_not_come_is_named_by_its_own_number():
 
 def test_a_rank_that_is_gone_is_named_by_its_own_number():
     def wait(x):
-        Members(x, [0, 2], 0).receive(1, 0x10)
+        SubExchange(x, [0, 2], 0).receive(1, 0x10)
 
     with counting_world(3) as world:
         world[0].network.kill(2)
@@ -95,7 +95,7 @@ def test_a_rank_that_is_gone_is_named_by_its_own_number():
 
 def test_a_disagreement_with_a_rank_that_is_no_member_is_found():
     def wait(x):
-        Members(x, [0, 2], 0 if x.rank == 0 else 1).receive(1 if x.rank == 0 else 0, 0x10)
+        SubExchange(x, [0, 2], 0 if x.rank == 0 else 1).receive(1 if x.rank == 0 else 0, 0x10)
 
     def run(backend):
         operation = rankwire.barrier if backend.rank == 1 else partial(call, run=wait)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankwire.collectives.relayed_failures import error_of, failure_notice
+from rankwire.collectives.operation import error_of, failure_notice
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux
 SOON = 8.0
 ALL_REDUCE = "__import__('rankwire').all_reduce(backend, __import__('numpy').ones({count}))[-1]"
 
-SHARES = "backend.operations.sharing.slots is not None"
+SHARES = "backend.operations.agreement.slots is not None"
 FOR_EVER = "[{operation} for _ in range(10**7)]"
 
 
@@ -54,7 +54,7 @@ def sum_up(backend, count=10):
 
 
 def slots(backend):
-    return backend.operations.sharing.slots
+    return backend.operations.agreement.slots
 
 
 # -- who shares ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankwire.collectives.calling import collective
+from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
 from rankwire.testing import simulated_world
 
