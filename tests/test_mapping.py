@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 
 # Vocabulary without behaviour of its own; shown by the tests of those who use it.
 WITHOUT_OWN_TEST = {
-    "version", "__main__", "override", "mesh/calls", "mesh/transport",
+    "version", "__main__", "override", "runtime", "mesh/calls", "mesh/transport",
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {

@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 
 from headers import pack_header
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     AuthenticationError,
@@ -714,7 +715,7 @@ def test_what_is_posted_at_the_moment_of_closing_touches_no_descriptor_of_others
             closed.wait(0.2)  # it must not close meanwhile
         return write(descriptor, value)
 
-    monkeypatch.setattr(os, "eventfd_write", slow_write)
+    monkeypatch.setattr(runtime, "eventfd_write", slow_write)
     posting = Running(door.acceptor.call_soon, lambda: None)
     assert writing.wait(PATIENCE)
     door.acceptor.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankwire import runtime
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import (
@@ -28,7 +29,6 @@ from rankwire.links.dialer import authenticate
 from rankwire.rendezvous import secret as secret_module
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.rendezvous.secret import AgreedSecret
-from rankwire.transports import sockets
 from rankwire.transports.sockets import TcpAddress, connect_tcp
 from rankwire.wire.control_messages import Join, Member, pack
 from rankwire.wire.frames import Channel
@@ -329,7 +329,7 @@ def test_a_name_that_does_not_resolve_is_an_error_that_names_it(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(sockets.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(runtime, "getaddrinfo", unknown)
     with pytest.raises(RankwireError, match=r"nowhere\.invalid"):
         TcpBackend(0, 2, "nowhere.invalid:1", secret=SECRET, join_timeout=0.1)
     with pytest.raises(RendezvousError, match=r"nowhere\.invalid"):
@@ -738,7 +738,7 @@ def test_f58_a_name_with_several_addresses_is_reached_at_the_one_that_answers(mo
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
             for host in ("127.0.0.98", "127.0.0.99", "127.0.0.1")
         ]
-        monkeypatch.setattr(sockets.socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr(runtime, "getaddrinfo", lambda *_, **__: found)
         connect_tcp(TcpAddress("some.host", port), Deadline(PATIENCE)).close()
         server.close()
         with pytest.raises(NoConnectionError) as caught:
@@ -756,8 +756,8 @@ def test_off_loopback_a_missing_secret_is_an_error_before_any_io(host, rank, fol
     def refuse(*_, **__):
         raise AssertionError("it opened a socket, or asked for a name")
 
-    monkeypatch.setattr(sockets.socket, "socket", refuse)
-    monkeypatch.setattr(sockets.socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(runtime, "Socket", refuse)
+    monkeypatch.setattr(runtime, "getaddrinfo", refuse)
     with pytest.raises(ConfigurationError, match="secret"):
         TcpBackend(rank, 2, f"{host}:29500")
     with pytest.raises(ConfigurationError, match="15 bytes"):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError
 from rankwire.rendezvous import runtime_dir
 from worlds import runtime_folder_of_its_own
@@ -224,7 +225,7 @@ def test_socket_paths_fit_into_a_socket_address_with_the_usual_runtime_directory
     monkeypatch.setattr(
         runtime_dir, "runtime_folder", lambda: Path("/run/user/4294967295/rankwire")
     )
-    monkeypatch.setattr(os, "getpid", lambda: 2**22)
+    monkeypatch.setattr(runtime, "getpid", lambda: 2**22)
     assert len(runtime_dir.new_socket_path()) < 108
 
 

@@ -16,6 +16,7 @@ from rankwire import (
     RankwireError,
     RemoteError,
     RpcAgent,
+    runtime,
 )
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc import pool as pool_module
@@ -419,7 +420,7 @@ def test_waking_a_port_that_closes_at_that_moment_touches_no_closed_descriptor(w
         closing.join(0.3)
         write(descriptor, value)  # perhaps another one's by now
 
-    monkeypatch.setattr(os, "eventfd_write", late)
+    monkeypatch.setattr(runtime, "eventfd_write", late)
     error = error_of(agent._port.wake)
     monkeypatch.undo()
     agent.close(0.0)

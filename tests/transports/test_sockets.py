@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankwire import runtime
 from rankwire.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -183,7 +184,7 @@ def test_a_name_that_does_not_resolve_is_no_connection(monkeypatch):
     def fail(*args, **kwargs):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    monkeypatch.setattr(runtime, "getaddrinfo", fail)
     for use in (listen_tcp, lambda address: connect_tcp(address, Deadline(PATIENCE))):
         with pytest.raises(NoConnectionError, match=r"'no\.such\.host'.*not known"):
             use(TcpAddress("no.such.host", 29500))
@@ -234,7 +235,7 @@ def test_being_out_of_descriptors_is_told_as_such(monkeypatch, own_runtime_folde
     def fail(*args, **kwargs):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(socket, "socket", fail)
+    monkeypatch.setattr(runtime, "Socket", fail)
     path = f"{own_runtime_folder}/nobody"
     for use in (
         lambda: listen_tcp(ANY_PORT),

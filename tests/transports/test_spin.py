@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.transports.spin import Spin, share_cores
 
@@ -113,7 +114,7 @@ def test_who_shares_cores_lets_others_run_between_two_looks(monkeypatch):
             if len(yielded) == 3:
                 far.send(b"x")
 
-        monkeypatch.setattr(os, "sched_yield", run_another)
+        monkeypatch.setattr(runtime, "sched_yield", run_another)
         assert Spin(10.0, REAL_TIME, yields=True).finds_input(near.fileno())
         assert Spin(10.0, REAL_TIME).finds_input(near.fileno())
     assert len(yielded) == 3

@@ -10,11 +10,11 @@ the program makes them). Under it, the parent's own locks are taken.
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import Counter
 
 import msgspec
 
+from rankwire import runtime
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     DeadlineExceededError,
@@ -70,7 +70,7 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._made: Counter[tuple[int, ...]] = Counter()
         self._attempts: dict[int, _Attempt] = {}  # with each member
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rankwire import runtime
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
@@ -180,7 +180,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.has_connected = False
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         renew_in_child(self._lock)
         self._secret: RankKey | None = None
 

@@ -10,11 +10,11 @@ Lock: ``_lock`` guards the lists; it is a leaf, callbacks run without it.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from rankwire import runtime
 from rankwire.errors import PeerLostError
 
 _log = logging.getLogger("rankwire")
@@ -28,7 +28,7 @@ class PeerEvents:
     """Who wants to know, and what is still to tell. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._on_lost: list[OnLost] = []
         self._on_suspected: list[OnSuspected] = []
         self._on_joined: list[OnJoined] = []
@@ -101,7 +101,7 @@ class PeerEvents:
                 return
             self._is_telling = True
         try:
-            threading.Thread(target=self._run, name="rankwire-events", daemon=True).start()
+            runtime.Thread(target=self._run, name="rankwire-events", daemon=True).start()
         except RuntimeError as error:  # the thread that noticed the loss must go on
             _log.warning("callbacks for lost, silent and returned peers must wait: %s", error)
             with self._lock:

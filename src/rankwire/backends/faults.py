@@ -16,12 +16,11 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, cast
 
+from rankwire import runtime
 from rankwire.backends.arguments import check_rank
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
@@ -43,7 +42,7 @@ class _Delay:
     def concerns(self, src: int, dst: int) -> bool:
         return self.src in (None, src) and self.dst in (None, dst)
 
-    def draw(self, generator: random.Random) -> float:
+    def draw(self, generator: runtime.Random) -> float:
         return self.seconds + (generator.uniform(0.0, self.jitter) if self.jitter else 0.0)
 
 
@@ -200,7 +199,7 @@ class FaultPlan(PublicDir):
         rules = [rule for rule in self._delays if rule.concerns(src, dst)]
         if not rules:
             return None
-        generator = random.Random(f"{self.seed}/{src}/{dst}/{kind}")
+        generator = runtime.Random(f"{self.seed}/{src}/{dst}/{kind}")
         return map(_draw, itertools.repeat(rules), itertools.repeat(generator))
 
     def _added(self, ranks: Iterable[int]) -> Self:
@@ -218,8 +217,8 @@ class Timetable:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._agenda: list[tuple[float, Callable[[], None]]] = []
-        self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankwire-timetable", daemon=True)
+        self._has_ended = runtime.Event()
+        self._thread = runtime.Thread(target=self._run, name="rankwire-timetable", daemon=True)
 
     def begin(self, agenda: Iterable[tuple[float, Callable[[], None]]]) -> None:
         """Do things at their times, from now on. Once.
@@ -235,7 +234,7 @@ class Timetable:
     def end(self) -> None:
         """Do nothing more, and end the thread."""
         self._has_ended.set()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread.ident is not None and self._thread is not runtime.current_thread():
             self._clock.join(self._thread)
 
     def _run(self) -> None:
@@ -255,7 +254,7 @@ def link_between(a: int, b: int) -> Link:
     return (a, b) if a < b else (b, a)
 
 
-def _draw(rules: Sequence[_Delay], generator: random.Random) -> float:
+def _draw(rules: Sequence[_Delay], generator: runtime.Random) -> float:
     return sum(rule.draw(generator) for rule in rules)
 
 

@@ -13,13 +13,13 @@ Size: as for its class.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
@@ -62,8 +62,6 @@ from rankwire.wire.receive import Destination, PostedReceive, Receive
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    import socket
-
     from rankwire.transports.stream import Stream
 
 _FAREWELL_PATIENCE = 0.2
@@ -110,7 +108,7 @@ class Mesh(Backend):
         if rank == 0:
             report_unknown()
         self._single_copy = single_copy
-        self._close_lock = threading.RLock()  # a callback of closing may close
+        self._close_lock = runtime.RLock()  # a callback of closing may close
         self._ports = Ports()
         self._presences = Presences(self.tell_agent, self._await_event)
         self._peers = peers
@@ -124,7 +122,7 @@ class Mesh(Backend):
     @abstractmethod
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
-    ) -> tuple[socket.socket | Stream, Seals | None]:
+    ) -> tuple[runtime.Socket | Stream, Seals | None]:
         """Return a stream to a peer that has let it in, and what its frames are sealed with.
 
         Raises:
@@ -258,7 +256,7 @@ class Mesh(Backend):
         """Read what ranks have sent, without waiting, so that what was posted moves on."""
         self.lookout.read()
 
-    def _await_event(self, event: threading.Event) -> None:
+    def _await_event(self, event: runtime.Event) -> None:
         """Wait for an event that the acceptor sets; meanwhile, what was posted moves on."""
         while not self.clock.wait(event, _LOOK_EVERY):
             self.read_others()
@@ -394,7 +392,7 @@ class Mesh(Backend):
     def _wrap(
         self,
         peer: Peer,
-        stream: socket.socket | Stream,
+        stream: runtime.Socket | Stream,
         seals: Seals | None,
         *,
         incoming: bool = False,
@@ -438,7 +436,7 @@ class Mesh(Backend):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, stream: socket.socket | Stream, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, stream: runtime.Socket | Stream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         if hello.purpose is Purpose.INQUIRY:
             waits = hello.rank in self.blocked_on()

@@ -16,13 +16,12 @@ Size: as for its class.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Self
 
+from rankwire import runtime
 from rankwire.backends.arguments import check_world
 from rankwire.backends.faults import FaultPlan
 from rankwire.backends.mesh import Mesh
@@ -60,7 +59,7 @@ from rankwire.wire.receive import Destination
 _log = logging.getLogger("rankwire")
 
 DEFAULT_QUEUE_NBYTES = 64 << 20  # NATS lets a slow consumer keep as much pending
-_PID = os.getpid()
+_PID = runtime.getpid()
 
 
 class _Peers(dict[int, Peer]):
@@ -108,7 +107,7 @@ class SimulatedBackend(Mesh):
         )
         self.network = network
         self.roll = RollClient(partial(network.report, rank))
-        self._meeting = threading.Lock()  # guards the making of peers
+        self._meeting = runtime.Lock()  # guards the making of peers
         self._gone: RankwireError | None = None  # why this rank can do nothing more
 
     @classmethod

@@ -17,12 +17,12 @@ this network keeps in the place of a coordinator; what ranks are told is deliver
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rankwire import runtime
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.faults import FaultPlan, Link, Operation, Timetable, link_between
 from rankwire.clock import Clock
@@ -70,7 +70,7 @@ class Network:
         self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
         self._delays: dict[tuple[int, int, str], Iterator[float] | None] = {}
         self.members: Sequence[SimulatedBackend] = ()
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._left: set[int] = set()
         self._killed: dict[int, Fallen] = {}
         self._broken: set[Link] = set()
@@ -80,9 +80,9 @@ class Network:
         self._begun: Counter[tuple[int, Operation]] = Counter()
         self._on_kill: list[Callable[[int], None]] = []
         self._roll = Roll(world_size)
-        self._roll_lock = threading.Lock()
+        self._roll_lock = runtime.Lock()
         self._timetable = Timetable(clock)
-        self._telling: list[threading.Thread] = []
+        self._telling: list[runtime.Thread] = []
 
     def start(self, members: Sequence[SimulatedBackend]) -> None:
         """Take the ranks; time begins for the fault plan."""
@@ -243,7 +243,7 @@ class Network:
             with self._lock:
                 telling = self._telling
             for thread in telling:
-                if thread is not threading.current_thread():
+                if thread is not runtime.current_thread():
                     self.clock.join(thread, _JOIN_LIMIT)
 
     # -- what befalls messages ---------------------------------------------------------------------
@@ -295,7 +295,7 @@ class Network:
         self._tell_in_background(partial(self._tell_break, link))
 
     def _tell_in_background(self, tell: Callable[[], None]) -> None:
-        thread = threading.Thread(target=tell, name="rankwire-tidings", daemon=True)
+        thread = runtime.Thread(target=tell, name="rankwire-tidings", daemon=True)
         with self._lock:  # those who wait for it find it begun
             thread.start()
             self._telling = [*(each for each in self._telling if each.is_alive()), thread]

@@ -22,13 +22,13 @@ Size: as for its class.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rankwire import runtime
 from rankwire.backends.agreement import group_id, service_of_group
 from rankwire.backends.arguments import check_members, check_rank
 from rankwire.backends.base import Backend
@@ -112,7 +112,7 @@ class SubBackend(Backend):
         self.security = parent.security
         self.ranks_return = parent.ranks_return
         self._members = chosen
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._ports: set[SubCallPort] = set()
         self._waiting: list[int] = []  # the group of each receive under way
         self._has_closed = False

@@ -15,13 +15,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import selectors
-import socket
 from collections.abc import Callable
 from functools import partial
-from secrets import token_bytes
 from typing import Protocol
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import AuthenticationError
@@ -95,16 +93,16 @@ class Acceptor(EventThread):
         self._house = house
         self._key = key
         self._policy = policy
-        self._listeners: list[socket.socket] = []
+        self._listeners: list[runtime.Socket] = []
         # In the order in which they came, each with the end of its time.
         self._strangers: dict[_Stranger, Deadline] = {}
         super().__init__("rankwire-acceptor", clock)
 
-    def listen(self, listener: socket.socket) -> None:
+    def listen(self, listener: runtime.Socket) -> None:
         """Accept on this socket too; owned from now on. Before ``start``."""
         listener.setblocking(False)
         self._listeners.append(listener)
-        self._register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+        self._register(listener, runtime.EVENT_READ, partial(self._accept, listener))
 
     def _let_go(self) -> None:
         for sock in (*self._listeners, *(stranger.sock for stranger in self._strangers)):
@@ -113,7 +111,7 @@ class Acceptor(EventThread):
 
     # -- accepting ---------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: runtime.Socket) -> None:
         for _ in range(_ACCEPTS_A_ROUND):  # a flood must not keep handshakes from going on
             try:
                 sock, _ = listener.accept()
@@ -135,12 +133,12 @@ class Acceptor(EventThread):
     def _resume_accepting(self) -> None:
         self.call_no_more(self._resume_accepting)
         for listener in self._listeners:
-            self._register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+            self._register(listener, runtime.EVENT_READ, partial(self._accept, listener))
 
-    def _receive_stranger(self, sock: socket.socket) -> None:
+    def _receive_stranger(self, sock: runtime.Socket) -> None:
         try:
             tune(sock)
-            foreign = sock.family == socket.AF_UNIX and unix_peer(sock)[1] != os.geteuid()
+            foreign = sock.family == runtime.AF_UNIX and unix_peer(sock)[1] != os.geteuid()
         except OSError:
             foreign = True  # it is gone already
         if foreign:
@@ -152,7 +150,7 @@ class Acceptor(EventThread):
         if not self._strangers:
             self.call_every(_SWEEP_EVERY, self._sweep)
         self._strangers[stranger] = Deadline(HANDSHAKE_LIMIT, self.clock)
-        self._register(stranger.sock, selectors.EVENT_READ, partial(self._advance, stranger))
+        self._register(stranger.sock, runtime.EVENT_READ, partial(self._advance, stranger))
 
     def _sweep(self) -> None:
         """Drop the connections whose time is over.
@@ -229,7 +227,7 @@ class _Stranger:
     def __init__(self, sock: AnySocket, key: Key) -> None:
         self.sock = sock
         self.responder = Responder(
-            key=key, nonce=token_bytes(NONCE_NBYTES), binding=getattr(sock, "binding", b"")
+            key=key, nonce=runtime.token_bytes(NONCE_NBYTES), binding=getattr(sock, "binding", b"")
         )
         self.greeted = False
         self.wanted = HELLO_NBYTES
@@ -237,7 +235,7 @@ class _Stranger:
 
     def receive(self) -> bytes | None:
         """Return the message it owes once it is whole. Reads not one byte more."""
-        if not isinstance(self.sock, socket.socket) and not self.sock.shake_hands():
+        if not isinstance(self.sock, runtime.Socket) and not self.sock.shake_hands():
             return None
         try:
             piece = self.sock.recv(self.wanted - len(self._received))

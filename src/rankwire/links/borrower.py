@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Sequence
 from itertools import starmap
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, ProtocolError, RankwireError
@@ -58,7 +58,7 @@ class Borrowed(Parcel):
         self._clock = clock
         self._fail = fail
         self.translate: Callable[[RankwireError], None] | None = None
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._revoked = False
         # Each step is noted before the next, so that after an interrupt it is not taken twice.
         self._memory: bytearray | None = None  # all of it, once it was read

@@ -18,11 +18,10 @@ protocol) in the same order; a third of the rest forwards to the writer and the 
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
@@ -104,7 +103,7 @@ class Connection:
 
     def __init__(
         self,
-        sock: socket.socket | Stream,
+        sock: runtime.Socket | Stream,
         *,
         peer: int,
         max_nbytes: int,
@@ -121,7 +120,7 @@ class Connection:
         self.peer = peer
         self.failure: RankwireError | None = None
         self.has_parcels = False
-        self.filling = threading.Lock()
+        self.filling = runtime.Lock()
         # What reads it once it is known to be in use, if that is one read of a bare socket.
         self._recv_into: Callable[[memoryview], int] | None = None
         self._may_share = single_copy and seals is None
@@ -700,7 +699,7 @@ class Connection:
     def close_in_child(self) -> None:
         """Close what a forked child shares with its parent, without ending the parent's stream."""
         self.failure = ForkedProcessError("this connection")
-        self.filling = threading.Lock()
+        self.filling = runtime.Lock()
         self._writer.close_in_child(self.failure)
         self.stream.close()
         self._drop_rings()

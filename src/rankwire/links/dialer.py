@@ -6,12 +6,10 @@ Blocking, in the thread that needs the connection, within its deadline. The list
 
 from __future__ import annotations
 
-import select
-import socket
 from collections.abc import Callable
 from dataclasses import replace
-from secrets import token_bytes
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -35,7 +33,7 @@ _TLS_ALERT = b"\x15\x03"  # how a listener inside TLS answers what is not TLS
 
 
 def authenticate(
-    sock: socket.socket,
+    sock: runtime.Socket,
     hello: Hello,
     *,
     key: bytes,
@@ -70,7 +68,7 @@ def authenticate(
     initiator = Initiator(
         replace(hello, protection=policy.protection_of(sock)),
         key=key,
-        nonce=token_bytes(NONCE_NBYTES),
+        nonce=runtime.token_bytes(NONCE_NBYTES),
         binding=getattr(stream, "binding", b""),
     )
     try:
@@ -101,7 +99,7 @@ def _receive(sock: AnySocket, nbytes: int, deadline: Deadline, check: Callable[[
         try:
             piece = sock.recv(nbytes - len(data))
         except BlockingIOError:
-            if not wait_patiently(sock, select.POLLIN, deadline, check):
+            if not wait_patiently(sock, runtime.POLLIN, deadline, check):
                 raise DeadlineExceededError(
                     deadline.limit, detail="no answer in the handshake"
                 ) from None

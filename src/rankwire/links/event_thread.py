@@ -7,11 +7,10 @@ the thread. What else it watches, and what it is for, is its subclass's business
 from __future__ import annotations
 
 import logging
-import selectors
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import RankwireError
@@ -39,12 +38,12 @@ class EventThread:
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.clock = clock
-        self._selector = selectors.DefaultSelector()
+        self._selector = runtime.DefaultSelector()
         self._wakeup = Wakeup(self._selector, self._handle)
         self._timers: list[_Timer] = []
         self._closing = False
         self._rounds = 0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = runtime.Thread(target=self._run, name=name, daemon=True)
         guard(self)
 
     def start(self) -> None:
@@ -76,7 +75,7 @@ class EventThread:
     @property
     def is_current_thread(self) -> bool:
         """Whether the caller runs on this thread."""
-        return threading.current_thread() is self._thread
+        return runtime.current_thread() is self._thread
 
     def watch(
         self,
@@ -96,7 +95,7 @@ class EventThread:
                 connection.fail(error)
                 on_end(error)
 
-        self._register(connection, selectors.EVENT_READ, readable)
+        self._register(connection, runtime.EVENT_READ, readable)
 
     def flush_when_possible(self, connection: Connection) -> None:
         """Send what a connection holds back as soon as its peer takes it. Safe from any thread."""
@@ -111,7 +110,7 @@ class EventThread:
 
         def begin() -> None:
             if connection.failure is None and connection.fileno() >= 0:
-                self._register(connection, selectors.EVENT_WRITE, writable)
+                self._register(connection, runtime.EVENT_WRITE, writable)
 
         self.call_soon(begin)
 
@@ -133,7 +132,7 @@ class EventThread:
             return
         self._closing = True
         self._wakeup.wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not runtime.current_thread():
             self.clock.join(self._thread)
         self._let_go()
         self._wakeup.close()

@@ -14,9 +14,9 @@ Locks: ``_lock`` guards the choice alone; nothing is done under it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     DeadlineExceededError,
@@ -63,7 +63,7 @@ class FirstReceive:
         self._new_bell = new_bell
         self._successor_of = successor_of
         self._lookout = lookout
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._first: Receive | None = None
         self._is_posted = False
 

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import os
-import select
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.fork import guard
@@ -68,8 +66,8 @@ class _Arena:
     """Pairs of words, a guard and a receipt each, at addresses that stay for ever."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.fence = threading.Lock()
+        self._lock = runtime.Lock()
+        self.fence = runtime.Lock()
         self._free: list[tuple[memoryview, int]] = []
         self._pages: list[mmap.mmap] = []  # also those whose pairs are all taken or spent
         self.numbers = itertools.count(1)
@@ -92,8 +90,8 @@ class _Arena:
 
     def close_in_child(self) -> None:
         """Begin anew in a forked child: what the parent has lent stays the parent's."""
-        self._lock = threading.Lock()
-        self.fence = threading.Lock()
+        self._lock = runtime.Lock()
+        self.fence = runtime.Lock()
         self._free = []
         guard(self)  # a child may have children
 
@@ -131,7 +129,7 @@ class Lent:
     def __init__(self, buffers: Sequence[Buffer], nbytes: int) -> None:
         self._buffers: Sequence[Buffer] | None = buffers
         self._nbytes = nbytes
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._was_read = False
         self.number = next(_arena.numbers)
         self._pair, self.address = _arena.take()
@@ -226,7 +224,8 @@ class Lent:
                 raise LoanRefusedError("the peer cannot read this memory")
             waited = now() - start
             if waited < _LOOK_FOR:
-                os.sched_yield()  # the peer may have been put on this core, because we woke it up
+                # The kernel may have put the peer on this core, because this thread woke it up.
+                runtime.sched_yield()
                 continue
             if waited >= next_look:
                 look_for_end()
@@ -245,8 +244,8 @@ class Lent:
 def _wait_readable(streams: Sequence[Watched], seconds: float) -> None:
     if any(stream.look_away() for stream in streams):
         return
-    poller = select.poll()
+    poller = runtime.poll()
     for stream in streams:
         if (number := stream.fileno()) >= 0:
-            poller.register(number, select.POLLIN)
+            poller.register(number, runtime.POLLIN)
     poller.poll(int(seconds * 1000))

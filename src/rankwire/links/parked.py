@@ -5,8 +5,7 @@ Everything needs the owner's mutex held, but for the sleep itself.
 
 from __future__ import annotations
 
-import threading
-
+from rankwire import runtime
 from rankwire.transports.sleepers import Sleeper, Sleepers, wake
 from rankwire.wire.receive import Receive
 
@@ -21,9 +20,9 @@ class ParkedThreads:
     def __init__(self) -> None:
         self.asleep: dict[Receive, Sleepers] = {}
 
-    def park(self, receive: Receive) -> threading.Lock:
+    def park(self, receive: Receive) -> runtime.Lock:
         """Return what to sleep on; it is free already if there is nothing to wait for."""
-        lock = threading.Lock()
+        lock = runtime.Lock()
         if not receive.done and receive.posted:
             lock.acquire()
             self.asleep.setdefault(receive, []).append(lock)

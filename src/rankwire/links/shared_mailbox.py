@@ -14,11 +14,11 @@ themselves: they are in the connection, in the mailbox or with their receive, an
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from contextlib import suppress
 from itertools import starmap
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ForkedProcessError, RankwireError
@@ -48,7 +48,7 @@ class SharedMailbox:
         self.peer = peer
         self._clock = clock
         self._mailbox = mailbox
-        self._mutex = threading.Lock()
+        self._mutex = runtime.Lock()
         # Who has the reading role: a token of one visit. Not the receive, for which several threads
         # may wait.
         self._reader: object | None = None
@@ -189,7 +189,7 @@ class SharedMailbox:
 
     def close_in_child(self) -> None:
         """End all receives in a forked child: a callback may have forked, and goes on in here."""
-        self._mutex = threading.Lock()
+        self._mutex = runtime.Lock()
         self._mailbox.fail(ForkedProcessError("this inbox"))
 
     @property
@@ -221,7 +221,7 @@ class SharedMailbox:
                 self._reader = None
             self._parked.wake_all()
 
-    def _sleep(self, receive: Receive, lock: threading.Lock, deadline: Deadline) -> bool:
+    def _sleep(self, receive: Receive, lock: runtime.Lock, deadline: Deadline) -> bool:
         """Sleep until another thread wakes this one; False if the deadline passes first."""
         woken = False
         try:

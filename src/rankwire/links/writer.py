@@ -15,10 +15,10 @@ It knows neither what frames mean nor why a connection ends: its owner sets ``fa
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
@@ -105,7 +105,7 @@ class FrameWriter:
         self._on_rest = on_rest
         self._fail = fail
         self._explain = explain
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._reading: int | None = None  # the thread that has the lock and does something else
         self._outgoing: _Outgoing = (0, ())
         self._journal: _Journal | None = None
@@ -240,7 +240,7 @@ class FrameWriter:
     def close_in_child(self, failure: RankwireError) -> None:
         """Let go of the lock in a child of a fork: the thread that has it is not there."""
         self.failure = failure
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
 
     def not_taken(self, deadline: Deadline) -> DeadlineExceededError:
         """Return the error of a frame that the peer does not take in time."""
@@ -259,7 +259,7 @@ class FrameWriter:
 
     def _take_lock(self, grip: list[bool], deadline: Deadline) -> None:
         """Take the send lock if it is not taken; then the stream is at a known place."""
-        if self._reading == threading.get_ident():
+        if self._reading == runtime.get_ident():
             detail = "this thread is sending to it"
             raise DeadlineExceededError(deadline.limit, waiting_for=[self._peer], detail=detail)
         if grip[-1:] != [True] and not deadline.take(self._lock, grip):
@@ -389,7 +389,7 @@ class FrameWriter:
         # Now and then it looks up: by then there may be more connections to read.
         patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
         if not self._stream.wait_writable(patience, meanwhile.watch()):
-            self._reading = threading.get_ident()
+            self._reading = runtime.get_ident()
             try:
                 is_read = meanwhile.read()
             finally:

@@ -15,11 +15,11 @@ Size: as for its class.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rankwire import runtime
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, ForkedProcessError, RankwireError
 from rankwire.fork import guard
@@ -72,7 +72,7 @@ class MeshCallPort(CallPort):
         self.serving: Callable[[], list[Serving]] = list
         self.presence = mesh.new_presence(service)
         self._mesh = mesh
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._closed: ChannelClosedError | None = None
         self._ended: RankwireError | None = None
         self._calls = OutgoingCalls(
@@ -376,7 +376,7 @@ class MeshCallPort(CallPort):
     def close_in_child(self) -> None:
         """Close what a forked child shares with its parent; nothing is unregistered there."""
         self._ended = ForkedProcessError("this agent")
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._calls.close_in_child()
         if self._closed is None:
             self._closed = ChannelClosedError(self._ended.message)

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
@@ -27,8 +28,6 @@ from rankwire.wire.handshake import Purpose
 from rankwire.wire.loans import whole_of
 
 if TYPE_CHECKING:
-    import socket
-
     from rankwire.backends.mesh import Mesh
     from rankwire.mesh.transport import Transport
     from rankwire.transports.stream import Stream
@@ -144,7 +143,7 @@ def inquire(mesh: Mesh, rank: int, deadline: Deadline) -> str | None:
 
 
 def answer(
-    mesh: Mesh, rank: int, stream: socket.socket | Stream, seals: Seals | None, text: str
+    mesh: Mesh, rank: int, stream: runtime.Socket | Stream, seals: Seals | None, text: str
 ) -> None:
     """Tell a rank that has dialled for it what this one is doing. Does not wait."""
     connection = _connection(mesh, rank, stream, seals)
@@ -158,7 +157,7 @@ def answer(
 
 
 def _connection(
-    mesh: Mesh, rank: int, stream: socket.socket | Stream, seals: Seals | None
+    mesh: Mesh, rank: int, stream: runtime.Socket | Stream, seals: Seals | None
 ) -> Connection:
     """Return a connection that nobody else knows: its end says nothing of its peer."""
     return Connection(

@@ -9,10 +9,10 @@ Threads: one that waits and ends with the others, and one a peer while it connec
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.mesh.peers import Peer
@@ -40,10 +40,8 @@ class Introductions:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._is_ending = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="rankwire-introductions", daemon=True
-        )
+        self._is_ending = runtime.Event()
+        self._thread = runtime.Thread(target=self._run, name="rankwire-introductions", daemon=True)
 
     def begin(self) -> None:
         """Connect to all, in a moment."""
@@ -63,7 +61,7 @@ class Introductions:
             return
         # All at once: one that is out of reach must not keep the others from being noticed.
         threads = [
-            threading.Thread(
+            runtime.Thread(
                 target=self._introduce, args=(peer,), name="rankwire-introduction", daemon=True
             )
             for peer in self.peers()

@@ -10,12 +10,12 @@ is held while its connection is opened, and ``_lock`` is taken under that.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rankwire import runtime
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -71,8 +71,8 @@ class OutgoingCalls:
         self._serve_own = serve_own
         self._forget = forget
         self._on_unread = on_unread
-        self._lock = threading.Lock()
-        self._dial_locks: dict[int, threading.Lock] = {}
+        self._lock = runtime.Lock()
+        self._dial_locks: dict[int, runtime.Lock] = {}
         self._inboxes: dict[int, Inbox] = {}
         self.unsent_cancels: deque[tuple[Connection, int, bool]] = deque()
         self.own = Inbox(mesh.rank, Mailbox(keep_unmatched=False), mesh.clock, lookout=mesh.lookout)
@@ -204,7 +204,7 @@ class OutgoingCalls:
 
     def _dial(self, dst: int, deadline: Deadline) -> Inbox:
         with self._lock:
-            dial_lock = self._dial_locks.setdefault(dst, threading.Lock())
+            dial_lock = self._dial_locks.setdefault(dst, runtime.Lock())
         grip: list[bool] = []
         try:
             if not deadline.take(dial_lock, grip):
@@ -296,4 +296,4 @@ class OutgoingCalls:
 
     def close_in_child(self) -> None:
         """Let go of the lock in a child of a fork: the thread that has it is not there."""
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()

@@ -14,10 +14,10 @@ declared.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
@@ -75,16 +75,16 @@ class Peer:
     lookout: Meanwhile | None = None
 
     def __post_init__(self) -> None:
-        self._has_verdict: threading.Event | None = None  # made by the first who waits
+        self._has_verdict: runtime.Event | None = None  # made by the first who waits
         self.silent_for = 0.0
         self.is_suspected = False
         self._was_refused = False  # a connection, because it has too many
         self._is_left = False  # by this rank, in good order
         self.inbox = Inbox(self.member.rank, Mailbox(), self.clock, lookout=self.lookout)
         self.failure: RankwireError | None = None
-        self.dial_lock = threading.Lock()
+        self.dial_lock = runtime.Lock()
         self.messages: Connection | None = None
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._lent: list[Lent] = []
         self._connections: dict[Connection, bool] = {}  # and whether the peer has dialled
 
@@ -154,7 +154,7 @@ class Peer:
     def is_judged_within(self, seconds: float) -> bool:
         """Wait for a verdict; return whether it has come."""
         with self._lock:
-            has_verdict = self._has_verdict = self._has_verdict or threading.Event()
+            has_verdict = self._has_verdict = self._has_verdict or runtime.Event()
             if self.failure is not None:
                 return True
         return self.clock.wait(has_verdict, seconds)

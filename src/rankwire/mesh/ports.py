@@ -9,9 +9,9 @@ Lock: ``_lock`` guards the tables; nothing else is taken under it.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
+from rankwire import runtime
 from rankwire.errors import ChannelClosedError, ConfigurationError
 from rankwire.links.connection import Connection
 
@@ -23,7 +23,7 @@ class Ports:
     """Which ports are open. Every method is safe from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._open: dict[int, MeshCallPort] = {}
         self._closed_services: set[int] = set()
         self._waiting: dict[int, dict[int, Connection]] = {}  # by service and rank

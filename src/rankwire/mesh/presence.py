@@ -12,14 +12,13 @@ Lock: ``Presences._lock`` guards the messages that wait for an answer; nothing i
 from __future__ import annotations
 
 import itertools
-import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from rankwire import runtime
 from rankwire.wire.control_messages import AgentSays, AgentState
 
-_PROCESS = secrets.randbits(62)  # with a thread's number, tells it from those of other processes
+_PROCESS = runtime.randbits(62)  # with a thread's number, tells it from those of other processes
 
 
 class Presences:
@@ -31,13 +30,13 @@ class Presences:
     """
 
     def __init__(
-        self, say: Callable[[AgentSays], bool], wait_for: Callable[[threading.Event], object]
+        self, say: Callable[[AgentSays], bool], wait_for: Callable[[runtime.Event], object]
     ) -> None:
         self._say = say
         self._wait_for = wait_for
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._numbers = itertools.count(1)
-        self._unanswered: dict[int, threading.Event] = {}
+        self._unanswered: dict[int, runtime.Event] = {}
         self._has_ended = False
 
     def of(self, service: int) -> Presence:
@@ -49,8 +48,8 @@ class Presences:
         number = next(self._numbers)
         with self._lock:
             if not self._has_ended and state in (AgentState.OPEN, AgentState.LEAVING):
-                self._unanswered[number] = threading.Event()
-        says = AgentSays(service, number, state, _PROCESS ^ threading.get_ident(), stopped)
+                self._unanswered[number] = runtime.Event()
+        says = AgentSays(service, number, state, _PROCESS ^ runtime.get_ident(), stopped)
         if self._has_ended or not self._say(says):
             self.answered(number)
         return number
@@ -97,11 +96,11 @@ class Presence:
 
         It waits for the coordinator, which is given up if it is silent for too long.
         """
-        if self._owner != threading.get_ident():
+        if self._owner != runtime.get_ident():
             self._say_open()
 
     def _say_open(self) -> None:
-        self._owner = threading.get_ident()
+        self._owner = runtime.get_ident()
         self._say(AgentState.OPEN)
         self._wait()
 
@@ -145,4 +144,4 @@ class Presence:
 
 
 # Of a port whose backend does not tell ranks of each other's agents.
-UNATTENDED = Presence(Presences(lambda says: False, threading.Event.wait), 0)
+UNATTENDED = Presence(Presences(lambda says: False, runtime.Event.wait), 0)

@@ -9,11 +9,11 @@ Lock: ``_lock`` guards both tables; it is a leaf.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from rankwire import runtime
 from rankwire.wire.notices import Notice
 
 _SENDING_PATIENCE = 1.0  # seconds until a failure is on its way; mostly it takes some microseconds
@@ -42,7 +42,7 @@ class RollClient:
 
     def __init__(self, send: Callable[[Notice, float], object] | None = None) -> None:
         self._send = send
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._gone: set[int] = set()
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self.untaken: dict[int, list[Notice]] = {}

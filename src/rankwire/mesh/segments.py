@@ -8,10 +8,10 @@ thread.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from weakref import WeakSet
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError
 from rankwire.transports.shared_segment import SharedSegment
@@ -36,7 +36,7 @@ class Segments:
             raise ConfigurationError(f"segment_nbytes is a number of bytes, not {nbytes!r}")
         self._nbytes = nbytes
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._segments: WeakSet[SharedSegment] = WeakSet()
 
     def why_not(self) -> str:

@@ -24,7 +24,6 @@ Size: as for its class.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
@@ -32,6 +31,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rankwire import runtime
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -179,7 +179,7 @@ class Coordinator:
         self._returning = Returning()
         self._roll = Roll(world_size)
         self._state = _State.FORMING
-        self._changed = threading.Condition()
+        self._changed = runtime.Condition()
         self._has_roster_changed = False  # since all were told who is missing
         acceptor.call_every(_WAITING_EVERY, self._tell_missing)
         if lacking := open_files.allow(_FILES_OF_RANK * world_size):
@@ -510,7 +510,7 @@ class Coordinator:
             tell(connection, message)
 
     def _tell_failed(self, reason: str, missing: list[int]) -> None:
-        told = threading.Event()
+        told = runtime.Event()
 
         def tell() -> None:
             self._tell_all(Failed(reason, missing))

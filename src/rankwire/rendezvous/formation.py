@@ -9,8 +9,6 @@ nothing.
 from __future__ import annotations
 
 import os
-import secrets
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.fork import guard
@@ -115,7 +114,7 @@ class Formation:
     def form(self, deadline: Deadline) -> None:
         """Return once all ranks are up and can dial each other; raises as ``TcpBackend`` does."""
         if self.owner.world_size == 1:
-            alone = Member(0, os.getpid(), self.address.host, 0, "", host_id())
+            alone = Member(0, runtime.getpid(), self.address.host, 0, "", host_id())
             self._formed(World(1, [alone]))
         elif self.owner.rank == 0 and not self.has_coordinator:
             self._coordinate(deadline)
@@ -217,7 +216,7 @@ class Formation:
             return rank_key(self.secret or self._agreed_secret, hello.rank)
         is_of_a_rank = hello.purpose in BETWEEN_RANKS
         key = self._keys.get(hello.rank) if is_of_a_rank else None
-        return key or secrets.token_bytes(KEY_NBYTES)
+        return key or runtime.token_bytes(KEY_NBYTES)
 
     def _describe(self, host: str) -> Member:
         """Listen where this rank was seen, once, and say where that is."""
@@ -233,7 +232,7 @@ class Formation:
             self._files.append(partial(_remove_file, unix_path))
         self._member = Member(
             self.owner.rank,
-            os.getpid(),
+            runtime.getpid(),
             self.advertise or self.place.specific_host or host,
             self._listeners[0].getsockname()[1],
             unix_path,
@@ -297,7 +296,7 @@ class Formation:
         """
         if self.acceptor is None:
             return False
-        is_sent = threading.Event()
+        is_sent = runtime.Event()
 
         def send() -> None:
             if self._coordinator is not None:

@@ -5,11 +5,11 @@ It says what each rank is told of it. Nothing here is sent, and who may return i
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from rankwire import runtime
 from rankwire.wire.control_messages import Gone, Joined, Member, Patience, World
 from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_key, pair_keys, wrap
 
@@ -34,8 +34,8 @@ class FormedWorld:
         coordinator: int,
         key_of: Callable[[int], bytes],
     ) -> None:
-        self._world = World(secrets.randbits(32) or 1, members, patience, coordinator)
-        self._world_key = secrets.token_bytes(KEY_NBYTES)
+        self._world = World(runtime.randbits(32) or 1, members, patience, coordinator)
+        self._world_key = runtime.token_bytes(KEY_NBYTES)
         self._key_of = key_of
         self.gone: dict[int, Gone] = {}
 
@@ -67,4 +67,4 @@ class FormedWorld:
         return Joined(member, self._wrapped(rank, key))
 
     def _wrapped(self, rank: int, keys: bytes) -> bytes:
-        return wrap(self._key_of(rank), keys, secrets.token_bytes(SALT_NBYTES))
+        return wrap(self._key_of(rank), keys, runtime.token_bytes(SALT_NBYTES))

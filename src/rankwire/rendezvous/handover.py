@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
-import socket
 import stat
 import struct
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError
 
 _QUESTION = b"rankwire: the secret?"
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 _DESCRIPTOR = struct.Struct("i")
-_ANCILLARY_NBYTES = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_DESCRIPTOR.size)
+_ANCILLARY_NBYTES = runtime.CMSG_SPACE(_CREDENTIALS.size) + runtime.CMSG_SPACE(_DESCRIPTOR.size)
 _MAX_SECRET_NBYTES = 4096
 # A launcher answers in its loop, which never waits for long.
 _PATIENCE = 30.0
@@ -38,16 +37,16 @@ class Handover:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours, self.theirs = runtime.socketpair(runtime.AF_UNIX, runtime.SOCK_SEQPACKET)
         self._ours.setblocking(False)
-        self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._selector: selectors.BaseSelector | None = None
+        self._ours.setsockopt(runtime.SOL_SOCKET, runtime.SO_PASSCRED, 1)
+        self._selector: runtime.BaseSelector | None = None
         self._process = 0
 
-    def serve(self, selector: selectors.BaseSelector, process: int) -> None:
+    def serve(self, selector: runtime.BaseSelector, process: int) -> None:
         """Answer this process, and no other, from now on."""
         self._process = process
-        selector.register(self._ours, selectors.EVENT_READ, self._answer)
+        selector.register(self._ours, runtime.EVENT_READ, self._answer)
         self._selector = selector
 
     def close(self) -> None:
@@ -61,7 +60,7 @@ class Handover:
     def _answer(self) -> None:
         try:
             question, ancillary, _, _ = self._ours.recvmsg(
-                len(_QUESTION), _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC
+                len(_QUESTION), _ANCILLARY_NBYTES, runtime.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return
@@ -98,7 +97,7 @@ def ask_for_secret(fd: int, *, named: str) -> bytes:
                 f"{named} is not a launcher's socket;"
                 " this process inherited the variable but not the socket"
             )
-        with socket.socket(fileno=fd) as launcher:
+        with runtime.Socket(fileno=fd) as launcher:
             secret = _asked(launcher)
     except OSError as error:
         raise ConfigurationError(
@@ -113,12 +112,12 @@ def ask_for_secret(fd: int, *, named: str) -> bytes:
     return secret
 
 
-def _asked(launcher: socket.socket) -> bytes:
+def _asked(launcher: runtime.Socket) -> bytes:
     launcher.settimeout(_PATIENCE)
-    answer, theirs = socket.socketpair()
+    answer, theirs = runtime.socketpair()
     with answer:
         with theirs:
-            socket.send_fds(launcher, [_QUESTION], [theirs.fileno()])
+            runtime.send_fds(launcher, [_QUESTION], [theirs.fileno()])
         answer.settimeout(_PATIENCE)
         return answer.recv(_MAX_SECRET_NBYTES)
 
@@ -127,11 +126,11 @@ def _unpacked(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, list[int]]:
     """Return who sent something, and the descriptors that came along."""
     process, descriptors = 0, []
     for level, kind, data in ancillary:
-        if level != socket.SOL_SOCKET:
+        if level != runtime.SOL_SOCKET:
             continue
-        if kind == socket.SCM_CREDENTIALS:
+        if kind == runtime.SCM_CREDENTIALS:
             process = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])[0]
-        elif kind == socket.SCM_RIGHTS:
+        elif kind == runtime.SCM_RIGHTS:
             whole = len(data) // _DESCRIPTOR.size * _DESCRIPTOR.size
             descriptors += [found for (found,) in _DESCRIPTOR.iter_unpack(data[:whole])]
     return process, descriptors

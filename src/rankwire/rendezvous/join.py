@@ -8,10 +8,10 @@ deadline.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -117,7 +117,7 @@ class Joining:
             if self.deadline.expired:
                 raise attempts.too_late() from attempts.trouble
             longest = self.deadline.sleep_limit()
-            self.deadline.clock.sleep(min(longest, pause * random.uniform(0.5, 1.0)))
+            self.deadline.clock.sleep(min(longest, pause * runtime.uniform(0.5, 1.0)))
             pause = min(pause * 2, _LONGEST_PAUSE)
 
     def _try(self) -> tuple[World, Connection, list[Frame]]:

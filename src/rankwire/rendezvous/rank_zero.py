@@ -8,10 +8,10 @@ joined: here nothing is said and nothing believed.
 from __future__ import annotations
 
 import ipaddress
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, NoConnectionError, RendezvousError
 from rankwire.transports.sockets import TcpAddress, connect_tcp
@@ -26,7 +26,7 @@ def own_address(addresses: Sequence[str]) -> str:
     for address in addresses:
         host = TcpAddress.parse(address).host
         with suppress(OSError):
-            found = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)
+            found = runtime.getaddrinfo(host, 0, runtime.AF_INET, runtime.SOCK_STREAM)
             where = found[0][4][0]
             # Debian's /etc/hosts has a host's own name as 127.0.1.1.
             if not ipaddress.ip_address(where).is_loopback and _is_here(str(where)):
@@ -35,7 +35,7 @@ def own_address(addresses: Sequence[str]) -> str:
 
 
 def _is_here(host: str) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+    with runtime.Socket(runtime.AF_INET, runtime.SOCK_DGRAM) as probe, suppress(OSError):
         probe.bind((host, 0))
         return True
     return False

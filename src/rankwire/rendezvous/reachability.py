@@ -10,9 +10,9 @@ All but the tries themselves, each on a thread of its own, happens on the accept
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
@@ -91,4 +91,4 @@ def call_back(member: Member, tell: Callable[[str], None], clock: Clock) -> None
             trouble = error.message
         tell(trouble)
 
-    threading.Thread(target=attempt, name="rankwire-call-back", daemon=True).start()
+    runtime.Thread(target=attempt, name="rankwire-call-back", daemon=True).start()

@@ -10,13 +10,13 @@ import hashlib
 import logging
 import os
 import pwd
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError
 
 # Names the folder itself; a launcher that had to choose another hands it down so.
@@ -159,7 +159,7 @@ def _system_users() -> tuple[int, ...]:
 
 def new_socket_path() -> str:
     """Return a path for a socket file; its name says which process it belongs to."""
-    name = f"{namespace('pid')}-{os.getpid()}-{secrets.token_hex(4)}.sock"
+    name = f"{namespace('pid')}-{runtime.getpid()}-{runtime.token_hex(4)}.sock"
     return str(runtime_folder() / name)
 
 

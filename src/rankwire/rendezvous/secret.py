@@ -13,12 +13,11 @@ rank. The secret is never logged and never in a ``repr``.
 from __future__ import annotations
 
 import os
-import secrets
-import threading
 import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError
 from rankwire.fork import renew_in_child
 from rankwire.rendezvous.runtime_dir import namespace, runtime_folder, runtime_folders
@@ -31,7 +30,7 @@ _LISTEN = "0A"  # linux/tcp_states.h
 # Seconds: far above the time from laying out a secret to listening; and above any wait for a world.
 _FORMING, _SURELY_OVER = 60.0, 86400.0
 
-_environment_lock = threading.Lock()
+_environment_lock = runtime.Lock()
 renew_in_child(_environment_lock)
 _from_environment: bytes | None = None
 
@@ -99,8 +98,8 @@ class AgreedSecret:
 
     def publish(self) -> bytes:
         """Make a new one. Called between binding and listening, so ranks that connect find it."""
-        secret = secrets.token_bytes(32)
-        draft = self._path.with_suffix(f".{os.getpid()}")
+        secret = runtime.token_bytes(32)
+        draft = self._path.with_suffix(f".{runtime.getpid()}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(secret)

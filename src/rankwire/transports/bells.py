@@ -7,11 +7,10 @@ woken. The in-memory twin is ``memory_bell.MemoryBell``.
 from __future__ import annotations
 
 import os
-import select
-import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+from rankwire import runtime
 from rankwire.transports.sleepers import Sleeper
 from rankwire.transports.spin import Spin
 from rankwire.transports.stream import Watched
@@ -39,29 +38,29 @@ class PollBell:
 
     def __init__(self, spin: Spin) -> None:
         self._spin = spin
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._is_open = True
-        self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._number = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
 
     def release(self) -> None:
         """Have the thread wake up."""
         with self._lock:
             if self._is_open:
-                os.eventfd_write(self._number, 1)
+                runtime.eventfd_write(self._number, 1)
 
     def listen(self, streams: Sequence[Watched], seconds: float) -> None:
         """Sleep until something can be read, the bell was rung, or the time has passed."""
         if any(stream.look_away() for stream in streams):
             return
-        poller = select.poll()
-        poller.register(self._number, select.POLLIN)
+        poller = runtime.poll()
+        poller.register(self._number, runtime.POLLIN)
         for stream in streams:
             if (number := stream.fileno()) >= 0:
-                poller.register(number, select.POLLIN)
+                poller.register(number, runtime.POLLIN)
         if not self._finds_input(poller):
             poller.poll(int(seconds * 1000.0) + 1)
 
-    def _finds_input(self, poller: select.poll) -> bool:
+    def _finds_input(self, poller: runtime.poll) -> bool:
         """Look for a while, if that pays."""
         spin = self._spin
         if spin.budget <= 0.0 and not spin.tries_again():
@@ -69,7 +68,7 @@ class PollBell:
         limit = spin.now() + spin.budget
         while not poller.poll(0):
             if spin.yields:
-                os.sched_yield()
+                runtime.sched_yield()
             if spin.now() >= limit:
                 spin.wasted()
                 return False

@@ -6,11 +6,10 @@ name, or a network interface such as ``eth1``. What is left out is chosen.
 
 from __future__ import annotations
 
-import fcntl
-import socket
 import struct
 from dataclasses import dataclass
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError
 from rankwire.transports.sockets import TcpAddress, listen_tcp, start_listening
 
@@ -49,7 +48,7 @@ class ListeningPlace:
         return "" if self.host in ("0.0.0.0", "::") else self.host
 
 
-def listen_somewhere(place: ListeningPlace, host: str) -> socket.socket:
+def listen_somewhere(place: ListeningPlace, host: str) -> runtime.Socket:
     """Listen at the first free port of a place.
 
     Args:
@@ -92,14 +91,14 @@ def _port(text: str, whole: str) -> int:
 
 def _interface_address(host: str) -> str:
     """Return the IPv4 address of a network interface; anything else as it is."""
-    if not host or host not in (name for _, name in socket.if_nameindex()):
+    if not host or host not in (name for _, name in runtime.if_nameindex()):
         return host
     request = struct.pack(f"{_IFREQ_NBYTES}s", host.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with runtime.Socket(runtime.AF_INET, runtime.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            answer = runtime.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError as error:
             raise ConfigurationError(
                 f"the network interface {host} has no IPv4 address: {error.strerror}"
             ) from error
-    return socket.inet_ntoa(answer[_ADDRESS_OFFSET : _ADDRESS_OFFSET + 4])
+    return runtime.inet_ntoa(answer[_ADDRESS_OFFSET : _ADDRESS_OFFSET + 4])

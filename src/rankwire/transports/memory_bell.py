@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.transports.memory_stream import MemoryStream
 from rankwire.transports.stream import Watched
@@ -20,7 +20,7 @@ class MemoryBell:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._lock.acquire()
 
     def release(self) -> None:

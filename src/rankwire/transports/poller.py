@@ -8,17 +8,16 @@ without disturbing the poller again and again. The in-memory twin is ``memory_po
 from __future__ import annotations
 
 import os
-import select
-from fcntl import ioctl
 from termios import FIONREAD
 from typing import Protocol
 
+from rankwire import runtime
 from rankwire.transports.spin import NOTHING_TO_READ, Spin
 from rankwire.transports.stream import Stream
 from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
 _LOOKS_AT_ALL = 8  # one look in so many is at all streams
-_ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
+_ONE_SHOT = runtime.EPOLLIN | runtime.EPOLLONESHOT
 
 
 class Poller(Protocol):
@@ -65,9 +64,9 @@ class EpollPoller:
         self._last = -1  # of these, what could be read the last time
         self._looks = 0  # over all polls: who always has more must not keep others from their turn
         self._waiting = bytearray(4)
-        self._epoll = select.epoll()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._epoll = runtime.epoll()
+        self._wakeup = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
+        self._epoll.register(self._wakeup, runtime.EPOLLIN)
 
     def register(self, stream: Stream, key: object) -> None:
         """Watch a stream until it is unregistered."""
@@ -76,7 +75,7 @@ class EpollPoller:
         if stream.ring is not None:
             self._beside[number] = stream
         self._watched.add(number)
-        self._epoll.register(number, select.EPOLLIN)
+        self._epoll.register(number, runtime.EPOLLIN)
 
     def arm(self, stream: Stream, key: object) -> None:
         """Have ``poll`` return the key once. A stream that was closed meanwhile is left alone."""
@@ -104,7 +103,7 @@ class EpollPoller:
         epoll, and for less.
         """
         if spin is not None and (spin.budget > 0.0 or spin.tries_again()):
-            waiting, now, yields = self._waiting, spin.now, spin.yields
+            waiting, now, yields, ioctl = self._waiting, spin.now, spin.yields, runtime.ioctl
             limit = now() + spin.budget
             ring = self._ring  # another thread may take it away
             words = None if ring is None else ring.words
@@ -113,7 +112,7 @@ class EpollPoller:
             while True:
                 self._looks += 1
                 if yields:
-                    os.sched_yield()
+                    runtime.sched_yield()
                 number = self._last
                 if number < 0 or not self._looks % _LOOKS_AT_ALL:
                     if ready := self._epoll.poll(0, 1):
@@ -143,7 +142,7 @@ class EpollPoller:
 
     def _key_of(self, number: int) -> object | None:
         if number == self._wakeup:
-            os.eventfd_read(self._wakeup)
+            runtime.eventfd_read(self._wakeup)
             return None
         if number != self._last and number in self._watched:
             last = self._beside.get(self._last)
@@ -157,7 +156,7 @@ class EpollPoller:
 
     def wake(self) -> None:
         """Make ``poll`` return, now or the next time."""
-        os.eventfd_write(self._wakeup, 1)
+        runtime.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
         """Close the epoll. Nothing is unregistered: a parent may have the same one."""

@@ -11,12 +11,12 @@ What each mode keeps out is in ``SECURITY.md``. This module opens no socket and 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.transports.sockets import AnySocket, TcpAddress, is_loopback_connection
@@ -106,24 +106,26 @@ class Policy:
 
     def protection_of(self, sock: AnySocket) -> Protection:
         """Return how the frames of a connection must be protected, seen from this end."""
-        if self.sealing == "never" or sock.family == socket.AF_UNIX:
+        if self.sealing == "never" or sock.family == runtime.AF_UNIX:
             return Protection.NONE
         if self.sealing == "off loopback" and is_loopback_connection(sock):
             return Protection.NONE
         return Protection.SEALED | (Protection.FULL_MAC if self.full_mac else Protection.NONE)
 
-    def dial(self, sock: socket.socket, deadline: Deadline, check: Callable[[], None]) -> AnySocket:
+    def dial(
+        self, sock: runtime.Socket, deadline: Deadline, check: Callable[[], None]
+    ) -> AnySocket:
         """Put TLS around a socket that this end has connected, where the policy wants it.
 
         Raises as ``TlsContexts.dial`` does.
         """
-        if self.tls is None or sock.family == socket.AF_UNIX:
+        if self.tls is None or sock.family == runtime.AF_UNIX:
             return sock
         return self.tls.dial(sock, deadline, check)
 
-    def accept(self, sock: socket.socket) -> AnySocket:
+    def accept(self, sock: runtime.Socket) -> AnySocket:
         """Put TLS around a socket that this end has accepted; its handshake is still to come."""
-        if self.tls is None or sock.family == socket.AF_UNIX:
+        if self.tls is None or sock.family == runtime.AF_UNIX:
             return sock
         return self.tls.accept(sock)
 
@@ -132,7 +134,7 @@ class Policy:
 
         By the certificate that it has shown; an empty text if it can be, or if there is no TLS.
         """
-        if self.tls is None or isinstance(stream, socket.socket):
+        if self.tls is None or isinstance(stream, runtime.Socket):
             return ""
         return self.tls.objection_to(stream, who)
 

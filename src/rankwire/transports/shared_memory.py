@@ -16,7 +16,6 @@ import fcntl
 import mmap
 import os
 import platform
-import secrets
 import struct
 import sys
 import weakref
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
+from rankwire import runtime
 from rankwire.wire.mailbox import ONCE
 
 # Records and steps rely on stores being seen in the order in which they were made.
@@ -65,7 +65,7 @@ class SharedMemory:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         self.view = _mapped(descriptor, nbytes)
-        token = secrets.randbits(64)
+        token = runtime.randbits(64)
         self.view.cast("Q")[_TOKEN] = token
         self.offer = _OFFER.pack(descriptor, nbytes, token)
 

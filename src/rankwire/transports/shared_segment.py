@@ -11,9 +11,8 @@ to look. One waits at a time; ``disturb`` is safe from any thread.
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.transports.futex import sleep_while, wake_all
@@ -55,7 +54,7 @@ class SharedSegment(Segment):
         self._shares_cores = spin <= 0.0
         self._is_disturbed = False
         self._sleeps_at: int | None = None
-        self._barrier = threading.Lock()
+        self._barrier = runtime.Lock()
         start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
         self._addresses = [start + 8 * line for line in self.lines]
 
@@ -115,7 +114,7 @@ class SharedSegment(Segment):
         limit = now() + spin.budget
         while words[line] < step:
             if pause:
-                os.sched_yield()
+                runtime.sched_yield()
             if now() >= limit:
                 spin.wasted()
                 return False

@@ -6,7 +6,6 @@ until somebody releases the lock. Lists change in one step, so neither side take
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from itertools import starmap
 from operator import methodcaller
 from typing import Protocol
 
+from rankwire import runtime
 from rankwire.clock import Clock
 
 
@@ -38,7 +38,7 @@ def sleeper(clock: Clock, *places: Sleepers) -> Iterator[Callable[[float], objec
     Within the block it looks once more and then sleeps by what this yields; a wake-up between the
     two is not lost.
     """
-    lock = threading.Lock()
+    lock = runtime.Lock()
     lock.acquire()
     try:
         for place in places:

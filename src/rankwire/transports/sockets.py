@@ -8,14 +8,13 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import select
-import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ConfigurationError,
@@ -42,7 +41,7 @@ _CHECK_EVERY = 0.1  # seconds
 _BACKLOG = 4096  # cut by the kernel to somaxconn
 _WILDCARDS = ("0.0.0.0", "::")
 
-Socket = socket.socket  # for signatures above this layer, where no socket is touched
+Socket = runtime.Socket  # for signatures above this layer, where no socket is touched
 AnySocket: TypeAlias = "Socket | TlsStream"  # what handshakes are done on
 # What the system calls take: host and port, and for IPv6 flow and scope too.
 _SocketAddress = tuple[Any, ...]
@@ -90,22 +89,22 @@ class TcpAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: runtime.Socket) -> None:
     """Set the options that every connection has.
 
     It never blocks; on TCP it also has no delay and keepalive.
     """
     sock.setblocking(False)
-    if sock.family == socket.AF_UNIX:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
+    if sock.family == runtime.AF_UNIX:
+        sock.setsockopt(runtime.SOL_SOCKET, runtime.SO_SNDBUF, _BUFFER_NBYTES)
         return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    sock.setsockopt(runtime.IPPROTO_TCP, runtime.TCP_NODELAY, 1)
+    sock.setsockopt(runtime.SOL_SOCKET, runtime.SO_KEEPALIVE, 1)
+    sock.setsockopt(runtime.IPPROTO_TCP, runtime.TCP_KEEPIDLE, _KEEPALIVE_IDLE)
+    sock.setsockopt(runtime.IPPROTO_TCP, runtime.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL)
+    sock.setsockopt(runtime.IPPROTO_TCP, runtime.TCP_KEEPCNT, _KEEPALIVE_PROBES)
     with suppress(OSError):  # an older kernel
-        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS)
+        sock.setsockopt(runtime.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS)
 
 
 def is_loopback_connection(sock: AnySocket) -> bool:
@@ -126,11 +125,11 @@ def expect_prompt_reading(sock: AnySocket) -> None:
     For control connections, which are always read. Elsewhere a peer may be busy for long, and the
     kernel does not tell that from a cut cable.
     """
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    if sock.family != runtime.AF_UNIX:
+        sock.setsockopt(runtime.IPPROTO_TCP, runtime.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
-def listen_tcp(address: TcpAddress) -> socket.socket:
+def listen_tcp(address: TcpAddress) -> runtime.Socket:
     """Listen on exactly the address asked for; port 0 takes a free one.
 
     All interfaces are asked for by ``0.0.0.0`` or ``::``, and not by a name that happens to mean
@@ -143,7 +142,7 @@ def listen_tcp(address: TcpAddress) -> socket.socket:
         )
     sock = _open_socket(family)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(runtime.SOL_SOCKET, runtime.SO_REUSEADDR, 1)
         sock.bind(where)
     except OSError as error:
         sock.close()
@@ -151,9 +150,9 @@ def listen_tcp(address: TcpAddress) -> socket.socket:
     return sock
 
 
-def listen_unix(path: str) -> socket.socket:
+def listen_unix(path: str) -> runtime.Socket:
     """Listen on a socket file that only this user can reach (its folder is 0700)."""
-    sock = _open_socket(socket.AF_UNIX)
+    sock = _open_socket(runtime.AF_UNIX)
     try:
         sock.bind(path)
         os.chmod(path, 0o600)
@@ -164,7 +163,7 @@ def listen_unix(path: str) -> socket.socket:
     return sock
 
 
-def start_listening(sock: socket.socket) -> None:
+def start_listening(sock: runtime.Socket) -> None:
     """Accept connections from now on.
 
     Apart from ``listen_tcp`` so that a secret can be laid out between the two.
@@ -174,7 +173,7 @@ def start_listening(sock: socket.socket) -> None:
 
 def connect_tcp(
     address: TcpAddress, deadline: Deadline, *, check: Callable[[], None] = lambda: None
-) -> socket.socket:
+) -> runtime.Socket:
     """Connect once, to the first of a name's addresses that answers.
 
     Args:
@@ -206,14 +205,14 @@ def connect_tcp(
 
 def connect_unix(
     path: str, deadline: Deadline, *, check: Callable[[], None] = lambda: None
-) -> socket.socket:
+) -> runtime.Socket:
     """Connect once to a socket file; raises as ``connect_tcp`` does."""
-    return _connect(_open_socket(socket.AF_UNIX), path, path, deadline, check)
+    return _connect(_open_socket(runtime.AF_UNIX), path, path, deadline, check)
 
 
-def unix_peer(sock: socket.socket) -> tuple[int, int]:
+def unix_peer(sock: runtime.Socket) -> tuple[int, int]:
     """Return the process at the other end and its user, by the word of the kernel."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = sock.getsockopt(runtime.SOL_SOCKET, runtime.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
     return pid, uid
 
@@ -223,18 +222,18 @@ def wait_for(sock: Pollable, events: int, seconds: float, also_readable: Sequenc
 
     Returns 0 after ``seconds``, or when one of the other descriptors is readable.
     """
-    poller = select.poll()
+    poller = runtime.poll()
     for other in also_readable:
-        poller.register(other, select.POLLIN)
+        poller.register(other, runtime.POLLIN)
     descriptor = sock.fileno()
     if descriptor < 0:
         return events  # it was closed meanwhile, which the next use of it will say
-    also_input = select.POLLIN if descriptor in also_readable else 0
+    also_input = runtime.POLLIN if descriptor in also_readable else 0
     poller.register(descriptor, events | also_input)
     # Rounded up: poll(0) for the last fraction of a millisecond would spin.
     for ready, which in poller.poll(int(seconds * 1000.0) + 1 if seconds > 0 else 0):
         if ready == descriptor:
-            return which if events & select.POLLIN else which & ~select.POLLIN
+            return which if events & runtime.POLLIN else which & ~runtime.POLLIN
     return 0
 
 
@@ -253,36 +252,36 @@ def wait_patiently(
 def _resolve(address: TcpAddress) -> list[tuple[int, _SocketAddress]]:
     """Return the addresses that a name stands for, each once."""
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        found = runtime.getaddrinfo(address.host, address.port, type=runtime.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise NoConnectionError(f"cannot resolve {address.host!r}: {_why(error)}") from error
     # "localhost" may resolve to ::1 first where the listener is on 127.0.0.1: IPv4 first, at both
     # ends.
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    found.sort(key=lambda entry: entry[0] != runtime.AF_INET)
     return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
 
 
 def _connect(
-    sock: socket.socket,
+    sock: runtime.Socket,
     where: _SocketAddress | str,
     name: str,
     deadline: Deadline,
     check: Callable[[], None],
-) -> socket.socket:
+) -> runtime.Socket:
     try:
         try:
             code = sock.connect_ex(where)
         except OSError as error:  # not even an address: a path that is too long
             raise NoConnectionError(f"cannot connect to {name}: {_why(error)}") from error
         if code == errno.EINPROGRESS:
-            if not wait_patiently(sock, select.POLLOUT, deadline, check):
+            if not wait_patiently(sock, runtime.POLLOUT, deadline, check):
                 raise DeadlineExceededError(deadline.limit, detail=f"no answer from {name}")
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            code = sock.getsockopt(runtime.SOL_SOCKET, runtime.SO_ERROR)
         if code == errno.EAGAIN:  # a Unix socket whose backlog is full
             raise NoConnectionError(f"{name} has too many connections waiting")
         if code:
             raise NoConnectionError(f"cannot connect to {name}: {os.strerror(code)}")
-        if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+        if sock.family != runtime.AF_UNIX and sock.getsockname() == sock.getpeername():
             # TCP simultaneous open: dialling a free ephemeral port can connect a socket to itself.
             raise NoConnectionError(f"cannot connect to {name}: nobody listens there")
         tune(sock)
@@ -292,9 +291,9 @@ def _connect(
     return sock
 
 
-def _open_socket(family: int) -> socket.socket:
+def _open_socket(family: int) -> runtime.Socket:
     try:
-        return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        return runtime.Socket(family, runtime.SOCK_STREAM | runtime.SOCK_NONBLOCK)
     except OSError as error:
         raise ResourceError(f"cannot open a socket: {_why(error)}") from error
 

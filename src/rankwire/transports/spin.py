@@ -22,9 +22,9 @@ Where ranks share cores, a reader yields between two looks, so that the one it w
 from __future__ import annotations
 
 import os
-from fcntl import ioctl
 from termios import FIONREAD
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
@@ -76,12 +76,12 @@ class Spin:
         """
         if self.budget <= 0.0 and not self.tries_again():
             return False
-        waiting, now, yields = self._waiting, self.now, self.yields
+        waiting, now, yields, ioctl = self._waiting, self.now, self.yields, runtime.ioctl
         limit = now() + self.budget
         try:
             while True:
                 if yields:
-                    os.sched_yield()
+                    runtime.sched_yield()
                 ioctl(descriptor, FIONREAD, waiting)
                 if waiting != NOTHING_TO_READ:
                     self.budget = self.most
@@ -98,14 +98,14 @@ class Spin:
         if self.budget <= 0.0 and not self.tries_again():
             return False
         waiting, words, looks = self._waiting, ring.words, 0
-        now, yields = self.now, self.yields
+        now, yields, ioctl = self.now, self.yields, runtime.ioctl
         limit = now() + self.budget
         words[AWAKE] = 1
         try:
             while words[WRITTEN] == words[READ]:
                 looks += 1
                 if yields:
-                    os.sched_yield()
+                    runtime.sched_yield()
                 if not looks % _LOOKS_AT_SOCKET:
                     ioctl(descriptor, FIONREAD, waiting)
                     if waiting != NOTHING_TO_READ:

@@ -13,16 +13,13 @@ at the moment from which on it is true.
 
 from __future__ import annotations
 
-import select
-import socket
 import struct
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from fcntl import ioctl
 from typing import Protocol
 
+from rankwire import runtime
 from rankwire.fork import renew_in_child
 from rankwire.transports.sockets import Pollable, unix_peer, wait_for
 from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer
@@ -31,7 +28,7 @@ from rankwire.wire.ring import AWAKE, RingReader
 _SIOCOUTQ = 0x5411
 _TCP_INFO = struct.Struct("=24xI28xI")  # tcpi_unacked and tcpi_last_ack_recv in struct tcp_info
 
-_barrier = threading.Lock()
+_barrier = runtime.Lock()
 renew_in_child(_barrier)
 
 Write = Callable[[Sequence[Buffer], list[int]], None]
@@ -125,9 +122,9 @@ class DescriptorStream:
     read = None
     ring: RingReader | None = None
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: runtime.Socket) -> None:
         self._sock = sock
-        self.transport = "unix" if sock.family == socket.AF_UNIX else "tcp"
+        self.transport = "unix" if sock.family == runtime.AF_UNIX else "tcp"
         self.fileno = sock.fileno
         self.close = sock.close
 
@@ -144,11 +141,11 @@ class DescriptorStream:
 
     def wait_readable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
         """Sleep until something can be read here, or on one of the others."""
-        return self.look_away() or self._wait(select.POLLIN, seconds, beside)
+        return self.look_away() or self._wait(runtime.POLLIN, seconds, beside)
 
     def wait_writable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
         """Sleep until something can be written, or one of the others has something to read."""
-        return self._wait(select.POLLOUT, seconds, beside)
+        return self._wait(runtime.POLLOUT, seconds, beside)
 
     def _wait(self, event: int, seconds: float, beside: Sequence[Watched]) -> bool:
         if any(other.look_away() for other in beside):
@@ -159,7 +156,7 @@ class DescriptorStream:
     def unsent_nbytes(self) -> int:
         """Return how many bytes have been written that the other end has not taken."""
         try:
-            count = ioctl(self.fileno(), _SIOCOUTQ, bytes(4))
+            count = runtime.ioctl(self.fileno(), _SIOCOUTQ, bytes(4))
         except (OSError, ValueError):
             return 0  # it is closed
         return int.from_bytes(count, sys.byteorder)
@@ -169,7 +166,7 @@ class DescriptorStream:
         if self.transport == "unix":
             return None
         try:
-            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            info = self._sock.getsockopt(runtime.IPPROTO_TCP, runtime.TCP_INFO, _TCP_INFO.size)
         except OSError:
             return None  # it is closed
         under_way, last_ms = _TCP_INFO.unpack(info)
@@ -185,7 +182,7 @@ class DescriptorStream:
         if ring is not None:
             ring.words[AWAKE] = 0  # who writes is to find the end of the stream
         with suppress(OSError):  # not connected any more: nothing to wake up
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.shutdown(runtime.SHUT_RDWR)
 
 
 class SocketStream(DescriptorStream):
@@ -193,7 +190,7 @@ class SocketStream(DescriptorStream):
 
     recv_pending = None
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: runtime.Socket) -> None:
         super().__init__(sock)
         self.send: Callable[[Buffer], int] = sock.send
         self.sendmsg: Callable[[Sequence[Buffer]], int] = sock.sendmsg
@@ -201,7 +198,7 @@ class SocketStream(DescriptorStream):
 
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, and leave it; empty at the end."""
-        return self._sock.recv(nbytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return self._sock.recv(nbytes, runtime.MSG_PEEK | runtime.MSG_DONTWAIT)
 
 
 def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:
@@ -217,6 +214,6 @@ def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:
     return views[0] if len(views) == 1 else b"".join(views)
 
 
-def stream_of(sock: socket.socket | Stream) -> Stream:
+def stream_of(sock: runtime.Socket | Stream) -> Stream:
     """Return a socket as a stream; a stream as it is."""
-    return SocketStream(sock) if isinstance(sock, socket.socket) else sock
+    return SocketStream(sock) if isinstance(sock, runtime.Socket) else sock

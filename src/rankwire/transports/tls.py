@@ -24,13 +24,12 @@ what OpenSSL had in hand at that moment is lost. While waiting, it harms nothing
 
 from __future__ import annotations
 
-import socket
 import ssl
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rankwire import runtime
 from rankwire.errors import AuthenticationError, ProtocolError
 from rankwire.transports.stream import DescriptorStream, first_bytes
 
@@ -58,7 +57,7 @@ class TlsStream(DescriptorStream):
         session: OpenSSL's view of the connection; its certificates, once hands are shaken.
     """
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+    def __init__(self, sock: runtime.Socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         super().__init__(sock)
         self.family = sock.family
         self.getsockname, self.getpeername = sock.getsockname, sock.getpeername
@@ -67,7 +66,7 @@ class TlsStream(DescriptorStream):
         self._received = ssl.MemoryBIO()
         self._encrypted = ssl.MemoryBIO()
         self.session = context.wrap_bio(self._received, self._encrypted, server_side=server_side)
-        self._lock = threading.Lock()  # guards all that follows
+        self._lock = runtime.Lock()  # guards all that follows
         self._unsent = memoryview(b"")  # encrypted, and the socket does not take it now
         self._owes_a_byte = False  # the last byte sent is not reported yet, see above
         self._peeked = bytearray()  # decrypted, and only looked at

@@ -7,13 +7,12 @@ opens no socket.
 from __future__ import annotations
 
 import os
-import select
-import socket
 import ssl
 from collections.abc import Callable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
@@ -62,7 +61,9 @@ class TlsContexts:
                 f"cannot be used: {reason}"
             ) from error
 
-    def dial(self, sock: socket.socket, deadline: Deadline, check: Callable[[], None]) -> TlsStream:
+    def dial(
+        self, sock: runtime.Socket, deadline: Deadline, check: Callable[[], None]
+    ) -> TlsStream:
         """Open TLS on a socket that this end has connected.
 
         Args:
@@ -88,12 +89,12 @@ class TlsContexts:
                     f"the TLS handshake ended ({error.strerror or error}): have all ranks tls=,"
                     " all launchers --tls?"
                 ) from error
-            if not wait_patiently(sock, select.POLLIN, deadline, check):
+            if not wait_patiently(sock, runtime.POLLIN, deadline, check):
                 raise DeadlineExceededError(deadline.limit, detail="no answer in the TLS handshake")
         stream.binding = sha256(_certificate_of_peer(stream)).digest()
         return stream
 
-    def accept(self, sock: socket.socket) -> TlsStream:
+    def accept(self, sock: runtime.Socket) -> TlsStream:
         """Begin TLS on a socket that this end has accepted; ``shake_hands`` is to be called."""
         stream = TlsStream(sock, self._accepting, server_side=True)
         stream.binding = sha256(self._certificate).digest()

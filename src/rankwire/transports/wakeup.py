@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import selectors
-import threading
 from collections import deque
 from collections.abc import Callable
+
+from rankwire import runtime
 
 Action = Callable[[], None]
 
@@ -23,15 +23,15 @@ class Wakeup:
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, handle: Callable[[Action], None] = lambda act: act()
+        self, selector: runtime.BaseSelector, handle: Callable[[Action], None] = lambda act: act()
     ) -> None:
         self._selector = selector
         self._handle = handle
         self._actions: deque[Action] = deque()
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._is_open = True
-        self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        selector.register(self, selectors.EVENT_READ, self._run)
+        self._number = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
+        selector.register(self, runtime.EVENT_READ, self._run)
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -46,10 +46,10 @@ class Wakeup:
         """Have the selector return. Safe from any thread."""
         with self._lock:
             if self._is_open:
-                os.eventfd_write(self._number, 1)
+                runtime.eventfd_write(self._number, 1)
 
     def _run(self) -> None:
-        os.eventfd_read(self._number)
+        runtime.eventfd_read(self._number)
         while self._actions and self._is_open:
             self._handle(self._actions.popleft())
 
@@ -62,7 +62,7 @@ class Wakeup:
 
     def close_in_child(self) -> None:
         """Close this child's copies of what the parent has, see ``fork``."""
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         if self._is_open:
             self._end()
 
