@@ -1,4 +1,4 @@
-"""Tensors of other devices: to their own backend, or through the memory of the host.
+"""Tensors of other devices: to their own backend, or through host memory.
 
 There is no other device here. So one is made believe: what a tensor says where it is is asked in
 one place.
@@ -37,7 +37,7 @@ def test_without_a_backend_of_its_own_a_tensor_goes_through_the_host_and_that_is
         tensors = [torch.full((3,), 1.0 + rank).as_subclass(OnDevice) for _ in range(2)]
         for tensor in tensors:
             group.allreduce([tensor]).wait()
-        said = [text for text in records if "memory of the host" in text]
+        said = [text for text in records if "host memory" in text]
         return [tensor.tolist() for tensor in tensors], len(said)
 
     assert run_ranks(2, run) == [([[3.0] * 3] * 2, 1)] * 2

@@ -115,7 +115,7 @@ def test_an_optimizer_of_the_program_and_its_errors():
                 assert torch.equal(value, old / 2)
             with pytest.raises(ValueError, match="no step today"):
                 DistributedOptimizer(Failing, parameters).step(context_id)
-        with pytest.raises(TypeError, match="is no optimizer"):
+        with pytest.raises(TypeError, match="is not an optimizer"):
             DistributedOptimizer(Layer, parameters)
         return True
 

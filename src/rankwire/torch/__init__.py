@@ -1,7 +1,7 @@
-"""torch programs on rankwire: ``import rankwire.torch``, then ``init_process_group("rankwire")``.
+"""Run torch programs on rankwire: ``import rankwire.torch``, ``init_process_group("rankwire")``.
 
-Importing this registers the backend with ``torch.distributed``. It needs torch
-(``pip install 'rankwire[torch]'``), and nothing else of rankwire imports it.
+The import registers the backend with ``torch.distributed``. It needs torch (``pip install
+'rankwire[torch]'``). No other part of rankwire imports this package.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Devices: tensors that are not in the memory of the host.
+"""Handle tensors that are not in host memory.
 
-Where the group was made for several devices (``"cpu:rankwire,cuda:nccl"``), a tensor of another
-device goes to that device's backend, which is made when it is first needed: torch leaves that to a
-group of a class of its own. Where there is none, it goes through the host: copied there, passed on,
-copied back, which is said once.
+If the group has a backend for their device (``"cpu:rankwire,cuda:nccl"``), that backend handles
+them. It is created on first use, because torch does not do so for a group of a custom class.
+Otherwise tensors are copied through host memory, which is logged once.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ Operation = Callable[..., Any]
 
 
 class Devices:
-    """What a group does with tensors of other devices.
+    """Run a group's operations on tensors of other devices.
 
     Args:
         group: The process group.
-        timeout: Of the backends that are made for it.
+        timeout: The timeout of backends that are created for other devices.
     """
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
@@ -39,13 +38,13 @@ class Devices:
         self._is_said = False
 
     def others(self) -> dict[str, str]:
-        """Return the backends that the group was asked to have for other devices, by device."""
+        """Return the backends that the group was configured with for other devices, by device."""
         config = c10d._world.pg_backend_config.get(self._group, "")
         backends = dict(part.split(":") for part in config.split(",") if ":" in part)
         return {device: name for device, name in backends.items() if name != "rankwire"}
 
     def device_of(self, args: Sequence[Any]) -> str:
-        """Return where the tensors of a call are: those of the first argument that has some."""
+        """Return the device type of the first tensor among the arguments."""
         for value in args:
             while isinstance(value, list | tuple) and value:
                 value = value[0]
@@ -54,17 +53,17 @@ class Devices:
         return "cpu"
 
     def run(self, name: str, device: str, operation: Operation, args: Any, kwargs: Any) -> Any:
-        """Do an operation of the group on tensors of another device."""
+        """Run an operation of the group on tensors of another device."""
         if device in self._made or self._make(device):
             return getattr(dist.ProcessGroup, name)(self._group, *args, **kwargs)
         if not self._is_said:
             self._is_said = True
-            advice = f'init_process_group("cpu:rankwire,{device}:...") names another backend'
-            _log.warning("tensors on %s go through the memory of the host; %s", device, advice)
+            advice = f'init_process_group("cpu:rankwire,{device}:...") selects another backend'
+            _log.warning("tensors on %s are copied through host memory; %s", device, advice)
         return self._through_host(operation, args, kwargs)
 
     def _make(self, device: str) -> bool:
-        """Make the backend of a device, if the group was asked to have one; all ranks do so."""
+        """Create the device's backend if the group is configured with one. All ranks do so."""
         name = self.others().get(device)
         if name is None:
             return False
@@ -75,7 +74,6 @@ class Devices:
         return True
 
     def _through_host(self, operation: Operation, args: Any, kwargs: Any) -> Any:
-        """Copy all tensors of a call to the host, do it there, and copy all of them back."""
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         work = operation(*_on_host(args, copies), **kwargs)
         if work is not None:
@@ -86,7 +84,7 @@ class Devices:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as one of torch's own class, on the same memory: it may be a parameter."""
+    """Return the tensor as a plain ``torch.Tensor`` on the same memory; it may be a parameter."""
     if type(tensor) is torch.Tensor:
         return tensor
     return tensor.detach().as_subclass(torch.Tensor)
@@ -104,7 +102,6 @@ def _on_host(value: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any
 def _new_backend(
     name: str, store: Any, rank: int, size: int, timeout: timedelta
 ) -> tuple[Any, Any]:
-    """Return the type and the backend that torch would make."""
     kinds = dist.ProcessGroup.BackendType
     if name == "gloo":
         return kinds.GLOO, c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -112,4 +109,6 @@ def _new_backend(
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return kinds.NCCL, c10d.ProcessGroupNCCL(store, rank, size, options)
-    raise ConfigurationError(f"a backend {name!r} beside rankwire cannot be made here")
+    raise ConfigurationError(
+        f"backend {name!r} is not available here: use 'nccl' or 'gloo' beside rankwire"
+    )

@@ -1,12 +1,9 @@
 """The process group: every operation of ``torch.distributed``, on a rankwire backend.
 
-torch makes a group by ``create_group``. Its own code, in Python and C++ (DDP, functional
-collectives, compiled graphs), calls the methods below by these names, and the older ones of the
-same operations. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread and returns
-None, as torch lets backends do; everything else runs in the background and returns a work. Errors
-are torch's (``works``).
-
-Size: torch's interface has so many methods; each of them names the operation and its arguments.
+torch's code in Python and C++ (DDP, functional collectives, compiled graphs) calls the methods
+below by these names and by older ones. A blocking call (``opts.asyncOp`` is False) runs in the
+caller's thread and returns None; all others run in the background and return a work. Errors are
+torch's (``works``).
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from rankwire.collectives.operands import operand
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.finalizers import hand_over
 from rankwire.observe.stacks import show_as
+from rankwire.override import override
 from rankwire.torch.devices import Devices, plain
 from rankwire.torch.group_operations import add_sparse, meet_monitored, op_of
 from rankwire.torch.torch_rendezvous import form_world, take_formed
@@ -45,18 +43,18 @@ from rankwire.torch.works import (
 
 Tensors = Sequence[torch.Tensor]
 
-_COPIED = 4 << 10  # bytes up to which a message is sent from a copy: 0.1 us, less than to look
+_COPIED = 4 << 10  # bytes; up to this size copying a message (0.1 us) is cheaper than a check
 
 
 def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
-    """Make the process group that torch asks for.
+    """Create the process group that torch asks for.
 
-    Groups of a world that is rankwire's are groups of it; any other is a world of its own, which
-    its ranks form through the store.
+    Inside a world of rankwire it is a group of that world. Otherwise it is a world of its own,
+    which its ranks form through the store.
 
     Args:
-        options: torch's: store, rank, size, the ranks in the default group, time limit.
-        backend_options: None are known.
+        options: torch's options: store, rank, size, members, timeout.
+        backend_options: Not used.
     """
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -73,7 +71,7 @@ def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
 
 
 def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Have an operation take tensors of other devices too."""
+    """Let an operation accept tensors of other devices."""
     name = operation.__name__
 
     @wraps(operation)
@@ -81,7 +79,7 @@ def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
         first: Any = args[0] if args else None
         if type(first) is list and first:
             first = first[0]
-        if type(first) is torch.Tensor and first.is_cpu:  # as a rule: 0.7 us less than to ask
+        if type(first) is torch.Tensor and first.is_cpu:  # the usual case: 0.7 us less
             return operation(group, *args, **kwargs)
         device = group.devices.device_of(args)
         if device == "cpu":
@@ -93,17 +91,15 @@ def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch on a backend. Safe from any thread.
+    """A process group of torch on a rankwire backend. Safe from any thread.
 
     Args:
-        ranks: The group.
-        store: torch's, which others may want.
+        ranks: The backend.
+        store: torch's store.
 
     Attributes:
-        ranks: The backend, for what torch has no word for: calls, messages of any kind.
-        devices: What happens to tensors that are not on the CPU.
-
-    Size: as for its module.
+        ranks: The backend, for calls and messages that torch has no method for.
+        devices: Handles tensors that are not on the CPU.
     """
 
     def __init__(self, ranks: Backend, store: Any) -> None:
@@ -113,38 +109,37 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._name = ""
         self._description = "undefined"
-        # Not at exit: the backend leaves by itself then, and knows by which error.
+        # Not at exit: then the backend closes itself, with the error that ends the process.
         weakref.finalize(self, hand_over, ranks.close).atexit = False
 
-    # -- who it is ---------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
+    @override
     def getBackendName(self) -> str:
-        """Return its name."""
         return "rankwire"
 
+    @override
     def get_group_store(self) -> Any:
-        """Return the store that it was formed by."""
         return self._store
 
+    @override
     def getGroupName(self) -> str:
-        """Return the name that torch has given to it."""
         return self._name
 
+    @override
     def setGroupName(self, name: str) -> None:
-        """Take the name that torch gives to it."""
         self._name = name
 
+    @override
     def getGroupDesc(self) -> str:
-        """Return what torch says it is for."""
         return self._description
 
+    @override
     def setGroupDesc(self, description: str) -> None:
-        """Take what torch says it is for."""
         self._description = description
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices that it has a backend for."""
         return [torch.device(device) for device in ("cpu", *self.devices.others())]
 
     group_name = property(getGroupName)
@@ -155,8 +150,8 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     # -- collectives -------------------------------------------------------------------------------
 
     @_on_any_device
+    @override
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce a tensor over all ranks, in place."""
         tensor = _only(tensors)
         opts = _options(c10d.AllreduceOptions, opts)
         if tensor.is_sparse:
@@ -166,15 +161,15 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._run(opts, [tensor], rankwire.all_reduce, tensor, op_of(opts.reduceOp))
 
     @_on_any_device
+    @override
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        """Reduce many tensors over all ranks, in place."""
         opts = _options(c10d.AllreduceCoalescedOptions, opts)
         op = op_of(opts.reduceOp)
         return self._run(opts, tensors, rankwire.all_reduce_coalesced, [*map(plain, tensors)], op)
 
     @_on_any_device
+    @override
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce a tensor over all ranks into that of the root."""
         tensor = _only(tensors)
         opts = _options(c10d.ReduceOptions, opts)
         root, op = opts.rootRank, op_of(opts.reduceOp)
@@ -182,15 +177,15 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._run(opts, [tensor], rankwire.reduce, tensor, root, op, out=out)
 
     @_on_any_device
+    @override
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Copy the root's tensor to all ranks."""
         tensor = _only(tensors)
         opts = _options(c10d.BroadcastOptions, opts)
         return self._run(opts, [tensor], rankwire.broadcast, tensor, opts.rootRank)
 
     @_on_any_device
+    @override
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Give every rank the tensors of all, each in one of its own."""
         out, tensor = _only_list(outputs), _only(inputs)
         opts = _options(c10d.AllgatherOptions, opts)
         return self._run(opts, out, rankwire.all_gather, tensor, out=out)
@@ -199,7 +194,7 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> Any:
-        """Give every rank the tensors of all, in one."""
+        """Gather the tensors of all ranks into one tensor on every rank."""
         opts = _options(c10d.AllgatherOptions, opts)
         return self._run(opts, [output], rankwire.all_gather, _flat(source), out=_flat(output))
 
@@ -207,16 +202,16 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Give every rank many tensors of all, each in one."""
+        """Gather many tensors of all ranks, each into one tensor."""
         opts = _options(c10d.AllgatherOptions, opts)
         flat, out = [_flat(each) for each in inputs], [_flat(each) for each in outputs]
         return self._run(opts, outputs, rankwire.all_gather_coalesced, flat, out=out)
 
     @_on_any_device
+    @override
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Give every rank all tensors of all ranks, by rank and then by tensor."""
         opts = _options(c10d.AllgatherOptions, opts)
         works = [
             self._run(opts, out, rankwire.all_gather, tensor, out=list(out))
@@ -225,8 +220,8 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         return works[-1] if works else DoneWork()
 
     @_on_any_device
+    @override
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Give the root the tensors of all ranks, each in one of its own."""
         tensor = _only(inputs)
         opts = _options(c10d.GatherOptions, opts)
         out = _only_list(outputs) if self.ranks.rank == opts.rootRank else None
@@ -234,16 +229,16 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._run(opts, held, rankwire.gather, tensor, opts.rootRank, out=out)
 
     @_on_any_device
+    @override
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Give each rank one of the root's tensors."""
         out = _only(outputs)
         opts = _options(c10d.ScatterOptions, opts)
         tensors = _only_list(inputs) if self.ranks.rank == opts.rootRank else None
         return self._run(opts, [out], rankwire.scatter, tensors, opts.rootRank, out=out)
 
     @_on_any_device
+    @override
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Reduce one tensor for each rank over all ranks; each gets its own."""
         out, tensors = _only(outputs), _only_list(inputs)
         opts = _options(c10d.ReduceScatterOptions, opts)
         op = op_of(opts.reduceOp)
@@ -253,7 +248,7 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> Any:
-        """Reduce a tensor over all ranks; each gets its part."""
+        """Reduce a tensor over all ranks; each rank gets its part."""
         opts = _options(c10d.ReduceScatterOptions, opts)
         op, out = op_of(opts.reduceOp), _flat(output)
         return self._run(opts, [output], rankwire.reduce_scatter, _flat(source), op, out=out)
@@ -262,7 +257,7 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Reduce many tensors over all ranks; each gets its part of all of them."""
+        """Reduce many tensors over all ranks; each rank gets its part of each."""
         opts = _options(c10d.ReduceScatterOptions, opts)
         op = op_of(opts.reduceOp)
         flat, out = [_flat(each) for each in inputs], [_flat(each) for each in outputs]
@@ -277,7 +272,7 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         input_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Any:
-        """Give rank i part i of dim 0, of equal or of these sizes."""
+        """Send part i along dimension 0 to rank i, in equal parts or in the given sizes."""
         opts = _options(c10d.AllToAllOptions, opts)
         if not output_sizes and not input_sizes:
             return self._run(opts, [output], rankwire.all_to_all, _flat(source), out=_flat(output))
@@ -287,21 +282,21 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._run(opts, [output], rankwire.all_to_all, parts, out=out)
 
     @_on_any_device
+    @override
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Give rank i tensor i, and get one from every rank."""
         opts = _options(c10d.AllToAllOptions, opts)
         return self._run(
             opts, outputs, rankwire.all_to_all, [*map(plain, inputs)], out=[*map(plain, outputs)]
         )
 
+    @override
     def barrier(self, opts: Any = None) -> Any:
-        """Meet."""
         return self._run(_options(c10d.BarrierOptions, opts), [], rankwire.barrier)
 
+    @override
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Meet; who does not come in time is named (``rankwire.torch.monitored_barrier``)."""
         meet_monitored(self.ranks, timeout)
 
     # -- messages ----------------------------------------------------------------------------------
@@ -315,12 +310,12 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
                 data = bytes(data)
             return MessageWork(self.ranks.isend(data, dst, tag), tensor)
 
+    @override
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        """Receive a tensor from a rank."""
         return self._receive(tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive a tensor from whichever rank sends one; the work tells which it was."""
+        """Receive a tensor from any rank; the work's ``source_rank()`` says which."""
         return self._receive(tensors, ANY_RANK, tag)
 
     def _receive(self, tensors: Any, src: Any, tag: int) -> Any:
@@ -334,7 +329,7 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
             handle = self.ranks.irecv_into(_bytes(flat), src, tag)
             return MessageWork(handle, tensor, partial(target.store, flat))
 
-    # The older names of the same.
+    # Older names.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -343,16 +338,16 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- ending ------------------------------------------------------------------------------------
 
+    @override
     def shutdown(self) -> None:
-        """Leave the group in good order."""
         self.ranks.close()
 
     def abort(self) -> None:
-        """Leave the group at once: what waits in it ends with an error, here and elsewhere."""
+        """Leave the group at once: pending operations fail, on this rank and on others."""
         self.ranks.close(error=RuntimeError("the process group was aborted"))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the limit of operations without one of their own."""
+        """Set the default timeout of operations."""
         self.ranks.timeout = timeout.total_seconds()
 
     def __repr__(self) -> str:
@@ -361,7 +356,6 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _run(
         self, opts: Any, tensors: Tensors, operation: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run an operation here, or begin it and return its work."""
         is_async = getattr(opts, "asyncOp", True)
         limit = seconds_of(opts.timeout)
         try:
@@ -372,7 +366,7 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
 
 
 def _options(kind: type[Any], given: Any) -> Any:
-    """Return options as torch gives them; the older forms of a call give an op, or nothing."""
+    """Return torch's options; older forms of a call pass an op, or nothing."""
     if type(given) is kind:
         return given
     if given is None:
@@ -385,7 +379,6 @@ def _options(kind: type[Any], given: Any) -> Any:
 
 
 def _only(tensors: Any) -> torch.Tensor:
-    """Return the one tensor that a call is about."""
     if isinstance(tensors, torch.Tensor):
         return plain(tensors)
     if len(tensors) != 1:
@@ -395,7 +388,6 @@ def _only(tensors: Any) -> torch.Tensor:
 
 
 def _only_list(lists: Any) -> list[torch.Tensor]:
-    """Return the one list of tensors that a call is about."""
     if lists and isinstance(lists[0], torch.Tensor):
         return [plain(tensor) for tensor in lists]
     if len(lists) != 1:

@@ -19,7 +19,7 @@ from rankwire.collectives.reductions import PremulSum
 from rankwire.errors import ConfigurationError, DeadlineExceededError
 from rankwire.torch.works import as_torch, seconds_of
 
-# By number: to look up one of torch's own takes 1 us more, as it is a new object every time.
+# By number: looking up the enum takes 1 us more, as each access makes a new object.
 _OPS = {
     int(ReduceOp.SUM): "sum",
     int(ReduceOp.AVG): "mean",
@@ -33,10 +33,10 @@ _OPS = {
 
 
 def op_of(reduce_op: Any) -> Any:
-    """Return the op of a ``ReduceOp``.
+    """Return rankwire's op for a ``ReduceOp``.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: rankwire does not have this reduction.
     """
     kind = reduce_op.op if type(reduce_op) is ReduceOp else reduce_op
     op = _OPS.get(int(kind))
@@ -44,17 +44,19 @@ def op_of(reduce_op: Any) -> Any:
         return op
     if reduce_op == ReduceOp.PREMUL_SUM:
         return PremulSum(reduce_op.factor)
-    raise ConfigurationError(f"there is no reduction {reduce_op} here")
+    raise ConfigurationError(f"rankwire has no reduction {reduce_op}")
 
 
 def add_sparse(backend: Backend, tensor: torch.Tensor, op: object, timeout: float | None) -> None:
     """Replace a sparse tensor by its sum over all ranks.
 
+    All ranks gather all indices and values and add them up in rank order.
+
     Raises:
-        ConfigurationError: The op is another one.
+        ConfigurationError: The op is not a sum.
     """
     if op != "sum":
-        raise ConfigurationError("sparse tensors are added up; there is no other op for them")
+        raise ConfigurationError("sparse tensors can only be summed (ReduceOp.SUM)")
     own = tensor.coalesce()
     indices, values = own.indices().contiguous(), own.values().contiguous()
     counts = torch.empty(backend.world_size, dtype=torch.int64)
@@ -73,15 +75,16 @@ def add_sparse(backend: Backend, tensor: torch.Tensor, op: object, timeout: floa
 def monitored_barrier(
     group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Meet; whoever does not come in time is named. In place of torch's, which is for Gloo only.
+    """Wait for all ranks, and name those that do not arrive in time. torch's own is for Gloo only.
 
     Args:
-        group: A process group; None is the default one. One of another backend is passed to torch.
-        timeout: For all of it; None is the group's.
-        wait_all_ranks: On rankwire all ranks that are missing are named, on all ranks, either way.
+        group: A process group; the default one if None. Groups of other backends are passed to
+            torch.
+        timeout: The group's timeout if None.
+        wait_all_ranks: Ignored on rankwire: every rank always names all missing ranks.
 
     Raises:
-        DistBackendError: Some ranks did not come; the text and ``__cause__.waiting_for`` say which.
+        DistBackendError: Ranks are missing; the text and ``__cause__.waiting_for`` name them.
     """
     chosen = dist.group.WORLD if group is None else group
     ranks = getattr(chosen, "ranks", None)
@@ -92,7 +95,7 @@ def monitored_barrier(
 
 
 def meet_monitored(ranks: Backend, timeout: timedelta | None) -> None:
-    """Meet, with an error in the words of Gloo."""
+    """Run a barrier whose error has Gloo's wording."""
     with as_torch:
         try:
             rankwire.barrier(ranks, timeout=seconds_of(timeout))

@@ -1,7 +1,7 @@
-"""Registering: how torch comes to know the backend.
+"""Register the backend with torch.
 
-It is a module of its own because torch calls ``register`` while it is imported itself (the entry
-point), and that may be in the middle of the import of this package.
+This is a module of its own because torch calls ``register`` during its own import (the entry
+point), possibly in the middle of the import of this package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rankwire.torch.torch_rendezvous import register_launchers
 
 
 def register() -> None:
-    """Tell torch of the backend. Repeating it changes nothing."""
+    """Register the backend and the rendezvous handlers. Repeating it changes nothing."""
     if not hasattr(dist.Backend, "RANKWIRE"):
         dist.Backend.register_backend("rankwire", create_group, extended_api=True, devices=["cpu"])
     register_launchers()

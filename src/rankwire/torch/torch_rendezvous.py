@@ -1,26 +1,21 @@
-"""Forming: how the ranks of a process group find each other, through torch's store.
+"""How the ranks of a process group find each other: torch's store, or the world of a launcher.
 
-Every process that reaches torch's store can read and write there: it has no authentication, and the
-file of a ``file://`` store is readable by all. So only what is no secret goes through it. Each rank
-says which host and user it belongs to, as a hash, and whether it was given a secret. Rank 0 waits
-for all of them, listens, and publishes its address:
+Every process that reaches torch's store can read and write it, so no secret goes through it. Each
+rank writes a hash of its host and user, and whether it has a secret. Rank 0 waits for all of them
+and publishes its address:
 
-- If all ranks are processes of one user on one host, it listens on loopback. Unless they were given
-  a secret, they agree on one through a file in the runtime folder, which other users cannot read
-  (``rendezvous/secret.py``).
-- Otherwise all ranks must have been given the secret of the job, and rank 0 listens where the
-  others can reach it. If they were not, all ranks refuse, and say how to give them one.
+- If all ranks are processes of one user on one host, rank 0 listens on loopback. Without a given
+  secret they agree on one through a file that other users cannot read (``rendezvous/secret.py``).
+- Otherwise all ranks must have the job's secret, and rank 0 listens on a reachable address. If one
+  has none, all ranks raise an error that says how to provide it.
 
-A process that writes lies into the store can prevent that the world forms. It cannot join, and
-learns no secret.
+A process that writes false entries can prevent the world from forming; it cannot join or learn a
+secret.
 
-Launching: torch programs under every launcher that ``rankwire.connect`` knows.
-
-torch's own ``env://`` needs ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where
-they are missing and another launcher has started this process (``rankwire run``, ``mpiexec``,
-``srun``), the world is formed by rankwire first, with its own authentication; torch's store comes
-after it and carries no secret. Within one host the store is a file that only this user can read,
-between hosts it is torch's, over TCP. ``init_method="rankwire://"`` asks for it by name.
+torch's ``env://`` needs ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where they
+are missing and another launcher started this process (``rankwire run``, ``mpiexec``, ``srun``), or
+with ``init_method="rankwire://"``, rankwire forms the world first and torch's store follows: a
+private file within one host, otherwise a ``TCPStore``.
 """
 
 from __future__ import annotations
@@ -65,14 +60,14 @@ def form_world(store: Any, rank: int, size: int, timeout: timedelta) -> TcpBacke
     """Return the backend of a world whose ranks share a store.
 
     Args:
-        store: torch's, with a prefix of its own.
+        store: torch's store, with a prefix of its own.
         rank: This rank.
         size: The number of ranks.
-        timeout: For forming it, and for every operation without a limit of its own.
+        timeout: For forming the world, and the default of its operations.
 
     Raises:
         RankwireError: The world did not form in time.
-        ConfigurationError: The ranks have no secret, and need one.
+        ConfigurationError: A rank needs a secret and has none.
     """
     seconds = timeout.total_seconds()
     secret = launched_secret()
@@ -85,7 +80,7 @@ def form_world(store: Any, rank: int, size: int, timeout: timedelta) -> TcpBacke
             presences = _presences(store, size)
             store.set(_heard_key_of(rank), "")
             _check_secrets(presences)
-            raise ConfigurationError("rank 0 has refused to listen, and says why")
+            raise ConfigurationError("rank 0 refused to listen; its own error says why")
         return TcpBackend(rank, size, place, **options)
     _wait_for(store, [_key_of(each) for each in range(size)], size, timeout)
     try:
@@ -117,25 +112,20 @@ def _identity() -> str:
 
 
 def _wait_for(store: Any, keys: Sequence[str], size: int, timeout: timedelta) -> None:
-    """Wait until keys are in the store.
-
-    Raises:
-        RendezvousError: They are not in time; it names the ranks that have not come to the store.
-    """
     try:
         store.wait(list(keys), timeout)
-    except RuntimeError as error:  # the time is up, or the process that has the store has ended
+    except RuntimeError as error:  # timeout, or the process that hosts the store has ended
         missing = []
         with suppress(RuntimeError):
             missing = [rank for rank in range(size) if not store.check([_key_of(rank)])]
-        reason = f"not all ranks came to torch's store within {timeout.total_seconds():g} s"
+        reason = f"not all ranks reached torch's store within {timeout.total_seconds():g} s"
         if not missing:
-            reason = f"rank 0 has not said where it is: {error}"
+            reason = f"rank 0 has not published its address: {error}"
         raise RendezvousError(reason, missing=missing) from error
 
 
 def _presences(store: Any, size: int) -> list[tuple[str, bool]]:
-    """Return what each rank has said of itself: its host and user, and whether it has a secret."""
+    """Return for each rank the hash of its host and user, and whether it has a secret."""
     said = [store.get(_key_of(rank)).decode().partition(" ") for rank in range(size)]
     return [(identity, has_secret == "1") for identity, _, has_secret in said]
 
@@ -145,11 +135,7 @@ def _are_at_one_place(presences: Sequence[tuple[str, bool]]) -> bool:
 
 
 def _check_secrets(presences: Sequence[tuple[str, bool]]) -> None:
-    """See that all ranks were given a secret, or that none was and they can agree on one.
-
-    Raises:
-        ConfigurationError: It is not so; it says how to give them one.
-    """
+    """Check that all ranks have a secret, or that none has and they can agree on one."""
     without = [rank for rank, (_, has_secret) in enumerate(presences) if not has_secret]
     if not _are_at_one_place(presences):
         why = "the ranks of this job are not all processes of one user on one host"
@@ -165,24 +151,20 @@ def _check_secrets(presences: Sequence[tuple[str, bool]]) -> None:
 
 
 def _listen(store: Any, presences: Sequence[tuple[str, bool]]) -> socket.socket:
-    """Bind a socket for rank 0 where the other ranks can reach it.
-
-    Raises:
-        ConfigurationError: No such address is known.
-    """
+    """Bind a socket for rank 0 where the other ranks can reach it."""
     if _are_at_one_place(presences):
         return _bind(_LOOPBACK)
     for host in _hosts_of_rank_0(store):
         try:
             bound = _bind(host)
         except OSError:
-            continue  # it is the address of another host
+            continue  # the address of another host
         if not ip_address(bound.getsockname()[0]).is_loopback:
             return bound
         bound.close()
     raise ConfigurationError(
-        "rank 0 does not know by which address ranks of other hosts reach it: set MASTER_ADDR to "
-        "an address of its host, on all ranks"
+        "rank 0 does not know the address by which other hosts reach it: set MASTER_ADDR to an "
+        "address of its host, on all ranks"
     )
 
 
@@ -197,7 +179,7 @@ def _hosts_of_rank_0(store: Any) -> Iterator[str]:
 
 
 def _bind(host: str) -> socket.socket:
-    """Return a socket that is bound and does not listen: the backend lays out the secret first."""
+    """Return a socket that is bound but does not listen: the backend stores the secret first."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -212,14 +194,14 @@ _SCHEME = "rankwire"
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _VARIABLES = ("RANK", "WORLD_SIZE", *_ADDRESS_VARIABLES)
 
-_formed: list[TcpBackend] = []  # the world that waits for its process group, if there is one
-# The one that was taken last: a launcher's world forms once, and who comes next meets in it.
+_formed: list[TcpBackend] = []  # the world that waits for its process group, if any
+# The world that was taken last: a launcher's world forms once; later groups meet in it.
 _taken: list[TcpBackend] = []
-_secret: list[bytes] = []  # of the worlds that are formed after it, between hosts
+_secret: list[bytes] = []  # for worlds that are formed later, between hosts
 
 
 def take_formed(rank: int, size: int) -> TcpBackend | None:
-    """Return the world that was formed for the default group; None if torch's store is the way."""
+    """Return the launcher's world for the default group; None if torch's store is used."""
     if _formed and (_formed[0].rank, _formed[0].world_size) == (rank, size):
         _taken[:] = [_formed.pop()]
         return _taken[0]
@@ -227,13 +209,13 @@ def take_formed(rank: int, size: int) -> TcpBackend | None:
 
 
 def launched_secret() -> bytes | None:
-    """Return the secret that the ranks of a launcher's world have agreed on within it, if any."""
+    """Return the secret that the ranks of a launcher's world agreed on inside it, if any."""
     return _secret[0] if _secret else None
 
 
 def register_launchers() -> None:
-    """Have torch find the worlds of other launchers: by name, and where ``env://`` cannot work."""
-    # As an attribute of its package it is a function of the same name.
+    """Register ``rankwire://`` with torch, and a fallback for ``env://`` under other launchers."""
+    # Not by attribute: ``torch.distributed.rendezvous`` is a function of the same name.
     handlers = getattr(import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
     if _SCHEME in handlers:
         return
@@ -242,7 +224,7 @@ def register_launchers() -> None:
     if of_environment is not None:
 
         def meet(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
-            needed = _ADDRESS_VARIABLES if "?" in url else _VARIABLES  # the program says who it is
+            needed = _ADDRESS_VARIABLES if "?" in url else _VARIABLES  # the URL has the rank
             is_torchs = all(name in os.environ for name in needed)
             return (of_environment if is_torchs else _meet)(url, **_given(timeout), **options)
 
@@ -256,9 +238,9 @@ def _given(timeout: timedelta | None) -> dict[str, timedelta]:
 def _meet(
     url: str, timeout: timedelta | None = None, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Form the world, and yield a store, the rank and the number of ranks, as torch wants them.
+    """Form the world and yield a store, the rank and the number of ranks, as torch expects.
 
-    While a world stands that was formed here, the next one's ranks meet in that.
+    While a world that was formed here is open, the ranks of the next one meet in it.
     """
     limit = {} if timeout is None else {"join_timeout": timeout.total_seconds()}
     standing = [backend for backend in _taken if not backend.closed]
@@ -270,16 +252,11 @@ def _meet(
 
 
 def _check_place(backend: TcpBackend, url: str) -> None:
-    """See that a program that says its rank is the one that the launcher means.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
     launched = {"rank": backend.rank, "world_size": backend.world_size}
     for name, (value, *_) in parse_qs(urlsplit(url).query).items():
         if name in launched and value not in ("-1", str(launched[name])):
             error = ConfigurationError(
-                f"the program says {name} {value}, its launcher {launched[name]}"
+                f"the program says {name} {value}, but its launcher says {launched[name]}"
             )
             backend.close(error=error)
             raise error

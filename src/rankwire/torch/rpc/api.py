@@ -36,7 +36,7 @@ __all__ = [
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """Return the worker of a name or rank, or this one.
+    """Return the worker with a name or rank; this worker if none is given.
 
     Raises:
         RuntimeError: There is no such worker, or RPC is not initialized.
@@ -46,24 +46,22 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
 
 
 def get_rpc_timeout() -> float:
-    """Return the seconds for calls without a limit of their own; 0 is none."""
+    """Return the default timeout of calls in seconds; 0 means no limit."""
     return current().timeout
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    """Set the limit of calls without one of their own, from the next one on."""
     if not seconds >= 0.0:
-        raise ValueError(f"a time limit is 0 or more seconds, not {seconds!r}")
+        raise ValueError(f"a timeout is 0 or more seconds, not {seconds!r}")
     current().timeout = float(seconds)
 
 
 def _is_current_rpc_agent_set() -> bool:
-    """Tell whether RPC is initialized."""
     return state.session is not None
 
 
 def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
-    """Have a function raise if RPC is not initialized. A decorator."""
+    """Make a function raise if RPC is not initialized. A decorator."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,21 +73,20 @@ def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def _wait_all_workers(timeout: float = 0.0) -> None:
-    """Return once all workers have called this, and no call is under way anywhere."""
+    """Return once all workers have called this and no call is in progress anywhere."""
     _wait_for_all(current(), timeout)
 
 
 def _to_worker_info(to: Any) -> WorkerInfo:
-    """Return the worker that a name, a rank or a ``WorkerInfo`` means."""
     session = current()
     return session.workers[session.rank_of(to)]
 
 
 class AgentView:
-    """This process's agent, as torch shows its own.
+    """This process's agent, with the methods of torch's agent that programs and tests use.
 
     Args:
-        session: What it is a view of.
+        session: The session that it describes.
     """
 
     is_static_group = True
@@ -98,16 +95,16 @@ class AgentView:
         self._session = session
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
-        """Return the worker of a name or rank, or this one."""
+        """Return the worker with a name or rank; this worker if none is given."""
         session = self._session
         return session.me if worker is None else session.workers[session.rank_of(worker)]
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Return all workers, in the order of their ranks."""
+        """Return all workers, ordered by rank."""
         return list(self._session.workers)
 
     def get_debug_info(self) -> dict[str, str]:
-        """Return numbers by torch's names, as texts."""
+        """Return statistics as texts, by torch's names."""
         activity = self._session.agent.activity()
         return {
             "agent.thread_pool_size": str(self._session.threads),
@@ -118,16 +115,12 @@ class AgentView:
 
 
 def current_agent() -> AgentView:
-    """Return a view of this process's agent.
-
-    Raises:
-        RuntimeError: RPC is not initialized.
-    """
+    """Return a view of this process's agent."""
     return AgentView(current())
 
 
 def rref_debug_info() -> dict[str, str]:
-    """Return how many objects others hold, and what is under way, by torch's names."""
+    """Return the numbers of shared objects, handles and calls in progress, by torch's names."""
     session = current()
     objects, handles = session.owned.count()
     return {

@@ -1,19 +1,14 @@
-"""Errors as torch's programs expect them.
+"""Futures and errors of calls, as torch programs expect them.
 
-What a function raised on another worker arrives as an error of the same class, if the naming rule
-lets that class be named: one of Python's, or of the program's. Every other failure is a
-``RuntimeError``, with torch's words where programs look for them. Rankwire's own error is the
-``__cause__`` of each.
+``CallFuture`` is a ``torch.futures.Future`` that ends with rankwire's future of the call. A thread
+in ``wait()`` reads the connection itself.
 
-The future of a call, as torch's programs know futures.
+An error that a function raised on another worker arrives with its own class if the naming rule
+allows that class: one of Python's, or of the program's. Every other failure is a ``RuntimeError``,
+with torch's wording where programs look for it. rankwire's error is the ``__cause__``.
 
-It is a ``torch.futures.Future``, so callbacks, ``collect_all`` and ``wait_all`` work, and it ends
-when the future of rankwire's call does. A thread that waits in ``wait()`` reads the connection
-itself, as that one does.
-
-An error that is raised belongs to the future, and its traceback has the frames that it came
-through. If one of these had the future, that would be a circle through C++, which no collector
-sees, and all that the frames of the caller hold would be kept. So none of ours has.
+The traceback of a raised error holds frames. If one of them held the future, the cycle through C++
+would never be collected and would keep the caller's locals alive. So none of our frames holds it.
 """
 
 from __future__ import annotations
@@ -31,6 +26,7 @@ from rankwire.errors import (
     RemoteError,
     UnsupportedTypeError,
 )
+from rankwire.override import override
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule
 
@@ -38,12 +34,12 @@ if TYPE_CHECKING:
     from rankwire.torch.rpc.session import Session
 
 
-# These mean something to the interpreter, so they are not for others to raise.
+# The interpreter gives these a meaning, so other ranks must not raise them.
 _NOT_RAISED = frozenset(("StopIteration", "StopAsyncIteration", "GeneratorExit"))
 
 
 class UnsendableError(RuntimeError, TypeError):
-    """An argument or a result that is not carried."""
+    """An argument or result has a type that cannot be sent."""
 
 
 @cache
@@ -59,10 +55,10 @@ def translated(error: Exception, session: Session, rank: int, limit: float) -> E
     """Return the error that a torch program gets in place of rankwire's.
 
     Args:
-        error: What a call ended with.
-        session: Knows the workers and the rule for names.
-        rank: Who was called.
-        limit: The seconds that the call had.
+        error: The error of a call.
+        session: Knows the workers and the naming rule.
+        rank: The callee.
+        limit: The call's timeout in seconds.
     """
     if isinstance(error, RemoteError):
         made = _remade(error, session, rank)
@@ -82,7 +78,7 @@ def translated(error: Exception, session: Session, rank: int, limit: float) -> E
 
 
 def _remade(error: RemoteError, session: Session, rank: int) -> Exception:
-    """Return the error that a function raised there, as one of its class if that may be."""
+    """Return the remote error as one of its own class, if the naming rule allows that."""
     text = (
         f"On {session.workers[rank]}:\n{error.remote_type}: {error.remote_message}\n"
         f"{error.remote_traceback}"
@@ -100,7 +96,6 @@ def _remade(error: RemoteError, session: Session, rank: int) -> Exception:
 
 
 def _class_of(name: str, rule: NamingRule) -> type[Exception] | None:
-    """Return the class of an error by what the other side calls it; None if it is not for us."""
     if name in _builtin_errors():
         return _builtin_errors()[name]
     module, dot, qualname = name.rpartition(".")
@@ -117,10 +112,10 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
     """The result of ``rpc_async``. Safe from any thread.
 
     Args:
-        session: Knows how errors are told.
+        session: Translates errors.
         call: The future of the call.
-        rank: Who was called.
-        limit: The seconds that the call has.
+        rank: The callee.
+        limit: The call's timeout in seconds.
 
     Attributes:
         call: As given.
@@ -132,43 +127,43 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
         self._session = session
         self._rank = rank
         self._limit = limit
-        self._unfinished = [True]  # who pops it ends this future
+        self._unfinished = [True]  # the thread that pops it ends this future
         call.when_ended(self._finish)
         session.watcher.watch(call)
 
+    @override
     def wait(self) -> Any:
-        """Return the value, or raise the call's error."""
         if self._unfinished:
             watcher = self._session.watcher
             try:
                 watcher.begin_reading(self._rank)
                 self.call.result()
-            except Exception as error:  # it is told in the words of torch, below
+            except Exception as error:  # raised below, translated
                 error.__traceback__ = None
             finally:
                 try:
                     watcher.end_reading()
                 except BaseException:
-                    watcher.end_reading()  # an interrupt has fallen into the first
+                    watcher.end_reading()  # an interrupt hit the first one
                     raise
             self._finish(self.call)
         try:
-            return super(torch.futures.Future, self).wait()  # of which there is no frame
+            return super(torch.futures.Future, self).wait()  # C++: it has no frame
         finally:
             del self
 
+    @override
     def done(self) -> bool:
-        """Whether there is a value or an error."""
         self._attend()
         return super().done()  # type: ignore[no-any-return]
 
+    @override
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """Return a future of what ``callback(self)`` returns when this one is done."""
         self._attend()
         return super().then(callback)
 
+    @override
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(self)`` when this is done, in whatever thread that happens."""
         self._attend()
         super().add_done_callback(callback)
 
@@ -178,7 +173,7 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
             self.call.attend()
 
     def _finish(self, call: RpcFuture[Any]) -> None:
-        """End with what the call has ended with; whoever comes second leaves it to the first."""
+        """End with the result of the call; only the first of several calls does so."""
         try:
             self._unfinished.pop()
         except IndexError:

@@ -1,4 +1,4 @@
-"""The numbers that torch's RPC goes by where a program gives none."""
+"""torch RPC's default values."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ DEFAULT_INIT_METHOD: str = "env://"
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0  # no limit
 DEFAULT_NUM_WORKER_THREADS: int = 16
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
-# A call without a limit of its own has the default one.
+# The call has the default timeout.
 UNSET_RPC_TIMEOUT: float = -1.0

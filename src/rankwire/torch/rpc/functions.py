@@ -20,21 +20,19 @@ from rankwire.errors import ConfigurationError
 
 T = TypeVar("T")
 
+# By identity, not by an attribute: decorators copy attributes to what they make.
 _exposed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def exposed(target: T) -> T:
-    """Let other ranks call a function, or make and use objects of a class. A decorator.
+    """Let other ranks call a function, or create and use objects of a class. A decorator.
 
     With ``init_rpc(..., allow="decorated")`` they can call nothing else of the program. A class is
-    exposed with its public methods. Apply it last, above other decorators, but below
-    ``@staticmethod`` and ``@classmethod``.
-
-    Returns:
-        The function or class itself.
+    exposed with its public methods. Place it above other decorators, but below ``@staticmethod``
+    and ``@classmethod``.
 
     Raises:
-        ConfigurationError: It is neither.
+        ConfigurationError: The target is neither a function nor a class.
     """
     if not isinstance(target, types.FunctionType | type):
         raise ConfigurationError(f"only a function or a class can be exposed, not {target!r}")
@@ -53,9 +51,9 @@ _MARK = "_wrapped_async_rpc_function"
 
 
 def async_execution(fn: F) -> F:
-    """Have the caller of a function wait for the future that it returns. A decorator.
+    """Have the caller of a function wait for the future that the function returns. A decorator.
 
-    The function returns a ``torch.futures.Future``, and its worker is free at once. Below
+    The function returns a ``torch.futures.Future``; its thread is free at once. Place it below
     ``@staticmethod`` and ``@classmethod``.
     """
 
@@ -68,15 +66,15 @@ def async_execution(fn: F) -> F:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Tell whether a function, or a bound method, answers later."""
+    """Tell whether a function or bound method was decorated with ``async_execution``."""
     return hasattr(function, _MARK)
 
 
 def answer_later(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for a server to run in place of one that answers later.
+    """Return a function for the server to run in place of an async one.
 
-    For a function it is the same one each time, of which the server learns whether it is slow. For
-    a bound method it is a new one: its object must not be kept.
+    For a function it is always the same one, so that the server can learn whether it is slow. For a
+    bound method it is a new one, so that its object is not kept alive.
     """
     return _lasting(function) if isinstance(function, FunctionType) else _answering(function)
 
@@ -93,10 +91,10 @@ _lasting = functools.lru_cache(maxsize=1024)(_answering)
 
 
 def reply_of(promise: Any) -> Future[Any]:
-    """Return the future that a server waits for in place of a future of torch.
+    """Return the future that the server waits for in place of torch's future.
 
     Raises:
-        RuntimeError: It is none.
+        RuntimeError: The function did not return a torch future.
     """
     if not isinstance(promise, torch._C.Future):
         raise RuntimeError(
@@ -104,7 +102,7 @@ def reply_of(promise: Any) -> Future[Any]:
             f"object, not {type(promise).__name__}"
         )
     call = getattr(promise, "call", None)
-    if isinstance(call, Future):  # the future of another call: its error travels on as it is
+    if isinstance(call, Future):  # of another call: its error is passed on unchanged
         return call
     reply: Future[Any] = Future()
 

@@ -1,9 +1,10 @@
-"""Gatherings: what several workers give comes together at one of them.
+"""Gather values of several workers at one of them.
 
-The worker whose name comes first leads. Each other one calls it with what it gives, and the reply
-is deferred until all have come: one round trip, and a killed worker is named to all who wait.
+The worker with the first name leads. Each other one calls it with its value, and the reply is
+deferred until all have called: one round trip. If a worker is lost, all waiting workers get an
+error that names it.
 
-Lock: ``_lock`` guards the meetings; nothing is called under it.
+Lock: ``_lock`` guards the gatherings; nothing is called while it is held.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ if TYPE_CHECKING:
 
 Names = tuple[str, ...]
 
-_MOST_WAITING = 1024  # calls of one worker; as many as it has in flight by itself
+_MOST_WAITING = 1024  # calls of one worker; as many as it can have in flight
 
 
 @dataclass
-class _Meeting:
-    """What has come of one gathering, and who waits for the rest."""
+class _Gathering:
+    """The values of one gathering so far, and the calls that wait for the rest."""
 
     given: dict[str, Any] = field(default_factory=dict)
     waiters: list[Future[Any]] = field(default_factory=list)
 
 
 class Gatherings:
-    """The gatherings of this worker, and those that it leads. Safe from any thread.
+    """The gatherings that this worker takes part in or leads. Safe from any thread.
 
     Args:
         session: Knows the workers.
@@ -47,14 +48,14 @@ class Gatherings:
         self._lock = threading.Lock()
         self._counts: Counter[Names] = Counter()
         self._waiting: Counter[int] = Counter()
-        self._gatherings: dict[tuple[Names, int], _Meeting] = {}
-        register(session.agent, GATHER, self._come)
+        self._gatherings: dict[tuple[Names, int], _Gathering] = {}
+        register(session.agent, GATHER, self._join)
 
     def gather(self, value: Any, names: Names, limit: float) -> dict[str, Any]:
-        """Give a value and return what each worker gave, by name.
+        """Contribute a value and return the values of all workers, by name.
 
         Raises:
-            RankwireError: They did not all come in time, or one is lost.
+            RankwireError: A worker did not take part in time, or is lost.
         """
         with self._lock:
             number = self._counts[names]
@@ -64,47 +65,46 @@ class Gatherings:
         return self._session.agent.rpc_sync(leader, GATHER, *args, timeout=limit)  # type: ignore[no-any-return]
 
     def lose(self, rank: int, error: PeerLostError) -> None:
-        """End the meetings that a lost worker does not come to any more."""
+        """Fail the gatherings that wait for a lost worker."""
         name = self._session.workers[rank].name
         with self._lock:
             ended = [
                 self._gatherings.pop(key)
-                for key, meeting in list(self._gatherings.items())
-                if name in key[0] and name not in meeting.given
+                for key, gathering in list(self._gatherings.items())
+                if name in key[0] and name not in gathering.given
             ]
-        for meeting in ended:
-            for waiter in meeting.waiters:
+        for gathering in ended:
+            for waiter in gathering.waiters:
                 _end(waiter, lambda w: w.set_exception(error.copy()))
 
-    def _come(self, names: list[str], number: int, value: Any) -> Future[Any]:
-        """Let a worker give its part; the reply is everything."""
+    def _join(self, names: list[str], number: int, value: Any) -> Future[Any]:
         src, key = sender(), (tuple(names), number)
         name, me = self._session.workers[src].name, self._session.me.name
         if name not in names or names[0] != me or not self._session.ranks.keys() >= set(names):
-            raise PermissionError(f"{name} does not take part in a gathering of {names} at {me}")
+            raise PermissionError(f"{name} does not take part in a gathering of {names} on {me}")
         waiter: Future[Any] = Future()
         with self._lock:
             if self._waiting[src] >= _MOST_WAITING:
                 raise OverloadedError(f"{name} waits in {_MOST_WAITING} gatherings here")
             self._waiting[src] += 1
-            meeting = self._gatherings.setdefault(key, _Meeting())
-            meeting.given[name] = value
-            meeting.waiters.append(waiter)
-            is_complete = len(meeting.given) == len(names)
+            gathering = self._gatherings.setdefault(key, _Gathering())
+            gathering.given[name] = value
+            gathering.waiters.append(waiter)
+            is_complete = len(gathering.given) == len(names)
             if is_complete:
                 del self._gatherings[key]
         waiter.add_done_callback(partial(self._leave, key, src))
         if is_complete:
-            for each in meeting.waiters:
-                _end(each, lambda w: w.set_result(meeting.given))
+            for each in gathering.waiters:
+                _end(each, lambda w: w.set_result(gathering.given))
         return waiter
 
     def _leave(self, key: tuple[Names, int], src: int, waiter: Future[Any]) -> None:
-        """Forget a call that has ended, and a gathering that no worker waits for any more."""
+        """Forget a call that has ended, and a gathering that no worker waits for."""
         with self._lock:
             self._waiting[src] -= 1
-            meeting = self._gatherings.get(key)
-            if meeting is not None and all(each.cancelled() for each in meeting.waiters):
+            gathering = self._gatherings.get(key)
+            if gathering is not None and all(each.cancelled() for each in gathering.waiters):
                 del self._gatherings[key]
 
 

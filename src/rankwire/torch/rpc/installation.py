@@ -1,9 +1,8 @@
-"""Installing: rankwire's RPC under the name of torch's, for libraries that import that themselves.
+"""Install rankwire's RPC as ``torch.distributed.rpc``, for libraries that import that themselves.
 
-``torch.distributed.rpc`` keeps its modules; the names in them that programs use become ours. So do
-the same objects where modules of torch have imported them by name before. What a program or
-library has imported by name before (``from torch.distributed.rpc import rpc_sync``) stays torch's:
-install first.
+The names in torch's modules become rankwire's, also where modules of torch imported them by name. A
+name that a program or library imported before (``from torch.distributed.rpc import rpc_sync``)
+stays torch's, so install first.
 """
 
 from __future__ import annotations
@@ -68,27 +67,26 @@ _NAMES: dict[str, dict[str, Any]] = {
         **_OPTIONS,
         "construct_rpc_backend_options": options.construct_rpc_backend_options,
     },
-    # Libraries ask torch's extension what a reference is, and whether RPC is initialized.
+    # Libraries ask torch's extension for the class of references and whether RPC is initialized.
     _EXTENSION: {name: _CALLS[name] for name in _IN_EXTENSION},
-    # Imported, and its TorchScript compiled, while torch's own names are still there.
+    # Imported, and its TorchScript compiled, before torch's names are replaced.
     **replacements.NAMES,
 }
 
 
 def install(*, allow: Iterable[Any] | str = (), pickle: bool = False) -> Callable[[], None]:
-    """Put rankwire's RPC in the place of ``torch.distributed.rpc``, in this process.
+    """Replace ``torch.distributed.rpc`` by rankwire's RPC in this process.
 
-    Call it before libraries that use it are imported, and before ``init_rpc``. Not safe from
-    several threads at once.
+    Call it before ``init_rpc``, and before importing libraries that use RPC. Not thread-safe.
 
     Args:
-        allow: As for ``init_rpc``, for calls of that without it.
-        pickle: Likewise.
+        allow: The default of ``init_rpc``'s argument.
+        pickle: The default of ``init_rpc``'s argument.
 
     Returns:
         A function that undoes it.
     """
-    replacements.put_back()  # ``init_rpc`` may have come first
+    replacements.put_back()  # ``init_rpc`` may have been called first
     for module_name in _NAMES:
         importlib.import_module(module_name)
     replaced = replacements.replace(_NAMES, everywhere=False)

@@ -1,11 +1,11 @@
 """DistributedOptimizer: an optimizer on each rank that has parameters, stepped together.
 
-Each rank makes an optimizer of its own parameters, and steps it with the gradients that a context
-of distributed autograd has there; no parameter and no gradient travels. It stands in for torch's
-class of that name, which runs its steps as TorchScript on torch's own remote references.
+Each rank creates an optimizer of its own parameters and steps it with the gradients that a
+distributed autograd context has there; no parameter or gradient is sent. It replaces torch's class
+of that name, which runs as TorchScript on torch's own references.
 
-The functions at the end are what ranks call on each other. They are exposed: an optimizer is asked
-for by name if it is torch's, and else it is a class of the program, under the rule for all names.
+Ranks call the exposed functions at the end. torch's optimizers are requested by name; any other is
+a class of the program, under the naming rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rankwire.torch.rpc.functions import exposed
 from rankwire.torch.rpc.remote_calls import rpc_async
 from rankwire.torch.rpc.rref import RRef
 
-# torch's own optimizers, by the names under which ranks ask each other for them.
+# torch's optimizers, by the names under which ranks request them.
 _OF_TORCH = {
     name: found
     for name, found in vars(torch.optim).items()
@@ -35,13 +35,13 @@ class DistributedOptimizer:
     """Optimizes parameters where they are. Safe from any thread; steps of one rank take turns.
 
     Args:
-        optimizer_class: Of torch, or of the program.
-        params_rref: References to the parameters, on this rank or others.
-        *args: For the optimizers, after the parameters.
-        **kwargs: For the optimizers.
+        optimizer_class: A class of torch or of the program.
+        params_rref: References to the parameters, on any rank.
+        *args: Arguments of the optimizers, after the parameters.
+        **kwargs: Keyword arguments of the optimizers.
 
     Raises:
-        Exception: What the first optimizer that could not be made raised.
+        Exception: The error of the first optimizer that could not be created.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class DistributedOptimizer:
         )
 
     def step(self, context_id: int) -> None:
-        """Step all optimizers with the gradients of a context, and return when all are done.
+        """Step all optimizers with the gradients of a context, and wait for all of them.
 
         Raises:
-            Exception: What the first step that failed raised; the others are done.
+            Exception: The error of the first step that failed; the others are done.
         """
         _all_of(
             [
@@ -74,7 +74,7 @@ class DistributedOptimizer:
 
 
 def _all_of(futures: Sequence[CallFuture]) -> list[Any]:
-    """Wait for all, and return their results or raise the first error."""
+    """Wait for all futures, then return their results or raise the first error."""
     results, errors = [], []
     for future in futures:
         try:
@@ -87,7 +87,7 @@ def _all_of(futures: Sequence[CallFuture]) -> list[Any]:
 
 
 class LocalOptimizer:
-    """The optimizer of one rank."""
+    """The optimizer of one rank's parameters."""
 
     # Several trainers may have optimizers of the same parameters.
     _turn = threading.Lock()
@@ -99,7 +99,7 @@ class LocalOptimizer:
         self._optimizer = made_by(parameters, *args, **kwargs)
 
     def step(self, context_id: int) -> None:
-        """Step with the gradients of a context; ``.grad`` is afterwards what it was."""
+        """Step with the gradients of a context, and restore ``.grad`` afterwards."""
         gradients = get_gradients(context_id)
         with self._turn:
             before = [parameter.grad for parameter in self._parameters]
@@ -116,13 +116,13 @@ class LocalOptimizer:
 def make_local_optimizer(
     asked: str | type, parameters: list[RRef[Any]], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> RRef[Any]:
-    """Make an optimizer of this rank's parameters, for another rank."""
+    """Create an optimizer of this rank's parameters, for another rank."""
     if isinstance(asked, str):
         made_by = _OF_TORCH[asked]
     elif isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer):
         made_by = asked
     else:
-        raise TypeError(f"{asked!r} is no optimizer")
+        raise TypeError(f"{asked!r} is not an optimizer class")
     tensors = [parameter.local_value() for parameter in parameters]
     return RRef(LocalOptimizer(made_by, tensors, args, kwargs))
 
@@ -132,5 +132,5 @@ def step_local_optimizer(optimizer: RRef[Any], context_id: int) -> None:
     """Step an optimizer of this rank, for another rank."""
     local = optimizer.local_value()
     if not isinstance(local, LocalOptimizer):
-        raise TypeError(f"{type(local).__name__} is no optimizer of this rank")
+        raise TypeError(f"{type(local).__name__} is not an optimizer of this rank")
     local.step(context_id)

@@ -1,4 +1,4 @@
-"""Options: how RPC is set up, under torch's names. There is one backend, and it is on the CPU."""
+"""Options of RPC, under torch's names. There is one backend, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rankwire.torch.rpc.constants import (
 
 
 class RpcBackendOptions:
-    """What every backend is told.
+    """Options of every backend.
 
     Args:
-        rpc_timeout: Seconds for calls without a limit of their own; 0 is none.
+        rpc_timeout: Default timeout of calls in seconds; 0 is no limit.
         init_method: Where the ranks meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
     """
 
@@ -41,10 +41,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """The options of torch's TensorPipe backend, so that programs need not change.
 
     Args:
-        num_worker_threads: Calls that run at once.
-        rpc_timeout: Seconds for calls without a limit of their own; 0 is none.
+        num_worker_threads: The number of calls that run at once.
+        rpc_timeout: Default timeout of calls in seconds; 0 is no limit.
         init_method: Where the ranks meet.
-        device_maps: May map the CPU to itself; tensors of other devices are not carried.
+        device_maps: May map the CPU to itself; tensors of other devices cannot be sent.
         devices: May name the CPU.
         _transports: Not used.
         _channels: Not used.
@@ -75,25 +75,17 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.set_devices(devices or [])
 
     def set_device_map(self, to: str, device_map: dict[Any, Any]) -> None:
-        """Say where tensors of one device go on another worker.
-
-        Raises:
-            ValueError: A device is not the CPU.
-        """
+        """Map devices to those of another worker; only the CPU is accepted."""
         own = self.device_maps.setdefault(to, {})
         own.update({_cpu(source): _cpu(target) for source, target in device_map.items()})
 
     def set_devices(self, devices: list[Any]) -> None:
-        """Say which devices are used.
-
-        Raises:
-            ValueError: One is not the CPU.
-        """
+        """Set the devices; only the CPU is accepted."""
         self.devices = [_cpu(device) for device in devices]
 
 
 class BackendType(Enum):
-    """The backends that ``init_rpc`` can be asked for; both names mean the same one."""
+    """The backends that ``init_rpc`` accepts; both names mean the same one."""
 
     TENSORPIPE = "TENSORPIPE"
     RANKWIRE = "RANKWIRE"

@@ -20,7 +20,7 @@ from rankwire.torch.rpc.verbs import APPLY
 
 
 class _Collected(threading.local):
-    """The futures of ``rpc_async`` in a thread that is in ``_wait_all``; else no such attribute."""
+    """The futures of ``rpc_async`` in a thread inside ``_wait_all``; outside, no such attribute."""
 
     future_list: list[CallFuture]
 
@@ -35,21 +35,20 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Call a function of another worker, or of this one, and return its result.
+    """Call a function of a worker and return its result.
 
-    Safe from any thread. Tensors are sent from where they are, uncopied; they may be changed when
-    this returns.
+    Safe from any thread. Tensors are sent without a copy and may be changed when this returns.
 
     Args:
         to: The worker: a name, a rank or a ``WorkerInfo``.
-        func: A function or class that the callee's naming rule lets others reach.
+        func: A function or class that the callee's naming rule allows.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        timeout: Seconds; 0 is no limit; -1 is the default one.
+        timeout: Seconds; 0 is no limit, -1 the default.
 
     Raises:
-        RuntimeError: It failed; rankwire's error is the ``__cause__``. What the function raised is
-            raised as an error of the same class, if that is Python's or the program's.
+        RuntimeError: The call failed; rankwire's error is the ``__cause__``. An error that the
+            function raised has its own class, if that is Python's or the program's.
     """
     session, rank, limit = _addressed(to, timeout)
     try:
@@ -65,14 +64,14 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture:
-    """Start a call of a function of another worker, and return its future.
+    """Start a call of a function of a worker and return its future.
 
-    Safe from any thread. Arguments are encoded, and large ones sent, before this returns: they may
+    Safe from any thread. Arguments are encoded, and large ones sent, before this returns, and may
     be changed afterwards. Otherwise as ``rpc_sync``.
 
     Raises:
-        RuntimeError: An argument cannot be sent, or there is no such worker; what the network or
-            the callee does ends the future.
+        RuntimeError: An argument cannot be sent, or there is no such worker. All other failures end
+            the future.
     """
     session, rank, limit = _addressed(to, timeout)
     try:
@@ -86,7 +85,7 @@ def rpc_async(
 
 
 def _addressed(to: Any, timeout: float) -> tuple[Session, int, float]:
-    """Return the session, the rank that is meant, and the seconds that the call has."""
+    """Return the session, the rank that is called, and the timeout in seconds."""
     session = state.session
     if session is None:
         raise RuntimeError(NOT_INITIALIZED)
@@ -100,7 +99,7 @@ def _named(
     args: Iterable[Any] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[str, Iterable[Any], Mapping[str, Any]]:
-    """Return a function by its name, and its arguments; one that is pickled is one of them."""
+    """Return the function's name and its arguments; a pickled function becomes an argument."""
     name = session.names.get(func) or session.named(func)
     if type(name) is str:
         return name, args or (), kwargs or {}
@@ -110,20 +109,20 @@ def _named(
 def all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Give an object and return what each worker gave, by name. All of them call it.
+    """Contribute an object and return those of all workers, by name. All of them call it.
 
     Args:
-        obj: What this worker gives.
-        worker_names: Who takes part; all workers if not given.
-        timeout: Seconds; 0 is no limit; -1 is the default one.
+        obj: This worker's object.
+        worker_names: The workers that take part; all if not given.
+        timeout: Seconds; 0 is no limit, -1 the default.
 
     Raises:
-        RuntimeError: They did not all come in time, or one is lost.
+        RuntimeError: A worker did not take part in time, or is lost.
     """
     session = current()
     names = tuple(sorted(worker_names or session.ranks))
     if session.me.name not in names:
-        raise RuntimeError(f"{session.me.name} is not one of those who gather: {names}")
+        raise RuntimeError(f"{session.me.name} is not among the gathering workers: {names}")
     limit = session.limit(timeout)
     leader = session.ranks[names[0]]
     try:
@@ -146,7 +145,7 @@ def barrier(worker_names: Iterable[str]) -> None:
 
 @contextmanager
 def wait_all() -> Iterator[None]:
-    """Wait at the end for all that this thread has started with ``rpc_async`` meanwhile."""
+    """Wait at the end of the block for all calls that this thread started with ``rpc_async``."""
     collected.future_list = []
     try:
         yield

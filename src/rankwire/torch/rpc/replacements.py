@@ -1,13 +1,9 @@
-"""What programs of torch RPC use beside it: distributed autograd, its optimizer, remote modules.
+"""Replace torch's distributed autograd, its optimizer and remote modules while RPC is initialized.
 
-A program imports these from torch (``import torch.distributed.autograd as dist_autograd``,
-``from torch.distributed.optim import DistributedOptimizer``). torch's own work on torch's RPC only.
-So ``init_rpc`` puts ours in their place, and ``shutdown`` puts torch's back: in the modules of
-torch, and in every module that has imported one of them by name. The program has to change the
-import of ``rpc`` and no other one.
-
-Nothing is imported here: a module of torch that the program has not imported is left alone. Where
-torch's own RPC is initialized in the same process, its names stay as they are.
+Programs import these from torch (``import torch.distributed.autograd as dist_autograd``), where
+they work on torch's RPC only. So ``init_rpc`` replaces them by rankwire's in the modules of torch
+and in every module that imported them by name, and ``shutdown`` restores them. Nothing is imported
+here. If torch's own RPC is initialized in this process, nothing is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ NAMES: dict[str, dict[str, Any]] = {
 _EXTENSION = "torch._C._distributed_rpc"
 _MISSING = object()
 
-# What was replaced: the module, the name, and what it was.
+# The module, the name, and the value that was replaced.
 Replaced = list[tuple[ModuleType, str, Any]]
 
 _replaced: Replaced = []
@@ -46,17 +42,17 @@ def put_in_place() -> None:
 
 
 def put_back() -> None:
-    """Give torch's names back to torch. Safe to repeat."""
+    """Restore torch's names. Safe to repeat."""
     restore(_replaced)
 
 
 def replace(names: Mapping[str, Mapping[str, Any]], *, everywhere: bool) -> Replaced:
-    """Replace names in modules that are imported, and return what was there.
+    """Replace names in imported modules, and return what was replaced.
 
     Args:
         names: The new values, by module and name.
-        everywhere: Whether to replace what any module has imported by name; else what modules of
-            ``torch.distributed`` have.
+        everywhere: Whether to replace them in every module that imported them by name, or only in
+            modules of ``torch.distributed``.
     """
     replaced: Replaced = []
     new: dict[int, Any] = {}

@@ -1,17 +1,16 @@
-"""The watcher: has replies read for futures that are waited for where Python does not see it.
+"""Have replies read for futures that a thread waits for in C++.
 
-``torch.futures.wait_all`` and ``collect_all`` wait in C++, and nothing tells that a future is among
-those. To have every reply read as soon as it comes would cost more than the calls: the reading
-thread and the one that calls would take turns at the interpreter. Most futures are waited for at
-once, by threads that read by themselves. So a thread looks when no more calls are being made, for a
-moment, and has those replies attended to that have not come by then.
+``torch.futures.wait_all`` and ``collect_all`` wait in C++, invisible to Python. Reading every reply
+as soon as it arrives would cost more than the calls: the reader thread and the calling thread would
+compete for the interpreter. Most futures are waited for at once, by threads that read for
+themselves. So a thread waits for a pause between calls, and then has the replies read that have not
+arrived.
 
-While a thread waits in Python for a reply of a rank, it reads all replies of that rank, and the
-calls to it are put aside. When it leaves, they are looked at again.
+While a thread waits in Python for a reply of a rank, it reads all replies of that rank. Calls to
+that rank are put aside, and checked again when the thread stops reading.
 
-Thread: one, started by the first future, asleep while there is none.
-
-Lock: ``_lock`` guards who reads and what is aside, for moments; nothing is taken under it.
+Thread: one, started by the first future, asleep while there is none. Lock: ``_lock`` guards the
+readers and the calls that are put aside; nothing is called while it is held.
 """
 
 from __future__ import annotations
@@ -25,42 +24,42 @@ from rankwire.clock import Clock
 from rankwire.rpc.future import RpcFuture
 
 _MOMENT = 0.0002  # seconds
-_MOST_MOMENTS = 10  # after so many it looks, also while calls are being made
-_FEW_ASIDE = 64  # from here on those that have ended are let go now and then
+_MOST_MOMENTS = 10  # then it looks, even while calls are being made
+_FEW_ASIDE = 64  # above this, calls that have ended are dropped now and then
 
 
 class ReplyWatcher:
-    """Looks after futures of calls. Every method is safe from any thread.
+    """Watches futures of calls. Every method is safe from any thread.
 
     Args:
-        clock: By which it waits.
+        clock: The clock to wait by.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # To be looked at; None has it look at what is aside, or whether it is closed.
+        # None makes the thread check the calls put aside, and whether it is closed.
         self._calls: SimpleQueue[RpcFuture[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._readers: dict[int, int] = {}  # by thread, the rank whose replies it reads
         self._aside: dict[int, list[RpcFuture[Any]]] = {}  # by rank
-        self._most_aside: dict[int, int] = {}  # by rank; then those that have ended are let go
+        self._most_aside: dict[int, int] = {}  # by rank; then ended ones are dropped
         self._is_closed = False
         self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def watch(self, call: RpcFuture[Any]) -> None:
-        """Have the reply of a call read soon, if no thread has read it by then."""
+        """Have the reply of a call read soon, unless a thread has read it by then."""
         if self._thread is None:
             self._start()
         self._calls.put(call)
 
     def begin_reading(self, rank: int) -> None:
-        """This thread is going to read the replies of a rank, until ``end_reading``."""
+        """Note that this thread reads the replies of a rank, until ``end_reading``."""
         with self._lock:
             self._readers[threading.get_ident()] = rank
 
     def end_reading(self) -> None:
-        """This thread reads no more. Safe to repeat."""
+        """Note that this thread has stopped reading. Safe to repeat."""
         with self._lock:
             rank = self._readers.pop(threading.get_ident(), None)
             is_left = rank in self._aside and rank not in self._readers.values()
@@ -68,7 +67,7 @@ class ReplyWatcher:
             self._calls.put(None)
 
     def close(self) -> None:
-        """Look after nothing any more."""
+        """Stop watching."""
         self._is_closed = True
         self._calls.put(None)
 
@@ -85,7 +84,7 @@ class ReplyWatcher:
             self._look([self._calls.get()])
 
     def _look(self, calls: list[RpcFuture[Any] | None]) -> None:
-        """Look at calls, and at what comes after them; none of them is kept when this returns."""
+        """Look at calls and at those made after them. It must not keep a call when it returns."""
         self._wait_for_a_pause()
         with suppress(Empty):
             while True:
@@ -94,7 +93,7 @@ class ReplyWatcher:
             call.attend()
 
     def _wait_for_a_pause(self) -> None:
-        """Wait until no call is made for a moment: whoever makes them has not begun to wait."""
+        """Wait until no call is made for a moment: a thread that makes calls is not waiting yet."""
         for _ in range(_MOST_MOMENTS):
             count = self._calls.qsize()
             self._clock.sleep(_MOMENT)
@@ -102,7 +101,7 @@ class ReplyWatcher:
                 return
 
     def _unread(self, calls: list[RpcFuture[Any] | None]) -> list[RpcFuture[Any]]:
-        """Return those that have not ended, and whose replies no thread reads; put others aside."""
+        """Return the calls in progress whose replies no thread reads; put the others aside."""
         found = []
         with self._lock:
             read = set(self._readers.values())

@@ -1,19 +1,18 @@
-"""The verbs: what ranks ask of each other beyond calls of the program's functions, and who may ask.
+"""The requests between ranks beyond calls of the program's functions, and who may send them.
 
-A verb is registered with the agent under a name that no module has, by ``register`` below, which
-knows only the verbs of this table. Each one checks its sender before it does anything; the table
-says whom it accepts:
+A verb is registered with the agent under a name that no module has. Each one checks its sender
+first; the table says which senders it accepts:
 
-- *Holder*: the sender was given a handle of the object. It proves that by the key of the object's
-  id, 63 random bits that travel inside of handles alone. So it can use a handle at once, also if
-  the owner has not heard yet from the rank that passed it on.
+- *Holder*: the sender has a handle of the object. It proves that by the key in the object's id, 63
+  random bits that travel only inside handles. So a handle works at once, even if the owner has not
+  yet heard from the rank that passed it on.
 - *Creator*: the sender's rank is the one in the object's id.
-- *Member*: the sender knows the id of the context, of which 48 bits are random and which travels
-  inside of calls in the context.
+- *Member*: the sender knows the context's id, of which 48 bits are random and which travels only
+  inside calls in the context.
 - *Conductor*: the sender's rank is the one in the number of the backward pass.
 
-``docs/security-details.md`` has the same table. ``test_rpc_verbs.py`` sends each verb from a rank
-that may not send it.
+``docs/security-details.md`` has the same table; ``test_rpc_verbs.py`` sends each verb from a rank
+that may not.
 """
 
 from __future__ import annotations
@@ -66,24 +65,18 @@ SENDERS = {
 
 
 def register(agent: RpcAgent, verb: str, function: Callable[..., Any]) -> None:
-    """Have an agent serve a verb.
-
-    Args:
-        agent: The rank's.
-        verb: One of ``SENDERS``.
-        function: Checks who sends it (``sender``) as the table says, and does it.
-    """
+    """Have an agent serve a verb of ``SENDERS``; the function checks its sender by ``sender()``."""
     assert verb in SENDERS, verb
     agent.register(verb, function)
 
 
 def sender() -> int:
-    """Return the rank that has sent the verb which this thread serves.
+    """Return the rank that sent the verb which this thread serves.
 
     Raises:
-        PermissionError: No rank has; the function was called as if it were the program's.
+        PermissionError: No rank sent it; the function was called locally.
     """
     call = current_call()
     if call is None:
-        raise PermissionError("this is for other ranks to call")
+        raise PermissionError("only other ranks can call this")
     return call.src
