@@ -14,7 +14,6 @@ from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -25,12 +24,22 @@ from rankwire.backends.posting import ANY_RANK
 from rankwire.backends.sub import SubBackend
 from rankwire.codec.tensors import bytes_of
 from rankwire.collectives.operands import operand
-from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.errors import RankwireError
 from rankwire.finalizers import hand_over
 from rankwire.observe.stacks import show_as
 from rankwire.override import override
 from rankwire.torch.devices import Devices, plain
-from rankwire.torch.group_operations import add_sparse, meet_monitored, op_of
+from rankwire.torch.group_operations import (
+    add_sparse,
+    bytes_view,
+    cut,
+    flattened,
+    meet_monitored,
+    only_list,
+    only_tensor,
+    op_of,
+    options_of,
+)
 from rankwire.torch.torch_rendezvous import form_world, take_formed
 from rankwire.torch.works import (
     DoneWork,
@@ -90,17 +99,8 @@ def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
     return route
 
 
-class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch on a rankwire backend. Safe from any thread.
-
-    Args:
-        ranks: The backend.
-        store: torch's store.
-
-    Attributes:
-        ranks: The backend, for calls and messages that torch has no method for.
-        devices: Handles tensors that are not on the CPU.
-    """
+class _GroupBase(dist.ProcessGroup):  # type: ignore[misc]
+    """The names, the lifetime and the background operations of a process group."""
 
     def __init__(self, ranks: Backend, store: Any) -> None:
         super().__init__(ranks.rank, ranks.world_size)
@@ -111,8 +111,6 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._description = "undefined"
         # Not at exit: then the backend closes itself, with the error that ends the process.
         weakref.finalize(self, hand_over, ranks.close).atexit = False
-
-    # -- names -------------------------------------------------------------------------------------
 
     @override
     def getBackendName(self) -> str:
@@ -147,196 +145,11 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
 
-    # -- collectives -------------------------------------------------------------------------------
-
-    @_on_any_device
-    @override
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        tensor = _only(tensors)
-        opts = _options(c10d.AllreduceOptions, opts)
-        if tensor.is_sparse:
-            with as_torch:
-                add_sparse(self.ranks, tensor, op_of(opts.reduceOp), seconds_of(opts.timeout))
-            return DoneWork([tensor])
-        return self._run(opts, [tensor], rankwire.all_reduce, tensor, op_of(opts.reduceOp))
-
-    @_on_any_device
-    @override
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        opts = _options(c10d.AllreduceCoalescedOptions, opts)
-        op = op_of(opts.reduceOp)
-        return self._run(opts, tensors, rankwire.all_reduce_coalesced, [*map(plain, tensors)], op)
-
-    @_on_any_device
-    @override
-    def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        tensor = _only(tensors)
-        opts = _options(c10d.ReduceOptions, opts)
-        root, op = opts.rootRank, op_of(opts.reduceOp)
-        out = tensor if self.ranks.rank == root else None
-        return self._run(opts, [tensor], rankwire.reduce, tensor, root, op, out=out)
-
-    @_on_any_device
-    @override
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        tensor = _only(tensors)
-        opts = _options(c10d.BroadcastOptions, opts)
-        return self._run(opts, [tensor], rankwire.broadcast, tensor, opts.rootRank)
-
-    @_on_any_device
-    @override
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        out, tensor = _only_list(outputs), _only(inputs)
-        opts = _options(c10d.AllgatherOptions, opts)
-        return self._run(opts, out, rankwire.all_gather, tensor, out=out)
-
-    @_on_any_device
-    def all_gather_single(
-        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
-    ) -> Any:
-        """Gather the tensors of all ranks into one tensor on every rank."""
-        opts = _options(c10d.AllgatherOptions, opts)
-        return self._run(opts, [output], rankwire.all_gather, _flat(source), out=_flat(output))
-
-    @_on_any_device
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Any:
-        """Gather many tensors of all ranks, each into one tensor."""
-        opts = _options(c10d.AllgatherOptions, opts)
-        flat, out = [_flat(each) for each in inputs], [_flat(each) for each in outputs]
-        return self._run(opts, outputs, rankwire.all_gather_coalesced, flat, out=out)
-
-    @_on_any_device
-    @override
-    def allgather_coalesced(
-        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Any:
-        opts = _options(c10d.AllgatherOptions, opts)
-        works = [
-            self._run(opts, out, rankwire.all_gather, tensor, out=list(out))
-            for tensor, out in zip(inputs, zip(*output_lists, strict=True), strict=True)
-        ]
-        return works[-1] if works else DoneWork()
-
-    @_on_any_device
-    @override
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        tensor = _only(inputs)
-        opts = _options(c10d.GatherOptions, opts)
-        out = _only_list(outputs) if self.ranks.rank == opts.rootRank else None
-        held = [tensor] if out is None else out
-        return self._run(opts, held, rankwire.gather, tensor, opts.rootRank, out=out)
-
-    @_on_any_device
-    @override
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        out = _only(outputs)
-        opts = _options(c10d.ScatterOptions, opts)
-        tensors = _only_list(inputs) if self.ranks.rank == opts.rootRank else None
-        return self._run(opts, [out], rankwire.scatter, tensors, opts.rootRank, out=out)
-
-    @_on_any_device
-    @override
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        out, tensors = _only(outputs), _only_list(inputs)
-        opts = _options(c10d.ReduceScatterOptions, opts)
-        op = op_of(opts.reduceOp)
-        return self._run(opts, [out], rankwire.reduce_scatter, tensors, op, out=out)
-
-    @_on_any_device
-    def reduce_scatter_single(
-        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
-    ) -> Any:
-        """Reduce a tensor over all ranks; each rank gets its part."""
-        opts = _options(c10d.ReduceScatterOptions, opts)
-        op, out = op_of(opts.reduceOp), _flat(output)
-        return self._run(opts, [output], rankwire.reduce_scatter, _flat(source), op, out=out)
-
-    @_on_any_device
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Any:
-        """Reduce many tensors over all ranks; each rank gets its part of each."""
-        opts = _options(c10d.ReduceScatterOptions, opts)
-        op = op_of(opts.reduceOp)
-        flat, out = [_flat(each) for each in inputs], [_flat(each) for each in outputs]
-        return self._run(opts, outputs, rankwire.reduce_scatter_coalesced, flat, op, out=out)
-
-    @_on_any_device
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_sizes: Sequence[int] = (),
-        input_sizes: Sequence[int] = (),
-        opts: Any = None,
-    ) -> Any:
-        """Send part i along dimension 0 to rank i, in equal parts or in the given sizes."""
-        opts = _options(c10d.AllToAllOptions, opts)
-        if not output_sizes and not input_sizes:
-            return self._run(opts, [output], rankwire.all_to_all, _flat(source), out=_flat(output))
-        size = self.ranks.world_size
-        parts = _cut(source, input_sizes or [source.shape[0] // size] * size)
-        out = _cut(output, output_sizes or [output.shape[0] // size] * size)
-        return self._run(opts, [output], rankwire.all_to_all, parts, out=out)
-
-    @_on_any_device
-    @override
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        opts = _options(c10d.AllToAllOptions, opts)
-        return self._run(
-            opts, outputs, rankwire.all_to_all, [*map(plain, inputs)], out=[*map(plain, outputs)]
-        )
-
-    @override
-    def barrier(self, opts: Any = None) -> Any:
-        return self._run(_options(c10d.BarrierOptions, opts), [], rankwire.barrier)
-
     @override
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         meet_monitored(self.ranks, timeout)
-
-    # -- messages ----------------------------------------------------------------------------------
-
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        """Send a tensor to a rank; it must not change before the work is done."""
-        tensor = _only(tensors)
-        with as_torch:
-            data: bytes | memoryview = bytes_of(tensor) or _bytes(operand(tensor).flat())
-            if len(data) <= _COPIED:
-                data = bytes(data)
-            return MessageWork(self.ranks.isend(data, dst, tag), tensor)
-
-    @override
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._receive(tensors, src, tag)
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive a tensor from any rank; the work's ``source_rank()`` says which."""
-        return self._receive(tensors, ANY_RANK, tag)
-
-    def _receive(self, tensors: Any, src: Any, tag: int) -> Any:
-        tensor = _only(tensors)
-        with as_torch:
-            whole = bytes_of(tensor)
-            if whole is not None:
-                return MessageWork(self.ranks.irecv_into(whole, src, tag), tensor)
-            target = operand(tensor)
-            flat = target.flat()
-            handle = self.ranks.irecv_into(_bytes(flat), src, tag)
-            return MessageWork(handle, tensor, partial(target.store, flat))
-
-    # Older names.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
-    # -- ending ------------------------------------------------------------------------------------
 
     @override
     def shutdown(self) -> None:
@@ -365,45 +178,201 @@ class RankwireGroup(dist.ProcessGroup):  # type: ignore[misc]
         return PendingWork(work, tensors) if is_async else None
 
 
-def _options(kind: type[Any], given: Any) -> Any:
-    """Return torch's options; older forms of a call pass an op, or nothing."""
-    if type(given) is kind:
-        return given
-    if given is None:
-        return kind()
-    if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
-        options = kind()
-        options.reduceOp = given
-        return options
-    return given
+class RankwireGroup(_GroupBase):
+    """A process group of torch on a rankwire backend. Safe from any thread.
 
+    Args:
+        ranks: The backend.
+        store: torch's store.
 
-def _only(tensors: Any) -> torch.Tensor:
-    if isinstance(tensors, torch.Tensor):
-        return plain(tensors)
-    if len(tensors) != 1:
-        raise ConfigurationError(f"one tensor a rank, not {len(tensors)}")
-    only = tensors[0]
-    return only if type(only) is torch.Tensor else plain(only)
+    Attributes:
+        ranks: The backend, for calls and messages that torch has no method for.
+        devices: Handles tensors that are not on the CPU.
+    """
 
+    # -- collectives -------------------------------------------------------------------------------
 
-def _only_list(lists: Any) -> list[torch.Tensor]:
-    if lists and isinstance(lists[0], torch.Tensor):
-        return [plain(tensor) for tensor in lists]
-    if len(lists) != 1:
-        raise ConfigurationError(f"one list of tensors a rank, not {len(lists)}")
-    return [plain(tensor) for tensor in lists[0]]
+    @_on_any_device
+    @override
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        tensor = only_tensor(tensors)
+        opts = options_of(c10d.AllreduceOptions, opts)
+        if tensor.is_sparse:
+            with as_torch:
+                add_sparse(self.ranks, tensor, op_of(opts.reduceOp), seconds_of(opts.timeout))
+            return DoneWork([tensor])
+        return self._run(opts, [tensor], rankwire.all_reduce, tensor, op_of(opts.reduceOp))
 
+    @_on_any_device
+    @override
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = options_of(c10d.AllreduceCoalescedOptions, opts)
+        op = op_of(opts.reduceOp)
+        return self._run(opts, tensors, rankwire.all_reduce_coalesced, [*map(plain, tensors)], op)
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = plain(tensor)
-    return tensor.view(-1) if tensor.is_contiguous() else tensor
+    @_on_any_device
+    @override
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensor = only_tensor(tensors)
+        opts = options_of(c10d.ReduceOptions, opts)
+        root, op = opts.rootRank, op_of(opts.reduceOp)
+        out = tensor if self.ranks.rank == root else None
+        return self._run(opts, [tensor], rankwire.reduce, tensor, root, op, out=out)
 
+    @_on_any_device
+    @override
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        tensor = only_tensor(tensors)
+        opts = options_of(c10d.BroadcastOptions, opts)
+        return self._run(opts, [tensor], rankwire.broadcast, tensor, opts.rootRank)
 
-def _bytes(flat: Any) -> memoryview:
-    view: memoryview = flat.view(np.uint8).data
-    return view
+    @_on_any_device
+    @override
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        out, tensor = only_list(outputs), only_tensor(inputs)
+        opts = options_of(c10d.AllgatherOptions, opts)
+        return self._run(opts, out, rankwire.all_gather, tensor, out=out)
 
+    @_on_any_device
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Any:
+        """Gather the tensors of all ranks into one tensor on every rank."""
+        opts = options_of(c10d.AllgatherOptions, opts)
+        return self._run(
+            opts, [output], rankwire.all_gather, flattened(source), out=flattened(output)
+        )
 
-def _cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    return list(torch.split(tensor, list(sizes)))
+    @_on_any_device
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Gather many tensors of all ranks, each into one tensor."""
+        opts = options_of(c10d.AllgatherOptions, opts)
+        flat, out = [flattened(each) for each in inputs], [flattened(each) for each in outputs]
+        return self._run(opts, outputs, rankwire.all_gather_coalesced, flat, out=out)
+
+    @_on_any_device
+    @override
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Any:
+        opts = options_of(c10d.AllgatherOptions, opts)
+        works = [
+            self._run(opts, out, rankwire.all_gather, tensor, out=list(out))
+            for tensor, out in zip(inputs, zip(*output_lists, strict=True), strict=True)
+        ]
+        return works[-1] if works else DoneWork()
+
+    @_on_any_device
+    @override
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        tensor = only_tensor(inputs)
+        opts = options_of(c10d.GatherOptions, opts)
+        out = only_list(outputs) if self.ranks.rank == opts.rootRank else None
+        held = [tensor] if out is None else out
+        return self._run(opts, held, rankwire.gather, tensor, opts.rootRank, out=out)
+
+    @_on_any_device
+    @override
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        out = only_tensor(outputs)
+        opts = options_of(c10d.ScatterOptions, opts)
+        tensors = only_list(inputs) if self.ranks.rank == opts.rootRank else None
+        return self._run(opts, [out], rankwire.scatter, tensors, opts.rootRank, out=out)
+
+    @_on_any_device
+    @override
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        out, tensors = only_tensor(outputs), only_list(inputs)
+        opts = options_of(c10d.ReduceScatterOptions, opts)
+        op = op_of(opts.reduceOp)
+        return self._run(opts, [out], rankwire.reduce_scatter, tensors, op, out=out)
+
+    @_on_any_device
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Any:
+        """Reduce a tensor over all ranks; each rank gets its part."""
+        opts = options_of(c10d.ReduceScatterOptions, opts)
+        op, out = op_of(opts.reduceOp), flattened(output)
+        return self._run(opts, [output], rankwire.reduce_scatter, flattened(source), op, out=out)
+
+    @_on_any_device
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Reduce many tensors over all ranks; each rank gets its part of each."""
+        opts = options_of(c10d.ReduceScatterOptions, opts)
+        op = op_of(opts.reduceOp)
+        flat, out = [flattened(each) for each in inputs], [flattened(each) for each in outputs]
+        return self._run(opts, outputs, rankwire.reduce_scatter_coalesced, flat, op, out=out)
+
+    @_on_any_device
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Any:
+        """Send part i along dimension 0 to rank i, in equal parts or in the given sizes."""
+        opts = options_of(c10d.AllToAllOptions, opts)
+        if not output_sizes and not input_sizes:
+            return self._run(
+                opts, [output], rankwire.all_to_all, flattened(source), out=flattened(output)
+            )
+        size = self.ranks.world_size
+        parts = cut(source, input_sizes or [source.shape[0] // size] * size)
+        out = cut(output, output_sizes or [output.shape[0] // size] * size)
+        return self._run(opts, [output], rankwire.all_to_all, parts, out=out)
+
+    @_on_any_device
+    @override
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        opts = options_of(c10d.AllToAllOptions, opts)
+        return self._run(
+            opts, outputs, rankwire.all_to_all, [*map(plain, inputs)], out=[*map(plain, outputs)]
+        )
+
+    @override
+    def barrier(self, opts: Any = None) -> Any:
+        return self._run(options_of(c10d.BarrierOptions, opts), [], rankwire.barrier)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        """Send a tensor to a rank; it must not change before the work is done."""
+        tensor = only_tensor(tensors)
+        with as_torch:
+            data: bytes | memoryview = bytes_of(tensor) or bytes_view(operand(tensor).flat())
+            if len(data) <= _COPIED:
+                data = bytes(data)
+            return MessageWork(self.ranks.isend(data, dst, tag), tensor)
+
+    @override
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        return self._receive(tensors, src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Receive a tensor from any rank; the work's ``source_rank()`` says which."""
+        return self._receive(tensors, ANY_RANK, tag)
+
+    def _receive(self, tensors: Any, src: Any, tag: int) -> Any:
+        tensor = only_tensor(tensors)
+        with as_torch:
+            whole = bytes_of(tensor)
+            if whole is not None:
+                return MessageWork(self.ranks.irecv_into(whole, src, tag), tensor)
+            target = operand(tensor)
+            flat = target.flat()
+            handle = self.ranks.irecv_into(bytes_view(flat), src, tag)
+            return MessageWork(handle, tensor, partial(target.store, flat))
+
+    # Older names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single

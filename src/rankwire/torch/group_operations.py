@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
@@ -17,6 +19,7 @@ from rankwire.backends.base import Backend
 from rankwire.collectives.operations import all_gather
 from rankwire.collectives.reductions import PremulSum
 from rankwire.errors import ConfigurationError, DeadlineExceededError
+from rankwire.torch.devices import plain
 from rankwire.torch.works import as_torch, seconds_of
 
 # By number: looking up the enum takes 1 us more, as each access makes a new object.
@@ -103,3 +106,55 @@ def meet_monitored(ranks: Backend, timeout: timedelta | None) -> None:
             late = ", ".join(map(str, error.waiting_for))
             text = f"[Rank {ranks.rank}]: Ranks {late} failed to pass monitoredBarrier: {error}"
             raise dist.DistBackendError(text) from error
+
+
+# -- arguments of torch's calls --------------------------------------------------------------------
+
+
+def options_of(kind: type[Any], given: Any) -> Any:
+    """Return torch's options; older forms of a call pass an op, or nothing."""
+    if type(given) is kind:
+        return given
+    if given is None:
+        return kind()
+    if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        options = kind()
+        options.reduceOp = given
+        return options
+    return given
+
+
+def only_tensor(tensors: Any) -> torch.Tensor:
+    """Return the one tensor that a call is about."""
+    if isinstance(tensors, torch.Tensor):
+        return plain(tensors)
+    if len(tensors) != 1:
+        raise ConfigurationError(f"one tensor a rank, not {len(tensors)}")
+    only = tensors[0]
+    return only if type(only) is torch.Tensor else plain(only)
+
+
+def only_list(lists: Any) -> list[torch.Tensor]:
+    """Return the one list of tensors that a call is about."""
+    if lists and isinstance(lists[0], torch.Tensor):
+        return [plain(tensor) for tensor in lists]
+    if len(lists) != 1:
+        raise ConfigurationError(f"one list of tensors a rank, not {len(lists)}")
+    return [plain(tensor) for tensor in lists[0]]
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a one-dimensional view, or the tensor itself if it is not contiguous."""
+    tensor = plain(tensor)
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
+def bytes_view(flat: Any) -> memoryview:
+    """Return the bytes of a flat array."""
+    view: memoryview = flat.view(np.uint8).data
+    return view
+
+
+def cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return parts of these sizes along dimension 0."""
+    return list(torch.split(tensor, list(sizes)))
