@@ -46,3 +46,17 @@ def test_the_snippets_about_tests_and_notebooks_run(number):
 
 def test_no_snippet_is_left_out():
     assert len(snippets("testing.md")) == 3
+
+
+def test_the_locks_of_the_thread_model_exist():
+    """Locks are named ``Class.attribute``."""
+    table = (
+        (PAGES / "thread-model.md").read_text().partition("## Locks")[2].partition("## Rules")[0]
+    )
+    sources = [path.read_text() for path in (PAGES.parent / "src").rglob("*.py")]
+    named = set(re.findall(r"`(\w+)\.(\w+)`", table))
+    assert len(named) > 30
+    for cls, attribute in named:
+        pattern = rf"^class {cls}\b[\s\S]*?\b{attribute}\b.* = .*(?:Lock|Condition)\("
+        found = any(re.search(pattern, source, re.MULTILINE) for source in sources)
+        assert found, f"{cls}.{attribute}"

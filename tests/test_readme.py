@@ -68,7 +68,7 @@ def test_no_line_of_the_pages_is_too_long_to_read():
 
 
 # Pages that still name files that are gone; to be emptied.
-STILL_NAME_WHAT_IS_GONE = {"docs/data-path.md", "docs/thread-model.md"}
+STILL_NAME_WHAT_IS_GONE = {"docs/data-path.md"}
 
 
 def test_the_pages_name_files_that_exist():
