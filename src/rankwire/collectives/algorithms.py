@@ -1,10 +1,10 @@
-"""Algorithms: the steps of each operation. They see only rank, size, send and receive.
+"""Algorithms: the steps of each operation over messages, given rank, size, send and receive.
 
-Arrays are flat and contiguous here. An algorithm that writes to the user's memory does so only once
-it is certain that all ranks are in the same operation: either it has heard from all of them, or it
-begins with ``meet``. All reductions are in rank order, except where it says otherwise; in every
-case all ranks compute each element once, in one place, or in the same way, so results are equal bit
-for bit. ``docs/collectives.md`` has the steps and bytes of each.
+Arrays are flat and contiguous here. An algorithm writes to the user's memory only when all ranks
+are known to be in the same operation: it has heard from all of them, or begins with ``meet``.
+Reductions are in rank order unless the function says otherwise. Each element is computed once, or
+in the same way on all ranks, so results are equal bit for bit. ``docs/collectives.md`` lists the
+steps and bytes of each.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rankwire.collectives.reductions import Reduction
 
 Array = np.ndarray[Any, Any]
 
-# What a socket surely takes without its reader.
+# A socket takes this much even if its peer does not read.
 _MUCH = 64 << 10
 
-# Steps of the parts that operations are made of; the rounds of a part follow from there.
+# The first step of each phase; the rounds of a phase follow it.
 _MEET = 0x100
 _GATHER = 0x200
 _REDUCE = 0x300
@@ -31,13 +31,13 @@ _RING = 0x1000
 
 
 def split(array: Array, parts: int) -> list[Array]:
-    """Cut an array into parts whose sizes differ by one element at most."""
+    """Split an array into parts whose sizes differ by at most one element."""
     count = array.size
     return [array[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
 
 
 def padded(array: Array, count: int) -> Array:
-    """Return an array of so many elements that begins with these; the array, if it has as many."""
+    """Return the array extended to ``count`` elements with zeros; itself if it has as many."""
     if array.size == count:
         return array
     longer = np.zeros(count, array.dtype)
@@ -49,10 +49,10 @@ def padded(array: Array, count: int) -> Array:
 
 
 def meet(x: Exchange) -> None:
-    """Return once all ranks have come: dissemination, log2(N) rounds of one empty message.
+    """Wait for all ranks, in log2(N) rounds of one empty message each.
 
-    Hensgen, Finkel, Manber 1988. After round k a rank has heard, of itself or through others, from
-    the 2**(k+1) - 1 ranks before it.
+    Dissemination (Hensgen, Finkel, Manber 1988): after round k a rank has heard, directly or
+    through others, from the 2**(k+1) - 1 ranks before it.
     """
     distance, step = 1, _MEET
     while distance < x.size:
@@ -62,9 +62,9 @@ def meet(x: Exchange) -> None:
 
 
 def meet_before_much(x: Exchange, nbytes: int) -> None:
-    """Meet, if so much is about to be sent that a rank may get stuck with it.
+    """Meet, if the message is so large that a sender may block in the middle of it.
 
-    In the middle of a message it could not be told that the others are in another operation.
+    There, it could not be told that the others are in another operation.
     """
     if nbytes >= _MUCH:
         meet(x)
@@ -74,10 +74,10 @@ def meet_before_much(x: Exchange, nbytes: int) -> None:
 
 
 def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
-    """Return the parts of all ranks: log2(N) rounds, each sends all that is there.
+    """Return the parts of all ranks, in log2(N) rounds that each send all parts known so far.
 
     Bruck et al. 1997: the fewest rounds for any number of ranks. For parts so small that the number
-    of messages is what costs.
+    of messages dominates.
     """
     rows = np.empty((x.size, own.size), own.dtype)
     rows[0] = own
@@ -95,12 +95,12 @@ def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
 def all_gather_directly(
     x: Exchange, own: Array, parts: Sequence[Array], *, has_met: bool = False
 ) -> None:
-    """Fill the parts of all ranks: each sends its own to every other one.
+    """Fill the parts of all ranks: each rank sends its own to every other one.
 
     Args:
         x: The exchange.
         own: The part of this rank.
-        parts: Where those of all ranks go.
+        parts: Where the parts of all ranks go.
         has_met: Whether all ranks are known to be in the operation.
     """
     step = _SPREAD if has_met else _GATHER
@@ -143,9 +143,9 @@ def all_to_all_directly(x: Exchange, sent: Sequence[Array], received: Sequence[A
 
 
 def _expect_much(x: Exchange, step: int, parts: Sequence[Array]) -> dict[int, Arriving]:
-    """Ask for what others will send if it is large: so it comes to its place while this sends.
+    """Post receives for large parts, so that they arrive in place while this rank sends.
 
-    They send it when they know that all ranks are in the operation.
+    The senders send once they know that all ranks are in the operation.
     """
     return {
         src: x.expect_into(src, step, parts[src])
@@ -157,7 +157,7 @@ def _expect_much(x: Exchange, step: int, parts: Sequence[Array]) -> dict[int, Ar
 def _take_in(
     x: Exchange, step: int, parts: Sequence[Array], arriving: Mapping[int, Arriving]
 ) -> None:
-    """Receive all parts; the small ones are not copied before all of them are there."""
+    """Receive all parts; copy the small ones only when all have arrived."""
     pieces: list[Piece | None] = [None] * x.size
     for src in reversed(x.others):
         if src in arriving:
@@ -177,7 +177,7 @@ def _copy_pieces(pieces: Sequence[Piece | None], parts: Sequence[Array]) -> None
 
 
 def broadcast_by_tree(x: Exchange, array: Array, root: int) -> None:
-    """Send along a binomial tree: log2(N) rounds, every rank that has it passes it on."""
+    """Send along a binomial tree, in log2(N) rounds."""
     place = (x.rank - root) % x.size
     bit = 1
     while bit < x.size and not place & bit:
@@ -191,7 +191,7 @@ def broadcast_by_tree(x: Exchange, array: Array, root: int) -> None:
 
 
 def broadcast_directly(x: Exchange, array: Array, root: int) -> None:
-    """Let every rank take it from the root: on one host, where they read its memory at once."""
+    """Send from the root to every rank: for one host, where ranks read the root's memory."""
     _receive_after_meeting(x, None if x.rank == root else root, array)
     if x.rank == root:
         for dst in x.others:
@@ -199,7 +199,7 @@ def broadcast_directly(x: Exchange, array: Array, root: int) -> None:
 
 
 def _receive_after_meeting(x: Exchange, src: int | None, array: Array) -> None:
-    """Meet, and receive what a rank sends as soon as it has met."""
+    """Meet, and receive what ``src`` sends as soon as it has met."""
     if src is None:
         meet(x)
     elif array.nbytes < _MUCH:
@@ -212,9 +212,10 @@ def _receive_after_meeting(x: Exchange, src: int | None, array: Array) -> None:
 
 
 def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
-    """Scatter it, then gather all parts everywhere: no rank sends more than 2 of it.
+    """Scatter the array, then gather its parts everywhere: no rank sends more than twice its size.
 
-    Van de Geijn's: for large arrays between hosts, where the root's link is the bottleneck.
+    Van de Geijn's algorithm, for large arrays between hosts, where the root's link is the
+    bottleneck.
     """
     meet(x)
     parts = split(array, x.size)
@@ -232,7 +233,7 @@ def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
 
 
 def all_reduce_by_exchange(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
-    """Give the other one of two ranks everything, and reduce here: for small arrays."""
+    """Exchange the whole arrays between two ranks and reduce on both: for small arrays."""
     other = 1 - x.rank
     x.send(other, _REDUCE, source)
     theirs = x.receive_array(other, _REDUCE, source)
@@ -245,7 +246,7 @@ def all_reduce_by_exchange(x: Exchange, source: Array, out: Array, r: Reduction)
 
 
 def all_reduce_by_gathering(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
-    """Gather all contributions by doubling and reduce them here: for small arrays."""
+    """Gather all contributions by doubling and reduce them on every rank: for small arrays."""
     rows = all_gather_by_doubling(x, source)
     x.settle()
     r.fold(rows, x.size, out)
@@ -254,14 +255,14 @@ def all_reduce_by_gathering(x: Exchange, source: Array, out: Array, r: Reduction
 def all_reduce_directly(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Reduce one part on each rank, then gather all parts everywhere.
 
-    Two rounds, each sends 1/N of the array to every other rank: as few bytes as a ring, with
-    nothing to wait for but the slowest rank. On one host every rank reads the others' memory, block
-    by block, and reduces in the cache.
+    Two rounds, in each of which a rank sends 1/N of the array to every other rank: as few bytes as
+    a ring, without its chain of waits. On one host every rank reads the others' memory block by
+    block and reduces in the cache.
     """
     parts = split(out, x.size)
     own = parts[x.rank]
-    # A rank sends its result when it has read what this one contributes to it: also if ``out`` is
-    # ``source``, there is room for it by then.
+    # A rank sends its result after it has read this one's contribution to it, so the result may
+    # arrive there even if ``out`` is ``source``.
     arriving = _expect_much(x, _SPREAD, parts)
     reduce_scatter_directly(x, split(source, x.size), own, r)
     for dst in x.others:
@@ -270,7 +271,7 @@ def all_reduce_directly(x: Exchange, source: Array, out: Array, r: Reduction) ->
 
 
 def reduce_scatter_directly(x: Exchange, parts: Sequence[Array], out: Array, r: Reduction) -> None:
-    """Reduce the part of this rank: every other one sends its contribution to it."""
+    """Reduce the part of this rank, to which every other rank sends its contribution."""
     meet_before_much(x, max(part.nbytes for part in parts))
     for dst in x.others:
         x.send(dst, _REDUCE, parts[dst])
@@ -295,11 +296,11 @@ def _fold_blocks(
 
 
 def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
-    """Exchange and add with ever more distant partners: log2(N) rounds of the whole array.
+    """Exchange totals with ever more distant partners, in log2(N) rounds of the whole array.
 
-    Recursive doubling. Ranks beyond the largest power of two hand their contribution to a partner
-    and get the result from it. The order is that of the tree, the same on all ranks. For arrays of
-    some size among many ranks.
+    Recursive doubling. Ranks beyond the largest power of two send their contribution to a partner
+    and get the result from it. Reduces in the order of the tree, the same on all ranks. For medium
+    arrays among many ranks.
     """
     inner = 1 << (x.size.bit_length() - 1)
     extra = x.size - inner
@@ -330,10 +331,10 @@ def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction)
 
 
 def all_reduce_by_ring(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
-    """Pass parts around a ring, first to reduce and then to gather them: 2 (N - 1) steps.
+    """Pass parts around a ring, first to reduce and then to gather them, in 2 (N - 1) steps.
 
-    Patarasuk and Yuan 2009. Each rank talks to two others only. The order in which part i is
-    reduced begins at rank i + 1.
+    Patarasuk and Yuan 2009. Each rank talks to two others only. Part i is reduced in the order of
+    the ranks from i + 1 on.
     """
     meet(x)
     if out is not source:

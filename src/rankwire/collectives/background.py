@@ -1,25 +1,21 @@
-"""Background: the operations of a group that a call does not wait for, one after the other.
+"""Background: runs the operations of a group that were called with ``async_op=True``, in order.
 
-They run in the order in which they were begun. All ranks begin them in the same order, so the
-oldest one is running everywhere, and none waits for one that cannot start; groups do not wait for
-each other. A group's worker thread runs them; but whoever waits for a ``Work`` runs all up to it
-itself, if the worker is not at it: a change of threads takes longer than a small operation. One
-thread at a time has the role of the *runner*; the oldest operation stays in the queue until it is
-over.
+All ranks begin them in the same order, so the oldest one runs everywhere and never waits for one
+that cannot start. One thread at a time is the *runner*: the group's worker thread, or a thread that
+waits for a ``Work`` and runs all operations up to it, because a change of threads takes longer than
+a small operation. The oldest operation stays in the queue until it has ended.
 
-The worker comes with the first operation and ends when there has been none for a while. It is
-woken at once by an operation, as a rule. When it comes too late, because somebody waited and was
-faster, it expects that to go on: it is not woken, looks by itself after 0.1 ms, then less and less
-often, up to every millisecond, and runs what has waited for 0.1 ms. So who waits at once is hardly
-disturbed (a wake-up costs it 40 us), and what nobody waits for is still run soon. When it finds
-such an operation, or nothing new some times in a row, it is woken again.
+The worker starts with the first operation and ends after ``_IDLE`` seconds without one. A new
+operation wakes it, unless a waiting thread was faster last time: then it polls, first after 0.1 ms
+and then at growing intervals up to 1 ms, and runs operations older than 0.1 ms. A wake-up would
+cost the waiting thread 40 us. It is woken again after it has found such an operation, or nothing
+new several times.
 
-An interrupt (Ctrl-C) may fall anywhere into a thread that waits. It leaves the role, and what it
-has begun is ended by the worker, into which no interrupt falls. A signal handler that does not
-raise cannot wait for a later operation while its thread runs an earlier one, which then stands
-still: it is told so.
+An interrupt (Ctrl-C) may fall anywhere into a waiting thread. The thread then gives up the role,
+and the worker, which no interrupt reaches, ends the operation that it had begun. A signal handler
+cannot wait for a later operation while its thread runs an earlier one; ``help`` raises instead.
 
-Lock: ``_lock`` guards the queue, the role and the worker's sleep; nothing else is taken under it.
+Lock: ``_lock`` guards the queue, the role and the worker's sleep; no other lock is taken under it.
 """
 
 from __future__ import annotations
@@ -35,26 +31,25 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 
 _IDLE = 0.5  # seconds until a thread without work ends
-_SOON = 100e-6  # seconds within which somebody may come to wait
-_LONGEST_NAP = 1e-3  # seconds between two looks of a worker that is not woken
-_LOOKS = 3  # in vain, until it is to be woken again
+_SOON = 100e-6  # seconds in which a thread may begin to wait for a new operation
+_LONGEST_NAP = 1e-3  # seconds, the longest interval of a worker that polls
+_LOOKS = 3  # polls without a new operation, after which it is woken again
 
 
 class Task:
-    """One operation in the background. Used by the thread that is the runner.
+    """One operation in the background. Used by the runner.
 
     Args:
-        number: Those of a group are ascending.
-        run: Runs the operation to its end, if it goes well.
-        give_up: Ends it after an error or an interrupt; returns why it has failed.
-        deadline: That of the operation.
+        number: Its number in the group, ascending.
+        run: Runs the operation to its end.
+        give_up: Ends it after an error or an interrupt; returns the error to raise.
+        deadline: The operation's deadline.
+        work: The user's handle.
 
     Attributes:
-        number: As above.
-        deadline: As above.
-        work: The handle, which ends with it.
         has_begun: Whether a thread has begun to run it.
-        interrupt: What threw that thread out before it was over.
+        is_over: Whether it has ended.
+        interrupt: The exception that made its runner leave before the end.
     """
 
     __slots__ = (
@@ -88,7 +83,7 @@ class Task:
         self._outcome: tuple[Any, BaseException | None] | None = None
 
     def run(self) -> BaseException | None:
-        """Run it and end its work; return what is not only its own error, but an interrupt."""
+        """Run it and end its work; return its error if that is an interrupt."""
         self.has_begun = True
         try:
             self._outcome = (self._run(), None)
@@ -97,7 +92,7 @@ class Task:
         return self._end(*self._outcome)
 
     def conclude(self) -> None:
-        """Bring it to its end, after who ran it was interrupted."""
+        """End it after its runner was interrupted."""
         if self._outcome is None:
             try:
                 self._outcome = (None, self._failure(self.interrupt))
@@ -117,7 +112,7 @@ class Task:
 
 
 class _Visit:
-    """That of a thread that may run some tasks, while it waits for one."""
+    """The role of runner, held by a thread that waits for a work."""
 
     __slots__ = ("thread",)
 
@@ -126,14 +121,11 @@ class _Visit:
 
 
 class Background:
-    """Runs work in order, in one thread at a time. Safe from any thread.
+    """Runs tasks in order, in one thread at a time. Safe from any thread.
 
     Args:
-        name: What the group's threads are called.
-        clock: The world's.
-
-    Attributes:
-        clock: As above.
+        name: The name of the group's threads.
+        clock: The world's clock.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
@@ -143,13 +135,13 @@ class Background:
         self._lock = threading.Lock()
         self._queue: deque[Task] = deque()
         self._submitted = 0
-        self._runner: object | None = None  # the name of the visit of the thread that runs the head
+        self._runner: object | None = None  # the visit, or the worker's lock
         self._worker: threading.Lock | None = None  # the lock on which the worker sleeps
-        self._is_asleep = False  # until it is woken, or too long
+        self._is_asleep = False  # until it is woken or times out
         self._is_called = True  # whether a new task wakes it
 
     def submit(self, task: Task) -> None:
-        """Have a task run, after those that were submitted before."""
+        """Queue a task."""
         with self._lock:
             self._queue.append(task)
             self._submitted += 1
@@ -157,7 +149,7 @@ class Background:
                 self._rouse()
 
     def withdraw(self, task: Task) -> bool:
-        """Take a task back, after an interrupt in ``submit``; False if it was run, or is."""
+        """Remove a task after an interrupt in ``submit``; return False if it has begun to run."""
         with self._lock:
             if task in self._queue:
                 if task is self._queue[0] and self._runner is not None:
@@ -166,21 +158,21 @@ class Background:
             return not task.has_begun
 
     def help(self, number: int, limit: Deadline | None) -> None:
-        """Run all tasks up to a number here, unless another thread is about to.
+        """Run all tasks up to a number in this thread, unless another thread is the runner.
 
         Args:
-            number: Of the last one.
-            limit: No task is begun here whose own deadline is later than this.
+            number: The number of the last task to run.
+            limit: Skip tasks whose own deadline is later than this.
 
         Raises:
-            BaseException: An interrupt fell into one of them.
-            ConfigurationError: This thread runs one already, and a signal handler waits.
+            BaseException: An interrupt reached one of the tasks.
+            ConfigurationError: A signal handler waits while its thread runs a task.
         """
         runner = self._runner
         if type(runner) is _Visit and runner.thread == threading.get_ident():
             raise ConfigurationError(
-                "a signal handler waits for an operation of the group while its thread runs one "
-                "that has to end before; wait outside of the handler"
+                "a signal handler waits for an operation of the group while its thread runs an "
+                "earlier one; wait outside of the handler"
             )
         visit = _Visit()
         try:
@@ -195,18 +187,18 @@ class Background:
             try:
                 self._leave(visit, error)
             except BaseException:
-                self._leave(visit, error)  # interrupted: nobody could ever be the runner again
+                self._leave(visit, error)  # interrupted: no thread could be the runner again
                 raise
             raise
 
     def hurry(self) -> None:
-        """Have what is queued run without delay: somebody waits who cannot run it."""
+        """Wake the worker at once: a thread waits that cannot run the queued tasks itself."""
         with self._lock:
             if self._queue and self._runner is None:
                 self._rouse()
 
     def call_back(self, work: Work[Any]) -> None:
-        """Have the callbacks of a work that is done called."""
+        """Run the callbacks of a finished work in the callback thread."""
         self._callbacks.submit(work)
 
     def _take(self, visit: object, number: int, limit: Deadline | None) -> Task | None:
@@ -222,10 +214,10 @@ class Background:
             return task
 
     def _leave(self, visit: object, error: BaseException | None = None) -> None:
-        """Give the role up, and have the worker do what is left. Safe to repeat."""
+        """Give up the role and let the worker run what is left. Safe to repeat."""
         with self._lock:
             if self._runner is visit:
-                # After an interrupt behind the removal, the first one has not begun, or is missing.
+                # An interrupt may come after the removal: then the head has not begun, or is None.
                 head = self._queue[0] if self._queue else None
                 if head is not None and head.has_begun:
                     if head.is_over:
@@ -239,7 +231,6 @@ class Background:
     # -- the worker --------------------------------------------------------------------------------
 
     def _rouse(self) -> None:
-        """Wake the worker if it sleeps, or start it."""
         if self._is_asleep:
             assert self._worker is not None
             self._is_asleep = False
@@ -252,7 +243,7 @@ class Background:
                     target=self._work, args=(worker,), name=self._name, daemon=True
                 ).start()
             except BaseException:
-                self._worker = None  # if it has come to be, it finds that it is not wanted
+                self._worker = None  # if the thread has started, it sees this and ends
                 raise
 
     def _work(self, worker: threading.Lock) -> None:
@@ -262,10 +253,10 @@ class Background:
             else:
                 task.run()
             self._leave(worker)
-            del task  # or the result would live as long as the thread is idle
+            del task  # an idle thread would keep the result alive
 
     def _next(self, worker: threading.Lock) -> Task | None:
-        """Take the role for the next task, once there is one; None if none comes."""
+        """Wait for the next task and become its runner; return None if the worker is to end."""
         idle = Deadline(_IDLE, self.clock)
         submitted, looks, nap, is_hasty = self._submitted, 0, _SOON / 2, True
         while True:
@@ -277,7 +268,7 @@ class Background:
                 if head is not None and (is_hasty or age >= _SOON or head.has_begun):
                     self._runner = worker
                     return head
-                if submitted != self._submitted:  # and somebody was faster
+                if submitted != self._submitted:  # and a waiting thread was faster
                     submitted, looks, nap = self._submitted, _LOOKS, min(2 * nap, _LONGEST_NAP)
                     idle = Deadline(_IDLE, self.clock)
                 elif looks:
@@ -294,9 +285,9 @@ class Background:
                 is_hasty = self._sleep(worker, nap if looks else idle.sleep_limit())
 
     def _sleep(self, worker: threading.Lock, seconds: float) -> bool:
-        """Sleep for so long, or until woken; return whether it was."""
+        """Sleep until woken or the time is over; return whether the worker was woken."""
         if self.clock.acquire(worker, True, seconds):
             return True
         with self._lock:
             self._is_asleep = False
-            return worker.acquire(False)  # it was woken at the last moment
+            return worker.acquire(False)  # it may have been woken after the timeout

@@ -1,9 +1,8 @@
 """Exchange: the messages of one operation on one rank.
 
-It is all that an algorithm sees: rank, size, send and receive. It gives every message the
-operation's envelope, lends large ones, and while it waits for one it looks up now and then for
-other ranks' trouble, which is the business of the ``operation`` that it is a part of. Used by one
-thread.
+It is all that an algorithm sees: rank, size, send and receive. It adds the operation's envelope to
+every message and lends large ones. While it waits it calls ``look`` now and then, with which the
+``operation`` checks for failures of other ranks. Used by one thread.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# How long a rank waits before it looks whether something is wrong, and between two looks.
+# Seconds between two looks of a waiting rank for failures of other ranks.
 LOOK_EVERY = 0.05
-# The answer to the report that it makes then comes within a millisecond or two, so it looks sooner.
+# It reports at the first look. The answer comes within 2 ms, so the next looks are sooner.
 _LOOK_FOR_ANSWER = 0.01
-# With so many ranks, and each more of them, it waits 50 ms longer: they rarely have a core each,
-# and an operation that goes well should not be reported. At most half a second.
+# For each so many ranks it waits 50 ms, at most half a second: many ranks rarely have a core each,
+# and an operation that succeeds should not be reported.
 _MANY = 32
 _LONGEST_LOOK = 0.5
-# After so many seconds in shared memory a rank reads messages, if it has posted receives.
+# Seconds in shared memory after which a rank with posted receives reads messages.
 _FIRST_NAP = 1e-3
-# A block that is fetched and reduced at once stays in the cache in between. 64 MiB pulled and added
-# take 17 ms in blocks of 64 KiB, 11.5 in 256 KiB, 9 in 512 KiB or 1 MiB.
+# A block stays in the cache between fetch and reduction. 64 MiB take 17 ms in blocks of 64 KiB,
+# 11.5 in 256 KiB, 9 in 512 KiB or 1 MiB.
 BLOCK_NBYTES = 512 << 10
 
 _SMALL = 16 << 10
-# So much is copied to be sent: 0.1 us, and a view of the array takes 0.5.
+# Up to this size a copy (0.1 us) is cheaper than a view of the array (0.5 us).
 _COPIED = 4 << 10
-_CHANNEL = int(Channel.COLLECTIVE)  # to look up a member takes 0.1 us
+_CHANNEL = int(Channel.COLLECTIVE)  # the lookup of an enum member takes 0.1 us
 
 _local = threading.local()
 
 
 class Piece:
-    """A received part of an array: here already, or still in the sender's memory."""
+    """A received part of an array: in this process, or still in the sender's memory."""
 
     __slots__ = ("_dtype", "_payload")
 
@@ -65,7 +64,7 @@ class Piece:
         return len(self._payload) // self._dtype.itemsize
 
     def block(self, start: int, stop: int, scratch: Array) -> Array:
-        """Return the elements from ``start`` to ``stop``, fetched to ``scratch`` if need be."""
+        """Return the elements from ``start`` to ``stop``, fetched to ``scratch`` if necessary."""
         if isinstance(self._payload, bytearray):
             itemsize = self._dtype.itemsize
             return np.frombuffer(self._payload, self._dtype, stop - start, start * itemsize)
@@ -74,7 +73,7 @@ class Piece:
         return block
 
     def copy_into(self, out: Array) -> None:
-        """Copy all of it and let the sender go on; what is placed is in ``out`` already."""
+        """Copy all elements and release the sender; does nothing if they arrived in place."""
         if isinstance(self._payload, bytearray):
             out[...] = np.frombuffer(self._payload, self._dtype)
         elif len(self) and not isinstance(self._payload, Placed):
@@ -82,13 +81,13 @@ class Piece:
             self._payload.give_back()
 
     def give_back(self) -> None:
-        """Let the sender go on."""
+        """Release the sender's memory."""
         if not isinstance(self._payload, bytearray):
             self._payload.give_back()
 
 
 class Arriving(NamedTuple):
-    """A part of an array that is asked for, and may come straight to where it belongs."""
+    """A posted receive of a part of an array, possibly in place."""
 
     src: int
     expected: Expected
@@ -101,12 +100,12 @@ class Exchange(ABC):
     Attributes:
         rank: This rank.
         size: The number of ranks.
-        tag: That of step 0.
-        shared: The memory that all ranks share, if they do.
-        hosts: Where the ranks are, if they are on several hosts and each host shares memory.
-        deadline: For all of it.
-        offers: What was sent, and to whom, that may not be changed yet.
-        expected: What was asked for before it is waited for.
+        tag: The tag of step 0.
+        shared: The slots that all ranks share, if they do.
+        hosts: The hosts of the ranks, if there are several and each has slots.
+        deadline: The deadline of the operation.
+        offers: Sent messages whose memory must not change yet, with their receivers.
+        expected: Posted receives.
     """
 
     __slots__ = (
@@ -132,17 +131,17 @@ class Exchange(ABC):
         self.tag = 0
         self.shared: SharedSlots | None = None
         self.hosts: Hosts | None = None
-        self.deadline = self._next_look = AT_ONCE  # the latter until it first waits: many never do
+        self.deadline = self._next_look = AT_ONCE  # _next_look is set when it first waits
         self._looks = 0
         self.offers: list[tuple[int, Offer]] = []
         self.expected: list[Expected] = []
 
     @abstractmethod
     def look(self, src: int) -> None:
-        """See whether there is still a reason to wait for a rank.
+        """Check whether waiting for a rank still makes sense.
 
         Raises:
-            RankwireError: There is none.
+            RankwireError: The operation cannot succeed.
         """
 
     @abstractmethod
@@ -160,34 +159,34 @@ class Exchange(ABC):
 
     @property
     def others(self) -> list[int]:
-        """All ranks but this one, the next one first: so no rank is the first of all."""
+        """All other ranks, from the next one on: not every rank begins with rank 0."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all ranks are on one host; all of them know that alike."""
+        """Whether all ranks are on one host."""
         hosts = self._backend.hosts
         return all(host == hosts[0] for host in hosts)
 
     def in_group(self, rank: int) -> int:
-        """Return the number that a rank has in the group."""
+        """Return the rank's number in the group."""
         return rank
 
     def begin_part(self, part: int) -> None:
-        """Keep the messages from now on apart from earlier ones: the steps begin again."""
+        """Use another tag from now on, so that steps may be repeated."""
         self.tag = self.tag_of_part(part)
 
     def send(self, dst: int, step: int, data: Array) -> None:
-        """Send to a rank. The data must not change before ``settle``."""
+        """Send an array. It must not change before ``settle``."""
         nbytes = data.nbytes
         buffer = data.tobytes() if nbytes <= _COPIED else data.view(np.uint8).data
         self.send_buffers(dst, step, (buffer,), nbytes)
 
     def send_buffers(self, dst: int, step: int, buffers: Sequence[Buffer], nbytes: int) -> None:
-        """Send bytes in pieces, as one message. They must not change before ``settle``."""
+        """Send buffers as one message. They must not change before ``settle``."""
         if nbytes > self._backend.max_message_nbytes:
             raise MessageTooLargeError(nbytes, self._backend.max_message_nbytes)
-        # A message of which only a part has left must be finished, so a large one is not given up.
+        # A partly sent message must be finished, so a large one has the whole time.
         limit = self.next_look() if nbytes <= _SMALL else self.deadline
         while True:
             try:
@@ -200,7 +199,7 @@ class Exchange(ABC):
                 )
                 break
             except DeadlineExceededError:
-                pass  # not a part of the error that the look may raise
+                pass  # not the context of an error that the look may raise
             self._look_up(dst)
             limit = self._next_look
         if offer is not None:
@@ -210,7 +209,7 @@ class Exchange(ABC):
         """Return what a rank sent in a step.
 
         Raises:
-            RankwireError: It cannot come any more: a rank failed, or is doing something else.
+            RankwireError: A rank failed, or is in another operation.
         """
         envelope = (self._group, _CHANNEL, self.tag + step)
         patience = self.next_look()
@@ -218,32 +217,31 @@ class Exchange(ABC):
             try:
                 return self._backend.receive(src, envelope, patience, nbytes=nbytes)
             except DeadlineExceededError:
-                pass  # not a part of the error that the look may raise
+                pass  # not the context of an error that the look may raise
             self._look_up(src)
             patience = self._next_look
 
     def next_look(self) -> Deadline:
-        """Return until when to wait for a rank before looking up."""
+        """Return the deadline of the next look."""
         if self._next_look.expired:
             self._next_look = self.deadline.sooner(self._interval())
         return self._next_look
 
     def _interval(self) -> float:
-        """Return the seconds until the next look."""
         if 0 < self._looks < 3:
             return _LOOK_FOR_ANSWER
         return min(LOOK_EVERY * max(1, self.size // _MANY), max(LOOK_EVERY, _LONGEST_LOOK))
 
     def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
-        """Sleep where no message wakes this rank, and read now and then what others have sent.
+        """Sleep where no message wakes this rank, and read messages now and then.
 
-        If receives are posted it does so soon, and then after twice as long each time.
+        While receives are posted it reads after a millisecond, then after twice as long each time.
 
         Args:
             sleeps_until: Sleeps until a deadline; returns False then, or if there is news.
 
         Returns:
-            What that returns; False also when it is time to look up.
+            The result of ``sleeps_until``; False also when it is time to look up.
         """
         nap = _FIRST_NAP
         while True:
@@ -257,10 +255,10 @@ class Exchange(ABC):
             nap = min(2.0 * nap, LOOK_EVERY)
 
     def look_up(self, src: int) -> None:
-        """Look up from waiting for a rank outside of messages; that one may have left.
+        """Look up from waiting for a rank outside of messages; that rank may have left.
 
         Raises:
-            RankwireError: There is no reason to wait any more.
+            RankwireError: The operation cannot succeed.
         """
         self._look_up(src)
         failure = self._backend.failure_of(src)
@@ -275,16 +273,16 @@ class Exchange(ABC):
         self._next_look = self.deadline.sooner(self._interval())
 
     def receive_array(self, src: int, step: int, like: Array) -> Array:
-        """Return an array that has the size and dtype of ``like``, in memory of its own."""
+        """Return a received array of the size and dtype of ``like``, in memory of its own."""
         payload = self.receive(src, step, like.nbytes)
         if not isinstance(payload, bytearray):
             payload = whole_of(payload)
         return np.frombuffer(payload, like.dtype)
 
     def expect_into(self, src: int, step: int, out: Array) -> Arriving:
-        """Ask for an array of the size and dtype of ``out``: from now on it may come there.
+        """Post a receive of an array into ``out``, so that it can arrive while this rank sends.
 
-        So it does while this rank sends. Only for what nobody sends before all ranks have come.
+        Only for messages that no rank sends before all ranks are known to be in the operation.
         """
         envelope = (self._group, _CHANNEL, self.tag + step)
         into = Destination(out.view(np.uint8).data)
@@ -294,7 +292,7 @@ class Exchange(ABC):
         return Arriving(src, expected, out)
 
     def take_in(self, arriving: Arriving) -> None:
-        """Wait until what was asked for is there."""
+        """Wait for a posted receive."""
         src, expected, out = arriving
         patience = self.next_look()
         while True:
@@ -302,7 +300,7 @@ class Exchange(ABC):
                 payload = expected.take(patience)
                 break
             except DeadlineExceededError:
-                pass  # not a part of the error that the look may raise
+                pass  # not the context of an error that the look may raise
             self._look_up(src)
             patience = self._next_look
         Piece(payload, out.dtype).copy_into(out)
@@ -320,18 +318,18 @@ class Exchange(ABC):
             Piece(payload, out.dtype).copy_into(out)
 
     def receive_piece(self, src: int, step: int, like: Array) -> Piece:
-        """Return a part of an array that has the size and dtype of ``like``."""
+        """Receive a part of an array that has the size and dtype of ``like``."""
         return Piece(self.receive(src, step, like.nbytes), like.dtype)
 
     def receive_pieces(self, step: int, likes: Sequence[Array]) -> list[Piece | None]:
-        """Return a piece from every other rank, by rank; each has the size of its ``like``."""
+        """Receive a piece from every other rank, by rank; each has the size of its ``like``."""
         pieces: list[Piece | None] = [None] * self.size
         for src in reversed(self.others):
             pieces[src] = self.receive_piece(src, step, likes[src])
         return pieces
 
     def settle(self) -> None:
-        """Wait until all that was sent may be changed again."""
+        """Wait until all memory that was sent may be changed again."""
         for dst, offer in self.offers:
             while not offer.wait(self.next_look()):
                 self._look_up(dst)
@@ -339,7 +337,7 @@ class Exchange(ABC):
         self.offers.clear()
 
     def revoke(self) -> None:
-        """Take back what was sent and not read: the operation has failed."""
+        """Withdraw what was sent and not read: the operation has failed."""
         slots = self.shared if self.hosts is None else self.hosts.slots
         if slots is not None:
             slots.retract(self)
@@ -352,7 +350,7 @@ class Exchange(ABC):
 
 
 def scratch(dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return two blocks of memory that are this thread's own, as arrays."""
+    """Return two blocks of memory of this thread, as arrays."""
     memory = getattr(_local, "blocks", None)
     if memory is None:
         memory = _local.blocks = np.empty((2, BLOCK_NBYTES), np.uint8)

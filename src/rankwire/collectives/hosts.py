@@ -1,8 +1,8 @@
-"""Hosts: where the ranks of a group over several hosts are, and who works with whom.
+"""Hosts: which ranks of a group are on which host, and exchanges among some of its ranks.
 
-The ranks of a host meet in a segment of their own; one of each host, the *leader*, sends messages
-to those of the others. That is its lowest rank, or the root of an operation. All ranks see the same
-hosts in the same order: that of their lowest ranks.
+The ranks of a host share a segment. One rank per host, the *leader*, sends messages to the leaders
+of other hosts: the lowest rank of the host, or the root of an operation. All ranks see the same
+hosts in the same order, that of their lowest ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rankwire.collectives.exchange import Array, Arriving, Exchange, Piece
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
+from rankwire.override import override
 from rankwire.wire.frames import Buffer, Payload
 
 if TYPE_CHECKING:
@@ -23,15 +24,15 @@ class Hosts:
     """The hosts of a group, as one of its ranks sees them.
 
     Args:
-        hosts: That of each rank; those of ranks on one host are equal.
+        hosts: The host of each rank; equal for ranks on one host.
         rank: This rank.
 
     Attributes:
         groups: The ranks of each host.
-        here: Which of them is this rank's.
-        place: That of this rank among those of its host; 0 is the leader.
-        slots: What the ranks of this host share, once all hosts have agreed that theirs do.
-        slot_nbytes: What fits into a slot on every host.
+        here: The index of this rank's host in ``groups``.
+        place: The index of this rank in the group of its host; 0 is the leader.
+        slots: The slots of this host's ranks, once all hosts have agreed to use theirs.
+        slot_nbytes: The largest message that fits into a slot on every host.
     """
 
     def __init__(self, hosts: Sequence[object], rank: int) -> None:
@@ -46,26 +47,29 @@ class Hosts:
         self.slot_nbytes = 0
 
     def inside(self, x: Exchange) -> SubExchange:
-        """Return the ranks of this host."""
+        """Return an exchange among the ranks of this host."""
         return SubExchange(x, self.groups[self.here], self.place, self.slots)
 
     def across(self, x: Exchange, root: int | None = None) -> SubExchange:
-        """Return one rank of each host: the leader, or the root. This one must be among them."""
+        """Return an exchange among the leaders of all hosts. This rank must be one of them."""
         return SubExchange(x, self.leaders(root), self.here)
 
     def leaders(self, root: int | None = None) -> list[int]:
-        """Return who leads each host; the root, if there is one, leads its own."""
+        """Return the leader of each host; the root, if given, leads its own."""
         return [root if root in group else group[0] for group in self.groups]
 
 
 class SubExchange(Exchange):
-    """Send and receive among some ranks.
+    """An exchange among some ranks of an operation, numbered from 0 as algorithms expect.
+
+    Every call goes to the operation's own exchange with group ranks. So errors name group ranks,
+    and a rank that waits here is told of failures on any rank.
 
     Args:
         whole: The operation.
-        ranks: Who they are, in the order of their new numbers.
-        rank: The new number of this one.
-        shared: The memory that they share, which only ranks of one host do.
+        ranks: The group ranks, in the order of their new numbers.
+        rank: The new number of this rank.
+        shared: The memory that the ranks share, if they are those of one host.
     """
 
     __slots__ = ("_ranks", "_whole")
@@ -73,7 +77,7 @@ class SubExchange(Exchange):
     def __init__(
         self, whole: Exchange, ranks: Sequence[int], rank: int, shared: SharedSlots | None = None
     ) -> None:
-        # Not the base's: nothing must reach the backend under these numbers.
+        # Without Exchange.__init__: nothing must reach the backend under these numbers.
         self._whole = whole
         self._ranks = ranks
         self.rank = rank
@@ -85,66 +89,66 @@ class SubExchange(Exchange):
         self.offers = whole.offers
 
     @property
+    @override
     def is_one_host(self) -> bool:
-        """Whether they are the ranks of one host."""
         return self.shared is not None
 
+    @override
     def in_group(self, rank: int) -> int:
-        """Return the number that a rank has in the group."""
         return self._ranks[rank]
 
+    @override
     def look(self, src: int) -> None:
-        """See whether there is still a reason to wait for a rank."""
         self._whole.look(self._ranks[src])
 
+    @override
     def too_late(self, src: int) -> DeadlineExceededError:
-        """Return the error of an operation whose time is up while it waits for a rank."""
         return self._whole.too_late(self._ranks[src])
 
+    @override
     def tag_of_part(self, part: int) -> int:
-        """Return the tag of step 0 of a part."""
         return self._whole.tag_of_part(part)
 
+    @override
     def next_look(self) -> Deadline:
-        """Return until when to wait for a rank before looking up."""
         return self._whole.next_look()
 
+    @override
     def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
-        """Sleep where no message wakes this rank, and read now and then what others have sent."""
         return self._whole.sleeps(sleeps_until)
 
+    @override
     def look_up(self, src: int) -> None:
-        """Look up from waiting for a rank outside of messages; that one may have left."""
         self._whole.look_up(self._ranks[src])
 
+    @override
     def send_buffers(self, dst: int, step: int, buffers: Sequence[Buffer], nbytes: int) -> None:
-        """Send bytes in pieces, as one message. They must not change before ``settle``."""
         self._whole.send_buffers(self._ranks[dst], step, buffers, nbytes)
 
+    @override
     def receive(self, src: int, step: int, nbytes: int | None = None) -> Payload:
-        """Return what a rank sent in a step."""
         return self._whole.receive(self._ranks[src], step, nbytes)
 
+    @override
     def receive_array(self, src: int, step: int, like: Array) -> Array:
-        """Return an array that has the size and dtype of ``like``, in memory of its own."""
         return self._whole.receive_array(self._ranks[src], step, like)
 
+    @override
     def receive_into(self, src: int, step: int, out: Array) -> None:
-        """Receive an array of the size and dtype of ``out`` into it."""
         self._whole.receive_into(self._ranks[src], step, out)
 
+    @override
     def expect_into(self, src: int, step: int, out: Array) -> Arriving:
-        """Ask for an array of the size and dtype of ``out``: from now on it may come there."""
         return self._whole.expect_into(self._ranks[src], step, out)
 
+    @override
     def take_in(self, arriving: Arriving) -> None:
-        """Wait until what was asked for is there."""
         self._whole.take_in(arriving)
 
+    @override
     def receive_piece(self, src: int, step: int, like: Array) -> Piece:
-        """Return a part of an array that has the size and dtype of ``like``."""
         return self._whole.receive_piece(self._ranks[src], step, like)
 
+    @override
     def settle(self) -> None:
-        """Wait until all that was sent may be changed again."""
         self._whole.settle()

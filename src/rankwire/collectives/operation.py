@@ -1,8 +1,8 @@
 """Operation: one collective on one rank, from its turn to its end.
 
-It runs the steps, looks up for other ranks' trouble while they wait, and reports any error to the
-coordinator, which tells the others, so that no rank waits for this one. Numbers, turns and what was
-told are the ``sequence``'s. Used by the thread that runs it.
+It runs the steps, looks for failures of other ranks while they wait, and reports its own errors to
+the coordinator, which tells the other ranks. Numbers, turns and received notices belong to
+``sequence``. Used by the thread that runs the operation.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.observe.stacks import line_of_program
+from rankwire.override import override
 from rankwire.wire.frames import Channel
 from rankwire.wire.loans import LoanRevokedError
 from rankwire.wire.notices import Notice
@@ -40,13 +41,13 @@ from rankwire.errors import (
 T = TypeVar("T")
 Run = Callable[[Exchange], T]
 
-_CAUSE_PATIENCE = 1.0  # for the reason of a rank that took its messages back to arrive
-# For the coordinator to tell what a rank had to say, or that it is gone. It takes milliseconds.
+_CAUSE_PATIENCE = 1.0  # seconds for the report of a rank that has withdrawn its messages
+# Seconds for the coordinator to pass on a rank's last report; it takes milliseconds.
 _FAREWELL_PATIENCE = 1.0
 _HEARING_PAUSE = 0.002
-_ASK_BEFORE = 3.5 * LOOK_EVERY  # seconds before its limit at which a rank asks who is missing
-_ANSWER_PATIENCE = 0.5  # seconds beyond the limit for the answer; mostly it is there before
-# Of many ranks that have waited for the same one, so many ask it what it is doing: each dials it.
+_ASK_BEFORE = 3.5 * LOOK_EVERY  # seconds before the deadline at which a rank asks who is missing
+_ANSWER_PATIENCE = 0.5  # seconds after the deadline for the answer; mostly it is there before
+# How many of the waiting ranks ask a missing one what it is doing: each dials it.
 _MOST_ASKING = 8
 
 
@@ -54,10 +55,10 @@ class Operation(Exchange):
     """One operation on one rank.
 
     Attributes:
-        description: What it is; the same words on all ranks.
-        sequence: Its number in the group, once it has one.
-        has_begun: Whether its arguments are right.
-        has_succeeded: Whether it has ended well.
+        description: The same words on all ranks.
+        sequence: Its number in the group; None before it has one.
+        has_begun: Whether its arguments are valid.
+        has_succeeded: Whether it has ended without an error.
     """
 
     __slots__ = (
@@ -79,13 +80,13 @@ class Operation(Exchange):
         self.has_begun = False
         self.sequence: int | None = None
         self.has_succeeded = False
-        self._epoch = operations.epoch  # known for sure once its turn has come
-        self._has_reported = False  # that it waits
-        self._has_asked = False  # who is missing
+        self._epoch = operations.epoch  # final once its turn has come
+        self._has_reported = False  # to the coordinator, that it waits
+        self._has_asked = False  # the coordinator, who is missing
         self._tags: list[int] = []
 
     def run(self, run: Run[T]) -> T:
-        """Do the steps, when its turn has come."""
+        """Run the steps when its turn has come."""
         operations = self._operations
         assert self.sequence is not None
         if operations.turn != self.sequence:
@@ -111,7 +112,7 @@ class Operation(Exchange):
         return result
 
     def run_and_end(self, run: Run[T]) -> T:
-        """Do the steps, and let the next operation have its turn. After an error, ``give_up``."""
+        """Run the steps, then pass the turn on. After an error, call ``give_up``."""
         result = self.run(run)
         self._operations.end(self)
         return result
@@ -122,7 +123,7 @@ class Operation(Exchange):
         return self.sequence
 
     def _await_turn(self) -> None:
-        """Wait for earlier operations to end, unless this one cannot succeed any more."""
+        """Wait until earlier operations have ended, unless this one has failed elsewhere."""
         self._operations.hurry()
         while not self._operations.is_turn_of(self._number, self.deadline.sooner(LOOK_EVERY)):
             if self.deadline.expired:
@@ -133,31 +134,30 @@ class Operation(Exchange):
             self._raise_if_failed()
 
     def _look_at_news(self) -> None:
-        """Look at what was told before this rank waits, or while it did its part."""
-        with suppress(PeerLostError):  # a rank that has died since had done its part
+        with suppress(PeerLostError):  # a rank that has just died had done its part
             self._operations.hear()
         self._raise_if_failed()
 
+    @override
     def tag_of_part(self, part: int) -> int:
-        """Return the tag of step 0 of a part."""
         self._tags.append(tag_of(f"{self.description} part {part}", self._number, self._epoch))
         return self._tags[-1]
 
     # -- failing -----------------------------------------------------------------------------------
 
     def give_up(self, error: BaseException) -> BaseException:
-        """End it after an error or an interrupt; return what to raise. Safe to repeat."""
+        """End it after an error or an interrupt; return the error to raise. Safe to repeat."""
         try:
             try:
                 return self._fail(error)
-            except BaseException:  # interrupted: the others must know, and count this one too
+            except BaseException:  # interrupted: the other ranks must know that this one failed
                 self._fail(error)
                 raise
         finally:
             try:
                 self._operations.end(self)
             except BaseException:
-                self._operations.end(self)  # interrupted: the group would stop at this number
+                self._operations.end(self)  # interrupted: no later operation would get its turn
                 raise
 
     def _fail(self, error: BaseException) -> BaseException:
@@ -166,7 +166,7 @@ class Operation(Exchange):
         return error if self.has_succeeded else self.failed(error)
 
     def failed(self, error: BaseException) -> BaseException:
-        """End it: tell the others unless they know, and return what to raise. Safe to repeat."""
+        """Tell the other ranks unless they know; return the error to raise. Safe to repeat."""
         operations, backend = self._operations, self._operations.backend
         self.revoke()
         if isinstance(error, LoanRevokedError):
@@ -177,7 +177,7 @@ class Operation(Exchange):
             refused = not self.has_begun
             operations.report(failure_notice(self._waiting(), self.rank, error, refused=refused))
         operations.note_failure(self._number, error)
-        # A rank that knew of a failure that came as news here has sent under the epoch after it.
+        # A rank that knew of an earlier failure before this one did has sent under a later epoch.
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *operations.tags_at(self._number)}:
             backend.refuse((backend.group, Channel.COLLECTIVE, tag))
@@ -188,18 +188,17 @@ class Operation(Exchange):
         return error
 
     def _why_revoked(self) -> RankwireError:
-        """Another rank took back what this one was reading: it has failed, and says why."""
+        """Return why another rank has withdrawn the memory that this one was reading."""
         told = self._told_within(_CAUSE_PATIENCE)
         if told is not None:
             return told
         return CollectiveAbortedError(-1, f"{self.description}, and took its messages back")
 
     def _why_gone(self, error: PeerLostError | ChannelClosedError) -> RankwireError:
-        """Return what was said before a rank went, if that was why it did.
+        """Return the failure that made a rank leave, if a rank has reported one.
 
-        It said so itself, or heard it from a rank that has told this one too. This rank waits once
-        for that. A rank that leaves after an operation has failed leaves because of that failure,
-        which then answers for all operations that are queued behind it.
+        The rank itself or another one may report it; this rank waits once for that. If a rank
+        leaves after a failed operation, that failure explains all operations queued behind it.
         """
         operations = self._operations
         first = operations.first_failure(self._number)
@@ -211,16 +210,16 @@ class Operation(Exchange):
         if told is None:
             return error
         if isinstance(told, PeerLostError) and told.peer == error.peer:
-            error.is_reported = told.is_reported  # the same, and more is known of it here
+            error.is_reported = told.is_reported  # this error has more details
             return error
         return told
 
     def _told_within(self, seconds: float, gone: int | None = None) -> RankwireError | None:
-        """Return why the operation fails, if another rank says so in time.
+        """Return why the operation fails, if another rank reports it in time.
 
         Args:
             seconds: How long to wait.
-            gone: A rank that is gone; what it had to say comes before the news that it is.
+            gone: A rank that has left or died; its own report arrives before the news of its end.
         """
         patience = Deadline(seconds, self._operations.backend.clock)
         while True:
@@ -245,13 +244,9 @@ class Operation(Exchange):
     # -- waiting -----------------------------------------------------------------------------------
 
     def look(self, src: int) -> None:
-        """See whether there is still a reason to wait, and report once that this rank waits.
-
-        Raises:
-            RankwireError: There is no reason to wait.
-        """
+        """Raise if this operation cannot succeed; report once that this rank waits."""
         operations = self._operations
-        if operations.backend.broken is not None:  # a rank was started anew meanwhile
+        if operations.backend.broken is not None:  # a rank was restarted meanwhile
             raise operations.backend.broken.copy()
         try:
             operations.hear()
@@ -273,10 +268,9 @@ class Operation(Exchange):
             before=tuple(each for each in self._operations.before if each[0] >= self._epoch),
         )
 
+    @override
     def too_late(self, src: int) -> DeadlineExceededError:
-        """Return the error of an operation whose time is up."""
-        # Who has done its part without having to wait is named too: it may as well have stopped
-        # half-way, and to leave out who has sent something has left out who stands still.
+        # Ranks that have sent something count as missing too: a rank may stop half-way.
         operations, limit = self._operations, self.deadline.limit
         missing, detail = self._await_answer(), ""
         if missing is None and self._has_asked and operations.keeper in operations.others:
@@ -287,11 +281,11 @@ class Operation(Exchange):
         error.culprits = [operations.backend.world_rank_of(rank) for rank in error.waiting_for]
         here = self.rank - sum(rank < self.rank for rank in missing)
         if here >= _MOST_ASKING:
-            error.during(op=self.description)  # as if it had asked already what they are doing
+            error.during(op=self.description)  # has context, so nothing asks what they are doing
         return error
 
     def _await_answer(self) -> list[int] | None:
-        """Return who is missing, if the coordinator has been asked and answers soon."""
+        """Return the missing ranks, if the coordinator was asked and answers in time."""
         patience = Deadline(_ANSWER_PATIENCE, self.deadline.clock)
         while True:
             with suppress(PeerLostError):
@@ -304,7 +298,7 @@ class Operation(Exchange):
 
 
 def root_of(backend: Backend, peer: int | None) -> int | None:
-    """Return whose failure it is that a peer has failed. Not under the lock of a sequence."""
+    """Return the world rank whose failure made a peer fail. Do not hold a sequence's lock."""
     if peer is None or peer == backend.rank or not 0 <= peer < backend.world_size:
         return None
     known = backend.failure_of(peer)
@@ -319,10 +313,10 @@ def error_of(
     """Return the error to raise because an operation has failed on another rank.
 
     Args:
-        notice: How it failed.
-        sender: The rank that reported it.
+        notice: The report of the failure.
+        sender: The rank that sent it.
         rank: The rank that raises the error.
-        is_news: Whether the operation had succeeded there.
+        is_news: Whether the operation had succeeded on ``rank``.
     """
     peer = sender if notice.culprit == rank else notice.culprit
     text = notice.text
@@ -337,7 +331,10 @@ def error_of(
     said = "" if sender == peer else f" (rank {sender} says)"
     if notice.state == "left" and notice.culprit != rank:
         return ChannelClosedError(f"{text}{said}").during(peer=peer)
-    if notice.state == "failed" and notice.culprit not in (sender, -1):  # it had heard of that
+    if notice.state == "failed" and notice.culprit not in (
+        sender,
+        -1,
+    ):  # it was told
         return CollectiveAbortedError(peer, f"{text}{said}")
     reason = f"{notice.description}: {text}"
     return CollectiveAbortedError(sender, reason, waiting_for=notice.missing)
@@ -346,13 +343,13 @@ def error_of(
 def failure_notice(
     waiting: Notice, rank: int, error: BaseException, *, refused: bool = False
 ) -> Notice:
-    """Return what a rank that fails reports.
+    """Return the notice that a rank sends when its operation fails.
 
     Args:
-        waiting: What it would report if it waited.
+        waiting: The notice it would send while it waits.
         rank: The rank.
-        error: Why it fails.
-        refused: Whether it has not even begun.
+        error: The failure.
+        refused: Whether its arguments were invalid, so that the operation has not begun.
     """
     state, culprit = "refused" if refused else "failed", rank
     text = error.message if isinstance(error, RankwireError) else repr(error)

@@ -1,16 +1,13 @@
-"""Sharing memory: how the ranks of a group on one host come to a segment, and meet in it.
+"""Slots: the shared memory in which the ranks of a host exchange small messages.
 
-The first operation of a group agrees on a segment (``wire.segment``), and the first one after a
-failure on a new one: then all ranks begin at step 1, whatever an interrupted rank has left. From
-there on a small operation needs no message: every rank puts its bytes into its slot and waits until
-all others have done so under the same tag. So whoever reads a slot knows that all ranks are in the
-same operation, and that what it reads is whole; a rank that is in another one is found at once.
+The first operation of a group agrees on a segment (``wire.segment``), and so does the first one
+after a failure, so that all ranks begin at step 1 whatever an interrupted rank has left. Then a
+small operation sends no messages. Every rank writes its slot and waits until all others have
+published theirs under the same tag, so a reader knows that all ranks are in the same operation and
+that their slots are complete.
 
-In a group over several hosts each host has a segment of its own, also one with a single rank: it is
-then not an exception. All hosts have one, or none uses it: what is sent by whom depends on that.
-
-It knows nothing of operations but their ``Exchange``. Used by the thread whose operation has its
-turn.
+In a group over several hosts each host has its own segment, even one with a single rank. Either all
+hosts use theirs or none does. Used by the thread whose operation has its turn.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _OFFER, _OPENED, _FITS, _VERDICT = 0x10, 0x11, 0x12, 0x13  # steps of the agreem
 _YES, _NO = b"\1", b"\0"
 _NUMBER_NBYTES = 8
 _MOST_VIEWS = 64
-_HURRY = 0.001  # seconds between two looks at a rank that is in another operation
+_HURRY = 0.001  # seconds between two checks of a rank that is in another operation
 
 
 class SlotAgreement:
@@ -45,10 +42,10 @@ class SlotAgreement:
         backend: The group.
 
     Attributes:
-        slots: The memory of a group on one host; None if not all ranks can, or they have not come
-            to it.
-        hosts: The same of a group over several hosts.
-        epoch: That in which they agreed on it; -1 before.
+        slots: The slots of a group on one host; None before the agreement, or if a rank cannot
+            share.
+        hosts: The hosts of a group over several hosts, with their slots; None as above.
+        epoch: The epoch of the agreement; -1 before it.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -56,17 +53,17 @@ class SlotAgreement:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of the memory: the group is closed, or agrees on another one."""
+        """Release the memory: the group is closed, or agrees on a new segment."""
         self.slots: SharedSlots | None = None
         self.hosts: Hosts | None = None
         self.epoch = -1
 
     def agree(self, x: Exchange, epoch: int) -> None:
-        """Find out what ranks share from now on, in messages of an operation of an epoch."""
+        """Agree with all ranks on the slots to use, in messages of the operation ``x``."""
         self.drop()
         hosts = Hosts(self._backend.hosts, x.rank)
         is_one = len(hosts.groups) == 1
-        # On several hosts not all may be of the kind that can: they are asked.
+        # On several hosts each leader asks the ranks of its host whether they can.
         may_share = self._backend.shares_memory or not is_one
         if may_share and len(hosts.groups) < x.size:
             self._agree(x, hosts)
@@ -77,7 +74,7 @@ class SlotAgreement:
         self.epoch = epoch
 
     def _agree(self, x: Exchange, hosts: Hosts) -> None:
-        for rank in x.others:  # not each of them is asked here, and who is gone already cannot come
+        for rank in x.others:  # a rank sends to some of them only, so it checks all first
             failure = self._backend.failure_of(rank)
             if failure is not None:
                 raise failure.copy()
@@ -93,10 +90,10 @@ class SlotAgreement:
 def _offered(
     inside: Exchange, leaders: Exchange, backend: Backend
 ) -> tuple[SharedSegment | None, int]:
-    """Make a segment, and have the others of this host open it.
+    """Create a segment and let the other ranks of this host open it.
 
     Returns:
-        The segment, and what fits into a slot on every host; 0 if a host has no segment.
+        The segment, and the slot size that all hosts can use; 0 if a host has no segment.
     """
     segment = backend.new_segment(0, inside.size) if backend.shares_memory else None
     try:
@@ -119,7 +116,6 @@ def _offered(
 
 
 def _least_of_all(leaders: Exchange, number: int) -> int:
-    """Return the least of the numbers of all leaders."""
     ours = number.to_bytes(_NUMBER_NBYTES, "little")
     for dst in leaders.others:
         leaders.send_buffers(dst, _FITS, (ours,), len(ours))
@@ -128,7 +124,7 @@ def _least_of_all(leaders: Exchange, number: int) -> int:
 
 
 def _opened(inside: Exchange, backend: Backend) -> tuple[SharedSegment | None, int]:
-    """Open the segment that the first rank of this host has made; return what that one does."""
+    """Open the segment of the first rank of this host; return what ``_offered`` returns."""
     offer = bytes(whole_of(inside.receive(0, _OFFER)))
     if not offer:
         return None, 0
@@ -148,7 +144,7 @@ class SharedSlots:
     """The slots of a group's ranks, as arrays.
 
     Attributes:
-        slot_nbytes: The most that a rank can put into its slot.
+        slot_nbytes: The size of a slot.
     """
 
     def __init__(self, segment: SharedSegment) -> None:
@@ -157,14 +153,14 @@ class SharedSlots:
         self._views: dict[tuple[Any, int], tuple[list[Array], list[Array]]] = {}
 
     def put(self, x: Exchange, array: Array) -> list[Array]:
-        """Put an array into this rank's slot; return the slots of all as arrays of its kind."""
+        """Write an array to this rank's slot; return all ranks' slots as arrays of its dtype."""
         rows = self.begin(x, array.dtype, array.size)
         rows[x.rank][...] = array
         self.publish(x, array.nbytes)
         return rows
 
     def put_buffers(self, x: Exchange, buffers: Sequence[Buffer], nbytes: int) -> list[Array]:
-        """Put bytes into this rank's slot; if they do not fit, only their number is told."""
+        """Write bytes to this rank's slot; if they do not fit, publish only their number."""
         rows = self.begin(x, np.dtype(np.uint8), self.slot_nbytes)
         if nbytes <= self.slot_nbytes:
             rows[x.rank][:nbytes] = np.frombuffer(b"".join(buffers), np.uint8)
@@ -172,7 +168,7 @@ class SharedSlots:
         return rows
 
     def begin(self, x: Exchange, dtype: np.dtype[Any], count: int) -> list[Array]:
-        """Begin a step; return the slots, of which this rank's own can be written."""
+        """Begin a step; return the slots of all ranks, of which this rank may write its own."""
         segment = self._segment
         if not segment.begin():
             self._await(x, segment.step - 1)
@@ -182,15 +178,15 @@ class SharedSlots:
         return views[segment.step & 1]
 
     def publish(self, x: Exchange, nbytes: int) -> None:
-        """Tell the others that this rank's slot is written."""
+        """Tell the other ranks that this rank's slot is complete."""
         self._segment.publish(x.tag, nbytes)
         self._segment.wake_others()
 
     def meet(self, x: Exchange) -> None:
-        """Wait until all others have published this step; from then on their slots are theirs.
+        """Wait until all other ranks have published this step. Their slots may then be read.
 
         Raises:
-            RankwireError: One of them cannot come any more, or is in another operation.
+            RankwireError: A rank has failed or left, or is in another operation.
         """
         segment = self._segment
         while not segment.all_came(x.tag):
@@ -200,11 +196,11 @@ class SharedSlots:
                     self._find_out_why(x, rank)
 
     def retract(self, x: Exchange) -> None:
-        """Take back what this rank has published last: its operation has failed."""
+        """Withdraw what this rank published last: its operation has failed."""
         self._segment.retract(x.tag)
 
     def sizes(self, x: Exchange) -> list[int]:
-        """Return how many bytes each rank has, or had, for its slot. After ``meet``."""
+        """Return how many bytes each rank has published, after ``meet``."""
         return [self._segment.nbytes_of(rank) for rank in range(x.size)]
 
     def _view_as(self, dtype: np.dtype[Any], count: int) -> tuple[list[Array], list[Array]]:
@@ -227,12 +223,12 @@ class SharedSlots:
                 try:
                     x.look_up(rank)
                 except (ChannelClosedError, PeerLostError) as error:
-                    # It may have published, and left or died, since it was last looked at.
+                    # It may have published since the last check, before it left or died.
                     is_it = error.peer == x.in_group(rank) and not error.is_reported
                     if not is_it or not segment.has_come(rank, step):
                         raise
 
     def _find_out_why(self, x: Exchange, rank: int) -> None:
-        """A rank has come under another tag: it is in another operation. It sees that as well."""
+        """Ask why a rank has published under another tag: it is in another operation."""
         x.look_up(rank)
         x.deadline.clock.sleep(_HURRY)

@@ -1,7 +1,7 @@
-"""Work: the handle of an operation in the background.
+"""Work: the handle of an operation in the background, and the thread that runs its callbacks.
 
-Who waits for it runs it, if no other thread has begun to (``background``). Callbacks run in a
-thread of their own (``callbacks``).
+A thread that waits for a work runs it, unless another thread has begun to (``background``).
+Callbacks run in a thread of their own, because they may begin operations and wait for them.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ _log = logging.getLogger("rankwire")
 
 T = TypeVar("T")
 
-_RUNNING, _FINISHED = "RUNNING", "FINISHED"  # what the base class calls them
+_RUNNING, _FINISHED = "RUNNING", "FINISHED"  # names of the base class
 
 
 class _Group(Protocol):
-    """What runs the operations of a group."""
+    """What a work needs from the queue of its group."""
 
     clock: Clock
 
     def help(self, number: int, limit: Deadline | None) -> None:
-        """Run those up to a number here, as far as no other thread does."""
+        """Run the operations up to a number here, unless another thread does."""
 
     def call_back(self, work: Work[Any]) -> None:
-        """Have the callbacks of a work that is done called."""
+        """Run the callbacks of a finished work."""
 
 
 class Work(PublicDir, Future[T]):
-    """An operation that goes on in the background. Safe from any thread.
+    """An operation that runs in the background. Safe from any thread.
 
-    A ``concurrent.futures.Future``, so ``done``, ``result``, ``exception`` and callbacks are as
-    there; ``await`` works too. It cannot be cancelled: the other ranks count on it. If it is
-    dropped, the operation still completes.
+    It is a ``concurrent.futures.Future``, so ``done``, ``result``, ``exception``, callbacks and
+    ``await`` work as usual. It cannot be cancelled, because the other ranks depend on it, and it
+    completes even if you drop the handle.
 
-    Who waits runs the group's operations up to this one itself, those that no other thread has
-    begun. An interrupt (Ctrl-C) then fails the one that it falls into as if it were a blocking one:
-    the other ranks are told, and its ``Work`` has the ``KeyboardInterrupt``. With a ``timeout``
-    that is shorter than what an operation's own limit leaves it, that one is waited for instead.
+    A thread that waits for it runs the group's operations up to this one, except those that another
+    thread has begun. An interrupt (Ctrl-C) then fails the operation it reaches as it would fail a
+    blocking one: the other ranks are told, and the ``Work`` of that operation has the
+    ``KeyboardInterrupt``. If you wait with a ``timeout``, your thread does not run operations whose
+    own deadline is later.
     """
 
     _SHOWN = ("description", "wait")
 
     def __init__(self, description: str, group: _Group, number: int) -> None:
-        # As the base class does (a test compares), but for the condition, and that it runs already.
+        # As the base class does (a test compares), with another condition and state.
         self._state = _RUNNING
         self._result: Any = None
         self._exception: BaseException | None = None
@@ -73,16 +74,16 @@ class Work(PublicDir, Future[T]):
         """Return the operation's result, or raise its error.
 
         Args:
-            timeout: Seconds to wait here; None waits as long as the operation's own limit lets it.
+            timeout: Seconds to wait; None waits until the operation's own timeout.
 
         Raises:
-            DeadlineExceededError: It is not done in time; it goes on.
+            DeadlineExceededError: The operation is not done in time. It continues.
         """
         try:
             return self.result(timeout)
         except FutureTimeoutError:
             if self.done():
-                return self.result(0)  # it ended at this moment, or with such an error of its own
+                return self.result(0)  # it has just ended, or this is its own error
             assert timeout is not None
             error = DeadlineExceededError(timeout, detail=f"{self.description} goes on")
             raise error.during(op="wait", waited=timeout) from None
@@ -90,22 +91,22 @@ class Work(PublicDir, Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """Return the operation's result, or raise its error.
 
-        After ``timeout`` seconds this raises ``TimeoutError``, and the operation goes on.
+        After ``timeout`` seconds this raises ``TimeoutError``; the operation continues.
         """
         self._await(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the operation's error or None; waits as ``result`` does."""
+        """Return the operation's error, or None if it succeeded; wait as ``result`` does."""
         self._await(timeout)
         return super().exception(0)
 
     def done(self) -> bool:
-        """Whether it has a result or an error."""
+        """Return whether the operation has a result or an error."""
         return self._state == _FINISHED
 
     def _await(self, timeout: float | None) -> None:
-        """Run it, or wait by the world's clock, and not by that of ``Future``."""
+        """Run the operation or wait for it, by the world's clock and not by that of ``Future``."""
         if self._state == _FINISHED:
             return
         clock = self._group.clock
@@ -120,11 +121,10 @@ class Work(PublicDir, Future[T]):
                 clock.wait_for(self._condition, self.done, timeout)
 
     def add_done_callback(self, fn: Callable[[Work[T]], object]) -> None:
-        """Call ``fn(self)`` when it is done; at once, in this thread, if it is.
+        """Call ``fn(self)`` when the operation is done; at once, in this thread, if it is already.
 
-        Otherwise in a thread for the callbacks of the group, in which they run one after the other
-        in the order in which operations end. They may begin operations of the group and wait for
-        them. What they raise is logged.
+        Otherwise the group's callback thread calls it, in the order in which operations end.
+        Callbacks may begin operations of the group and wait for them. What they raise is logged.
         """
         with self._condition:
             if self._state != _FINISHED:
@@ -136,7 +136,7 @@ class Work(PublicDir, Future[T]):
             _log.exception("a callback of %r raised", self)
 
     def end(self, result: Any, error: BaseException | None) -> None:
-        """End it, and tell all who wait for that. Safe to repeat, after an interrupt."""
+        """Set the result or error and wake waiting threads. Safe to repeat after an interrupt."""
         if self._state == _FINISHED:
             with self._condition:
                 self._condition.notify_all()
@@ -148,12 +148,12 @@ class Work(PublicDir, Future[T]):
             self._group.call_back(self)
 
     def call_back(self) -> None:
-        """Call its callbacks, each of them once. For one thread at a time."""
+        """Run its callbacks, each once. For one thread at a time."""
         while self._callbacks:
             callback = self._callbacks.pop(0)
             try:
                 callback(self)
-            except BaseException:  # it must not end this thread
+            except BaseException:  # keep the thread for other callbacks
                 _log.exception("a callback of %r raised", self)
 
     def close_in_child(self) -> None:
@@ -161,7 +161,7 @@ class Work(PublicDir, Future[T]):
         invalidate(self)
 
     def __await__(self) -> Generator[Any, None, T]:
-        import asyncio  # here, because it takes as long to load as all of this package
+        import asyncio  # takes as long to load as this package
 
         return asyncio.wrap_future(self).__await__()
 
@@ -176,7 +176,11 @@ _IDLE = 0.5  # seconds until a thread without callbacks ends
 
 
 class CallbackThread:
-    """Calls callbacks in one thread, in the order in which work was done. Safe from any thread."""
+    """Runs callbacks in one thread, in the order in which work was done. Safe from any thread.
+
+    The thread starts with the first work that has callbacks, and ends after ``_IDLE`` seconds
+    without one. ``_lock`` guards the queue and which thread serves it; callbacks run without it.
+    """
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
@@ -184,10 +188,10 @@ class CallbackThread:
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._queue: deque[Work[Any]] = deque()
-        self._server: object | None = None  # the name of the thread that serves it
+        self._server: object | None = None  # identifies the running thread
 
     def submit(self, work: Work[Any]) -> None:
-        """Have the callbacks of a work called. Safe to repeat, after an interrupt."""
+        """Queue the callbacks of a work. Safe to repeat after an interrupt."""
         with self._lock:
             self._queue.append(work)
             if self._server is not None:
@@ -199,13 +203,13 @@ class CallbackThread:
                     target=self._run, args=(server,), name=self._name, daemon=True
                 ).start()
             except BaseException:
-                self._server = None  # if it has come to be, it finds that it is not wanted
+                self._server = None  # if the thread has started, it sees this and ends
                 raise
 
     def _run(self, server: object) -> None:
         while (work := self._next(server)) is not None:
             work.call_back()
-            del work  # or the result would live as long as the thread is idle
+            del work  # an idle thread would keep the result alive
 
     def _next(self, server: object) -> Work[Any] | None:
         idle = Deadline(_IDLE, self._clock)
