@@ -13,9 +13,7 @@ WITHOUT_OWN_TEST = {
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
-    "transports/memory_bell": "transports/test_bells.py",
     "backends/posting": "backends/test_handles.py",
-    "links/parked": "links/test_inbox.py",
     "links/shared_mailbox": "links/test_inbox.py",
     "rpc/agent_functions": "rpc/test_agent.py",
     "rpc/caller": "rpc/test_agent.py",
@@ -24,7 +22,6 @@ SHOWN_IN = {
     "transports/route": "transports/test_memory_stream.py",
     "transports/memory_poller": "transports/test_memory_stream.py",
     "transports/pipe": "transports/test_memory_stream.py",
-    "transports/sleepers": "transports/test_memory_stream.py",
     "links/event_thread": "links/test_acceptor.py",
     "backends/receiving": "backends/test_payloads.py",
     "backends/sub_messages": "backends/test_sub.py",
@@ -67,11 +64,9 @@ SHOWN_IN = {
     "torch/rpc/optimizer": "torch_programs/test_rpc_optimizer.py",
     "backends/arguments": "backends/test_base.py",
     "rendezvous/control_channel": "rendezvous/test_coordinator.py",
-    "rendezvous/roster": "rendezvous/test_coordinator.py",
     "transports/tls_contexts": "transports/test_tls.py",
     "links/borrower": "links/test_single_copy.py",
     "links/lender": "links/test_single_copy.py",
-    "links/process_memory": "links/test_single_copy.py",
     "codec/value_reader": "codec/test_codec.py",
     "testing/conformance/basic_checks": "conformance/test_conformance.py",
     "testing/conformance/call_checks": "conformance/test_conformance.py",

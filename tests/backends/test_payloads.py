@@ -26,7 +26,7 @@ from rankwire.errors import (
     SelfSendError,
     UnsupportedTypeError,
 )
-from rankwire.links.allocation import allocate
+from rankwire.links.memory import allocate
 from rankwire.testing import simulated_world, tcp_world
 from rankwire.testing.worlds import sub_world
 from rankwire.wire.array_messages import pack_array

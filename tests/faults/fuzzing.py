@@ -36,7 +36,7 @@ from faults.mutator import Mutator
 from headers import pack_header
 from rankwire import errors
 from rankwire.codec.codec import Codec
-from rankwire.links.allocation import allocate
+from rankwire.links.memory import allocate
 from rankwire.rpc import messages as rpc
 from rankwire.wire import control_messages as control
 from rankwire.wire.array_messages import pack_array, unpack_head

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from interrupts import Interrupt, every_interrupt
 from rankwire.clock import REAL_TIME
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError
-from rankwire.links import borrower, process_memory
+from rankwire.links import borrower
 from rankwire.links import lender as lender_module
+from rankwire.links import memory as process_memory
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import lend
-from rankwire.links.process_memory import probe
+from rankwire.links.memory import probe
 from rankwire.transports.stream import SocketStream, stream_of
 from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, LoanRevokedError, unpack_loan
 from real_time import Deadline

@@ -8,7 +8,7 @@ import pytest
 from connected import socket_pair
 from rankwire.clock import REAL_TIME
 from rankwire.transports.bells import PollBell
-from rankwire.transports.memory_bell import MemoryBell
+from rankwire.transports.memory_poller import MemoryBell
 from rankwire.transports.memory_stream import memory_pair
 from rankwire.transports.spin import Spin
 from rankwire.transports.stream import stream_of

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rankwire.transports.futex import sleep_while, wake_all
 from rankwire.transports.shared_memory import CAN_SHARE
+from rankwire.transports.shared_segment import sleep_while, wake_all
 from worlds import Running, eventually
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="Linux on x86 only")

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from rankwire.clock import REAL_TIME
-from rankwire.transports.stream import SocketStream
-from rankwire.transports.tcp_info import Unanswered
+from rankwire.transports.stream import SocketStream, Unanswered
 from real_time import Deadline
 
 

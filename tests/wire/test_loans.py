@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwire.errors import MessageTooLargeError, ProtocolError
-from rankwire.links.allocation import allocate
+from rankwire.links.memory import allocate
 from rankwire.wire.loans import (
     MAX_NUMBER,
     MAX_PIECES,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headers import pack_header
 from rankwire.errors import MessageTooLargeError, ProtocolError
-from rankwire.links.allocation import allocate
+from rankwire.links.memory import allocate
 from rankwire.wire.frames import (
     DEFAULT_MAX_MESSAGE_NBYTES,
     HEADER_NBYTES,

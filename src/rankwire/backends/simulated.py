@@ -42,8 +42,7 @@ from rankwire.mesh.peers import Peer
 from rankwire.mesh.roll_client import RollClient
 from rankwire.mesh.transport import Expected, ExpectedFromAny, Offer
 from rankwire.observe.stacks import places
-from rankwire.transports.memory_bell import MemoryBell
-from rankwire.transports.memory_poller import MemoryPoller
+from rankwire.transports.memory_poller import MemoryBell, MemoryPoller
 from rankwire.transports.memory_stream import MemoryStream
 from rankwire.wire.control_messages import AgentSays, Fallen, Member
 from rankwire.wire.frames import (

@@ -17,8 +17,15 @@ from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, ProtocolError, RankwireError
-from rankwire.links.allocation import allocate
-from rankwire.links.process_memory import READ, WORD_NBYTES, WRITE, Vector, address_of, transfer
+from rankwire.links.memory import (
+    READ,
+    WORD_NBYTES,
+    WRITE,
+    Vector,
+    address_of,
+    allocate,
+    transfer,
+)
 from rankwire.wire.array_messages import HEAD_NBYTES
 from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan, LoanRevokedError, Parcel
 from rankwire.wire.receive import Destination, Placed

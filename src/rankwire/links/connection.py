@@ -32,15 +32,13 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import guard
-from rankwire.links.allocation import allocate
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import Lent, Meanwhile, lend
+from rankwire.links.memory import allocate, probe
 from rankwire.links.outbox import Outbox, Queued
-from rankwire.links.process_memory import probe
 from rankwire.transports.shared_memory import CAN_SHARE, SharedMemory, open_shared
 from rankwire.transports.spin import Spin
-from rankwire.transports.stream import Stream, Watched, stream_of
-from rankwire.transports.tcp_info import Unanswered
+from rankwire.transports.stream import Stream, Unanswered, Watched, stream_of
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     LOAN,

@@ -24,7 +24,7 @@ from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.fork import guard
-from rankwire.links.process_memory import WORD_NBYTES, address_of
+from rankwire.links.memory import WORD_NBYTES, address_of
 from rankwire.wire.frames import Buffer
 from rankwire.wire.loans import DECIDING, MAX_PIECES, REFUSED, REVOKED, LoanRefusedError, pack_loan
 

@@ -45,13 +45,12 @@ from rankwire.links.connection import Connection
 from rankwire.rendezvous import open_files
 from rankwire.rendezvous.attendance import Answers, Attendance
 from rankwire.rendezvous.control_channel import tell
-from rankwire.rendezvous.formed_world import FormedWorld
 from rankwire.rendezvous.heartbeat import Silence
 from rankwire.rendezvous.reachability import Reachability
 from rankwire.rendezvous.returning import Returning
 from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.roll import Roll
-from rankwire.rendezvous.roster import Roster
+from rankwire.rendezvous.roster import FormedWorld, Roster
 from rankwire.texts import name_ranks
 from rankwire.transports.sockets import AnySocket, TcpAddress, expect_prompt_reading
 from rankwire.wire.control_messages import (

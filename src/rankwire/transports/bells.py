@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rankwire import runtime
-from rankwire.transports.sleepers import Sleeper
 from rankwire.transports.spin import Spin
 from rankwire.transports.stream import Watched
+from rankwire.transports.wakeup import Sleeper
 
 
 class Bell(Sleeper, Protocol):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from rankwire.clock import Clock
 from rankwire.transports.pipe import Pipe
 from rankwire.transports.route import Route
-from rankwire.transports.sleepers import Sleepers, sleeper
 from rankwire.transports.stream import Watched
+from rankwire.transports.wakeup import Sleepers, sleeper
 from rankwire.wire.frames import Buffer
 from rankwire.wire.ring import RingReader
 

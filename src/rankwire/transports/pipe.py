@@ -25,8 +25,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from rankwire.transports.route import Position, Route
-from rankwire.transports.sleepers import Sleepers, wake
 from rankwire.transports.stream import first_bytes
+from rankwire.transports.wakeup import Sleepers, wake
 from rankwire.wire.frames import HEADER_NBYTES, Buffer
 
 

@@ -1,24 +1,57 @@
 """A segment in memory that processes share, and how a rank waits in it.
 
-A rank looks for a moment, because most waits are short; where ranks share cores it yields between
-two looks, so that the one it waits for can run. Then it sleeps (``links.futex``), and takes no
-core from those that compute. Whoever publishes wakes the sleepers, if there are any.
+A rank polls the segment for a moment, because most waits are short; where ranks share cores it
+yields between two looks, so that the rank it waits for can run. Then it sleeps by futex(2), called
+by number because the C library has no function for it. A rank that publishes wakes the sleepers.
 
-Deaths are not seen here: somebody who knows of one calls ``disturb``, and a rank that waits goes
-to look. One waits at a time; ``disturb`` is safe from any thread.
+A segment does not notice that a rank is lost: the thread that learns of it calls ``disturb``, and a
+waiting rank goes to look. One thread waits at a time; ``disturb`` is safe from any thread.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
-from rankwire.transports.futex import sleep_while, wake_all
 from rankwire.transports.shared_memory import SharedMemory, open_shared
 from rankwire.transports.spin import Spin
 from rankwire.wire.segment import ASLEEP, SEGMENT_SIZES, Segment, is_segment_of, segment_nbytes
+
+_FUTEX = 202  # of the system call, on x86-64
+_WAIT, _WAKE = 0, 1
+_ALL = 0x7FFFFFFF
+
+_library = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def sleep_while(address: int, value: int, seconds: float) -> None:
+    """Sleep while four bytes have a value; until somebody wakes us, a signal comes, or so long.
+
+    That the value is looked at and the thread put to sleep is one step for the kernel.
+
+    Args:
+        address: Of the bytes, a multiple of four.
+        value: What they must have.
+        seconds: At most.
+    """
+    fraction, whole = math.modf(seconds)
+    limit = _Timespec(int(whole), int(fraction * 1e9))
+    _library.syscall(
+        _FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), 0, 0
+    )
+
+
+def wake_all(address: int) -> None:
+    """Wake all, in any process, that sleep because of the four bytes at an address."""
+    _library.syscall(_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL, 0, 0, 0)
+
 
 # Where ranks share cores: long enough for the others to run. An all_reduce of 8 B takes 97 us with
 # 100 us of this, 51 with 400, 65 with 1500 (4 ranks on 2 cores; 318, 318, 287 with 8; 981, 751, 632

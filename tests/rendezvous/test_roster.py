@@ -1,6 +1,6 @@
 """A formed world: what each rank is told of it, when it forms and when a rank is back."""
 
-from rankwire.rendezvous.formed_world import FormedWorld
+from rankwire.rendezvous.roster import FormedWorld
 from rankwire.wire.control_messages import DEFAULT_PATIENCE, Gone, Member
 from rankwire.wire.keys import rank_key, unwrap, unwrap_one
 from worlds import SECRET

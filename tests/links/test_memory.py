@@ -1,6 +1,6 @@
 import pytest
 
-from rankwire.links.allocation import allocate
+from rankwire.links.memory import allocate
 
 
 def payload_of(nbytes):
