@@ -1,8 +1,7 @@
-"""Coalesced collectives: many arrays at once. Small ones travel together.
+"""Coalesced collectives: many arrays in one operation. Small arrays are sent together.
 
-Arrays are numpy arrays or dense torch tensors on the CPU. Those of an operation in the background
-must not be changed, nor read if they are results, before it is done. Every function is safe from
-any thread.
+Arrays are numpy arrays or dense torch tensors on the CPU. Until an operation in the background is
+done, do not change its arrays or read its results. Every function is safe from any thread.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rankwire.collectives.reductions import Op, name_of, reduction_of
 from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
 
-# So much is joined, and taken apart again: less than a slot, and it stays in the cache.
+# The most bytes in a bundle: less than a slot, and it stays in the cache.
 _TOGETHER = 1 << 20
 # Arrays up to this size are sent together; larger ones gain nothing.
 _COALESCE_UP_TO = 1 << 20
@@ -45,7 +44,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce many arrays at once, in place: those of one dtype travel together.
+    """Reduce many arrays in place; arrays of one dtype are sent together.
 
     Returns:
         The list of the arrays, or the ``Work`` whose ``wait`` returns it.
@@ -81,15 +80,15 @@ def all_gather_coalesced(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Gather many arrays at once: of each, those of all ranks in rank order, joined along dim 0.
+    """Gather many arrays: for each, the arrays of all ranks in rank order, joined along dim 0.
 
     Args:
         backend: The group.
         arrays: This rank's contributions, of any dtypes and shapes; unchanged.
         out: Where the results go: for an array of shape ``(k, ...)`` one of ``(N * k, ...)``. None
-            makes them.
-        async_op: Whether to return a ``Work`` at once.
-        timeout: Seconds for all of it; None is the backend's default.
+            creates them.
+        async_op: Return a ``Work`` at once.
+        timeout: Seconds for the whole operation; None is the backend's default.
 
     Returns:
         The list of the results, or the ``Work`` whose ``wait`` returns it.
@@ -136,15 +135,15 @@ def reduce_scatter_coalesced(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce many arrays at once, and return this rank's part of each: dim 0 divided by N.
+    """Reduce many arrays and return this rank's part of each: dim 0 divided by N.
 
     Args:
         backend: The group.
         arrays: Each of shape ``(N * k, ...)``; unchanged.
         op: As for ``all_reduce``.
-        out: Where the parts go, each of shape ``(k, ...)``. None makes them.
-        async_op: Whether to return a ``Work`` at once.
-        timeout: Seconds for all of it; None is the backend's default.
+        out: Where the parts go, each of shape ``(k, ...)``. None creates them.
+        async_op: Return a ``Work`` at once.
+        timeout: Seconds for the whole operation; None is the backend's default.
 
     Returns:
         The list of the parts, or the ``Work`` whose ``wait`` returns it.
@@ -184,7 +183,6 @@ def _operands(arrays: Sequence[Any]) -> list[Operand]:
 def _targets(
     sources: Sequence[Operand], shapes: Sequence[tuple[int, ...]], out: Sequence[Any] | None
 ) -> list[Operand]:
-    """Return where the results go: one for each array."""
     wanted = [None] * len(sources) if out is None else list(out)
     if len(wanted) != len(sources):
         raise ConfigurationError(f"out has {len(wanted)} arrays, there are {len(sources)} to send")
@@ -195,7 +193,7 @@ def _targets(
 
 
 def _hand_out(joined: Array, targets: Sequence[Operand], flats: Sequence[Array]) -> None:
-    """Put results that have come together to where they belong."""
+    """Copy parts of a joined result to their targets."""
     start = 0
     for target, flat in zip(targets, flats, strict=True):
         if flat is not joined:

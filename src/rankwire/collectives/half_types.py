@@ -1,10 +1,9 @@
-"""Half types: float16 and bfloat16 to float32, and back, rounded to the nearest, halves to even.
+"""Half types: convert float16 and bfloat16 to float32 and back, rounding to nearest even.
 
-numpy converts float16 one by one, and has no bfloat16. Where the program has loaded torch, torch
-converts, several times as fast; it is never imported here. Both give the same bits, so it does not
-matter which ranks have it: only NaNs differ, so where there are any, numpy does it. In pieces so
-small that torch does it in this thread: its threads may be busy, or share their cores with other
-ranks, and then waiting for them takes longer than all of the work.
+numpy converts float16 one by one and has no bfloat16. If the program has loaded torch, torch
+converts several times as fast; it is never imported here. Both give the same bits except for NaNs,
+which numpy converts, so ranks with and without torch agree. Arrays are converted in pieces so small
+that torch uses only this thread: its other threads may be busy or share cores with other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MOST = 32767  # elements up to which torch uses no other thread
 
 
 def from_float16(piece: Array) -> Array:
-    """Return float32 values of float16 ones."""
+    """Return float16 values as float32."""
     if _can_torch(piece):
         wide = np.empty(piece.size, np.float32)
         _convert(piece, wide)
@@ -39,7 +38,7 @@ def to_float16(wide: Array, out: Array) -> None:
 
 
 def from_bfloat16(piece: Array) -> Array:
-    """Return float32 values of bfloat16 ones, of which each is the upper half of one."""
+    """Return bfloat16 values as float32: each is the upper half of one."""
     if _can_torch(piece):
         wide = np.empty(piece.size, np.float32)
         _convert(piece, wide)
@@ -48,7 +47,7 @@ def from_bfloat16(piece: Array) -> Array:
 
 
 def to_bfloat16(wide: Array, out: Array) -> None:
-    """Round float32 values to bfloat16; a NaN stays one."""
+    """Round float32 values to bfloat16; NaNs stay NaNs."""
     if _can_torch(out) and not _has_nan(wide):
         _convert(wide, out)
         return
@@ -59,19 +58,19 @@ def to_bfloat16(wide: Array, out: Array) -> None:
 
 
 def add_by_torch(first: Array, second: Array, out: Array) -> list[slice] | None:
-    """Add two, of float16 or as int16 of bfloat16, into ``out``, which may be one of them.
+    """Add two arrays of float16, or of bfloat16 as int16, into ``out``, which may be one of them.
 
-    torch does so in float32, too, and rounds once.
+    torch adds in float32 too, and rounds once.
 
     Returns:
-        The parts that are left as they were, those with NaNs; None if torch cannot do it.
+        The slices that were skipped because of NaNs; None if torch cannot add these.
     """
     if not (_can_torch(first) and _can_torch(second) and _can_torch(out)):
         return None
     left, start = [], 0
     for one, other, place in zip(*map(_parts, (first, second, out)), strict=True):
         total = one + other
-        largest = total.max().item()  # a NaN, if there is one
+        largest = total.max().item()  # NaN if there is any
         if largest == largest:
             place.copy_(total)
         else:
@@ -81,7 +80,7 @@ def add_by_torch(first: Array, second: Array, out: Array) -> list[slice] | None:
 
 
 def _can_torch(narrow: Array) -> bool:
-    """Whether torch is there, worth it, and can use the memory; it warns of what is read-only."""
+    """Whether torch is loaded, pays off, and accepts the memory; it warns of read-only memory."""
     return (
         narrow.size >= _LEAST
         and hasattr(sys.modules.get("torch"), "from_numpy")  # another thread may be loading it
@@ -101,7 +100,7 @@ def _convert(source: Array, target: Array) -> None:
 
 
 def _parts(array: Array) -> Any:
-    """Return an array as tensors, each small enough; int16 is bfloat16."""
+    """Return an array as tensors of at most ``_MOST`` elements; int16 becomes bfloat16."""
     torch = sys.modules["torch"]
     tensor = torch.from_numpy(array)
     if tensor.dtype == torch.int16:

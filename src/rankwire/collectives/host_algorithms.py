@@ -1,17 +1,16 @@
-"""Algorithms over several hosts: inside each host in shared memory, between hosts by messages.
+"""Algorithms over several hosts: shared memory inside each host, messages between hosts.
 
-All of them go *up*, *across* and *down*. Up, the ranks of a host put what they have into their
-slots and meet. Across, one rank of each host sends the others what its host has. Down, it puts what
-has come into its slot, and the ranks of a host meet again. So what a host has goes to another one
-once, and not from each rank to each other.
+Each operation goes *up*, *across* and *down*. Up: the ranks of a host write their slots and meet.
+Across: the leaders of all hosts exchange what their hosts have. Down: each leader writes the result
+to its slot, and the ranks of its host meet again. So data crosses between two hosts once and not
+once per pair of ranks.
 
-Who goes across has met all ranks of its host, and has heard of all hosts before it goes down. So
-nothing is written to the user's memory, and nobody returns, before all ranks are known to be in the
-same operation. What does not fit into the slots goes through in pieces; all hosts use the same
-ones. Reductions combine the ranks of a host, in their order, and then the hosts, in that of their
-first ranks; each element is computed once, or by all in the same way.
+A leader has met all ranks of its host and heard from all hosts before it goes down. So no rank
+writes to the user's memory or returns before all ranks are known to be in the same operation. What
+does not fit into a slot goes through in pieces, of the same size on all hosts. Reductions combine
+the ranks of a host in rank order, then the hosts in the order of their first ranks.
 
-How messages go across is up to the caller, who has the same choice of them as without hosts.
+The caller passes the functions that go across, chosen as for a single host.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Reduce = Callable[[Exchange, Array, Array | None, int, Reduction], None]
 
 
 def meet(x: Exchange, hosts: Hosts, meet: Meet) -> None:
-    """Return once all ranks have come."""
+    """Wait for all ranks."""
     inside = hosts.inside(x)
     meet(inside)
     if hosts.place == 0:
@@ -71,7 +70,7 @@ def reduce(
     reduce: Reduce,
     meet: Meet,
 ) -> None:
-    """Reduce ``source`` of all ranks into ``out`` of the root, through one rank of each host."""
+    """Reduce ``source`` of all ranks into ``out`` of the root, through one rank per host."""
     inside, across, host, place = _towards(x, hosts, root)
     total = None if across is None else np.empty_like(source)
     reduce(inside, source, total, place, r.of_parts)
@@ -87,7 +86,7 @@ def reduce(
 def broadcast(
     x: Exchange, hosts: Hosts, array: Array, root: int, broadcast: Broadcast, meet: Meet
 ) -> None:
-    """Copy the root's array to all ranks, through one rank of each host."""
+    """Copy the root's array to all ranks, through one rank per host."""
     inside, across, host, place = _towards(x, hosts, root)
     meet(inside)
     if across is not None:
@@ -96,7 +95,7 @@ def broadcast(
 
 
 def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) -> None:
-    """Fill the parts of all ranks, which may be of different sizes."""
+    """Fill the parts of all ranks, which may differ in size."""
     inside, slots = hosts.inside(x), _slots(hosts)
     longest = max(part.size for part in parts)
     for start, stop in _pieces(longest, hosts.slot_nbytes // own.itemsize // x.size):
@@ -122,7 +121,7 @@ def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) ->
 def reduce_scatter(
     x: Exchange, hosts: Hosts, parts: Sequence[Array], out: Array, r: Reduction
 ) -> None:
-    """Reduce the part of this rank into ``out``; those of other ranks may be of other sizes."""
+    """Reduce the part of this rank into ``out``; parts may differ in size."""
     inside, slots = hosts.inside(x), _slots(hosts)
     longest = max(part.size for part in parts)
     for start, stop in _pieces(longest, hosts.slot_nbytes // out.itemsize // x.size):
@@ -144,9 +143,9 @@ def reduce_scatter(
 
 
 def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytearray] | None:
-    """Return the bytes of all ranks; None if those of all are more than ``most``, or do not fit.
+    """Return the bytes of all ranks; None if they exceed ``most`` or do not fit into a slot.
 
-    The leaders first tell each other the sizes, so that all find alike whether they go through.
+    The leaders first exchange the sizes, so all ranks decide alike.
     """
     inside, slots = hosts.inside(x), _slots(hosts)
     rows = slots.put_buffers(inside, *message)
@@ -175,7 +174,6 @@ def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytea
 
 
 def _all_sizes(across: SubExchange, hosts: Hosts, sizes: list[int]) -> Array:
-    """Return the sizes of what all ranks have, by rank."""
     widest = max(len(group) for group in hosts.groups)
     ours = np.zeros(widest, np.int64)
     ours[: len(sizes)] = sizes
@@ -187,7 +185,7 @@ def _all_sizes(across: SubExchange, hosts: Hosts, sizes: list[int]) -> Array:
 
 
 def _taken_apart(whole: Array, hosts: Hosts, size: int) -> list[bytearray]:
-    """Return what ``spread`` has put into a slot, by rank."""
+    """Return the bytes of each rank that ``spread`` has put into a slot."""
     sizes = whole[: 8 * size].view(np.int64).tolist()
     ranks = [rank for group in hosts.groups for rank in group]
     found = [bytearray()] * size
@@ -198,22 +196,23 @@ def _taken_apart(whole: Array, hosts: Hosts, size: int) -> list[bytearray]:
     return found
 
 
-# -- what they are made of -------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _slots(hosts: Hosts) -> SharedSlots:
-    assert hosts.slots is not None  # or the hosts would not work together
+    assert hosts.slots is not None  # or x.hosts would be None
     return hosts.slots
 
 
 def _towards(
     x: Exchange, hosts: Hosts, root: int
 ) -> tuple[SubExchange, SubExchange | None, int, int]:
-    """Return who takes part in an operation with a root, which leads its host.
+    """Return the exchanges of an operation with a root, which leads its host.
 
     Returns:
-        The ranks of this host; the leaders of all hosts, if this rank is one; the number of the
-        root among them; and that of this host's leader among its ranks.
+        The exchange among the ranks of this host; the one among the leaders, if this rank is one;
+            the
+        root's rank in the latter; and the rank of this host's leader in the former.
     """
     leaders = hosts.leaders(root)
     place = hosts.groups[hosts.here].index(leaders[hosts.here])
@@ -222,13 +221,13 @@ def _towards(
 
 
 def _show(inside: SubExchange, slots: SharedSlots) -> None:
-    """Tell the others of this host that this rank's slot is written, and wait for theirs."""
+    """Publish this rank's slot to the other ranks of this host, and wait for theirs."""
     slots.publish(inside, 0)
     slots.meet(inside)
 
 
 def _pieces(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of pieces of at most so many elements; of nothing, one that is empty."""
+    """Yield the bounds of pieces of at most ``most`` elements; for 0 elements, one empty piece."""
     most = max(1, most)
     for start in range(0, max(1, count), most):
         yield start, min(start + most, count)
@@ -239,7 +238,7 @@ def _cut(array: Array, counts: list[int]) -> list[Array]:
 
 
 def _folded(rows: list[list[Array]], ranks: list[int], r: Reduction) -> Array:
-    """Return what the rows have for some ranks, reduced and joined."""
+    """Return the parts of some ranks, reduced over all rows and joined."""
     counts = [rows[0][rank].size for rank in ranks]
     total = np.empty(sum(counts), r.dtype)
     for rank, part in zip(ranks, _cut(total, counts), strict=True):

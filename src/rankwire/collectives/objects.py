@@ -1,10 +1,10 @@
-"""The collectives on any value that the codec carries, as users call them.
+"""The collectives on any value that the codec can encode.
 
-Values are encoded by the safe codec: nothing from the wire runs code. They need not be of equal
-size or type on all ranks. As with arrays, all ranks call the same functions in the same order.
+The codec is safe: decoding runs no code from the message. Values may differ in size and type
+between ranks. As with arrays, all ranks call the same functions in the same order.
 
-What hooks of the codec did for a value is undone if not all of this rank's values can be encoded.
-It is not undone if the collective fails later, as some ranks may have the value by then.
+If one of this rank's values cannot be encoded, what codec hooks did for the others is undone. It is
+not undone if the collective fails later, because some ranks may have received the value by then.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def all_gather_object(
 
     Args:
         backend: The group.
-        value: This rank's.
-        codec: If values of classes of your own are among them.
-        async_op: Whether to return a ``Work`` at once.
-        timeout: Seconds for all of it; None is the backend's default.
+        value: This rank's value.
+        codec: A codec that knows your own classes; None is the plain one.
+        async_op: Return a ``Work`` at once.
+        timeout: Seconds for the whole operation; None is the backend's default.
     """
     codec = _checked(backend, codec)
     message = codec.encode(value)
@@ -94,7 +94,7 @@ def broadcast_object(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Return the root's value on all ranks; what the others pass is not looked at."""
+    """Return the root's value on all ranks; the values of other ranks are ignored."""
     root = check_rank(root, backend.world_size)
     codec = _checked(backend, codec)
     message: Message = codec.encode(value) if backend.rank == root else ([], 0)
@@ -121,7 +121,7 @@ def scatter_object(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Return the item of the root's list that is this rank's."""
+    """Return this rank's item of the root's list."""
     root = check_rank(root, backend.world_size)
     codec = _checked(backend, codec)
     encoded = _encoded(backend, codec, values) if backend.rank == root else []
@@ -163,7 +163,7 @@ def all_to_all_object(
 
 
 def _received(x: Exchange, codec: Codec, src: int, payloads: list[bytearray] | None) -> Any:
-    """Return the value of a rank: its bytes are here already, or on their way."""
+    """Return the value of a rank, from its payload if that is here, else from its message."""
     payload = whole_of(x.receive(src, _STEP)) if payloads is None else payloads[src]
     return codec.decode(payload, peer=src)
 
@@ -190,7 +190,7 @@ def _encoded(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> li
         for message in encoded:
             codec.undo(message)
         raise
-    codec.undo(encoded[backend.rank])  # one's own is checked like the others, and not sent
+    codec.undo(encoded[backend.rank])  # this rank's own value is checked, not sent
     return encoded
 
 

@@ -1,14 +1,12 @@
-"""The collectives on arrays, as users call them.
+"""The collectives on arrays.
 
-Each function checks its arguments, says in words what it is going to do (``fingerprints``), and
-returns the steps as a plan, which the group's sequence runs here or in the background
-(``calling``). All ranks of the backend must call the same functions in the same order with fitting
-arguments; if they do not, all of them get a ``CollectiveMismatchError``. If one cannot use its
-arguments at all, the others get a ``CollectiveAbortedError``.
+All ranks of the backend must call the same functions in the same order with matching arguments.
+Otherwise all of them raise ``CollectiveMismatchError``. If a rank's arguments are invalid, the
+other ranks raise ``CollectiveAbortedError``.
 
-Arrays are numpy arrays or dense torch tensors on the CPU; results are of the kind that was passed.
-The array of an operation in the background must not be changed, nor read if it is the result,
-before the operation is done. Every function is safe from any thread.
+Arrays are numpy arrays or dense torch tensors on the CPU; a result has the kind that was passed.
+Until an operation in the background is done, do not change its arrays or read its result. Every
+function is safe from any thread.
 """
 
 from __future__ import annotations
@@ -54,20 +52,20 @@ def all_reduce(
             ``bitwise_xor``; or ``PremulSum(factor)`` or ``("premul_sum", factor)``: each rank
             multiplies its contribution first. float16 and bfloat16 are added up in float32.
         out: Where the result goes instead; ``array`` is then unchanged.
-        ordered: Whether to combine in the order of the ranks, whatever the size and the number of
-            ranks. The result is the same on all ranks, bit for bit, either way.
-        async_op: Whether to return a ``Work`` at once.
-        timeout: Seconds for all of it; None is the backend's default.
+        ordered: Reduce in rank order for every size and number of ranks. Either way all ranks get
+            the same result, bit for bit.
+        async_op: Return a ``Work`` at once.
+        timeout: Seconds for the whole operation; None is the backend's default.
 
     Returns:
-        ``array``, or ``out`` if that is given; or the ``Work`` whose ``wait`` returns it.
+        ``array``, or ``out`` if given; or the ``Work`` whose ``wait`` returns it.
 
     Raises:
-        CollectiveMismatchError: Ranks called different things.
-        PeerLostError: A rank is gone.
-        CollectiveAbortedError: A rank failed in it, or in the one before it, which had gone well
-            here; or it could not use its arguments.
-        DeadlineExceededError: ``waiting_for`` has the ranks that did not come.
+        CollectiveMismatchError: Ranks called different operations.
+        PeerLostError: A rank is lost.
+        CollectiveAbortedError: Another rank failed in this operation or had invalid arguments, or
+            failed in the operation before, which had succeeded here.
+        DeadlineExceededError: ``waiting_for`` lists the missing ranks.
     """
     source = operand(array)
     target = source if out is None else make_target(source, source.shape, out)
@@ -105,8 +103,8 @@ def reduce(
         root: The rank that gets the result.
         op: As for ``all_reduce``.
         out: At the root: where the result goes; it may be ``array``.
-        async_op: Whether to return a ``Work`` at once.
-        timeout: Seconds for all of it; None is the backend's default.
+        async_op: Return a ``Work`` at once.
+        timeout: Seconds for the whole operation; None is the backend's default.
     """
     source = operand(array)
     target = make_root_target(backend, source, source.shape, root, out)
@@ -163,9 +161,9 @@ def all_gather(
 ) -> Any:
     """Return the arrays of all ranks in rank order, joined along dim 0.
 
-    Arrays of shape ``(k, ...)`` give one of shape ``(N * k, ...)``; 0-d ones give ``(N,)``. If
-    ``out`` is a list of N arrays, that of rank i goes to ``out[i]`` instead, whose dtype and shape
-    it has: they may differ between ranks. They must not overlap.
+    Arrays of shape ``(k, ...)`` give one of shape ``(N * k, ...)``; 0-d arrays give ``(N,)``. If
+    ``out`` is a list of N arrays, the array of rank i goes to ``out[i]``, which must have its dtype
+    and shape. These may differ between ranks. The arrays in ``out`` must not overlap.
     """
     source = operand(array)
     if uneven_parts.is_list(out):
@@ -194,7 +192,7 @@ def gather(
 ) -> Any:
     """Return what ``all_gather`` returns at the root, and None elsewhere.
 
-    All arrays are alike, also if ``out`` at the root is a list of N arrays.
+    All arrays have one dtype and shape, even if ``out`` at the root is a list of N arrays.
     """
     source = operand(array)
     if uneven_parts.is_list(out) and backend.rank == check_rank(root, backend.world_size):
@@ -222,16 +220,16 @@ def scatter(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Cut the root's array along dim 0 into N equal parts and return this rank's part.
+    """Split the root's array along dim 0 into N equal parts and return this rank's part.
 
     Args:
         backend: The group.
         array: At the root: shape ``(N * k, ...)``; or a list of N arrays of any dtypes and shapes,
-            the i-th for rank i. Elsewhere it is not looked at.
-        root: The rank that has it.
-        out: Where this rank's part goes; dtype and shape must fit.
-        async_op: Whether to return a ``Work`` at once.
-        timeout: Seconds for all of it; None is the backend's default.
+            the i-th for rank i. Other ranks' arrays are ignored.
+        root: The rank whose array is scattered.
+        out: Where this rank's part goes; dtype and shape must match.
+        async_op: Return a ``Work`` at once.
+        timeout: Seconds for the whole operation; None is the backend's default.
     """
     root = check_rank(root, backend.world_size)
     if backend.rank == root:
@@ -270,16 +268,16 @@ def reduce_scatter(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce over all ranks, and return this rank's part: dim 0 divided by N.
+    """Reduce over all ranks and return this rank's part: dim 0 divided by N.
 
     Args:
         backend: The group.
         array: Shape ``(N * k, ...)``; or a list of N arrays of one dtype, the i-th for rank i,
             whose shapes may differ. Unchanged.
         op: As for ``all_reduce``.
-        out: Where the part goes, shape ``(k, ...)``, or that of this rank's array of the list.
-        async_op: Whether to return a ``Work`` at once.
-        timeout: Seconds for all of it; None is the backend's default.
+        out: Where the part goes: shape ``(k, ...)``, or that of this rank's array in the list.
+        async_op: Return a ``Work`` at once.
+        timeout: Seconds for the whole operation; None is the backend's default.
     """
     if uneven_parts.is_list(array):
         return *uneven_parts.reduce_scatter(backend, array, op, out), async_op, timeout
@@ -317,10 +315,10 @@ def all_to_all(
             dtypes and shapes, the i-th for rank i. Unchanged.
         send_counts: Rows for each rank, if the parts are not equal. On all ranks or on none.
         recv_counts: Rows from each rank; if given, they are checked against what the others send.
-        out: Where the result goes. With a list: a list of N arrays, the i-th of the dtype and shape
-            of what rank i sends to this one, which is checked.
-        async_op: Whether to return a ``Work`` at once.
-        timeout: Seconds for all of it; None is the backend's default.
+        out: Where the result goes. With a list: a list of N arrays, the i-th with the dtype and
+            shape of what rank i sends to this one, which is checked.
+        async_op: Return a ``Work`` at once.
+        timeout: Seconds for the whole operation; None is the backend's default.
 
     Returns:
         An array of the same shape; with counts, of as many rows as the others send. Or ``out``.
@@ -348,5 +346,5 @@ def all_to_all(
 
 @collective
 def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None = None) -> Any:
-    """Return once every rank has come, after log2(N) messages from each."""
+    """Wait until every rank has called this, at a cost of log2(N) messages per rank."""
     return "barrier()", selection.meet, async_op, timeout

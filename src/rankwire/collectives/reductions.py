@@ -1,8 +1,7 @@
-"""Reductions: how the contributions of all ranks become one array.
+"""Reductions: combine the contributions of all ranks into one array.
 
-A reduction takes the pieces of all ranks in rank order and combines them in that order, so its
-result depends on nothing but them. float16 and bfloat16 are added up in float32 and rounded once.
-Pure: arrays in, arrays out. How the narrow ones become wide ones and back is ``half_types``'s.
+Contributions are combined in the order in which they are given. float16 and bfloat16 are added up
+in float32 and rounded once; ``half_types`` converts them. Pure.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from rankwire.collectives.half_types import (
 )
 from rankwire.collectives.operands import Array, Operand
 from rankwire.errors import ConfigurationError
+from rankwire.override import override
 
-# What users may ask for by name; the keys of ``_OPS``.
+# The keys of ``_OPS``.
 OpName = Literal["sum", "mean", "product", "min", "max", "bitwise_and", "bitwise_or", "bitwise_xor"]
 
 _NUMBERS, _REAL, _WHOLE = "biufc", "biuf", "biu"  # kinds of numpy dtypes
@@ -34,7 +34,7 @@ _NO_ORDER = "complex numbers have no order"
 _NO_MEAN = "the mean of whole numbers is not one; convert to a float first, or use sum"
 _NO_BITS = "it is for whole numbers and bool"
 _NO_NUMBERS = "it is for numbers"
-# What each op does, for which kinds it means something, and why not for other numbers.
+# For each op: the function, the kinds of dtypes it supports, and why not others.
 _OPS: dict[str, tuple[np.ufunc, str, str]] = {
     "sum": (np.add, _NUMBERS, _NO_NUMBERS),
     "mean": (np.add, "fc", _NO_MEAN),
@@ -47,15 +47,15 @@ _OPS: dict[str, tuple[np.ufunc, str, str]] = {
 }
 OPS = tuple(_OPS)
 
-# Where overflow and the like are silent, with numpy 2, which keeps that in the context. A copy of
-# this and a call in it take 0.15 us, ``np.errstate`` takes 1.
+# numpy 2 keeps its error state in the context. To copy this one and call a function in it takes
+# 0.15 us, ``np.errstate`` takes 1.
 _QUIET: Context | None = Context() if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else None
 if _QUIET is not None:
     _QUIET.run(partial(np.seterr, all="ignore"))
 
 
 def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a function with overflow and invalid operations silent."""
+    """Call a function with numpy's overflow and invalid-value warnings off."""
     if _QUIET is not None:
         _QUIET.copy().run(function, *args, **kwargs)
     else:
@@ -67,8 +67,8 @@ class Reduction:
     """One op on one dtype.
 
     Attributes:
-        op: Its name.
-        dtype: Of the arrays, as they lie in memory.
+        op: The name of the op.
+        dtype: The dtype of the arrays in memory.
     """
 
     def __init__(self, op: str, dtype: np.dtype[Any], *, is_bfloat16: bool) -> None:
@@ -76,7 +76,7 @@ class Reduction:
         self.dtype = dtype
         self._ufunc = _OPS[op][0]
         self._mean = op == "mean"
-        self._quiet = dtype.kind not in "fc" and not is_bfloat16  # whole numbers never warn
+        self._quiet = dtype.kind not in "fc" and not is_bfloat16  # integers never warn
         self._widen: Callable[[Array], Array] | None = None
         self._narrow: Callable[[Array, Array], None] = _copy
         if is_bfloat16:
@@ -85,7 +85,7 @@ class Reduction:
             self._widen, self._narrow = from_float16, to_float16
 
     def contribution(self, own: Array) -> Array:
-        """Return what this rank contributes, of its own array; that itself in most ops."""
+        """Return this rank's contribution; for most ops the array itself."""
         return own
 
     def fold(
@@ -99,14 +99,14 @@ class Reduction:
     ) -> None:
         """Reduce the pieces of all ranks, in this order, into ``out``.
 
-        Overflow and invalid operations give what the dtype gives, silently.
+        Overflow and invalid values do not warn.
 
         Args:
-            pieces: Each is used before the next one is asked for, and may share its memory.
-            count: How many.
+            pieces: Each is used before the next one is requested, and may share its memory.
+            count: The number of pieces.
             out: The result.
             own: The index of the piece that ``out`` may be; ``out`` is not written before it.
-            spare: Memory of the size of ``out`` for what comes before, if ``own`` is above 1.
+            spare: Memory of the size of ``out`` for the total before that, if ``own`` is above 1.
         """
         if self._quiet:
             self._fold(pieces, count, out, own, spare)
@@ -119,7 +119,7 @@ class Reduction:
             left = add_by_torch(first, second, out)
             if left is None:
                 self.fold((first, second), 2, out)
-            elif left:  # all of it: which of two NaNs numpy takes depends on where they are
+            elif left:  # fold it all: which of two NaNs numpy takes depends on their place
                 total = np.empty_like(out)
                 self.fold((first, second), 2, total)
                 for part in left:
@@ -141,7 +141,7 @@ class Reduction:
                 total = wide if total is None else self._ufunc(total, wide, out=total)
             elif total is None:
                 total = piece
-                if own > 1:  # the next one may be fetched to the same place
+                if own > 1:  # the next piece may use the same memory
                     assert spare is not None
                     total = spare[: piece.size]
                     np.copyto(total, piece)
@@ -165,12 +165,12 @@ class Reduction:
 
     @property
     def of_parts(self) -> Reduction:
-        """That which makes totals of some contributions, to be merged; ``finish`` comes last."""
+        """The reduction for totals that are merged later; ``finish`` comes last."""
         return reduction("sum", self.dtype) if self._mean else self
 
     @property
     def is_wide(self) -> bool:
-        """Whether contributions are added up in a wider type, and so must come together."""
+        """Whether contributions are added up in a wider type, and so in one place only."""
         return self._widen is not None
 
 
@@ -180,11 +180,11 @@ def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduc
 
     Args:
         op: One of ``OPS``.
-        dtype: Of the arrays.
-        is_bfloat16: Whether they hold bfloat16, for which numpy has no dtype.
+        dtype: The dtype of the arrays.
+        is_bfloat16: Whether the arrays hold bfloat16, for which numpy has no dtype.
 
     Raises:
-        ConfigurationError: There is no such op, or it means nothing for the dtype.
+        ConfigurationError: The op does not exist, or does not support the dtype.
     """
     if op not in _OPS:
         raise ConfigurationError(f"there is no op {op!r}; there are {', '.join(OPS)}")
@@ -219,11 +219,11 @@ _PREMUL_SUM = "premul_sum"
 
 @dataclass(frozen=True)
 class PremulSum:
-    """The op of a sum of ``factor * array``; for floats and complex numbers.
+    """The op of a sum of ``factor * array``, for floats and complex numbers.
 
     Args:
-        factor: This rank's: a number, or an array or tensor of one element, which is read when the
-            operation is called. Other ranks may have another one.
+        factor: This rank's factor: a number, or an array or tensor of one element, which is read
+            when the operation is called. Other ranks may use other factors.
     """
 
     factor: Any
@@ -234,10 +234,10 @@ Op: TypeAlias = OpName | PremulSum | tuple[Literal["premul_sum"], Any]
 
 
 def name_of(op: Any) -> str:
-    """Return what all ranks call an op.
+    """Return the name of an op in descriptions; factors are not compared between ranks.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The op is invalid.
     """
     if isinstance(op, str):
         return op
@@ -246,10 +246,10 @@ def name_of(op: Any) -> str:
 
 
 def factor_of(op: Any) -> complex:
-    """Return the factor of a premultiplied sum, as a number that has no dtype.
+    """Return the factor of a premultiplied sum, as a Python number.
 
     Raises:
-        ConfigurationError: It is no such op, or its factor is no number.
+        ConfigurationError: The op is not a premultiplied sum, or its factor is not a number.
     """
     match op:
         case PremulSum(factor) | ("premul_sum", factor):
@@ -260,7 +260,7 @@ def factor_of(op: Any) -> complex:
             )
     try:
         number = factor.item() if hasattr(factor, "item") else factor
-    except (ValueError, RuntimeError) as error:  # numpy's and torch's, if there are several
+    except (ValueError, RuntimeError) as error:  # from numpy and torch, if it has several elements
         raise ConfigurationError(f"a factor is one number: {error}") from error
     if not isinstance(number, Complex):
         raise ConfigurationError(f"a factor is a number, or an array of one, not {factor!r}")
@@ -271,7 +271,7 @@ class PremultipliedSum(Reduction):
     """A sum on one dtype, with this rank's factor.
 
     Raises:
-        ConfigurationError: The factor means nothing for the dtype.
+        ConfigurationError: The dtype does not support the factor.
     """
 
     def __init__(self, dtype: np.dtype[Any], factor: complex, *, is_bfloat16: bool) -> None:
@@ -280,16 +280,13 @@ class PremultipliedSum(Reduction):
                 f"op {_PREMUL_SUM!r} on {dtype.name}: it is for floats and complex numbers"
             )
         if isinstance(factor, complex) and dtype.kind != "c":
-            raise ConfigurationError(f"a complex factor {factor} for elements that are not")
+            raise ConfigurationError(f"a complex factor {factor} needs complex elements")
         super().__init__("sum", dtype, is_bfloat16=is_bfloat16)
         self.op = _PREMUL_SUM
         self._factor = factor
 
+    @override
     def contribution(self, own: Array) -> Array:
-        """Return what this rank contributes, in memory of its own.
-
-        float16 and bfloat16 are multiplied in float32 and rounded.
-        """
         result = np.empty_like(own)
         quietly(self._multiply, own, result)
         return result

@@ -1,12 +1,12 @@
-"""Portions: what the root of a scatter has for a rank, as a message that says what it is.
+"""Scatter messages: the part that a root scatters to a rank, as a message that describes itself.
 
-Ranks but the root need not know what they are to get. Layout, little-endian::
+Ranks other than the root need not know what they will get. Layout, little-endian::
 
     u32 length of the description | description | padding
 
 and then the elements, from a multiple of 64 on. The description is a msgpack array of whether it is
-a tensor, the dtype and the shape. Elements of any dtype of torch travel, as bytes. What a
-description claims is checked before memory is made for it.
+a tensor, the dtype and the shape. Elements of any torch dtype are sent as bytes. A receiver checks
+the description before it allocates memory.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _LENGTH = struct.Struct("<I")
 _ALIGNMENT = 64
 _HEAD_NBYTES = 512  # a description of 32 extents of 9 bytes each has 330
 _Extent = Annotated[int, msgspec.Meta(ge=0)]
-# Not every byte is a bool or a character: these are looked at before the user has them.
+# Not every byte is a valid bool or character, so these are checked.
 _CHECKED_KINDS = "bU"
 
 
 class ScatteredPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a message holds.
+    """The description in a message.
 
     Attributes:
-        is_tensor: Whether it is a tensor.
-        dtype: Its name, as torch has it; of an array the code, as numpy has it.
-        shape: Its shape.
+        is_tensor: Whether it is a tensor or an array.
+        dtype: torch's name of the dtype, or numpy's code for it.
+        shape: The shape.
     """
 
     is_tensor: bool
@@ -57,7 +57,7 @@ _decode = msgspec.msgpack.Decoder(ScatteredPart).decode
 def pack_part(source: Operand, flat: Array) -> Message:
     """Return the message that carries an operand, whose elements are ``flat``.
 
-    These must not change before they are sent.
+    The elements must not change before they are sent.
     """
     is_array = isinstance(source.value, np.ndarray)
     dtype = source.array.dtype.str if is_array else source.dtype_name
@@ -76,7 +76,7 @@ def unpack_part(payload: Payload, out: Operand | None) -> Any:
     """Return the array or tensor of a message, in ``out`` if that is given.
 
     Raises:
-        InvalidMessageError: It is none.
+        InvalidMessageError: The message is not valid.
         ConfigurationError: ``out`` has another dtype or shape.
     """
     try:
@@ -110,7 +110,7 @@ def _unpack_part(payload: Payload, out: Operand | None) -> Any:
 
 
 def _unpack_head(payload: Payload) -> tuple[ScatteredPart, int]:
-    """Return what a message holds, and where the elements begin."""
+    """Return the description in a message, and where the elements begin."""
     if isinstance(payload, bytearray):
         beginning = payload
     else:
@@ -121,12 +121,12 @@ def _unpack_head(payload: Payload) -> tuple[ScatteredPart, int]:
         end = _LENGTH.size + length
         part = _decode(memoryview(beginning)[_LENGTH.size : end])
     except (struct.error, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidMessageError(f"not what a root scatters: {error}") from error
+        raise InvalidMessageError(f"the message was not sent by scatter: {error}") from error
     return part, end + -end % _ALIGNMENT
 
 
 def _new(part: ScatteredPart, nbytes: int) -> Operand:
-    """Return memory for what a message holds, of its kind, if it has just so many bytes."""
+    """Return new memory for what a message describes, if it has ``nbytes`` of elements."""
     try:
         if part.is_tensor:
             torch = importlib.import_module("torch")
@@ -140,7 +140,7 @@ def _new(part: ScatteredPart, nbytes: int) -> Operand:
         return operand(np.empty(part.shape, dtype))
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise InvalidMessageError(
-            f"nothing here for {part.dtype[:32]!r} {part.shape}: {error}"
+            f"cannot make {part.dtype[:32]!r} {part.shape} here: {error}"
         ) from error
 
 

@@ -1,8 +1,7 @@
 """Selection: which algorithm for which size and number of ranks.
 
 All ranks decide alike, from what all of them know. The limits were measured on one host
-(``docs/collectives.md`` has the figures); between hosts the number of messages and of bytes
-decides. Pure.
+(``docs/collectives.md`` has the figures); between hosts the number of messages and bytes decides.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from rankwire.collectives.hosts import Hosts
 from rankwire.collectives.reductions import Reduction
 from rankwire.wire.frames import Message
 
-# Up to here two ranks give each other everything.
+# The limits are in bytes per rank, unless they say otherwise.
+# Up to here two ranks exchange whole arrays.
 EXCHANGE_UP_TO = 64 << 10
-# Up to here, for all ranks together, everything is sent to everyone: one round is worth more than
-# the bytes.
+# Up to here, for all ranks together, every rank gets everything: fewer rounds outweigh the bytes.
 GATHER_UP_TO = 128 << 10
-# Up to here the whole array is exchanged in every round, if more than a few ranks take part.
+# Up to here many ranks exchange the whole array in every round.
 DOUBLE_UP_TO = 256 << 10
 DOUBLE_FROM_RANKS = 8
-# With more ranks than this on several hosts, each talks to two neighbours only.
+# From here on, ranks on several hosts form a ring.
 RING_FROM_RANKS = 64
-# Up to here a broadcast goes along a tree, and a reduction to the root itself.
+# Up to here a broadcast uses a tree, and a reduction takes place at the root.
 TREE_UP_TO = 256 << 10
-# Up to here, for all ranks together, objects go to all hosts, also if only one rank wants them.
+# Up to here, for all ranks together, objects go to all hosts, even if only one rank needs them.
 SPREAD_UP_TO = 256 << 10
-# If less than this is left to each rank, what does not fit into the slots of a host is sent by all
-# ranks: the pieces would be many, and each is a round trip between hosts.
+# If a rank's share of a slot is smaller, ranks send messages instead: each of the many pieces would
+# be a round trip between hosts.
 LEAST_PIECE = 4 << 10
 
 
@@ -91,7 +90,7 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
 
 
 def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
-    """Fill the parts of all ranks, which may be of different sizes and anywhere in memory."""
+    """Fill the parts of all ranks, which may differ in size and lie anywhere in memory."""
     longest = max(part.size for part in parts)
     most = longest * own.itemsize
     if x.shared is not None and most <= x.shared.slot_nbytes:
@@ -116,7 +115,7 @@ def gather(x: Exchange, own: Array, out: Array | None, root: int) -> None:
 
 
 def gather_parts(x: Exchange, own: Array, parts: Sequence[Array] | None, root: int) -> None:
-    """Fill the parts of all ranks at the root: all of one size, but anywhere in memory."""
+    """Fill the parts of all ranks, of one size and anywhere in memory, at the root."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.gather_parts(x, x.shared, own, parts, own.size)
         return
@@ -134,7 +133,7 @@ def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None
 
 
 def reduce_scatter_parts(x: Exchange, parts: Sequence[Array], out: Array, r: Reduction) -> None:
-    """Reduce part i of all ranks into ``out`` of rank i; parts may be of different sizes."""
+    """Reduce part i of all ranks into ``out`` of rank i; parts may differ in size."""
     if x.shared is not None and sum(part.nbytes for part in parts) <= x.shared.slot_nbytes:
         slot_algorithms.reduce_scatter_parts(x, x.shared, parts, out, r)
     elif (
@@ -148,7 +147,7 @@ def reduce_scatter_parts(x: Exchange, parts: Sequence[Array], out: Array, r: Red
 
 
 def all_to_all(x: Exchange, own: Array, out: Array) -> None:
-    """Give part i of ``own`` to rank i; fill ``out`` with the parts for this rank."""
+    """Send part i of ``own`` to rank i; fill ``out`` with the parts for this rank."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.all_to_all(x, x.shared, own, out)
         return
@@ -163,14 +162,14 @@ def all_to_all_parts(
     received: Sequence[Array],
     check: Callable[[Sequence[Array]], list[list[int]]],
 ) -> None:
-    """Give part i to rank i, once all ranks have agreed on all sizes.
+    """Send part i to rank i, once all ranks have agreed on all sizes.
 
     Args:
         x: The exchange.
-        table: What this rank has to say of its parts.
-        sent: Its bytes for each rank.
-        received: Where those for this one go.
-        check: Takes what all ranks say; returns how many bytes each has for each, or raises.
+        table: The sizes that this rank sends and expects.
+        sent: This rank's bytes for each rank.
+        received: Where the bytes from each rank go.
+        check: Takes the tables of all ranks; returns how many bytes each sends to each, or raises.
     """
     if x.shared is not None and table.nbytes <= x.shared.slot_nbytes:
         found = slot_algorithms.all_to_all_parts(x, x.shared, table, sent, check)
@@ -184,7 +183,7 @@ def all_to_all_parts(
 
 
 def meet(x: Exchange) -> None:
-    """Return once all ranks have come."""
+    """Wait for all ranks."""
     if x.shared is not None:
         slot_algorithms.meet(x, x.shared)
     elif x.hosts is not None:
@@ -194,9 +193,9 @@ def meet(x: Exchange) -> None:
 
 
 def spread(x: Exchange, message: Message) -> list[bytearray] | None:
-    """Meet, and return the bytes of all ranks if they have passed that way; else they are to send.
+    """Meet, and return the bytes of all ranks if there was room for them; None if ranks must send.
 
-    All ranks find alike which it is.
+    All ranks decide alike.
     """
     if x.shared is not None:
         return slot_algorithms.spread(x, x.shared, message)
@@ -207,11 +206,11 @@ def spread(x: Exchange, message: Message) -> list[bytearray] | None:
 
 
 def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | None:
-    """Meet, and return what each rank has for this one, as ``spread`` does.
+    """Meet, and return what each rank has for this one; None if ranks must send.
 
     Args:
         x: The exchange.
-        messages: One for each rank, or none for any.
+        messages: One for each rank, or an empty sequence.
     """
     if x.shared is not None:
         return slot_algorithms.distribute(x, x.shared, messages)
@@ -220,5 +219,5 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
 
 
 def _passes(x: Exchange, hosts: Hosts, nbytes: int) -> bool:
-    """Whether so many bytes of all ranks go through the slots of each host, if in pieces."""
+    """Whether the slots of each host can carry so many bytes of all ranks, if in pieces."""
     return nbytes <= hosts.slot_nbytes or hosts.slot_nbytes // x.size >= LEAST_PIECE

@@ -1,23 +1,20 @@
 """The sequence of operations: what one rank knows of its group's collectives.
 
-Every operation gets the next number of the group, and they run one after the other in this order,
-in whatever threads: what is sent ahead for a later one cannot stand in the way of an earlier one.
-If an operation goes well, its own messages are all that is sent. A rank that has waited for 50 ms
-reports to the coordinator where it is, and looks every 50 ms at what the coordinator tells
-(``rendezvous.roll``). So ranks that are in different operations find out, whichever waits for
-which, and a rank whose time is up knows who never came. A rank that fails reports it, the others
-are told, and they fail too; also one that refuses to begin, because of its arguments: that call has
-a number as on the other ranks, so all stay in step.
+Every operation gets the next number of the group. They run one at a time in this order, in any
+thread, so messages sent early for a later operation cannot block an earlier one. A successful
+operation sends only its own messages. A rank that has waited for 50 ms reports to the coordinator
+which operation it is in, and then looks every 50 ms for what the coordinator tells
+(``rendezvous.roll``). So ranks that are in different operations find out, and a rank whose time is
+up knows which ranks are missing. A rank that fails reports it, and the others fail too. A call with
+invalid arguments gets a number as well, because the other ranks have called it too.
 
-A rank may hear too late that an operation has failed elsewhere: it has done its part and goes on.
-Those who know go on in another *epoch*, and messages of different epochs do not match. So no rank
-gets past the next operation; there the rank is told, and that operation fails on all. Afterwards
-all are in one epoch again.
+A rank may learn of a failure elsewhere only after it has completed its own part. The ranks that
+know use a later *epoch*, and messages of different epochs do not match, so no rank gets past the
+next operation. There that rank is told, the operation fails on all ranks, and all are in one epoch
+again.
 
-Locks: ``_lock`` guards numbers, turns and notices, for moments; only that of ``Background`` is
-taken under it, so that work is queued in the order of its numbers.
-
-Size: what a rank knows of its group's operations is guarded by one lock.
+Locks: ``_lock`` guards numbers, turns and notices, and is held briefly. Only the lock of
+``Background`` is taken under it, so that work is queued in the order of its numbers.
 """
 
 from __future__ import annotations
@@ -52,13 +49,13 @@ from rankwire.wire.notices import MOST_BEFORE, Notice
 
 P = ParamSpec("P")
 
-# What is to be done: its words (the same on all ranks), the steps, whether in the background, and
-# the seconds for all of it (None is the backend's default).
+# Description (the same on all ranks), steps, whether in the background, and timeout (None is the
+# backend's default).
 Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 
 _OF_ANOTHER_RANK = (PeerLostError, ChannelClosedError, CollectiveAbortedError)
-_MOST_FAILURES = 1024  # operations to come of which it is remembered that others failed in them
-_MOST_OVER = 64  # failed operations of which it is remembered what others sent for them
+_MOST_FAILURES = 1024  # reports kept of failures in operations to come
+_MOST_OVER = 64  # failed operations whose tags are kept
 
 
 class OperationSequence:
@@ -66,15 +63,15 @@ class OperationSequence:
 
     Attributes:
         backend: The group.
-        others: All its ranks but this one.
-        epoch: The number after the last operation that has failed here.
-        turn: The number of the one that may run.
-        agreement: The memory that its ranks share. Only for the one that has its turn.
-        running: The one that has its turn, while it runs.
-        failures: How operations have failed on other ranks, lately: the first report of each, by
-            its number.
+        others: All ranks of the group but this one.
+        epoch: The number after the last operation that failed here.
+        turn: The number of the operation that may run.
+        agreement: The memory that the ranks share. Only for the operation that has its turn.
+        running: The operation that has its turn, while it runs.
+        failures: The first report of each recent failure on another rank, by the operation's
+            number.
         before: Number and description of the last operations that succeeded here.
-        explained: The ranks that are gone, and of which this rank has waited to be told why.
+        explained: Ranks that have left or died, and whose reasons this rank has waited for.
 
     Size: what a rank knows of its group's operations is guarded by one lock.
     """
@@ -93,20 +90,20 @@ class OperationSequence:
         self._next = 0  # the number of the next operation to begin
         self.running: Operation | None = None
         self._turn_changed = threading.Condition(self._lock)
-        self._ended: set[int] = set()  # numbers that have ended before their turn came
+        self._ended: set[int] = set()  # numbers that ended before their turn
         self.failures: dict[int, Notice] = {}
-        # Since the last operation that succeeded; and the number after those queued behind it.
+        # Since the last success; and the number after the operations queued behind it.
         self._first_failure: tuple[RankwireError | None, int] | None = None
         self.explained: set[int | None] = set()
         self.before: deque[tuple[int, str]] = deque(maxlen=MOST_BEFORE)
-        self._missing: tuple[int, tuple[int, ...]] = (-1, ())  # from an operation, who
-        self._others_tags: dict[int, set[int]] = {}  # of operations that go on here
+        self._missing: tuple[int, tuple[int, ...]] = (-1, ())  # number, ranks
+        self._others_tags: dict[int, set[int]] = {}  # of operations that have not failed here
         self._over: set[int] = set()  # operations that have failed here
         self._background = Background(f"rankwire-collectives-{backend.rank}", backend.clock)
 
     @classmethod
     def of(cls, backend: Backend) -> OperationSequence:
-        """Return the sequence of a backend, new if need be."""
+        """Return the sequence of a backend; create it if necessary."""
         with _making:
             if backend.operations is None:
                 backend.operations = cls(backend)
@@ -116,16 +113,14 @@ class OperationSequence:
     def call(self, name: str, prepare: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run the next operation of the group, here or in the background.
 
-        It has a number also if it cannot be prepared, as on the other ranks, which are told.
-
         Args:
-            name: What was called.
-            prepare: Checks its arguments, and returns what is to be done.
+            name: The name of the collective.
+            prepare: Checks the arguments and returns the plan.
             *args: Its arguments.
-            **kwargs: Its arguments by name.
+            **kwargs: Its keyword arguments.
 
         Returns:
-            What the steps return, or the ``Work`` whose ``wait`` returns it.
+            The result of the steps, or the ``Work`` whose ``wait`` returns it.
         """
         over = self.backend.broken
         if self.backend.closed:
@@ -143,7 +138,7 @@ class OperationSequence:
             with self._lock:
                 operation.sequence = self._next
                 self._next += 1
-                if async_op:  # under the lock: they are queued in the order of their numbers
+                if async_op:  # under the lock: queued in the order of the numbers
                     task = self._task(operation, run)
                     self._background.submit(task)
             return operation.run_and_end(run) if task is None else task.work
@@ -151,14 +146,14 @@ class OperationSequence:
             try:
                 failure = self._give_up(operation, task, error)
             except BaseException:
-                self._give_up(operation, task, error)  # interrupted: the group would stop here
+                self._give_up(operation, task, error)  # interrupted: the turn must pass on
                 raise
             raise failure from error.__cause__
 
     def _end_at_once(
         self, error: RankwireError, description: str, run: object, async_op: bool, limit: object
     ) -> Work[Any]:
-        """Raise why no operation can begin any more, or return a ``Work`` that does."""
+        """Raise the error, or return a ``Work`` that raises it."""
         if not async_op:
             raise error
         work: Work[Any] = Work(description, self._background, -1)
@@ -166,8 +161,10 @@ class OperationSequence:
         return work
 
     def _give_up(self, failed: Operation, task: Task | None, why: BaseException) -> BaseException:
-        """End what could not begin or end here; return what to raise. Safe to repeat."""
-        goes_on = task is not None and not self._background.withdraw(task)  # in the background
+        """End an operation that has failed; return the error to raise. Safe to repeat."""
+        goes_on = task is not None and not self._background.withdraw(
+            task
+        )  # it runs in the background
         return why if goes_on else failed.give_up(why)
 
     def _task(self, operation: Operation, run: Callable[[Exchange], Any]) -> Task:
@@ -177,20 +174,21 @@ class OperationSequence:
         return Task(operation.sequence, steps, operation.give_up, operation.deadline, work)
 
     def hurry(self) -> None:
-        """Have those in the background run without delay: a later one waits for its turn.
+        """Run background operations without delay, because a later one waits for its turn.
 
-        Its thread does not run them: then it could not look whether its own has failed elsewhere.
+        The waiting thread does not run them: it has to check whether its own operation has failed
+        elsewhere.
         """
         self._background.hurry()
 
     def refuse(self, operation: Operation) -> None:
-        """Give an operation that cannot begin a number, as it has on the other ranks."""
+        """Give a number to an operation with invalid arguments, as it has on the other ranks."""
         with self._lock:
             operation.sequence = self._next
             self._next += 1
 
     def end(self, operation: Operation) -> None:
-        """Let the next operation have its turn, once all before it have ended. Safe to repeat."""
+        """Pass the turn on, once all earlier operations have ended. Safe to repeat."""
         with self._lock:
             sequence = operation.sequence
             if sequence is None:
@@ -211,20 +209,20 @@ class OperationSequence:
                 self._ended.discard(self.turn - 1)
             if self.failures:
                 self._forget()
-            if self.turn != self._next:  # or there is no other one that could wait for its turn
+            if self.turn != self._next:  # or no operation waits for its turn
                 self._turn_changed.notify_all()
 
     def now(self) -> str:
-        """Return the words of the operation that is under way here, if there is one."""
+        """Return the description of the running operation; empty if none runs."""
         running = self.running
         return "" if running is None else running.description
 
     def release(self) -> None:
-        """Let go of the memory that is shared: the group is closed."""
+        """Release the shared memory: the group is closed."""
         self.agreement.drop()
 
     def is_turn_of(self, sequence: int, deadline: Deadline) -> bool:
-        """Wait a while until all earlier operations have ended here; return whether they have."""
+        """Wait for an operation's turn until the deadline; return whether it has come."""
         with self._lock:
             return self.backend.clock.wait_for(
                 self._turn_changed, lambda: self.turn == sequence, deadline.sleep_limit()
@@ -253,18 +251,18 @@ class OperationSequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to look at before an operation begins or ends."""
+        """Whether an operation must process notices before it begins or ends."""
         return bool(self._roll.untaken or self.failures)
 
     def _take_in(self, notice: Notice) -> None:
         number = notice.sequence
         if notice.src not in self._ranks:
-            return  # it is not in this group, and says that it is
+            return  # it claims to be in this group
         with self._lock:
             if notice.is_failure:
                 self._keep(notice)
                 if len(self.failures) > _MOST_FAILURES:
-                    del self.failures[max(self.failures)]  # what is furthest away
+                    del self.failures[max(self.failures)]  # the furthest away
             elif notice.state == "missing":
                 self._missing = number, notice.missing
             tags = self._tags_of(notice)
@@ -277,16 +275,16 @@ class OperationSequence:
             self.backend.refuse((self.backend.group, Channel.COLLECTIVE, tag))
 
     def _tags_of(self, notice: Notice) -> set[int]:
-        """Return the tags under which other ranks send for an operation, as far as it says so."""
+        """Return the tags under which other ranks send for an operation, as a notice tells."""
         if notice.state in ("missing", "refused"):
             return set()
         descriptions = {notice.description, *notice.descriptions}
         return {tag_of(text, notice.sequence, notice.epoch) for text in descriptions}
 
     def tags_at(self, sequence: int) -> set[int]:
-        """Return the tags under which other ranks have sent for the operation of a number.
+        """Return the tags under which other ranks have sent for a failed operation.
 
-        From now on, what others tell of it is dropped at once.
+        Messages under tags that later notices name are refused at once.
         """
         with self._lock:
             self._over.add(sequence)
@@ -297,8 +295,9 @@ class OperationSequence:
     def failure_of(self, sequence: int) -> RankwireError | None:
         """Return why an operation cannot succeed, if another rank has reported it.
 
-        Either that rank has failed in it, or in an earlier one of which this rank had done its part
-        when it heard of that. Then the others do not know yet that this one fails too.
+        Either that rank has failed in this operation, or in an earlier one whose part this rank had
+        already completed. In the latter case the other ranks do not know yet that this one fails
+        too.
         """
         error: RankwireError | None = None
         with self._lock:
@@ -307,7 +306,7 @@ class OperationSequence:
                 if number == sequence or is_news:
                     src = self._ranks[notice.src]
                     error = error_of(notice, src, self.backend.rank, is_news=is_news)
-                    # A rank that refused does not know under which tags this one has sent.
+                    # A rank that refused its arguments does not know this one's tags.
                     told = self.failures.get(sequence)
                     error.is_reported = told is not None and told.state != "refused"
                     break
@@ -318,10 +317,10 @@ class OperationSequence:
     def note_failure(self, sequence: int, error: BaseException) -> None:
         """Keep the first of several failures in a row, for the operations queued behind it."""
         if self._first_failure is None or sequence >= self._first_failure[1]:
-            first: RankwireError | None = None  # it is this rank's own
+            first: RankwireError | None = None  # this rank's own failure
             if isinstance(error, _OF_ANOTHER_RANK) and error.peer is not None:
                 first = error.kept()
-                first.is_reported = False  # in the operations behind it
+                first.is_reported = False  # of the operations behind it
             self._first_failure = first, self._next
 
     def first_failure(self, sequence: int) -> RankwireError | None:
@@ -330,16 +329,15 @@ class OperationSequence:
         return first.copy() if first is not None and sequence < end else None
 
     def _is_settled(self, sequence: int) -> bool:
-        """Whether an operation has ended here, and it or a later one with a failure."""
+        """Whether an operation has ended here, and it or a later one has failed."""
         return sequence < 0 or (sequence < self.epoch and sequence < self.turn)
 
     def _forget(self) -> None:
-        """Drop what was said of operations of which no news is wanted any more."""
         for sequence in [number for number in self.failures if self._is_settled(number)]:
             self._keep(self.failures.pop(sequence))
 
     def _keep(self, notice: Notice) -> None:
-        """Keep how an operation has failed, until that is settled here."""
+        """Keep the report of a failure until that operation is settled here."""
         if not self._is_settled(notice.sequence):
             self.failures.setdefault(notice.sequence, notice)
         elif notice.state == "left" and self._ranks[notice.src] == notice.culprit:
@@ -347,18 +345,18 @@ class OperationSequence:
             self.failures[self.turn] = replace(notice, sequence=self.turn)
 
     def missing_at(self, sequence: int) -> list[int] | None:
-        """Return the ranks that have not come to an operation, if the coordinator has told."""
+        """Return the ranks that have not reached an operation, if the coordinator has told."""
         with self._lock:
             number, ranks = self._missing
         return None if number != sequence else [rank for rank in ranks if rank in self.others]
 
     @property
     def keeper(self) -> int | None:
-        """The rank of this group that is to answer who is missing, if it is one of them."""
+        """The rank of this group that coordinates the world, if it is in this group."""
         return self._ranks.get(self._roll.keeper) if self._roll.is_kept else None
 
     def has_heard_last_of(self, rank: int) -> bool:
-        """Whether the coordinator has nothing more to tell of a rank that is gone."""
+        """Whether the coordinator has passed on all reports of a rank that has left or died."""
         return self._roll.has_heard_last_of(self.backend.world_rank_of(rank))
 
 
@@ -369,7 +367,10 @@ renew_in_child(_making)
 def collective(
     prepare: Callable[Concatenate[Backend, P], Plan],
 ) -> Callable[Concatenate[Backend, P], Any]:
-    """Make a collective of a function that returns a plan and whose first argument is the group."""
+    """Make a collective of a function that checks its arguments and returns a plan.
+
+    The function's first argument is the group. Errors name the collective and the rank.
+    """
     name = prepare.__name__
 
     @wraps(prepare)
@@ -388,4 +389,4 @@ def collective(
             raise
 
     show_as(name, call)
-    return call  # type: ignore[return-value]  # mypy does not know that the name stays
+    return call  # type: ignore[return-value]  # mypy does not see the wrapped name

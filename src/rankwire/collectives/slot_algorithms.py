@@ -1,11 +1,10 @@
-"""Algorithms in shared memory: the steps of operations whose ranks share slots (``sharing``).
+"""Algorithms in shared memory: the steps of operations whose ranks share slots (``slots``).
 
-In each of them a rank puts what it has into its slot, meets all others, and takes what it wants out
-of theirs. So nothing is written to the user's memory before all ranks are known to be in the same
-operation, and nobody who dies leaves half of a result there, if all of it fits into a slot.
-Reductions are in rank order.
+A rank writes its slot, meets all others and reads their slots. So no rank writes to the user's
+memory before all ranks are known to be in the same operation; and if everything fits into a slot, a
+rank that dies leaves no partial result. Reductions are in rank order.
 
-But for ``all_reduce``, callers see to it that everything fits.
+Except for ``all_reduce``, callers ensure that everything fits.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from rankwire.collectives.reductions import Reduction
 from rankwire.collectives.slots import SharedSlots
 from rankwire.wire.frames import Buffer, Message
 
-# Up to here, for all ranks together, each rank reduces everything by itself: one meeting less is
-# worth more than the reading.
+# Up to here, for all ranks together, each rank reduces everything: one meeting less outweighs the
+# reading.
 REDUCE_ALONE_UP_TO = 256 << 10
-# What does not fit goes through in pieces of this size. 16 MiB among 2 ranks take 2.43 ms if each
-# reads the other's memory, 2.05 in pieces of 256 KiB, 1.60 in 512 KiB, 2.01 in 1 MiB; 64 MiB among
-# 4 ranks on 2 cores 44, 45, 31 and 28 ms.
+# The pieces of an array that does not fit. 16 MiB among 2 ranks take 2.43 ms if each reads the
+# other's memory, 2.05 in pieces of 256 KiB, 1.60 in 512 KiB, 2.01 in 1 MiB; 64 MiB among 4 ranks on
+# 2 cores take 44, 45, 31 and 28 ms.
 PIECE_NBYTES = 1 << 20
 
 
 def meet(x: Exchange, shared: SharedSlots) -> None:
-    """Return once all ranks have come."""
+    """Wait for all ranks."""
     shared.begin(x, _BYTES, 0)
     shared.publish(x, 0)
     shared.meet(x)
@@ -51,7 +50,7 @@ def _all_reduce_piece(
 ) -> None:
     rows = shared.put(x, source)
     shared.meet(x)
-    if x.size == 2:  # what is its own, a rank reads where it was: it is in its cache
+    if x.size == 2:  # a rank reads its own array, which is in its cache
         r.fold_two(*((source, rows[1]) if x.rank == 0 else (rows[0], source)), out)
     elif x.size * source.nbytes <= REDUCE_ALONE_UP_TO:
         r.fold(rows, x.size, out)
@@ -76,7 +75,7 @@ def _share_the_work(
 
 
 def _fold(rows: Sequence[Array], start: int, stop: int, out: Array, r: Reduction) -> None:
-    """Reduce the elements from ``start`` to ``stop``, block by block, so that it stays in cache."""
+    """Reduce the elements from ``start`` to ``stop``, in blocks that stay in the cache."""
     for low, high in blocks(stop - start, out.dtype):
         low, high = start + low, start + high
         r.fold([row[low:high] for row in rows], len(rows), out[low:high])
@@ -105,7 +104,7 @@ def reduce_scatter(
 def reduce_scatter_parts(
     x: Exchange, shared: SharedSlots, parts: Sequence[Array], out: Array, r: Reduction
 ) -> None:
-    """Reduce the part of this rank into ``out``; those of other ranks may be of other sizes."""
+    """Reduce the part of this rank into ``out``; parts may differ in size."""
     rows = shared.begin(x, out.dtype, sum(part.size for part in parts))
     np.concatenate(parts, out=rows[x.rank])
     shared.publish(x, rows[x.rank].nbytes)
@@ -139,14 +138,14 @@ def gather(x: Exchange, shared: SharedSlots, own: Array, out: Array | None) -> N
 def gather_parts(
     x: Exchange, shared: SharedSlots, own: Array, parts: Sequence[Array] | None, most: int
 ) -> None:
-    """Fill the parts of all ranks, where they are given.
+    """Fill the parts of all ranks, where given.
 
     Args:
         x: The exchange.
-        shared: Where.
+        shared: The slots.
         own: The part of this rank.
-        parts: Where those of all ranks go, which may be of different sizes.
-        most: The elements of the longest.
+        parts: Where the parts of all ranks go, which may differ in size.
+        most: The number of elements of the longest part.
     """
     rows = shared.begin(x, own.dtype, most)
     rows[x.rank][: own.size] = own
@@ -163,19 +162,19 @@ def all_to_all_parts(
     sent: Sequence[Array],
     check: Callable[[Sequence[Array]], list[list[int]]],
 ) -> list[Array] | None:
-    """Tell all ranks what this one has for each, and give it to them.
+    """Tell all ranks the sizes of this rank's parts, and give the parts to them.
 
     Args:
         x: The exchange.
-        shared: Where; a table must fit.
-        table: What this rank has to say of its parts.
-        sent: Its bytes for each rank.
-        check: Takes what all ranks say; returns how many bytes each has for each, or raises.
+        shared: The slots; a table must fit into one.
+        table: The sizes that this rank sends and expects.
+        sent: This rank's bytes for each rank.
+        check: Takes the tables of all ranks; returns how many bytes each sends to each, or raises.
 
     Returns:
-        What each has for this one; None if that of some rank does not fit.
+        The bytes from each rank; None if those of some rank do not fit.
     """
-    others = [*sent[: x.rank], *sent[x.rank + 1 :]]  # what is its own, a rank has
+    others = [*sent[: x.rank], *sent[x.rank + 1 :]]  # without this rank's own part
     head, nbytes = table.nbytes, table.nbytes + sum(part.nbytes for part in others)
     rows = shared.begin(x, _BYTES, shared.slot_nbytes)
     rows[x.rank][:head] = table.view(np.uint8)
@@ -195,7 +194,7 @@ def all_to_all_parts(
 
 
 def all_to_all(x: Exchange, shared: SharedSlots, own: Array, out: Array) -> None:
-    """Give part i to rank i, and take this rank's part of all others."""
+    """Give part i to rank i, and read the parts for this rank."""
     rows = shared.put(x, own)
     shared.meet(x)
     count = own.size // x.size
@@ -204,7 +203,7 @@ def all_to_all(x: Exchange, shared: SharedSlots, own: Array, out: Array) -> None
 
 
 def spread(x: Exchange, shared: SharedSlots, message: Message) -> list[bytearray] | None:
-    """Return the bytes of all ranks; None if those of some rank do not fit: all find that alike."""
+    """Return the bytes of all ranks; None on all ranks if those of some rank do not fit."""
     buffers, nbytes = message
     slots = shared.put_buffers(x, buffers, nbytes)
     shared.meet(x)
@@ -217,12 +216,12 @@ def spread(x: Exchange, shared: SharedSlots, message: Message) -> list[bytearray
 def distribute(
     x: Exchange, shared: SharedSlots, messages: Sequence[Message]
 ) -> list[bytearray] | None:
-    """Return what each rank has for this one; None if that of some rank does not fit.
+    """Return what each rank has for this one; None if the messages of some rank do not fit.
 
     Args:
         x: The exchange.
-        shared: Where.
-        messages: One for each rank; none at all if this rank has nothing for anyone.
+        shared: The slots.
+        messages: One for each rank; empty if this rank sends nothing.
     """
     ends = np.cumsum([nbytes for _, nbytes in messages], dtype=np.int64)
     buffers: list[Buffer] = [ends.tobytes()]
@@ -237,7 +236,7 @@ def distribute(
 
 
 def _part_of(slot: Array, rank: int, size: int) -> bytearray:
-    """Return the bytes for one rank of what ``distribute`` has put into a slot."""
+    """Return the bytes for one rank from a slot that ``distribute`` has filled."""
     head = 8 * size
     if slot.size < head:
         return bytearray()

@@ -139,7 +139,9 @@ def all_to_all(backend: Backend, arrays: Sequence[Any], out: Any) -> Steps:
     """Send array i to rank i, and fill ``out[i]`` with the array from rank i."""
     sources = operands_of(arrays, "array", backend.world_size)
     if not is_list(out):
-        raise ConfigurationError("a list of arrays to send wants out= as a list of arrays to fill")
+        raise ConfigurationError(
+            "all_to_all of a list of arrays needs out=, a list of arrays to fill"
+        )
     targets = targets_of(out, backend.world_size)
     said = [
         (part.array.nbytes, _digest_of(part.dtype_name, part.shape))
