@@ -3,7 +3,7 @@
 import selectors
 import threading
 
-from rankwire.transports.sleepers import Wakeup
+from rankwire.transports.wakeup import Wakeup
 
 
 def test_actions_run_in_order_where_the_selector_is_served():
