@@ -142,9 +142,9 @@ def test_every_class_is_exercised_here():
     assert {type(make()).__name__ for make, _, _ in EXAMPLES} == set(errors.__all__)
 
 
-def test_the_tree_in_the_docstring_names_every_class_once_at_a_line_start():
-    drawn = re.findall(r"^ +([A-Z][A-Za-z]+Error)\b", errors.__doc__ or "", re.MULTILINE)
-    assert sorted(drawn) == sorted(errors.__all__)
+def test_the_table_in_the_docstring_names_every_class_once():
+    named = re.findall(r"\b[A-Z][A-Za-z]+Error\b", errors.__doc__ or "")
+    assert sorted(named) == sorted(errors.__all__)
 
 
 @each_error

@@ -1,46 +1,19 @@
 """Every error that rankwire raises.
 
-Tree::
+A class in parentheses derives from the one before it::
 
-    RankwireError
-      ConfigurationError(ValueError)          a setting that cannot work, found before a byte moved
-        InvalidWorldSizeError                 .world_size
-        InvalidRankError                      .invalid_rank .world_size
-        SelfSendError                         a message addressed to oneself
-      UnsupportedTypeError(TypeError)         .path .type_name: the codec does not carry this value
-      MessageTooLargeError(ValueError)        .nbytes .limit
-      SizeMismatchError(ValueError)           .expected .got: does not fit recv_into's buffer
-      ProtocolError(ConnectionError)          the peer sent what the protocol forbids
-        InvalidMessageError(ValueError)       a payload that does not decode
-        VersionMismatchError                  .ours .theirs
-      AuthenticationError(ConnectionError)    the secrets differ, or a stranger answered
-      RendezvousError(ConnectionError)        .missing .reason: the world did not form
-      NoConnectionError(ConnectionError)      a peer that cannot be reached
-      PeerLostError(ConnectionError)          .reason .root .remote_traceback .may_have_run: it died
-        PeerUnresponsiveError                 alive for the kernel, silent for too long
-      ChannelClosedError(ConnectionError)     this side, or the peer in good order, has closed
-      DeadlineExceededError(TimeoutError)     .limit .waiting_for .culprits .may_have_run
-                                              .may_have_arrived
-      OverloadedError(RuntimeError)           a stated limit was reached; the call did not run
-      ResourceError(RuntimeError)              out of file descriptors
-      CircularCallError(RuntimeError)         .circle .may_have_run: calls wait for each other
-      CallCancelledError(RuntimeError)        the call that this one served is not wanted any more
-      ForkedProcessError(RuntimeError)        used in a child of the process that made it
-      FunctionNotFoundError(LookupError)      .name .known .reason
-      RemoteError(RuntimeError)               .remote_type .remote_message .remote_traceback
-                                              .remote_bases; also of the class that was raised
-      CollectiveMismatchError(RuntimeError)   ranks disagree on what they are doing
-      CollectiveAbortedError(RuntimeError)    .reason: another rank failed in the operation
-      MembershipError(RuntimeError)           the members of a group disagree on its members
-      RankFailedError(RuntimeError)           .rank .reason .remote_traceback .killed .outcomes
-      RanksStuckError(TimeoutError)           .limit .ranks .stacks .outcomes
+    arguments      ConfigurationError (InvalidWorldSizeError, InvalidRankError, SelfSendError),
+                   UnsupportedTypeError, MessageTooLargeError, SizeMismatchError
+    connections    ProtocolError (InvalidMessageError, VersionMismatchError), AuthenticationError,
+                   RendezvousError, NoConnectionError, PeerLostError (PeerUnresponsiveError),
+                   ChannelClosedError, ResourceError
+    calls          RemoteError, FunctionNotFoundError, OverloadedError, CircularCallError,
+                   CallCancelledError, DeadlineExceededError
+    collectives    CollectiveMismatchError, CollectiveAbortedError, MembershipError
+    processes      ForkedProcessError, RankFailedError, RanksStuckError
 
-Contract: an error carries its data as attributes and survives pickling. The context that every
-operation knows (``op``, ``rank``, ``peer``, ``tag``, ``waited``) is in the base class and printed
-after the message. Nothing here imports the rest of the package but ``texts``, and no error is
-classified by its text.
-
-Size: users look for all errors in one place, and the tree above is of no use without its leaves.
+All derive from ``RankwireError`` and from the builtin exception that a user would catch. An error
+has its data as attributes and can be pickled. Its text ends with the context of the operation.
 """
 
 from __future__ import annotations
@@ -48,132 +21,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from rankwire.error_base import RankwireError
 from rankwire.texts import name_ranks
 
 __all__ = [
-    "AuthenticationError",
-    "CallCancelledError",
-    "ChannelClosedError",
-    "CircularCallError",
-    "CollectiveAbortedError",
-    "CollectiveMismatchError",
-    "ConfigurationError",
-    "DeadlineExceededError",
-    "ForkedProcessError",
-    "FunctionNotFoundError",
-    "InvalidMessageError",
-    "InvalidRankError",
-    "InvalidWorldSizeError",
-    "MembershipError",
-    "MessageTooLargeError",
-    "NoConnectionError",
-    "OverloadedError",
-    "PeerLostError",
-    "PeerUnresponsiveError",
-    "ProtocolError",
-    "RankFailedError",
-    "RanksStuckError",
-    "RankwireError",
-    "RemoteError",
-    "RendezvousError",
-    "ResourceError",
-    "SelfSendError",
-    "SizeMismatchError",
-    "UnsupportedTypeError",
-    "VersionMismatchError",
-]
-
-
-class RankwireError(Exception):
-    """Base of all errors.
-
-    Attributes:
-        op: What was being done, such as ``"recv"`` or ``"rpc_sync add"``.
-        rank: The rank that raised this.
-        peer: The rank at the other end.
-        tag: The message tag.
-        waited: Seconds spent in the operation.
-        root: The rank of the world, also in a group, whose failure this is a consequence of, where
-            that is known.
-        is_reported: Whether the other ranks of a collective know of it.
-    """
-
-    is_reported: bool = False
-    root: int | None = None
-    op: str | None = None
-    rank: int | None = None
-    peer: int | None = None
-    tag: int | None = None
-    waited: float | None = None
-
-    def __init__(self, message: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-
-    def during(
-        self,
-        *,
-        op: str | None = None,
-        rank: int | None = None,
-        peer: int | None = None,
-        tag: int | None = None,
-        waited: float | None = None,
-    ) -> Self:
-        """Add context that is not known yet, and return the error itself, ready to be raised."""
-        self.op = op if self.op is None else self.op
-        self.rank = rank if self.rank is None else self.rank
-        self.peer = peer if self.peer is None else self.peer
-        self.tag = tag if self.tag is None else self.tag
-        self.waited = waited if self.waited is None else self.waited
-        return self
-
-    def copy(self) -> Self:
-        """Return an equal error.
-
-        For an error that is raised in several threads, which must not share a traceback.
-        """
-        state = {k: list(v) if type(v) is list else v for k, v in self.__dict__.items()}
-        twin = _restore(type(self), self.args, state)
-        twin.__cause__ = self.__cause__
-        return twin  # type: ignore[return-value]
-
-    def kept(self) -> Self:
-        """Return an equal error for as long as a failure lasts.
-
-        A traceback holds the frames of all who were waiting, with whatever they work on; so it has
-        none, and its cause has none any more.
-        """
-        twin = self.copy()
-        if twin.__cause__ is not None:
-            twin.__cause__.__traceback__ = None
-            twin.__cause__.__context__ = None
-        return twin
-
-    def __str__(self) -> str:
-        context = [
-            f"{name} {value}"
-            for name in ("op", "rank", "peer", "tag")
-            if (value := getattr(self, name)) is not None
-        ]
-        if self.waited is not None:
-            context.append(f"waited {self.waited:.3g} s")
-        return f"{self.message} [{', '.join(context)}]" if context else self.message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), self.args, self.__dict__)
-
-
-def _restore(
-    kind: type[RankwireError], args: tuple[Any, ...], state: dict[str, Any]
-) -> RankwireError:
-    error = kind.__new__(kind)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+    "AuthenticationError", "CallCancelledError", "ChannelClosedError", "CircularCallError",
+    "CollectiveAbortedError", "CollectiveMismatchError", "ConfigurationError",
+    "DeadlineExceededError", "ForkedProcessError", "FunctionNotFoundError",
+    "InvalidMessageError", "InvalidRankError", "InvalidWorldSizeError", "MembershipError",
+    "MessageTooLargeError", "NoConnectionError", "OverloadedError", "PeerLostError",
+    "PeerUnresponsiveError", "ProtocolError", "RankFailedError", "RanksStuckError",
+    "RankwireError", "RemoteError", "RendezvousError", "ResourceError", "SelfSendError",
+    "SizeMismatchError", "UnsupportedTypeError", "VersionMismatchError",
+]  # fmt: skip
 
 
 class ConfigurationError(RankwireError, ValueError):
-    """A setting that cannot work."""
+    """A setting or argument that cannot work; nothing was sent."""
 
 
 class InvalidWorldSizeError(ConfigurationError):
@@ -196,7 +60,7 @@ class InvalidRankError(ConfigurationError):
 
 
 class SelfSendError(ConfigurationError):
-    """A message addressed to oneself."""
+    """A message addressed to its own sender."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(
@@ -206,12 +70,7 @@ class SelfSendError(ConfigurationError):
 
 
 class UnsupportedTypeError(RankwireError, TypeError):
-    """A value that the codec does not carry.
-
-    Attributes:
-        path: Where it stands, such as ``args[1]["opt"]``.
-        type_name: Its type.
-    """
+    """A value that the codec cannot send; ``path`` is its place, such as ``args[1]["opt"]``."""
 
     def __init__(self, path: str, type_name: str, advice: str) -> None:
         super().__init__(f"{path}: type {type_name} cannot be sent. {advice}")
@@ -231,10 +90,7 @@ class MessageTooLargeError(RankwireError, ValueError):
 
 
 class SizeMismatchError(RankwireError, ValueError):
-    """The message at the head of the queue has another size than the buffer.
-
-    The message stays receivable.
-    """
+    """The next message does not fit the buffer exactly. It can still be received."""
 
     def __init__(self, expected: int, got: int) -> None:
         super().__init__(
@@ -245,11 +101,11 @@ class SizeMismatchError(RankwireError, ValueError):
 
 
 class ProtocolError(RankwireError, ConnectionError):
-    """The peer sent what the protocol forbids; its connection is not used again."""
+    """The peer violated the protocol; its connection is not used again."""
 
 
 class InvalidMessageError(ProtocolError, ValueError):
-    """A payload that does not decode."""
+    """A payload that cannot be decoded."""
 
 
 class VersionMismatchError(ProtocolError):
@@ -269,12 +125,7 @@ class AuthenticationError(RankwireError, ConnectionError):
 
 
 class RendezvousError(RankwireError, ConnectionError):
-    """The world did not form.
-
-    Attributes:
-        missing: The ranks that did not join, as far as known.
-        reason: What went wrong, without the ranks.
-    """
+    """The world did not form; ``missing`` has the ranks that did not join, if known."""
 
     def __init__(self, reason: str, *, missing: Iterable[int] = ()) -> None:
         self.missing = sorted(missing)
@@ -284,23 +135,21 @@ class RendezvousError(RankwireError, ConnectionError):
 
 
 class NoConnectionError(RankwireError, ConnectionError):
-    """A peer that cannot be reached."""
+    """The peer cannot be reached."""
 
 
 class ResourceError(RankwireError, RuntimeError):
-    """This process is out of something that the operating system gives: file descriptors."""
+    """This process has no file descriptors left."""
 
 
 class PeerLostError(RankwireError, ConnectionError):
-    """The peer died, or its connection broke. Every operation that needs it fails from now on.
+    """The peer died, or its connection broke. Every later operation that needs it fails too.
 
     Attributes:
-        peer: The rank that is lost.
-        reason: How that was noticed, or the error that the peer fell by.
-        root: The rank whose failure began it: the peer, or the one because of which the peer fell.
-        remote_traceback: The traceback of the error that the root fell by, as text; else empty.
-        told_by: The rank whose traceback it is, if that is not the root: the root has not fallen,
-            as far as is known.
+        reason: How this was noticed, or the error that ended the peer.
+        root: The rank that failed first: the peer, or the rank because of which the peer failed.
+        remote_traceback: The traceback of the error that ended the root, as text; else empty.
+        told_by: The rank that the traceback is from, if not the root: the root may be alive.
         may_have_run: For a call: whether the function may have run.
     """
 
@@ -328,29 +177,26 @@ class PeerLostError(RankwireError, ConnectionError):
 
 
 class PeerUnresponsiveError(PeerLostError):
-    """The peer's connection stands, but its process has been silent for too long."""
+    """The peer's connection is open, but its process has been silent for too long."""
 
 
 class ChannelClosedError(RankwireError, ConnectionError):
-    """This side has closed, or the peer has left in good order."""
+    """This side has closed, or the peer has left without an error."""
 
     may_have_run: bool = False
 
 
 class DeadlineExceededError(RankwireError, TimeoutError):
-    """The time limit passed.
-
-    Connections stay usable; a message that arrives later can still be received.
+    """The timeout expired. Connections stay usable; a message that arrives later can be received.
 
     Attributes:
-        limit: The limit in seconds.
         waiting_for: The ranks that were waited for.
-        culprits: The same as ranks of the whole world, also in a group.
+        culprits: The same as world ranks, also in a group.
         detail: What else is known, as text.
-        may_have_arrived: For a message that was sent: whether a part of it had left by then. The
-            rest follows, so it arrives unless the peer is lost first. If not, it never arrives.
+        may_have_arrived: For a message that was sent: whether a part of it had left. The rest
+            follows, so it arrives unless the peer is lost first. If False, it never arrives.
         may_have_run: For a call: whether the function may have run.
-        is_explained: Whether ``detail`` has what those ranks said, so that they are not asked.
+        is_explained: Whether ``detail`` has what those ranks reported, so they need not be asked.
     """
 
     may_have_arrived: bool = False
@@ -365,7 +211,7 @@ class DeadlineExceededError(RankwireError, TimeoutError):
         super().__init__(self._text())
 
     def explain(self, detail: str) -> Self:
-        """Add to what is known, and return the error itself."""
+        """Add to ``detail``; return the error itself."""
         self.detail = f"{self.detail}; {detail}" if self.detail else detail
         self.message = self._text()
         self.args = (self.message,)
@@ -379,15 +225,14 @@ class DeadlineExceededError(RankwireError, TimeoutError):
 
 
 class OverloadedError(RankwireError, RuntimeError):
-    """A stated limit was reached; the call did not run."""
+    """A documented limit was reached; the call did not run."""
 
 
 class CircularCallError(RankwireError, RuntimeError):
-    """Calls wait for each other in a circle, so none of them can end; this one was given up.
+    """Calls wait for each other in a circle, so none of them can finish; this one was stopped.
 
     Attributes:
-        circle: The calls, as (rank, function name), each waiting for the next and the last one for
-            the first.
+        circle: The calls as (rank, function name); each waits for the next, the last for the first.
         may_have_run: The function may have run in part.
     """
 
@@ -401,31 +246,27 @@ class CircularCallError(RankwireError, RuntimeError):
 
 
 class CallCancelledError(RankwireError, RuntimeError):
-    """The function that made this call is served for a caller that does not want its result."""
+    """The function that made this call serves a caller that cancelled it."""
 
     may_have_run: bool = True
 
 
 class ForkedProcessError(RankwireError, RuntimeError):
-    """A child made by ``fork`` has used what belongs to its parent.
-
-    The child can make a backend of its own.
-    """
+    """A forked child used an object of its parent. The child can create a backend of its own."""
 
     def __init__(self, what: str = "this") -> None:
         super().__init__(
-            f"{what} belongs to the process that made it, and this is a child that was forked from "
-            "that; use it there, or make a new one here"
+            f"{what} belongs to the parent of this forked process; use it there or make one here"
         )
 
 
 class FunctionNotFoundError(RankwireError, LookupError):
-    """The rank that was called has no function of that name, or does not let it be called.
+    """The called rank has no function of that name, or does not allow calling it.
 
     Attributes:
-        name: The name asked for.
-        known: The names registered there, if no reason was given.
-        reason: Why not, in the words of the callee's resolver; else empty.
+        name: The requested name.
+        known: The names registered there, if there is no reason.
+        reason: Why not, as the callee's resolver says; else empty.
     """
 
     reason: str = ""
@@ -448,20 +289,19 @@ class FunctionNotFoundError(RankwireError, LookupError):
 
 
 class RemoteError(RankwireError, RuntimeError):
-    """The called function raised. The text of the remote traceback is part of the message.
+    """The called function raised. The message includes the remote traceback.
 
-    If it raised a builtin exception, or one that the caller has registered
-    (``RpcAgent.register_error``), or a class derived from such, then this error is also of that
-    class: ``except KeyError`` catches it. What the class itself would have as attributes, such as
-    ``errno``, has not travelled: there is the text.
+    This error is also an instance of the builtin exception that was raised, or of one that the
+    caller has registered (``RpcAgent.register_error``), or of the nearest such base class: ``except
+    KeyError`` catches it. Attributes of that class, such as ``errno``, are not sent.
 
     Attributes:
-        peer: The rank that was called, where the function raised.
+        peer: The rank where the function raised.
         remote_type: Name of the remote exception's class.
         remote_message: Its text.
-        remote_traceback: The remote traceback as text.
-        remote_bases: Names of the classes that the remote one is derived from, nearest first;
-            without ``Exception``. Empty for an error of rankwire itself.
+        remote_traceback: Its traceback as text.
+        remote_bases: Names of the base classes of the remote one, nearest first, without
+            ``Exception``. Empty for an error of rankwire itself.
     """
 
     def __init__(
@@ -484,16 +324,15 @@ class RemoteError(RankwireError, RuntimeError):
 
 
 class CollectiveMismatchError(RankwireError, RuntimeError):
-    """Ranks disagree on which collective they are in, or on its arguments."""
+    """Ranks disagree on the collective that they are in, or on its arguments."""
 
 
 class CollectiveAbortedError(RankwireError, RuntimeError):
-    """Another rank failed in an operation that needs all of them; ``peer`` is that rank.
+    """Another rank failed in a collective; ``peer`` is that rank.
 
     Attributes:
-        reason: What that rank said.
-        waiting_for: The ranks for which it waited until its time was up; empty if it failed
-            otherwise.
+        reason: What that rank reported.
+        waiting_for: The ranks that it was waiting for if its timeout expired; else empty.
     """
 
     peer: int
@@ -510,14 +349,14 @@ class MembershipError(RankwireError, RuntimeError):
 
 
 class RankFailedError(RankwireError, RuntimeError):
-    """What was run on a rank of a world failed there: it raised, was killed, or its process died.
+    """The program failed on a rank: it raised, was killed, or its process died.
 
     Attributes:
-        rank: The rank because of which it failed, as far as is known.
+        rank: The rank that failed first, if known.
         reason: What happened, in one line.
-        remote_traceback: The traceback on that rank, as text; empty if it raised nothing.
+        remote_traceback: The traceback on that rank, as text; empty if it did not raise.
         killed: Whether the rank was killed.
-        outcomes: What became of each rank that has ended, in rank order.
+        outcomes: The outcome of each rank that has ended, in rank order.
     """
 
     rank: int
@@ -540,13 +379,12 @@ class RankFailedError(RankwireError, RuntimeError):
 
 
 class RanksStuckError(RankwireError, TimeoutError):
-    """Ranks did not finish what was run on them within its limit.
+    """Ranks did not finish within the timeout.
 
     Attributes:
-        limit: The limit in seconds.
-        ranks: Those that did not finish.
+        ranks: The ranks that did not finish.
         stacks: The stacks of all their threads at that moment, as text, by rank.
-        outcomes: What became of the others, in rank order.
+        outcomes: The outcomes of the other ranks, in rank order.
     """
 
     def __init__(self, limit: float, stacks: Mapping[int, str]) -> None:
