@@ -33,7 +33,7 @@ import numpy as np
 
 from faults.adversary import Adversary
 from faults.mutator import Mutator
-from headers import pack_header
+from headers import bytes_received, pack_header
 from rankwire import errors
 from rankwire.codec.codec import Codec
 from rankwire.links.memory import allocate
@@ -242,7 +242,7 @@ def _feed_frames(data: bytearray, mutator: Mutator) -> None:
             buffer = parser.receive_buffer()
             count = min(len(buffer), len(piece))
             buffer[:count] = piece[:count]
-            for frame in parser.bytes_received(count):
+            for frame in bytes_received(parser, count):
                 if frame.envelope[1] & LOAN:
                     unpack_loan(frame.payload, max_nbytes=1 << 30)
             piece = piece[count:]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headers import pack_header
+from headers import note_received, pack_header
 from rankwire.errors import ProtocolError
 from rankwire.wire.frames import LOAN, Channel
 from rankwire.wire.loans import whole_of
@@ -52,7 +52,7 @@ class Receiver:
             count = min(size, len(room), len(view))
             room[:count] = view[:count]
             view = view[count:]
-            self.parser.received(count)
+            note_received(self.parser, count)
             self.parser.commit(self.parser.parse()[0])
             if deliver:
                 self.deliver()
@@ -226,7 +226,7 @@ def test_reading_goes_on_where_an_interrupted_reader_has_asked_for_the_place():
     stream = stream_of((KEY, data))
     room = receiver.parser.receive_buffer()
     room[:] = stream[: len(room)]
-    receiver.parser.received(len(room))
+    note_received(receiver.parser, len(room))
     receiver.parser.parse()  # and not committed
     assert receiver.mailbox.placing is receive
     receiver.parser.commit(receiver.parser.parse()[0])

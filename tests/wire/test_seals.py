@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headers import pack_header
+from headers import bytes_received, pack_header
 from rankwire.errors import ProtocolError
 from rankwire.wire.frames import (
     HEADER_NBYTES,
@@ -45,7 +45,7 @@ def feed(parser, stream, step=1 << 20):
         count = min(len(buffer), len(stream), step)
         buffer[:count] = stream[:count]
         stream = stream[count:]
-        frames += parser.bytes_received(count)
+        frames += bytes_received(parser, count)
     return frames
 
 
@@ -57,7 +57,7 @@ def refused(stream, step=1 << 20):
     except ProtocolError:
         return frames
     with pytest.raises(ProtocolError):  # one behind whole frames is raised by the next call
-        receiver.bytes_received(0)
+        bytes_received(receiver, 0)
     return frames
 
 

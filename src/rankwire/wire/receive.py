@@ -1,27 +1,33 @@
-"""A receive: one message that somebody wants, from when it is asked for to its end.
+"""Receives: the messages that this rank waits for, and the memory that they are received into.
 
-It ends exactly once, with a payload or with an error; which message it gets is the business of the
-``mailbox``. Pure state, guarded by the mailbox's owner.
+A receive ends exactly once, with a payload or with an error; the ``mailbox`` decides which message
+it gets, and its owner guards it. A large message may be received straight into a ``Destination``:
+when its header and first bytes have come, the parser asks the mailbox for one. A receiver that
+gives up takes its memory back first; what has come so far moves to other memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.errors import RankwireError
-from rankwire.wire.frames import Envelope, Payload
+from rankwire.wire.frames import LOAN, Envelope, Frame, Payload
 from rankwire.wire.loans import whole_of
 
-# What is smaller comes through the parser's buffer in any case.
+if TYPE_CHECKING:
+    from rankwire.wire.seals import FrameMac
+
+# A smaller message always comes through the parser's buffer.
 PLACED_FROM = 64 << 10
 
 
 class Destination:
-    """Where the bytes of one message belong.
+    """Memory of a receiver for the bytes of one message.
 
     Args:
-        view: Writable bytes. They mean nothing until the message is there.
+        view: Writable bytes. Their content is undefined until the message is complete.
     """
 
     __slots__ = ("view",)
@@ -30,24 +36,17 @@ class Destination:
         self.view = view
 
     def head_nbytes(self, nbytes: int, beginning: memoryview) -> int | None:
-        """Return how much of a message stands before what belongs here; None if it does not fit.
-
-        That may be more than has come.
+        """Return how many bytes of a message come before those for here; None if it does not fit.
 
         Args:
             nbytes: The size of the message.
-            beginning: What has come of it.
+            beginning: Its first bytes, perhaps fewer than the result.
         """
         return 0 if nbytes == len(self.view) else None
 
 
 class Placed:
-    """A payload that is where its receiver wants it, but for its head. A parcel that is here.
-
-    Attributes:
-        head: What stands before it.
-        destination: Where the rest is.
-    """
+    """A ``Parcel``: a received payload whose bytes, except its head, are in a destination."""
 
     __slots__ = ("destination", "head")
 
@@ -59,30 +58,93 @@ class Placed:
         return len(self.head) + len(self.destination.view)
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """Copy the bytes from ``start`` on into ``view``, all of it."""
+        """Copy the bytes from ``start`` on into ``view``, filling it."""
         view[:] = memoryview(self.whole())[start : start + len(view)]
 
     def whole(self) -> bytearray:
-        """Return all of it, in memory of the caller's own."""
+        """Return all bytes in memory of the caller's own."""
         whole = bytearray(self.head)
         whole += self.destination.view
         return whole
 
     def give_back(self) -> None:
-        """There is nobody who waits for it."""
+        """Do nothing: the sender's memory is not in use."""
+
+
+class LargePayload(NamedTuple):
+    """A payload that is too large for the parser's buffer, while it is received.
+
+    Attributes:
+        body: The memory that it is received into.
+        filled: How many bytes of ``body`` have come.
+        mac: The MAC of the bytes that have come, if the frame is sealed.
+        payload: The ``body``, or a ``Placed`` with the same memory.
+    """
+
+    body: bytearray | memoryview
+    envelope: Envelope
+    filled: int
+    mac: FrameMac | None
+    payload: bytearray | Placed
+
+    def plus(self, count: int) -> LargePayload:
+        """Return this payload after ``count`` more bytes have come."""
+        mac, filled = self.mac, self.filled
+        if mac is not None:
+            mac = mac.plus(memoryview(self.body)[filled : filled + count])
+        return self._replace(filled=filled + count, mac=mac)
+
+    def moved_to(self, body: bytearray) -> LargePayload:
+        """Return this payload, which is placed, after copying it to other memory."""
+        assert isinstance(self.payload, Placed)
+        head = self.payload.head
+        body[: len(head)] = head
+        body[len(head) :] = self.body
+        return self._replace(body=body, payload=body, filled=len(head) + self.filled)
+
+
+FindPlace = Callable[[Envelope, int, memoryview], Destination | None]
+
+
+def find_placed(
+    find_place: FindPlace | None,
+    envelope: Envelope,
+    nbytes: int,
+    first: memoryview,
+    frames: Iterable[Frame],
+) -> Placed | None:
+    """Return where a large payload goes, if its receiver provides memory for it.
+
+    Args:
+        find_place: Returns the memory for an envelope, size and first bytes.
+        envelope: Its envelope.
+        nbytes: Its size.
+        first: The first bytes of it.
+        frames: The frames before it that were not taken yet.
+    """
+    group, channel, tag = envelope
+    before = envelope, (group, channel | LOAN, tag)
+    if find_place is None or any(
+        frame.envelope in before or isinstance(frame.payload, Placed) for frame in frames
+    ):
+        return None  # the memory may belong to the receiver of an earlier frame
+    destination = find_place(envelope, nbytes, first)
+    if destination is None:
+        return None
+    return Placed(bytes(first[: nbytes - len(destination.view)]), destination)
 
 
 class Receive:
-    """One message that somebody wants.
+    """A request for one message.
 
     Attributes:
-        envelope: The one it must have.
-        nbytes: The size it must have, if that is fixed; a message of another size ends the receive
-            with an error and stays for the next one.
+        envelope: The envelope that the message must have.
+        nbytes: The size that it must have, if fixed; a message of another size fails the receive
+            and stays for the next one.
         done: Whether ``payload`` or ``error`` is set.
-        into: Where its bytes are to come, if they can come there straight from a stream.
-        posted: Whether somebody still wants it; False again once it was withdrawn.
-        on_done: Called by the owner of the mailbox, outside its locks, once it is done.
+        into: Memory that the message may be received into.
+        posted: Whether it is posted and not withdrawn.
+        on_done: Called by the owner of the mailbox, outside its locks, when it is done.
     """
 
     __slots__ = ("_cell", "done", "envelope", "error", "into", "nbytes", "on_done", "posted")
@@ -106,7 +168,7 @@ class Receive:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for it, and it has not ended."""
+        """Whether it is posted and has not ended."""
         return self.posted and not self.done
 
     @property
@@ -122,22 +184,22 @@ class Receive:
         return self._cell[0]
 
     def fetch(self) -> None:
-        """Bring the payload here, if it lies with its sender; it is gone if that took it back."""
+        """Copy the payload out of the sender's memory; drop it if the sender has revoked it."""
         for payload in self._cell[:1]:
             try:
                 whole = whole_of(payload)
             except RankwireError:
                 self._cell.clear()
             else:
-                with suppress(IndexError):  # another thread was faster, and has put it back
+                with suppress(IndexError):  # another thread has put it back
                     self._cell[0] = whole
 
     def result(self) -> bytearray:
-        """Return the payload in memory of the caller's own, or raise the error likewise."""
+        """Return the payload in memory of the caller's own, or raise the error."""
         return whole_of(self.take())
 
     def complete(self, payload: Iterable[Payload]) -> None:
-        """End it with the message, which ``payload`` gives."""
+        """End it with the message that ``payload`` yields."""
         self._cell.extend(payload)
         self.done = True
 
@@ -152,9 +214,8 @@ class PostedReceive(Receive):
     """A receive that is posted before a thread waits for it.
 
     Attributes:
-        is_awaited: Whether a thread waits for it now, and takes the message as soon as it is done.
-            That thread sets it, and clears it under the lock of the mailbox's owner if it leaves
-            without the message.
+        is_awaited: Whether a thread waits for it now. That thread sets it, and clears it under the
+            lock of the mailbox's owner if it leaves without the message.
     """
 
     __slots__ = ("is_awaited",)

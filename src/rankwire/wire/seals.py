@@ -26,7 +26,7 @@ from enum import IntFlag
 from typing import NamedTuple
 from zlib import crc32
 
-from rankwire.wire.frames import LARGE_SEALED_NBYTES, SEAL_NBYTES, Buffer, Channel
+from rankwire.wire.frames import HEADER_NBYTES, LARGE_SEALED_NBYTES, SEAL_NBYTES, Buffer, Channel
 
 # Above this, a payload of messages and collectives is bulk.
 BULK_NBYTES = 1 << 16
@@ -155,6 +155,13 @@ class Seal:
         for piece in payload:
             mac.add(piece)
         return mac.finish()
+
+    def matches(self, sequence: int, channel: int, frame: memoryview) -> bool:
+        """Return whether a whole frame ends with its seal."""
+        payload = frame[HEADER_NBYTES:-SEAL_NBYTES]
+        mac = self.begin(sequence, frame[:HEADER_NBYTES], channel, len(payload))
+        mac.add(payload)
+        return mac.matches(frame[-SEAL_NBYTES:])
 
     def around(
         self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
