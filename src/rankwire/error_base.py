@@ -1,0 +1,89 @@
+"""The base class of all errors: context, copies, text and pickling."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+
+class RankwireError(Exception):
+    """Base of all errors.
+
+    Attributes:
+        op: The operation, such as ``"recv"`` or ``"rpc_sync add"``.
+        rank: The rank that raised this.
+        peer: The rank at the other end.
+        tag: The message tag.
+        waited: Seconds spent in the operation.
+        root: The world rank, also in a group, whose failure caused this one, if known.
+        is_reported: Whether the other ranks of a collective know of it.
+    """
+
+    __module__ = "rankwire.errors"  # where users find it, also in tracebacks and pickles
+    is_reported: bool = False
+    root: int | None = None
+    op: str | None = None
+    rank: int | None = None
+    peer: int | None = None
+    tag: int | None = None
+    waited: float | None = None
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+
+    def during(
+        self,
+        *,
+        op: str | None = None,
+        rank: int | None = None,
+        peer: int | None = None,
+        tag: int | None = None,
+        waited: float | None = None,
+    ) -> Self:
+        """Add context that is not set yet; return the error itself, ready to be raised."""
+        self.op = op if self.op is None else self.op
+        self.rank = rank if self.rank is None else self.rank
+        self.peer = peer if self.peer is None else self.peer
+        self.tag = tag if self.tag is None else self.tag
+        self.waited = waited if self.waited is None else self.waited
+        return self
+
+    def copy(self) -> Self:
+        """Return an equal error. Threads that raise the same error must not share a traceback."""
+        state = {k: list(v) if type(v) is list else v for k, v in self.__dict__.items()}
+        twin = _restore(type(self), self.args, state)
+        twin.__cause__ = self.__cause__
+        return twin  # type: ignore[return-value]
+
+    def kept(self) -> Self:
+        """Return an equal error that may be kept for as long as a failure lasts.
+
+        It and its cause have no traceback, which would keep the frames of waiting threads alive.
+        """
+        twin = self.copy()
+        if twin.__cause__ is not None:
+            twin.__cause__.__traceback__ = None
+            twin.__cause__.__context__ = None
+        return twin
+
+    def __str__(self) -> str:
+        context = [
+            f"{name} {value}"
+            for name in ("op", "rank", "peer", "tag")
+            if (value := getattr(self, name)) is not None
+        ]
+        if self.waited is not None:
+            context.append(f"waited {self.waited:.3g} s")
+        return f"{self.message} [{', '.join(context)}]" if context else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(
+    kind: type[RankwireError], args: tuple[Any, ...], state: dict[str, Any]
+) -> RankwireError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
