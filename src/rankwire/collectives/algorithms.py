@@ -1,10 +1,9 @@
 """Algorithms: the steps of each operation over messages, given rank, size, send and receive.
 
-Arrays are flat and contiguous here. An algorithm writes to the user's memory only when all ranks
-are known to be in the same operation: it has heard from all of them, or begins with ``meet``.
-Reductions are in rank order unless the function says otherwise. Each element is computed once, or
-in the same way on all ranks, so results are equal bit for bit. ``docs/collectives.md`` lists the
-steps and bytes of each.
+Arrays are flat and contiguous here. An algorithm writes to the user's memory only after it has
+heard from all ranks, or has met them. Reductions are in rank order unless a function says
+otherwise. Each element is computed once, or in the same way on all ranks, so results are equal bit
+for bit. ``docs/collectives.md`` lists the steps and bytes of each.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def padded(array: Array, count: int) -> Array:
 def meet(x: Exchange) -> None:
     """Wait for all ranks, in log2(N) rounds of one empty message each.
 
-    Dissemination (Hensgen, Finkel, Manber 1988): after round k a rank has heard, directly or
-    through others, from the 2**(k+1) - 1 ranks before it.
+    Dissemination (Hensgen, Finkel, Manber 1988).
     """
     distance, step = 1, _MEET
     while distance < x.size:
@@ -62,10 +60,7 @@ def meet(x: Exchange) -> None:
 
 
 def meet_before_much(x: Exchange, nbytes: int) -> None:
-    """Meet, if the message is so large that a sender may block in the middle of it.
-
-    There, it could not be told that the others are in another operation.
-    """
+    """Meet if the message is large: a sender that blocks in it learns of no failure."""
     if nbytes >= _MUCH:
         meet(x)
 
@@ -76,8 +71,7 @@ def meet_before_much(x: Exchange, nbytes: int) -> None:
 def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
     """Return the parts of all ranks, in log2(N) rounds that each send all parts known so far.
 
-    Bruck et al. 1997: the fewest rounds for any number of ranks. For parts so small that the number
-    of messages dominates.
+    Bruck et al. 1997, for parts so small that the number of messages dominates.
     """
     rows = np.empty((x.size, own.size), own.dtype)
     rows[0] = own
@@ -97,11 +91,7 @@ def all_gather_directly(
 ) -> None:
     """Fill the parts of all ranks: each rank sends its own to every other one.
 
-    Args:
-        x: The exchange.
-        own: The part of this rank.
-        parts: Where the parts of all ranks go.
-        has_met: Whether all ranks are known to be in the operation.
+    ``has_met`` says that all ranks are known to be in the operation.
     """
     step = _SPREAD if has_met else _GATHER
     arriving = _expect_much(x, step, parts)
@@ -143,10 +133,7 @@ def all_to_all_directly(x: Exchange, sent: Sequence[Array], received: Sequence[A
 
 
 def _expect_much(x: Exchange, step: int, parts: Sequence[Array]) -> dict[int, Arriving]:
-    """Post receives for large parts, so that they arrive in place while this rank sends.
-
-    The senders send once they know that all ranks are in the operation.
-    """
+    """Post receives for large parts, so that they arrive in place while this rank sends."""
     return {
         src: x.expect_into(src, step, parts[src])
         for src in reversed(x.others)
@@ -214,8 +201,7 @@ def _receive_after_meeting(x: Exchange, src: int | None, array: Array) -> None:
 def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
     """Scatter the array, then gather its parts everywhere: no rank sends more than twice its size.
 
-    Van de Geijn's algorithm, for large arrays between hosts, where the root's link is the
-    bottleneck.
+    Van de Geijn's algorithm, for hosts where the root's link is the bottleneck.
     """
     meet(x)
     parts = split(array, x.size)
@@ -255,9 +241,8 @@ def all_reduce_by_gathering(x: Exchange, source: Array, out: Array, r: Reduction
 def all_reduce_directly(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Reduce one part on each rank, then gather all parts everywhere.
 
-    Two rounds, in each of which a rank sends 1/N of the array to every other rank: as few bytes as
-    a ring, without its chain of waits. On one host every rank reads the others' memory block by
-    block and reduces in the cache.
+    As few bytes as a ring, without its chain of waits. On one host every rank reads the others'
+    memory block by block and reduces in the cache.
     """
     parts = split(out, x.size)
     own = parts[x.rank]
@@ -298,9 +283,8 @@ def _fold_blocks(
 def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Exchange totals with ever more distant partners, in log2(N) rounds of the whole array.
 
-    Recursive doubling. Ranks beyond the largest power of two send their contribution to a partner
-    and get the result from it. Reduces in the order of the tree, the same on all ranks. For medium
-    arrays among many ranks.
+    Recursive doubling, in the order of the tree. Ranks beyond the largest power of two send their
+    contribution to a partner and get the result from it. For medium arrays among many ranks.
     """
     inner = 1 << (x.size.bit_length() - 1)
     extra = x.size - inner
@@ -333,8 +317,7 @@ def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction)
 def all_reduce_by_ring(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Pass parts around a ring, first to reduce and then to gather them, in 2 (N - 1) steps.
 
-    Patarasuk and Yuan 2009. Each rank talks to two others only. Part i is reduced in the order of
-    the ranks from i + 1 on.
+    Patarasuk and Yuan 2009. Part i is reduced in the order of the ranks from i + 1 on.
     """
     meet(x)
     if out is not source:

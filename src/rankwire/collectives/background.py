@@ -1,19 +1,14 @@
 """Background: runs the operations of a group that were called with ``async_op=True``, in order.
 
-All ranks begin them in the same order, so the oldest one runs everywhere and never waits for one
-that cannot start. One thread at a time is the *runner*: the group's worker thread, or a thread that
-waits for a ``Work`` and runs all operations up to it, because a change of threads takes longer than
-a small operation. The oldest operation stays in the queue until it has ended.
+One thread at a time is the *runner*: the group's worker thread, or a thread that waits for a
+``Work`` and runs all operations up to it, because a change of threads takes longer than a small
+operation. A new operation wakes the worker, unless a waiting thread was faster last time: then the
+worker polls at intervals of 0.1 to 1 ms and runs operations older than 0.1 ms, because a wake-up
+would cost the waiting thread 40 us. It is woken again after it has found such an operation, or
+nothing new several times.
 
-The worker starts with the first operation and ends after ``_IDLE`` seconds without one. A new
-operation wakes it, unless a waiting thread was faster last time: then it polls, first after 0.1 ms
-and then at growing intervals up to 1 ms, and runs operations older than 0.1 ms. A wake-up would
-cost the waiting thread 40 us. It is woken again after it has found such an operation, or nothing
-new several times.
-
-An interrupt (Ctrl-C) may fall anywhere into a waiting thread. The thread then gives up the role,
-and the worker, which no interrupt reaches, ends the operation that it had begun. A signal handler
-cannot wait for a later operation while its thread runs an earlier one; ``help`` raises instead.
+An interrupt may fall anywhere into a waiting thread. The thread then gives up the role, and the
+worker, which no interrupt reaches, ends the operation that it had begun.
 
 Lock: ``_lock`` guards the queue, the role and the worker's sleep; no other lock is taken under it.
 """
@@ -38,13 +33,6 @@ _LOOKS = 3  # polls without a new operation, after which it is woken again
 
 class Task:
     """One operation in the background. Used by the runner.
-
-    Args:
-        number: Its number in the group, ascending.
-        run: Runs the operation to its end.
-        give_up: Ends it after an error or an interrupt; returns the error to raise.
-        deadline: The operation's deadline.
-        work: The user's handle.
 
     Attributes:
         has_begun: Whether a thread has begun to run it.
@@ -121,12 +109,7 @@ class _Visit:
 
 
 class Background:
-    """Runs tasks in order, in one thread at a time. Safe from any thread.
-
-    Args:
-        name: The name of the group's threads.
-        clock: The world's clock.
-    """
+    """Runs tasks in order, in one thread at a time. Safe from any thread."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.clock = clock
@@ -160,13 +143,7 @@ class Background:
     def help(self, number: int, limit: Deadline | None) -> None:
         """Run all tasks up to a number in this thread, unless another thread is the runner.
 
-        Args:
-            number: The number of the last task to run.
-            limit: Skip tasks whose own deadline is later than this.
-
-        Raises:
-            BaseException: An interrupt reached one of the tasks.
-            ConfigurationError: A signal handler waits while its thread runs a task.
+        It skips tasks whose own deadline is later than ``limit``. An interrupt in a task is raised.
         """
         runner = self._runner
         if type(runner) is _Visit and runner.thread == threading.get_ident():

@@ -205,13 +205,7 @@ def _hand_out(joined: Array, targets: Sequence[Operand], flats: Sequence[Array])
 def _bundles(
     operands: Sequence[Operand], *, by_dtype: bool = True, most: int | None = None
 ) -> list[list[int]]:
-    """Return the indices of the arrays that are sent together.
-
-    Args:
-        operands: The arrays.
-        by_dtype: Whether a bundle has arrays of one dtype only.
-        most: The most bytes in a bundle; None is no limit.
-    """
+    """Return the indices of the arrays that are sent together, at most ``most`` bytes at once."""
     bundles: list[list[int]] = []
     open_bundles: dict[str, tuple[list[int], int]] = {}
     for index, value in enumerate(operands):

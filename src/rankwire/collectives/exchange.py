@@ -138,11 +138,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def look(self, src: int) -> None:
-        """Check whether waiting for a rank still makes sense.
-
-        Raises:
-            RankwireError: The operation cannot succeed.
-        """
+        """Raise if the operation cannot succeed. Called now and then while this rank waits."""
 
     @abstractmethod
     def too_late(self, src: int) -> DeadlineExceededError:
@@ -206,11 +202,7 @@ class Exchange(ABC):
             self.offers.append((dst, offer))
 
     def receive(self, src: int, step: int, nbytes: int | None = None) -> Payload:
-        """Return what a rank sent in a step.
-
-        Raises:
-            RankwireError: A rank failed, or is in another operation.
-        """
+        """Return what a rank sent in a step."""
         envelope = (self._group, _CHANNEL, self.tag + step)
         patience = self.next_look()
         while True:
@@ -235,13 +227,8 @@ class Exchange(ABC):
     def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
         """Sleep where no message wakes this rank, and read messages now and then.
 
-        While receives are posted it reads after a millisecond, then after twice as long each time.
-
-        Args:
-            sleeps_until: Sleeps until a deadline; returns False then, or if there is news.
-
-        Returns:
-            The result of ``sleeps_until``; False also when it is time to look up.
+        ``sleeps_until`` sleeps until a deadline, and returns False then or if there is news.
+        Returns its result, or False when it is time to look up.
         """
         nap = _FIRST_NAP
         while True:
@@ -255,11 +242,7 @@ class Exchange(ABC):
             nap = min(2.0 * nap, LOOK_EVERY)
 
     def look_up(self, src: int) -> None:
-        """Look up from waiting for a rank outside of messages; that rank may have left.
-
-        Raises:
-            RankwireError: The operation cannot succeed.
-        """
+        """Look up from waiting for a rank outside of messages; raise if that rank has left."""
         self._look_up(src)
         failure = self._backend.failure_of(src)
         if failure is not None:

@@ -1,9 +1,8 @@
 """Fingerprints: an operation's description, and the tag of its messages.
 
-All ranks describe an operation in the same words: kind, op, root, dtype, shape. A tag consists of
-48 bits hashed from this description, the operation's number and its epoch, and 16 bits for the
-step. The epoch is the number after the last failed operation. So messages of different operations
-never match: ranks that disagree wait for each other, and ``sequence`` finds out why.
+All ranks describe an operation in the same words. A tag has 48 bits hashed from the description,
+the operation's number and its epoch (the number after the last failure), and 16 bits for the step.
+So messages of different operations never match.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ def describe(kind: str, *details: Any) -> str:
 def describe_many(kind: str, *details: Any, each: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
     """Return the description of an operation on many arrays, with runs of equal ones counted.
 
-    Args:
-        kind: The operation.
-        *details: What else ranks must agree on.
-        each: The dtype and shape of each array.
+    ``each`` has the dtype and shape of each array.
     """
     counted = ((words, len(list(same))) for words, same in groupby(f"{d} {s}" for d, s in each))
     text = ", ".join(words if count == 1 else f"{count} x {words}" for words, count in counted)

@@ -1,9 +1,8 @@
 """Half types: convert float16 and bfloat16 to float32 and back, rounding to nearest even.
 
-numpy converts float16 one by one and has no bfloat16. If the program has loaded torch, torch
-converts several times as fast; it is never imported here. Both give the same bits except for NaNs,
-which numpy converts, so ranks with and without torch agree. Arrays are converted in pieces so small
-that torch uses only this thread: its other threads may be busy or share cores with other ranks.
+numpy has no bfloat16. If the program has loaded torch, torch converts several times as fast; it is
+never imported here. Both give the same bits except for NaNs, which numpy converts. Pieces are so
+small that torch uses only this thread: its other threads may share cores with other ranks.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ def to_bfloat16(wide: Array, out: Array) -> None:
 def add_by_torch(first: Array, second: Array, out: Array) -> list[slice] | None:
     """Add two arrays of float16, or of bfloat16 as int16, into ``out``, which may be one of them.
 
-    torch adds in float32 too, and rounds once.
-
-    Returns:
-        The slices that were skipped because of NaNs; None if torch cannot add these.
+    Returns the slices that were skipped because of NaNs; None if torch cannot add these.
     """
     if not (_can_torch(first) and _can_torch(second) and _can_torch(out)):
         return None

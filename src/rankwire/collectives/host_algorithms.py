@@ -1,16 +1,10 @@
 """Algorithms over several hosts: shared memory inside each host, messages between hosts.
 
-Each operation goes *up*, *across* and *down*. Up: the ranks of a host write their slots and meet.
-Across: the leaders of all hosts exchange what their hosts have. Down: each leader writes the result
-to its slot, and the ranks of its host meet again. So data crosses between two hosts once and not
-once per pair of ranks.
-
-A leader has met all ranks of its host and heard from all hosts before it goes down. So no rank
-writes to the user's memory or returns before all ranks are known to be in the same operation. What
-does not fit into a slot goes through in pieces, of the same size on all hosts. Reductions combine
-the ranks of a host in rank order, then the hosts in the order of their first ranks.
-
-The caller passes the functions that go across, chosen as for a single host.
+Up: the ranks of a host write their slots and meet. Across: the leaders of all hosts exchange what
+their hosts have, with functions that the caller has chosen. Down: each leader writes the result to
+its slot, and the ranks of its host meet again. So no rank writes to the user's memory or returns
+before all ranks are known to be in the same operation. Larger arrays go through in pieces, of the
+same size on all hosts. Reductions combine the ranks of a host, then the hosts, each in order.
 """
 
 from __future__ import annotations
@@ -113,7 +107,7 @@ def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) ->
             algorithms.all_gather_directly(hosts.across(x), whole[hosts.here], whole)
             x.settle()
         _show(inside, slots)
-        found = _cut(results[0], [size for sizes in by_host for size in sizes])
+        found = _cut(results[0], list(chain(*by_host)))
         for rank, piece in zip(chain(*hosts.groups), found, strict=True):
             pieces[rank][...] = piece
 
@@ -209,10 +203,8 @@ def _towards(
 ) -> tuple[SubExchange, SubExchange | None, int, int]:
     """Return the exchanges of an operation with a root, which leads its host.
 
-    Returns:
-        The exchange among the ranks of this host; the one among the leaders, if this rank is one;
-            the
-        root's rank in the latter; and the rank of this host's leader in the former.
+    They are the exchange among the ranks of this host; the one among the leaders, if this rank is
+    one; the root's rank in the latter; and the rank of this host's leader in the former.
     """
     leaders = hosts.leaders(root)
     place = hosts.groups[hosts.here].index(leaders[hosts.here])

@@ -1,8 +1,8 @@
 """Hosts: which ranks of a group are on which host, and exchanges among some of its ranks.
 
-The ranks of a host share a segment. One rank per host, the *leader*, sends messages to the leaders
-of other hosts: the lowest rank of the host, or the root of an operation. All ranks see the same
-hosts in the same order, that of their lowest ranks.
+One rank per host, the *leader*, exchanges messages with the leaders of other hosts: the lowest rank
+of the host, or the root of an operation. All ranks see the hosts in the order of their lowest
+ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rankwire.collectives.exchange import Array, Arriving, Exchange, Piece
+from rankwire.collectives.exchange import Array, Arriving, Exchange
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
 from rankwire.override import override
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 class Hosts:
     """The hosts of a group, as one of its ranks sees them.
-
-    Args:
-        hosts: The host of each rank; equal for ranks on one host.
-        rank: This rank.
 
     Attributes:
         groups: The ranks of each host.
@@ -62,14 +58,8 @@ class Hosts:
 class SubExchange(Exchange):
     """An exchange among some ranks of an operation, numbered from 0 as algorithms expect.
 
-    Every call goes to the operation's own exchange with group ranks. So errors name group ranks,
-    and a rank that waits here is told of failures on any rank.
-
-    Args:
-        whole: The operation.
-        ranks: The group ranks, in the order of their new numbers.
-        rank: The new number of this rank.
-        shared: The memory that the ranks share, if they are those of one host.
+    Every call goes to the operation's own exchange with group ranks, so errors name group ranks.
+    The ranks share slots if they are those of one host.
     """
 
     __slots__ = ("_ranks", "_whole")
@@ -130,24 +120,12 @@ class SubExchange(Exchange):
         return self._whole.receive(self._ranks[src], step, nbytes)
 
     @override
-    def receive_array(self, src: int, step: int, like: Array) -> Array:
-        return self._whole.receive_array(self._ranks[src], step, like)
-
-    @override
-    def receive_into(self, src: int, step: int, out: Array) -> None:
-        self._whole.receive_into(self._ranks[src], step, out)
-
-    @override
     def expect_into(self, src: int, step: int, out: Array) -> Arriving:
         return self._whole.expect_into(self._ranks[src], step, out)
 
     @override
     def take_in(self, arriving: Arriving) -> None:
         self._whole.take_in(arriving)
-
-    @override
-    def receive_piece(self, src: int, step: int, like: Array) -> Piece:
-        return self._whole.receive_piece(self._ranks[src], step, like)
 
     @override
     def settle(self) -> None:

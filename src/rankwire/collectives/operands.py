@@ -1,7 +1,6 @@
 """Operands: the user's arrays and tensors as flat memory, and the memory for results.
 
-This module never imports torch: a program that passes a tensor has loaded it. A tensor is used as
-an array on its memory (``codec.tensor_memory``).
+A tensor is used as an array on its memory (``codec.tensor_memory``). torch is never imported here.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ class Operand:
     Attributes:
         value: What the user passed.
         array: An array on its memory; of integers if numpy does not have the dtype.
-        dtype_name: The name of the dtype in descriptions and errors.
-        shape: The shape.
         has_gaps: Whether the elements are not contiguous in C order.
-        is_bfloat16: Whether the elements are bfloat16.
         is_opaque: Whether the elements can be moved but not reduced.
     """
 
@@ -102,11 +98,7 @@ class Operand:
 
 
 def operand(value: Any, name: str = "array") -> Operand:
-    """Return an array or tensor as an operand.
-
-    Raises:
-        UnsupportedTypeError: It is neither, or cannot be sent.
-    """
+    """Return an array or tensor as an operand; raise if it cannot be sent."""
     if type(value) is not np.ndarray and is_tensor(value):
         obstacle = advice_for(value, any_dtype=True)
         if obstacle is not None:

@@ -217,9 +217,7 @@ class Operation(Exchange):
     def _told_within(self, seconds: float, gone: int | None = None) -> RankwireError | None:
         """Return why the operation fails, if another rank reports it in time.
 
-        Args:
-            seconds: How long to wait.
-            gone: A rank that has left or died; its own report arrives before the news of its end.
+        ``gone`` has left or died; its own report arrives before the news of its end.
         """
         patience = Deadline(seconds, self._operations.backend.clock)
         while True:
@@ -312,11 +310,7 @@ def error_of(
 ) -> RankwireError:
     """Return the error to raise because an operation has failed on another rank.
 
-    Args:
-        notice: The report of the failure.
-        sender: The rank that sent it.
-        rank: The rank that raises the error.
-        is_news: Whether the operation had succeeded on ``rank``.
+    ``is_news`` says that the operation had succeeded on ``rank``.
     """
     peer = sender if notice.culprit == rank else notice.culprit
     text = notice.text
@@ -343,14 +337,7 @@ def error_of(
 def failure_notice(
     waiting: Notice, rank: int, error: BaseException, *, refused: bool = False
 ) -> Notice:
-    """Return the notice that a rank sends when its operation fails.
-
-    Args:
-        waiting: The notice it would send while it waits.
-        rank: The rank.
-        error: The failure.
-        refused: Whether its arguments were invalid, so that the operation has not begun.
-    """
+    """Return the notice of a failure, made from the one that a rank sends while it waits."""
     state, culprit = "refused" if refused else "failed", rank
     text = error.message if isinstance(error, RankwireError) else repr(error)
     if isinstance(error, CollectiveMismatchError):

@@ -64,12 +64,7 @@ def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 class Reduction:
-    """One op on one dtype.
-
-    Attributes:
-        op: The name of the op.
-        dtype: The dtype of the arrays in memory.
-    """
+    """One op on one dtype, which is that of the arrays in memory."""
 
     def __init__(self, op: str, dtype: np.dtype[Any], *, is_bfloat16: bool) -> None:
         self.op = op
@@ -97,9 +92,7 @@ class Reduction:
         own: int = 0,
         spare: Array | None = None,
     ) -> None:
-        """Reduce the pieces of all ranks, in this order, into ``out``.
-
-        Overflow and invalid values do not warn.
+        """Reduce the pieces of all ranks, in this order, into ``out``. Overflow does not warn.
 
         Args:
             pieces: Each is used before the next one is requested, and may share its memory.
@@ -178,11 +171,6 @@ class Reduction:
 def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduction:
     """Return the reduction of an op for a dtype.
 
-    Args:
-        op: One of ``OPS``.
-        dtype: The dtype of the arrays.
-        is_bfloat16: Whether the arrays hold bfloat16, for which numpy has no dtype.
-
     Raises:
         ConfigurationError: The op does not exist, or does not support the dtype.
     """
@@ -202,11 +190,7 @@ def _copy(source: Array, out: Array) -> None:
 
 
 def reduction_of(op: Any, source: Operand) -> Reduction:
-    """Return the reduction of an op for the dtype of an operand.
-
-    Raises:
-        ConfigurationError: The op does not exist, or does not support the dtype.
-    """
+    """Return the reduction of an op for the dtype of an operand; raise as ``reduction`` does."""
     if source.is_opaque:
         raise ConfigurationError(f"{source.dtype_name} can be moved, but not reduced")
     if isinstance(op, str):
@@ -234,11 +218,7 @@ Op: TypeAlias = OpName | PremulSum | tuple[Literal["premul_sum"], Any]
 
 
 def name_of(op: Any) -> str:
-    """Return the name of an op in descriptions; factors are not compared between ranks.
-
-    Raises:
-        ConfigurationError: The op is invalid.
-    """
+    """Return the name of an op in descriptions; factors are not compared between ranks."""
     if isinstance(op, str):
         return op
     factor_of(op)
@@ -246,11 +226,7 @@ def name_of(op: Any) -> str:
 
 
 def factor_of(op: Any) -> complex:
-    """Return the factor of a premultiplied sum, as a Python number.
-
-    Raises:
-        ConfigurationError: The op is not a premultiplied sum, or its factor is not a number.
-    """
+    """Return the factor of a premultiplied sum, as a Python number; raise if the op has none."""
     match op:
         case PremulSum(factor) | ("premul_sum", factor):
             pass
@@ -268,11 +244,7 @@ def factor_of(op: Any) -> complex:
 
 
 class PremultipliedSum(Reduction):
-    """A sum on one dtype, with this rank's factor.
-
-    Raises:
-        ConfigurationError: The dtype does not support the factor.
-    """
+    """A sum on one dtype, with this rank's factor."""
 
     def __init__(self, dtype: np.dtype[Any], factor: complex, *, is_bfloat16: bool) -> None:
         if not is_bfloat16 and dtype.kind not in "fc":

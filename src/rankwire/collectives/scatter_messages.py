@@ -37,13 +37,7 @@ _CHECKED_KINDS = "bU"
 
 
 class ScatteredPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The description in a message.
-
-    Attributes:
-        is_tensor: Whether it is a tensor or an array.
-        dtype: torch's name of the dtype, or numpy's code for it.
-        shape: The shape.
-    """
+    """The description in a message; ``dtype`` is torch's name, or numpy's code."""
 
     is_tensor: bool
     dtype: str
@@ -55,10 +49,7 @@ _decode = msgspec.msgpack.Decoder(ScatteredPart).decode
 
 
 def pack_part(source: Operand, flat: Array) -> Message:
-    """Return the message that carries an operand, whose elements are ``flat``.
-
-    The elements must not change before they are sent.
-    """
+    """Return the message that carries an operand, whose elements are ``flat``."""
     is_array = isinstance(source.value, np.ndarray)
     dtype = source.array.dtype.str if is_array else source.dtype_name
     head = _head_of(not is_array, dtype, source.shape)

@@ -1,7 +1,7 @@
 """Selection: which algorithm for which size and number of ranks.
 
 All ranks decide alike, from what all of them know. The limits were measured on one host
-(``docs/collectives.md`` has the figures); between hosts the number of messages and bytes decides.
+(``docs/collectives.md``); between hosts the number of messages and bytes decides.
 """
 
 from __future__ import annotations
@@ -47,9 +47,16 @@ def all_reduce(x: Exchange, source: Array, out: Array, r: Reduction, *, ordered:
         algorithms.all_reduce_by_exchange(x, source, out, r)
     elif x.size * nbytes <= GATHER_UP_TO or x.size == 1:
         algorithms.all_reduce_by_gathering(x, source, out, r)
-    elif not ordered and not r.is_wide and x.size >= DOUBLE_FROM_RANKS and nbytes <= DOUBLE_UP_TO:
+    elif ordered or r.is_wide:
+        algorithms.all_reduce_directly(x, source, out, r)
+    else:
+        _all_reduce_much(x, source, out, r)
+
+
+def _all_reduce_much(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
+    if x.size >= DOUBLE_FROM_RANKS and source.nbytes <= DOUBLE_UP_TO:
         algorithms.all_reduce_by_doubling(x, source, out, r)
-    elif not ordered and not r.is_wide and x.size >= RING_FROM_RANKS and not x.is_one_host:
+    elif x.size >= RING_FROM_RANKS and not x.is_one_host:
         algorithms.all_reduce_by_ring(x, source, out, r)
     else:
         algorithms.all_reduce_directly(x, source, out, r)
@@ -164,12 +171,8 @@ def all_to_all_parts(
 ) -> None:
     """Send part i to rank i, once all ranks have agreed on all sizes.
 
-    Args:
-        x: The exchange.
-        table: The sizes that this rank sends and expects.
-        sent: This rank's bytes for each rank.
-        received: Where the bytes from each rank go.
-        check: Takes the tables of all ranks; returns how many bytes each sends to each, or raises.
+    ``table`` has the sizes that this rank sends and expects. ``check`` takes the tables of all
+    ranks; it returns how many bytes each sends to each, or raises.
     """
     if x.shared is not None and table.nbytes <= x.shared.slot_nbytes:
         found = slot_algorithms.all_to_all_parts(x, x.shared, table, sent, check)
@@ -193,10 +196,7 @@ def meet(x: Exchange) -> None:
 
 
 def spread(x: Exchange, message: Message) -> list[bytearray] | None:
-    """Meet, and return the bytes of all ranks if there was room for them; None if ranks must send.
-
-    All ranks decide alike.
-    """
+    """Meet, and return the bytes of all ranks if they fit; None if ranks must send them."""
     if x.shared is not None:
         return slot_algorithms.spread(x, x.shared, message)
     if x.hosts is not None:
@@ -208,9 +208,7 @@ def spread(x: Exchange, message: Message) -> list[bytearray] | None:
 def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | None:
     """Meet, and return what each rank has for this one; None if ranks must send.
 
-    Args:
-        x: The exchange.
-        messages: One for each rank, or an empty sequence.
+    ``messages`` has one for each rank, or is empty if this rank sends nothing.
     """
     if x.shared is not None:
         return slot_algorithms.distribute(x, x.shared, messages)

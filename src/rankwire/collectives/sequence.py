@@ -1,17 +1,15 @@
 """The sequence of operations: what one rank knows of its group's collectives.
 
-Every operation gets the next number of the group. They run one at a time in this order, in any
-thread, so messages sent early for a later operation cannot block an earlier one. A successful
-operation sends only its own messages. A rank that has waited for 50 ms reports to the coordinator
-which operation it is in, and then looks every 50 ms for what the coordinator tells
-(``rendezvous.roll``). So ranks that are in different operations find out, and a rank whose time is
-up knows which ranks are missing. A rank that fails reports it, and the others fail too. A call with
-invalid arguments gets a number as well, because the other ranks have called it too.
+Operations run one at a time in the order of their numbers, in any thread, so messages sent early
+for a later one cannot block an earlier one. A successful operation sends only its own messages. A
+rank that has waited for 50 ms reports its operation to the coordinator, then looks every 50 ms for
+what the coordinator tells (``rendezvous.roll``): which ranks are missing, or that a rank has failed
+or is in another operation. A call with invalid arguments gets a number as well, because the other
+ranks have called it too.
 
-A rank may learn of a failure elsewhere only after it has completed its own part. The ranks that
-know use a later *epoch*, and messages of different epochs do not match, so no rank gets past the
-next operation. There that rank is told, the operation fails on all ranks, and all are in one epoch
-again.
+A rank may learn of a failure after it has completed its own part. The ranks that know use a later
+*epoch*, and messages of different epochs do not match, so the next operation fails on all ranks.
+Then all are in one epoch again.
 
 Locks: ``_lock`` guards numbers, turns and notices, and is held briefly. Only the lock of
 ``Background`` is taken under it, so that work is queued in the order of its numbers.
@@ -113,14 +111,8 @@ class OperationSequence:
     def call(self, name: str, prepare: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run the next operation of the group, here or in the background.
 
-        Args:
-            name: The name of the collective.
-            prepare: Checks the arguments and returns the plan.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            The result of the steps, or the ``Work`` whose ``wait`` returns it.
+        ``prepare`` checks its arguments and returns the plan. Returns the result of the steps, or
+        the ``Work`` whose ``wait`` returns it.
         """
         over = self.backend.broken
         if self.backend.closed:
@@ -174,11 +166,7 @@ class OperationSequence:
         return Task(operation.sequence, steps, operation.give_up, operation.deadline, work)
 
     def hurry(self) -> None:
-        """Run background operations without delay, because a later one waits for its turn.
-
-        The waiting thread does not run them: it has to check whether its own operation has failed
-        elsewhere.
-        """
+        """Run background operations without delay, because a later one waits for its turn."""
         self._background.hurry()
 
     def refuse(self, operation: Operation) -> None:
@@ -235,11 +223,7 @@ class OperationSequence:
         self._roll.report(replace(notice, members=self._members))
 
     def hear(self) -> None:
-        """Process what the coordinator has told.
-
-        Raises:
-            PeerLostError: A rank of the group is lost.
-        """
+        """Process what the coordinator has told; raise if a rank of the group is lost."""
         backend = self.backend
         if backend.group in self._roll.untaken:
             for notice in self._roll.take(backend.group):
@@ -282,10 +266,7 @@ class OperationSequence:
         return {tag_of(text, notice.sequence, notice.epoch) for text in descriptions}
 
     def tags_at(self, sequence: int) -> set[int]:
-        """Return the tags under which other ranks have sent for a failed operation.
-
-        Messages under tags that later notices name are refused at once.
-        """
+        """Return the tags of others' messages for a failed operation; later ones are refused."""
         with self._lock:
             self._over.add(sequence)
             while len(self._over) > _MOST_OVER:
@@ -295,9 +276,8 @@ class OperationSequence:
     def failure_of(self, sequence: int) -> RankwireError | None:
         """Return why an operation cannot succeed, if another rank has reported it.
 
-        Either that rank has failed in this operation, or in an earlier one whose part this rank had
-        already completed. In the latter case the other ranks do not know yet that this one fails
-        too.
+        That rank has failed in this operation, or in an earlier one whose part this rank had
+        completed. Then the other ranks do not know yet that this one fails too.
         """
         error: RankwireError | None = None
         with self._lock:
@@ -367,10 +347,7 @@ renew_in_child(_making)
 def collective(
     prepare: Callable[Concatenate[Backend, P], Plan],
 ) -> Callable[Concatenate[Backend, P], Any]:
-    """Make a collective of a function that checks its arguments and returns a plan.
-
-    The function's first argument is the group. Errors name the collective and the rank.
-    """
+    """Make a collective of a function that checks its arguments and returns a plan."""
     name = prepare.__name__
 
     @wraps(prepare)

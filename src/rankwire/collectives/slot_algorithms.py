@@ -1,10 +1,8 @@
 """Algorithms in shared memory: the steps of operations whose ranks share slots (``slots``).
 
-A rank writes its slot, meets all others and reads their slots. So no rank writes to the user's
-memory before all ranks are known to be in the same operation; and if everything fits into a slot, a
-rank that dies leaves no partial result. Reductions are in rank order.
-
-Except for ``all_reduce``, callers ensure that everything fits.
+A rank writes its slot, meets all others and reads their slots, so no rank writes to the user's
+memory before all ranks are known to be in the same operation. Reductions are in rank order. Except
+for ``all_reduce``, callers ensure that everything fits into a slot.
 """
 
 from __future__ import annotations
@@ -138,15 +136,7 @@ def gather(x: Exchange, shared: SharedSlots, own: Array, out: Array | None) -> N
 def gather_parts(
     x: Exchange, shared: SharedSlots, own: Array, parts: Sequence[Array] | None, most: int
 ) -> None:
-    """Fill the parts of all ranks, where given.
-
-    Args:
-        x: The exchange.
-        shared: The slots.
-        own: The part of this rank.
-        parts: Where the parts of all ranks go, which may differ in size.
-        most: The number of elements of the longest part.
-    """
+    """Fill the parts of all ranks, where given; the longest has ``most`` elements."""
     rows = shared.begin(x, own.dtype, most)
     rows[x.rank][: own.size] = own
     shared.publish(x, own.nbytes)
@@ -162,17 +152,10 @@ def all_to_all_parts(
     sent: Sequence[Array],
     check: Callable[[Sequence[Array]], list[list[int]]],
 ) -> list[Array] | None:
-    """Tell all ranks the sizes of this rank's parts, and give the parts to them.
+    """Publish this rank's table and parts; return each rank's bytes, None if some do not fit.
 
-    Args:
-        x: The exchange.
-        shared: The slots; a table must fit into one.
-        table: The sizes that this rank sends and expects.
-        sent: This rank's bytes for each rank.
-        check: Takes the tables of all ranks; returns how many bytes each sends to each, or raises.
-
-    Returns:
-        The bytes from each rank; None if those of some rank do not fit.
+    ``check`` takes the tables of all ranks; it returns how many bytes each sends to each, or
+    raises.
     """
     others = [*sent[: x.rank], *sent[x.rank + 1 :]]  # without this rank's own part
     head, nbytes = table.nbytes, table.nbytes + sum(part.nbytes for part in others)
@@ -218,10 +201,7 @@ def distribute(
 ) -> list[bytearray] | None:
     """Return what each rank has for this one; None if the messages of some rank do not fit.
 
-    Args:
-        x: The exchange.
-        shared: The slots.
-        messages: One for each rank; empty if this rank sends nothing.
+    ``messages`` has one for each rank, or is empty if this rank sends nothing.
     """
     ends = np.cumsum([nbytes for _, nbytes in messages], dtype=np.int64)
     buffers: list[Buffer] = [ends.tobytes()]

@@ -1,13 +1,11 @@
 """Slots: the shared memory in which the ranks of a host exchange small messages.
 
-The first operation of a group agrees on a segment (``wire.segment``), and so does the first one
-after a failure, so that all ranks begin at step 1 whatever an interrupted rank has left. Then a
-small operation sends no messages. Every rank writes its slot and waits until all others have
-published theirs under the same tag, so a reader knows that all ranks are in the same operation and
-that their slots are complete.
+The first operation of a group, and the first after a failure, agree on a new segment
+(``wire.segment``), whatever an interrupted rank has left in the old one. Then every rank writes its
+slot and waits until all others have published theirs under the same tag. In a group over several
+hosts each host has a segment, and either all hosts use theirs or none does.
 
-In a group over several hosts each host has its own segment, even one with a single rank. Either all
-hosts use theirs or none does. Used by the thread whose operation has its turn.
+Used by the thread whose operation has its turn.
 """
 
 from __future__ import annotations
@@ -37,9 +35,6 @@ _HURRY = 0.001  # seconds between two checks of a rank that is in another operat
 
 class SlotAgreement:
     """What the ranks of a group share.
-
-    Args:
-        backend: The group.
 
     Attributes:
         slots: The slots of a group on one host; None before the agreement, or if a rank cannot
@@ -92,8 +87,7 @@ def _offered(
 ) -> tuple[SharedSegment | None, int]:
     """Create a segment and let the other ranks of this host open it.
 
-    Returns:
-        The segment, and the slot size that all hosts can use; 0 if a host has no segment.
+    Returns it and the slot size that all hosts can use, 0 if a host has no segment.
     """
     segment = backend.new_segment(0, inside.size) if backend.shares_memory else None
     try:
@@ -141,11 +135,7 @@ def _opened(inside: Exchange, backend: Backend) -> tuple[SharedSegment | None, i
 
 
 class SharedSlots:
-    """The slots of a group's ranks, as arrays.
-
-    Attributes:
-        slot_nbytes: The size of a slot.
-    """
+    """The slots of a group's ranks, as arrays."""
 
     def __init__(self, segment: SharedSegment) -> None:
         self._segment = segment
@@ -183,11 +173,7 @@ class SharedSlots:
         self._segment.wake_others()
 
     def meet(self, x: Exchange) -> None:
-        """Wait until all other ranks have published this step. Their slots may then be read.
-
-        Raises:
-            RankwireError: A rank has failed or left, or is in another operation.
-        """
+        """Wait until all other ranks have published this step. Their slots may then be read."""
         segment = self._segment
         while not segment.all_came(x.tag):
             self._await(x, segment.step)

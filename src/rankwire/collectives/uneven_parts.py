@@ -1,9 +1,8 @@
 """Collectives on parts of different sizes: lists of one array per rank, and all_to_all by counts.
 
-In ``all_gather`` and ``reduce_scatter`` every rank has the whole list, so the description of the
-operation contains all dtypes and shapes, and messages of ranks that disagree do not match. In
-``all_to_all`` a rank knows only what it sends and expects. All ranks first exchange tables of that,
-so all of them find a disagreement before any element is written.
+In ``all_gather`` and ``reduce_scatter`` the description contains all dtypes and shapes. In
+``all_to_all`` a rank knows only what it sends and expects, so all ranks first exchange tables of
+that. Either way all ranks find a disagreement before any element is written.
 
 Each function checks its arguments and returns the operation's description and its steps.
 """
@@ -47,12 +46,7 @@ def is_list(value: object) -> bool:
 
 
 def operands_of(values: Sequence[Any], name: str, count: int) -> list[Operand]:
-    """Return one operand per rank.
-
-    Raises:
-        ConfigurationError: There are not ``count`` values.
-        UnsupportedTypeError: A value is not an array or tensor that can be sent.
-    """
+    """Return one operand per rank; raise if there are not ``count`` values."""
     found = [operand(value, f"{name}[{at}]") for at, value in enumerate(values)]
     if len(found) != count:
         raise ConfigurationError(f"{name} has {len(found)} arrays, there are {count} ranks")
@@ -200,16 +194,10 @@ def all_to_all_by_counts(
 
 
 def _check_tables(x: Exchange, tables: Sequence[Array], *, unit: str) -> list[list[int]]:
-    """Return how much each rank sends to each, if every receiver expects that.
+    """Return how much each rank sends to each, if every receiver expects that; else raise.
 
-    Args:
-        x: The exchange.
-        tables: From each rank: what it sends to each rank, then what it expects from each. An entry
-            is a size, alone or followed by a digest of dtype and shape.
-        unit: The unit of the sizes.
-
-    Raises:
-        CollectiveMismatchError: A receiver expects something else.
+    A rank's table has what it sends to each rank, then what it expects from each. An entry is a
+    size, alone or followed by a digest of dtype and shape.
     """
     said = np.concatenate(tables).reshape(x.size, 2, x.size, -1)
     sent, expected = said[:, 0], said[:, 1].swapaxes(0, 1)
@@ -236,10 +224,7 @@ def _bytes_to_send(
 ) -> Array:
     """Return the bytes of an operand: a copy, if a result may overwrite them while others read.
 
-    Args:
-        source: The operand to send.
-        targets: What this operation writes.
-        same: The target that gets these same bytes, and may be the source itself.
+    ``same`` is the target that gets these same bytes, and may be the source itself.
     """
     flat = source.flat().view(np.uint8)
     for target in targets:

@@ -1,6 +1,5 @@
 """Work: the handle of an operation in the background, and the thread that runs its callbacks.
 
-A thread that waits for a work runs it, unless another thread has begun to (``background``).
 Callbacks run in a thread of their own, because they may begin operations and wait for them.
 """
 
@@ -44,14 +43,11 @@ class Work(PublicDir, Future[T]):
     """An operation that runs in the background. Safe from any thread.
 
     It is a ``concurrent.futures.Future``, so ``done``, ``result``, ``exception``, callbacks and
-    ``await`` work as usual. It cannot be cancelled, because the other ranks depend on it, and it
-    completes even if you drop the handle.
+    ``await`` work as usual. It cannot be cancelled, and it completes even if you drop the handle.
 
     A thread that waits for it runs the group's operations up to this one, except those that another
-    thread has begun. An interrupt (Ctrl-C) then fails the operation it reaches as it would fail a
-    blocking one: the other ranks are told, and the ``Work`` of that operation has the
-    ``KeyboardInterrupt``. If you wait with a ``timeout``, your thread does not run operations whose
-    own deadline is later.
+    thread has begun, and those whose own deadline is later than your ``timeout``. An interrupt
+    (Ctrl-C) then fails the operation that it reaches, on all ranks.
     """
 
     _SHOWN = ("description", "wait")
@@ -89,10 +85,7 @@ class Work(PublicDir, Future[T]):
             raise error.during(op="wait", waited=timeout) from None
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the operation's result, or raise its error.
-
-        After ``timeout`` seconds this raises ``TimeoutError``; the operation continues.
-        """
+        """Return the result or raise the error; raise ``TimeoutError`` if it is too late."""
         self._await(timeout)
         return super().result(0)
 
@@ -178,8 +171,7 @@ _IDLE = 0.5  # seconds until a thread without callbacks ends
 class CallbackThread:
     """Runs callbacks in one thread, in the order in which work was done. Safe from any thread.
 
-    The thread starts with the first work that has callbacks, and ends after ``_IDLE`` seconds
-    without one. ``_lock`` guards the queue and which thread serves it; callbacks run without it.
+    ``_lock`` guards the queue and which thread serves it; callbacks run without it.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
