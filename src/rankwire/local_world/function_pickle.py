@@ -1,15 +1,14 @@
-"""Parcels: functions, arguments and results on their way between a starter and its processes.
+"""Pickle functions, arguments and results between a starter and its rank processes.
 
-A function of a notebook, of a script or of a prompt lives in ``__main__``, which another process
-cannot import. So it travels by value (cloudpickle): its code, what it closes over, and the globals
-that it names. In the process it gets the ``__main__`` there for its globals, and what it named is
-set in it. So a function finds there what an earlier one has left: ``global agent`` in one cell is
-used by the next. What is importable travels by name, as pickle does it.
+Another process cannot import a function of a notebook, a script or a prompt, which lives in
+``__main__``. So cloudpickle sends it by value: its code, its closure and the globals that it names.
+In the process its globals are the ``__main__`` there, updated with those it named. So functions
+share state: ``global agent`` set in one cell is available in the next. Importable objects are
+pickled by name.
 
-Unpickling runs code. That is in order here and nowhere else: a parcel goes over a pair of sockets
-that the starter made before it started the process, both ends belong to processes of one user and
-one program, and running the starter's functions is what the process is for. No address leads to
-that pipe; what ranks send each other goes through the codec, as always.
+Unpickling runs code. That is safe here and nowhere else: the bytes come over a socket pair that the
+starter made before it started the process, both processes belong to one user, and running the
+starter's functions is the purpose. Messages between ranks always use the codec.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ def pack(value: Any) -> bytes:
     """Return a value as bytes.
 
     Raises:
-        Exception: It cannot be packed; of whatever type its own methods raise.
+        Exception: It cannot be pickled; the type depends on the value's own methods.
     """
-    import cloudpickle  # takes 20 ms, and most programs do not need it
+    import cloudpickle  # takes 20 ms to import; most programs do not need it
 
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]
-        """Leaves the globals of ``__main__`` out: they are those of the other process."""
+        """Replace the globals of ``__main__`` by a reference to those of the other process."""
 
         def __init__(self, file: io.BytesIO) -> None:
             super().__init__(file)
@@ -50,7 +49,7 @@ def pack(value: Any) -> bytes:
             options = options_of(thing) if isinstance(thing, type) else None
             if options is None or type(reduced) is not tuple or len(reduced) != 6:
                 return reduced
-            make, args, state, *rest, set_state = reduced  # a class that travels by value
+            make, args, state, *rest, set_state = reduced  # a class that is pickled by value
             return make, args, (set_state, state, options), *rest, _set_message
 
         def persistent_id(self, thing: Any) -> str | None:
@@ -61,20 +60,20 @@ def pack(value: Any) -> bytes:
     return file.getvalue()
 
 
-def unpack(parcel: bytes) -> Any:
-    """Return what was packed. Only for what came over a pipe between starter and process.
+def unpack(pickled: bytes) -> Any:
+    """Return the value that ``pack`` was given. Only for bytes from the starter's pipe.
 
     Raises:
-        Exception: It cannot be unpacked, such as a function of a module that is not here.
+        Exception: It cannot be unpickled, such as a function of a module that is missing here.
     """
-    value, sources = _Unpacker(io.BytesIO(parcel)).load()
-    for name, lines in sources.items():  # without a time: nobody looks for such a file
+    value, sources = _Unpacker(io.BytesIO(pickled)).load()
+    for name, lines in sources.items():  # mtime None: linecache does not look for a file
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     return value
 
 
 def _set_message(cls: type, details: tuple[Any, Any, dict[str, Any]]) -> None:
-    """Complete a class that has travelled, and let its instances be sent as they were there."""
+    """Complete an unpickled class, and register it as a message type with the same options."""
     set_state, state, options = details
     set_state(cls, state)
     message(cls, **options)
@@ -83,12 +82,12 @@ def _set_message(cls: type, details: tuple[Any, Any, dict[str, Any]]) -> None:
 class _Unpacker(pickle.Unpickler):
     def persistent_load(self, name: Any) -> Any:
         if name != _MAIN:
-            raise pickle.UnpicklingError(f"nothing is called {name!r}")
+            raise pickle.UnpicklingError(f"unknown reference {name!r}")
         return sys.modules["__main__"].__dict__
 
 
 def _sources_of(value: Any) -> dict[str, list[str]]:
-    """Return the sources of a function that are in no file, so that tracebacks can show them."""
+    """Return the sources of a function that are not in a file, for tracebacks in the process."""
     function = value[0] if isinstance(value, tuple) and value else value
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType):
@@ -98,7 +97,7 @@ def _sources_of(value: Any) -> dict[str, list[str]]:
 
 
 def _codes_of(function: Any, code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and of those that it names."""
+    """Yield the code of a function and of the global functions that it names."""
     yield code
     for name in code.co_names:
         named = getattr(function.__globals__.get(name), "__code__", None)
@@ -107,5 +106,5 @@ def _codes_of(function: Any, code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_cell(name: str) -> bool:
-    """Whether the lines of a source are known that is in no file, such as a cell of a notebook."""
+    """Whether a source is known but not in a file, such as a notebook cell."""
     return name in linecache.cache and not os.path.exists(name)

@@ -1,6 +1,6 @@
-"""Running one function on several ranks, and waiting for what becomes of it.
+"""Run one function on several ranks, wait, and collect the outcome of each.
 
-Ranks are processes or threads: what a ``Rank`` can do is all that is known of them here.
+Ranks are processes or threads; this module uses only the methods of ``Rank``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _STACKS_PATIENCE = 2.0  # seconds for a rank to report its stacks
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome(Generic[T]):
-    """What became of a function on one rank.
+    """The outcome of a function on one rank.
 
     Attributes:
-        rank: Which.
-        value: What it returned, if it did.
-        error: What it raised, if it did. From a process it is a copy, or a ``RankFailedError`` in
-            its place if it could not be copied.
-        killed: Whether the rank was killed: by a fault plan, or its process by a signal.
-        reason: How it was killed, or how its process ended that said nothing; else empty.
-        remote_traceback: The traceback of the error as text, from a process.
+        rank: The rank.
+        value: The return value, if the function returned.
+        error: The exception, if it raised. From a process this is a copy, or a
+            ``RankFailedError`` if the exception could not be copied.
+        killed: Whether the rank was killed, by a fault plan or its process by a signal.
+        reason: How the rank was killed, or how its process ended without a result; else empty.
+        remote_traceback: The traceback as text, from a process.
     """
 
     rank: int
@@ -51,10 +51,10 @@ class RankOutcome(Generic[T]):
         return self.error is None and not self.killed and not self.reason
 
     def result(self) -> T:
-        """Return what the function returned.
+        """Return the function's return value.
 
         Raises:
-            RankFailedError: It did not return. Its cause is what was raised, if anything was.
+            RankFailedError: It did not return. Its cause is the exception that it raised, if any.
         """
         if self.returned:
             return cast(T, self.value)
@@ -78,11 +78,13 @@ class RankOutcome(Generic[T]):
 
 
 def culprit_of(ended: Iterable[RankOutcome[T]]) -> RankOutcome[T] | None:
-    """Return the outcome because of which not all returned; None if they did.
+    """Return the outcome to blame for a failed run; None if all ranks returned.
+
+    That is the first failure that is not a consequence of another rank's. A killed rank is blamed
+    only if no rank raised by itself.
 
     Args:
-        ended: The outcomes in the order in which they came. The first that is no consequence of
-            another rank's counts; a rank that was killed only if nothing else went wrong.
+        ended: The outcomes in order of arrival.
     """
     failed = [outcome for outcome in ended if not outcome.returned]
     own = [outcome for outcome in failed if not is_consequence(outcome.error)]
@@ -91,18 +93,18 @@ def culprit_of(ended: Iterable[RankOutcome[T]]) -> RankOutcome[T] | None:
 
 
 def in_rank_order(outcomes: Iterable[RankOutcome[T]]) -> list[RankOutcome[T]]:
-    """Return outcomes sorted by rank."""
+    """Return the outcomes sorted by rank."""
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
 def values_of(ended: Sequence[RankOutcome[T]]) -> list[T]:
-    """Return what all ranks returned, in rank order.
+    """Return the values of all ranks, in rank order.
 
     Args:
-        ended: The outcomes, in the order in which they came.
+        ended: The outcomes in order of arrival.
 
     Raises:
-        RankFailedError: A rank did not return; it has all outcomes.
+        RankFailedError: A rank did not return. The error has all outcomes.
     """
     outcomes = in_rank_order(ended)
     culprit = culprit_of(ended)
@@ -120,32 +122,36 @@ class Rank(Protocol):
 
     @property
     def ended(self) -> str:
-        """How it has ended, in words; empty while it lives."""
+        """How the rank ended, as text; empty while it is alive."""
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], *, leaves: bool = False
     ) -> Future[RankOutcome[Any]]:
-        """Have it run ``function(backend, *args)``, and leave the world afterwards."""
+        """Start ``function(backend, *args)``; with ``leaves``, leave the world when it ends.
+
+        Raises:
+            ConfigurationError: The rank is still running a function, or this one cannot be sent.
+        """
 
     def interrupt(self) -> bool:
-        """Interrupt what it runs; return whether there was something, and it can be."""
+        """Interrupt the running function; return whether there was one that can be interrupted."""
 
     def ask_for_stacks(self) -> Future[str]:
-        """Ask what all its threads are doing."""
+        """Request the stacks of the rank's threads."""
 
 
 class FunctionRun:
-    """A function that runs on some ranks. For one thread.
+    """Start a function on some ranks and wait for it. For one thread.
 
     Args:
-        ranks: Where.
-        printer: Prints what they print while this thread waits.
-        function: What.
+        ranks: The ranks to run it on.
+        printer: Prints the ranks' output while this thread waits.
+        function: The function.
         args: Its arguments after the backend.
-        leaves: Whether a rank leaves its world when it is done.
+        leaves: Whether a rank leaves its world when the function ends.
 
     Attributes:
-        ended: The outcomes so far, in the order in which they came.
+        ended: The outcomes so far, in order of arrival.
     """
 
     def __init__(
@@ -170,16 +176,17 @@ class FunctionRun:
             raise
 
     def finish(self, limit: float, *, together: bool = False) -> list[RankOutcome[Any]]:
-        """Wait for all ranks; return the outcomes in the order in which they came.
+        """Wait for all ranks; return the outcomes in order of arrival.
 
         Args:
-            limit: Seconds for all of it.
-            together: Whether the others are interrupted soon after one has failed. They may be
-                waiting for it, and since it has not left its world nobody else tells them.
+            limit: Seconds for the whole run.
+            together: Whether to interrupt the other ranks soon after one has failed. They may be
+                waiting for it, and it has not left the world, so nothing else wakes them.
 
         Raises:
-            RanksStuckError: Some did not end in time; it has their stacks. They are interrupted.
-            KeyboardInterrupt: So was what they run.
+            RanksStuckError: Ranks did not finish in time. It has their stacks, and they are
+                interrupted.
+            KeyboardInterrupt: The ranks were interrupted too.
         """
         deadline = Deadline(limit, REAL_TIME)
         try:
@@ -207,11 +214,11 @@ class FunctionRun:
         return culprit_of(self.ended) is not None
 
     def _stop(self) -> None:
-        """Interrupt what still runs, and wait a little for its end."""
+        """Interrupt the ranks that still run, and wait a little for them."""
         try:
             if self._interrupt():
                 self._printer.print_until(self._is_over, _INTERRUPT_PATIENCE)
-        except KeyboardInterrupt:  # another one: that ends the waiting
+        except KeyboardInterrupt:  # a second one ends the wait
             self._interrupt()
             raise
 
@@ -227,7 +234,7 @@ class FunctionRun:
         self._printer.print_until(
             lambda: all(each.done() for each in asked.values()), _STACKS_PATIENCE
         )
-        silent = "(it does not say: its interpreter does not run)"
+        silent = "(no reply: its interpreter is not running Python code)"
         stacks = {rank: each.result() if each.done() else silent for rank, each in asked.items()}
         error = RanksStuckError(limit, stacks)
         error.outcomes = list(in_rank_order(self.ended))

@@ -1,8 +1,4 @@
-"""``rankwire.local``: a world from a notebook, a script or a prompt, and the handle to it.
-
-What users see. Ranks that are processes are in ``process_world``, simulated ones in
-``rank_thread``; how a function runs on several of them is in ``running``.
-"""
+"""``rankwire.local``: start a world from a notebook, script or prompt, and run functions on it."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from rankwire.shutdown import close_at_exit
 
 T = TypeVar("T")
 
-_EXIT_PATIENCE = 1.0  # seconds for processes to leave at the end of the interpreter
+_EXIT_PATIENCE = 1.0  # seconds for processes to leave when the interpreter exits
 
 
 def local(
@@ -34,19 +30,19 @@ def local(
 ) -> LocalWorld:
     """Start a world of processes on this machine, and return a handle to run functions on them.
 
-    For notebooks, prompts and scripts. The processes stay until the world is closed, at the latest
-    at the end of this one, and keep what functions leave in their globals.
+    For notebooks, prompts and scripts. The processes run until the world is closed or this process
+    ends, and keep what functions store in their globals.
 
     Args:
-        world_size: How many ranks.
-        simulated: Threads of this process on the simulated backend, instead of processes.
-        timeout: Seconds for every operation of a rank without a limit of its own; None is
-            ``RANKWIRE_TIMEOUT``, or else 60.
-        **options: Further ones of ``TcpBackend``, or of ``SimulatedBackend.create_group``.
+        world_size: The number of ranks.
+        simulated: Use threads of this process and the simulated backend instead of processes.
+        timeout: Seconds for every operation without a timeout of its own; None means
+            ``RANKWIRE_TIMEOUT``, or 60 if that is not set.
+        **options: Passed to ``TcpBackend``, or to ``SimulatedBackend.create_group``.
 
     Raises:
         RankFailedError: The world did not form.
-        ConfigurationError: The arguments cannot work.
+        ConfigurationError: An argument is invalid.
 
     Example:
         >>> with rankwire.local(4) as world:
@@ -58,14 +54,14 @@ def local(
 
 
 class LocalWorld(PublicDir):
-    """A world that this process has started. Made by ``rankwire.local``; see there.
+    """A world that this process started with ``rankwire.local``.
 
-    Every method is safe from any thread. A rank runs one function at a time, in the main thread of
-    its process. What ranks print appears here, each line with its rank.
+    Every method is thread-safe. A rank runs one function at a time, in the main thread of its
+    process. This process prints what ranks print, each line with its rank.
 
-    Functions and their arguments are copied to the processes, and results back, by value: those of
-    a notebook or of ``__main__`` too, with the globals that they name. The globals of such a
-    function are those of its rank's own ``__main__``, which stay from run to run.
+    Functions, arguments and results are copied by value, including functions of a notebook or of
+    ``__main__`` with the globals that they name. Such a function uses the rank's own ``__main__``
+    as its globals, which persist from run to run.
 
     Attributes:
         world_size: The number of ranks.
@@ -94,34 +90,34 @@ class LocalWorld(PublicDir):
     def run(self, function: Callable[..., T], *args: Any, limit: float = math.inf) -> list[T]:
         """Run ``function(backend, *args)`` on all ranks; return the results in rank order.
 
-        If one fails, the others are interrupted a second later. Ctrl-C interrupts all of them; the
-        world stays.
+        If a rank fails, the others are interrupted a second later. Ctrl-C interrupts all of them.
+        The world stays open in both cases.
 
         Args:
-            function: What each rank runs. Its first argument is the rank's backend.
+            function: Called on each rank with the rank's backend as its first argument.
             *args: Further arguments, the same on all ranks.
-            limit: Seconds for all of it. Without it, it may take as long as it takes.
+            limit: Seconds for the whole run; no limit by default.
 
         Raises:
-            RankFailedError: A rank raised or died: ``rank``, ``remote_traceback`` and ``outcomes``.
-                Its cause is what was raised.
-            RanksStuckError: Some did not end within the limit; it has their stacks. They are
-                interrupted.
-            ConfigurationError: A rank still runs something, or the function cannot be sent.
+            RankFailedError: A rank raised or died; see its ``rank``, ``remote_traceback`` and
+                ``outcomes``. Its cause is the exception that the rank raised.
+            RanksStuckError: Ranks did not finish within the limit. It has their stacks, and they
+                are interrupted.
+            ConfigurationError: A rank is still running a function, or this one cannot be sent.
         """
         return self._run(self._ranks, function, args, limit)
 
     def on(self, rank: int) -> LocalRank:
-        """Return one of the ranks, to run functions there alone."""
+        """Return a handle to run functions on one rank only."""
         return LocalRank(self, check_rank(rank, self.world_size))
 
     def close(self) -> None:
-        """Have all ranks leave and end. What they run is interrupted, or killed. Idempotent."""
+        """Interrupt all ranks, have them leave, and kill those that do not. Idempotent."""
         self._close(None)
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed."""
+        """Whether ``close`` was called."""
         return self._closed
 
     def _run(
@@ -134,7 +130,7 @@ class LocalWorld(PublicDir):
     def _start(self, rank: int, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
         self._check_open()
         result: Future[T] = Future()
-        result.set_running_or_notify_cancel()  # it has begun there, and cannot be taken back
+        result.set_running_or_notify_cancel()  # the rank has started it: it cannot be cancelled
 
         def settle(ended: Future[RankOutcome[T]]) -> None:
             outcome = ended.result()
@@ -150,7 +146,7 @@ class LocalWorld(PublicDir):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ChannelClosedError("this world is closed; rankwire.local() starts a new one")
+            raise ChannelClosedError("this world is closed; start a new one with rankwire.local()")
 
     def _close(self, patience: float | None) -> None:
         self._closed = True
@@ -160,11 +156,11 @@ class LocalWorld(PublicDir):
             backend.close()
 
     def leave_at_exit(self, error: BaseException | None) -> None:
-        """Close when the interpreter ends."""
+        """Close when the interpreter exits."""
         self._close(_EXIT_PATIENCE)
 
     def close_in_child(self) -> None:
-        """Let a forked child refuse to use it: the processes belong to its parent."""
+        """Refuse further use in a forked child: the processes belong to its parent."""
         invalidate(self)
 
     def __enter__(self) -> Self:
@@ -181,10 +177,10 @@ class LocalWorld(PublicDir):
 
 
 class LocalRank:
-    """One rank of a world that this process has started. Made by ``LocalWorld.on``.
+    """One rank of a local world. Made by ``LocalWorld.on``.
 
     Attributes:
-        rank: Which.
+        rank: Its number.
     """
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
@@ -192,14 +188,17 @@ class LocalRank:
         self.rank = rank
 
     def run(self, function: Callable[..., T], *args: Any, limit: float = math.inf) -> T:
-        """Run ``function(backend, *args)`` there, and return its result; as ``LocalWorld.run``."""
+        """Run ``function(backend, *args)`` on this rank and return its result.
+
+        Arguments and errors are those of ``LocalWorld.run``.
+        """
         ranks = [self._world._ranks[self.rank]]
         return self._world._run(ranks, function, args, limit)[0]
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Have it run ``function(backend, *args)``, and return a future of its result.
+        """Start ``function(backend, *args)`` on this rank and return a future for its result.
 
-        The future ends with a ``RankFailedError`` if the function does not return.
+        The future raises ``RankFailedError`` if the function does not return.
         """
         return self._world._start(self.rank, function, args)
 

@@ -1,9 +1,9 @@
-"""Printer what ranks print, where the user looks.
+"""Print the output of ranks where the user looks.
 
-In a notebook, what is printed appears below the cell whose thread prints it. So while a thread
-waits for ranks, that thread prints; at other times the one that reads the ranks' output does.
+In a notebook, printed text appears below the cell whose thread prints it. So a thread that waits
+for ranks prints their output; while no thread waits, the thread that reads the output does.
 
-Lock: ``_changed``'s own, for moments. Nothing is printed, and nothing called, under it.
+Lock: that of ``_changed``, held briefly. Nothing is printed or called under it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class _Text(NamedTuple):
 
 
 class Printer:
-    """Prints. Every method is safe from any thread."""
+    """Print texts in order. Every method is thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._texts: deque[_Text] = deque()
-        self._waiting = 0  # threads that wait, and print
+        self._waiting = 0  # threads inside print_until
 
     def put(self, stream: StreamName, text: str) -> None:
-        """Have a text printed: by a thread that waits, or by this one."""
+        """Print a text in a thread that waits, or in this one if none does."""
         with self._changed:
             self._texts.append(_Text(stream, text))
             if self._waiting:
@@ -45,14 +45,14 @@ class Printer:
         self._print()
 
     def wake(self) -> None:
-        """Have the threads that wait look whether it is over."""
+        """Have the waiting threads check their conditions again."""
         with self._changed:
             self._changed.notify_all()
 
     def print_until(self, is_over: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Print what comes, until something holds or the time has passed; return whether it does.
+        """Print until ``is_over()`` or until the time has passed; return ``is_over()``.
 
-        What had come by then is printed.
+        Texts that arrived by then are printed.
         """
         end = None if seconds is None else REAL_TIME.now() + seconds
         with self._changed:
@@ -75,12 +75,12 @@ class Printer:
         while self._texts:
             try:
                 stream, text = self._texts.popleft()
-            except IndexError:  # another thread has printed it
+            except IndexError:  # another thread took it
                 return
             target = sys.stdout if stream == "stdout" else sys.stderr
             try:
-                if target is not None:  # as in a program without a terminal
+                if target is not None:  # None in a program without a console
                     target.write(text)
                     target.flush()
-            except (OSError, ValueError) as error:  # closed: nobody looks any more
-                _log.debug("what a rank printed was not shown: %s", error)
+            except (OSError, ValueError) as error:  # stdout or stderr was closed
+                _log.debug("output of a rank was not shown: %s", error)

@@ -1,7 +1,7 @@
-"""A world of processes that this one has started, and the thread that reads them all.
+"""A world of processes that this process started, and the one thread that reads from all of them.
 
-The thread ends with the last of the processes. It alone reads; whoever wants a rank to do something
-tells it so in a thread of its own (``rank_process``).
+The reader thread ends with the last process. Other threads send orders to a rank through
+``rank_process``.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _END_PATIENCE = 5.0  # seconds for killed processes to be gone
 
 
 class ProcessWorld:
-    """Ranks in processes of their own. Safe from any thread.
+    """Start ranks as processes. Thread-safe.
 
     Args:
-        world_size: How many.
-        options: Of their backends.
+        world_size: The number of ranks.
+        options: Options of their backends.
 
     Attributes:
-        ranks: One a rank.
-        printer: Shows what they print, in the thread that waits for them.
+        ranks: The ranks in order.
+        printer: Prints their output in the thread that waits for them.
 
     Raises:
-        RankFailedError: One of them did not join the world.
+        RankFailedError: A rank did not join the world.
     """
 
     def __init__(self, world_size: int, options: dict[str, Any]) -> None:
         check_world(0, world_size)
         self.printer = Printer()
         self.ranks: list[RankProcess] = []
-        self._is_over = threading.Event()  # no process is left
+        self._is_over = threading.Event()  # all processes have ended
         self._reader = threading.Thread(target=self._read, name="rankwire-local", daemon=True)
         try:
             with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
@@ -67,22 +67,21 @@ class ProcessWorld:
             raise
 
     def close(self, *, patience: float = _LEAVE_PATIENCE) -> None:
-        """Have all ranks leave; kill those that do not in time. Idempotent.
-
-        What they run is interrupted.
-        """
+        """Interrupt all ranks and have them leave; kill those that do not in time. Idempotent."""
         for rank in self.ranks:
             rank.interrupt()
             rank.leave()
-        if self._reader.ident is None:  # it could not be started, or was interrupted before
+        if self._reader.ident is None:  # it was not started, because of an error or an interrupt
             self._reader.start()
         self.printer.print_until(self._is_over.is_set, patience)
         for rank in self.ranks:
             rank.kill()
         if not self.printer.print_until(self._is_over.is_set, _END_PATIENCE):
-            _log.warning("processes of ranks do not end: %s", [rank.pid for rank in self.ranks])
+            _log.warning(
+                "processes did not end after SIGKILL: %s", [rank.pid for rank in self.ranks]
+            )
         REAL_TIME.join(self._reader, _END_PATIENCE)
-        sweep_socket_files()  # of those that were killed
+        sweep_socket_files()  # of killed ranks
 
     def _read(self) -> None:
         while descriptors := [number for rank in self.ranks for number in rank.descriptors()]:

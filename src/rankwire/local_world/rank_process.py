@@ -1,11 +1,11 @@
-"""The starter's end of a rank that is a process: what it is told, what it says and prints.
+"""The starter's side of a rank that is a process: orders to it, its replies and its output.
 
-Its own end is ``rank_program``; who reads it is ``process_world``. A process leads a session of its
-own, so that Ctrl-C reaches the starter alone, and what it starts itself is ended with it. It ends
-when the starter does, however that ends: its pipe is closed then.
+``rank_program`` is the other side; the reader thread of ``process_world`` calls ``read``. The
+process leads its own session, so that Ctrl-C reaches only the starter, and SIGKILL to its group
+also ends what it started. It exits when its pipe is closed, hence also when the starter dies.
 
-Lock: ``_lock`` guards what it is doing and whether it has ended, for moments. Nothing is taken
-under it.
+Lock: ``_lock`` guards what the rank is running and whether it has ended. It is held briefly, and no
+other lock is taken under it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,12 @@ _READ_NBYTES = 65536
 
 
 class RankProcess:
-    """One rank, in a process of its own. Safe from any thread, but for ``read``.
+    """A rank in its own process. Thread-safe except ``read``.
 
     Args:
-        rank: Which.
-        listener: For rank 0: the socket at which the ranks meet.
-        printer: Shows what it prints.
-
-    Attributes:
-        rank: The same.
+        rank: Its number.
+        listener: For rank 0, the listening socket of the rendezvous.
+        printer: Prints its output.
     """
 
     def __init__(self, rank: int, listener: socket.socket | None, printer: Printer) -> None:
@@ -60,8 +57,8 @@ class RankProcess:
         self._number = 0  # of the last order
         self._running: Future[RankOutcome[Any]] | None = None
         self._running_name = ""
-        self._saying: Future[str] | None = None  # what it is doing
-        self._ended: RankOutcome[Any] | None = None  # how its process has
+        self._saying: Future[str] | None = None  # the stacks that were requested
+        self._ended: RankOutcome[Any] | None = None  # how the process ended
         ours, theirs = socket.socketpair()
         passed = [theirs.fileno()] + ([] if listener is None else [listener.fileno()])
         program = _PROGRAM.format(path=sys.path, args=", ".join(map(str, [rank, *passed])))
@@ -76,7 +73,7 @@ class RankProcess:
                     start_new_session=True,
                 )
         except BaseException:
-            ours.close()  # a process that was started all the same ends by that
+            ours.close()  # if a process was started, it ends because of this
             raise
         self._control = Connection(ours.detach())
         self._death = os.pidfd_open(self._process.pid)
@@ -92,42 +89,37 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
         return self._process.pid
 
     @property
     def ended(self) -> str:
-        """How the process has ended, in words; empty while it lives."""
+        """How the process ended, as text; empty while it is alive."""
         return "" if self._ended is None else self._ended.reason
 
-    # -- what it is told ---------------------------------------------------------------------------
+    # -- orders -----------------------------------------------------------------------------------
 
     def enter(self, world_size: int, options: dict[str, Any]) -> Future[RankOutcome[Any]]:
-        """Have it join the world."""
+        """Have the process join the world."""
         return self._begin("join", "join", pack((sys.path, world_size, options)))
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], *, leaves: bool = False
     ) -> Future[RankOutcome[Any]]:
-        """Have it run ``function(backend, *args)``.
-
-        Args:
-            function: What to run.
-            args: Its arguments.
-            leaves: Whether it leaves the world when the function has ended, and ends.
+        """Start ``function(backend, *args)``; with ``leaves``, leave the world when it ends.
 
         Raises:
-            ConfigurationError: It runs another one, or these cannot be sent.
+            ConfigurationError: The rank is still running a function, or this one cannot be sent.
         """
         name = getattr(function, "__name__", repr(function))
         try:
-            parcel = pack((function, args))
-        except Exception as error:  # whatever a user's class raises
+            pickled = pack((function, args))
+        except Exception as error:  # a user's class may raise anything
             raise ConfigurationError(
                 f"{name!r}, its arguments or what it names cannot be sent to another process: "
                 f"{text_of(error)}"
             ) from error
-        return self._begin(name, "run", parcel, leaves)
+        return self._begin(name, "run", pickled, leaves)
 
     def _begin(self, name: str, verb: str, *words: Any) -> Future[RankOutcome[Any]]:
         running: Future[RankOutcome[Any]] = Future()
@@ -144,7 +136,7 @@ class RankProcess:
         return running
 
     def ask_for_stacks(self) -> Future[str]:
-        """Ask what all its threads are doing."""
+        """Request the stacks of all threads of the process."""
         asking: Future[str] = Future()
         with self._lock:
             self._saying = asking
@@ -152,7 +144,7 @@ class RankProcess:
         return asking
 
     def interrupt(self) -> bool:
-        """Interrupt what it runs, as Ctrl-C would; return whether there is something."""
+        """Interrupt the running function as Ctrl-C would; return whether there was one."""
         with self._lock:
             if self._running is None or self._ended is not None:
                 return False
@@ -161,51 +153,51 @@ class RankProcess:
         return True
 
     def leave(self) -> None:
-        """Have it leave the world and end, once it has done what it runs."""
+        """Have the process leave the world and exit when its function has ended."""
         self._tell("leave")
 
     def kill(self) -> None:
-        """Kill it, and what it has started."""
+        """Kill the process and everything in its process group."""
         with self._lock:
             if self._ended is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _tell(self, *words: Any) -> None:
-        """Have it told something. In one step: a thread that is interrupted says it or not."""
+        # One step, so that an interrupt falls before or after it.
         self._orders.put(words)
 
     def _pass_on(self) -> None:
-        """Tell it what others want it to know; a thread that no interrupt reaches does this."""
-        with suppress(OSError):  # it has died, and whoever reads it finds out
+        """Send queued orders, in a thread that no interrupt reaches."""
+        with suppress(OSError):  # the process died; the reader thread handles that
             while (words := self._orders.get()) is not None:
                 self._control.send(words)
 
-    # -- what it says ------------------------------------------------------------------------------
+    # -- replies -----------------------------------------------------------------------------------
 
     def descriptors(self) -> list[int]:
-        """Return what becomes ready when there is something to read; none once it has ended."""
+        """Return the descriptors to wait for; none once the process has ended."""
         if self._ended is not None:
             return []
         return [self._control.fileno(), self._death, *self._outputs]
 
     def read(self, ready: Collection[int]) -> None:
-        """Take in what it has printed and said, and its end. For one thread."""
+        """Process its output, its replies and its end. For one thread."""
         if not set(self.descriptors()) & set(ready):
             return
-        is_dead = self._death in ready  # before the last look: nothing comes after it
+        is_dead = self._death in ready  # determined first: nothing is written after it
         for output in list(self._outputs):
             self._read_output(output)
         if self._control.fileno() in ready or is_dead:
             self._read_words()
         if is_dead:
-            self._bury()
+            self._handle_death()
 
     def _read_output(self, number: int) -> None:
         output = self._outputs[number]
         with suppress(BlockingIOError):
             while data := os.read(number, _READ_NBYTES):
                 self._print(output, output.feed(data))
-            del self._outputs[number]  # it was closed
+            del self._outputs[number]  # the process closed it
             self._print(output, output.finish())
 
     def _print(self, output: _Output, lines: list[bytes]) -> None:
@@ -217,7 +209,7 @@ class RankProcess:
         try:
             while self._control.poll():
                 verb, word = self._control.recv()
-                for output in list(self._outputs):  # what it printed before it said this
+                for output in list(self._outputs):  # print what it wrote before this reply
                     self._read_output(output)
                 if verb == "ended":
                     self._end_running(_outcome(self.rank, word))
@@ -225,7 +217,7 @@ class RankProcess:
                     self._saying.set_result(word)
                     self._printer.wake()
         except (EOFError, OSError):
-            return  # its death is told by the kernel
+            return  # the pidfd reports its end
 
     def _end_running(self, outcome: RankOutcome[Any]) -> None:
         with self._lock:
@@ -234,9 +226,8 @@ class RankProcess:
             running.set_result(outcome)
             self._printer.wake()
 
-    def _bury(self) -> None:
-        """Take in that it is dead."""
-        with suppress(ProcessLookupError):  # what it has started and left behind
+    def _handle_death(self) -> None:
+        with suppress(ProcessLookupError):  # end what it started and left behind
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         for output in self._outputs.values():
@@ -244,12 +235,12 @@ class RankProcess:
         if code < 0:
             reason = f"its process was killed by {signal.Signals(-code).name}"
         else:
-            reason = f"its process ended with exit code {code} and said nothing"
+            reason = f"its process ended with exit code {code} and sent no result"
         with self._lock:
             self._ended = RankOutcome(self.rank, killed=code < 0, reason=reason)
             os.close(self._death)
         self._orders.put(None)
-        REAL_TIME.join(self._teller)  # soon: what is said to the dead is refused
+        REAL_TIME.join(self._teller)  # soon: its writes fail now
         self._control.close()
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
@@ -260,7 +251,7 @@ class RankProcess:
 
 
 class _Output:
-    """What a rank writes to one of its streams, as lines; a progress bar now and then."""
+    """Split one output stream of a rank into lines, with a line for progress bars now and then."""
 
     def __init__(self, name: StreamName) -> None:
         self.name = name
@@ -275,10 +266,10 @@ class _Output:
         return self._progress.unprinted(self._splitter.finish())
 
 
-def _outcome(rank: int, parcel: bytes) -> RankOutcome[Any]:
+def _outcome(rank: int, pickled: bytes) -> RankOutcome[Any]:
     try:
-        report: RunReport = unpack(parcel)
-    except Exception as trouble:  # whatever a user's class raises
+        report: RunReport = unpack(pickled)
+    except Exception as trouble:  # a user's class may raise anything
         what = f"its result cannot be loaded here: {text_of(trouble)}"
         return RankOutcome(rank, error=TypeError(what))
     error = report.error

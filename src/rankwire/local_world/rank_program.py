@@ -1,23 +1,21 @@
-"""The program of a rank that a starter has started: join the world, run what comes, say how it was.
+"""The program of a rank process: join the world, run functions, report how they ended.
 
-The main thread runs the functions, one after the other, so that what needs the main thread finds
-itself there, and an interrupt (SIGINT) reaches the function. A second thread reads what the starter
-says: it answers questions about stacks at once, whatever the function does, and sees the starter's
-end, upon which this process ends too.
+The main thread runs the functions one after the other, so code that needs the main thread works and
+SIGINT reaches the function. A second thread reads from the starter. It replies to requests for
+stacks while a function runs, and ends this process when the starter has gone.
 
-What is said, both ways, are tuples; functions and results are parcels in them, as bytes. Orders
-have numbers, so that an interrupt reaches the function that was meant: also one that has not begun,
-and none after it.
+Messages are tuples; functions and results are pickled bytes inside them. Orders are numbered, so
+that an interrupt reaches only the function it is meant for, even if that has not started yet.
 
-=======================================  =======================================================
-starter                                  process
-=======================================  =======================================================
-``("join", number, parcel of options)``  ``("ended", parcel of a RunReport)``, of joining
-``("run", number, parcel, leaves)``      ``("ended", parcel of a RunReport)``, of the function
-``("interrupt", number)``                nothing: the function ends by ``KeyboardInterrupt``
-``("stacks",)``                          ``("stacks", text)``
-``("leave",)``                           nothing: it leaves the world and ends
-=======================================  =======================================================
+=====================================  =========================================================
+starter                                process
+=====================================  =========================================================
+``("join", number, pickled options)``  ``("ended", pickled RunReport)`` of joining
+``("run", number, pickled, leaves)``   ``("ended", pickled RunReport)`` of the function
+``("interrupt", number)``              no reply: ``KeyboardInterrupt`` is raised in the function
+``("stacks",)``                        ``("stacks", text)``
+``("leave",)``                         no reply: it leaves the world and exits
+=====================================  =========================================================
 """
 
 from __future__ import annotations
@@ -42,12 +40,12 @@ from rankwire.observe.stacks import stacks
 from rankwire.observe.tracebacks import FULL_TRACEBACK, folded
 from rankwire.texts import text_of, traceback_of, type_name
 
-_END_PATIENCE = 5.0  # seconds for a function to end whose starter has gone
+_END_PATIENCE = 5.0  # seconds for a function to end after the starter has gone
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """How something ended: with a value, or by an error, of which a copy may not exist."""
+    """The result of an order: a value, or an error as text and, if it can be pickled, itself."""
 
     value: Any = None
     error: BaseException | None = None
@@ -57,12 +55,12 @@ class RunReport:
 
 
 def main(rank: int, control: int, listener: int = -1) -> None:
-    """Be a rank. The starter has this called in a process that it made.
+    """Run as a rank until the starter says to leave.
 
     Args:
-        rank: Which.
+        rank: Its number.
         control: The descriptor of the pipe to the starter.
-        listener: For rank 0: that of the socket at which the ranks meet.
+        listener: For rank 0, the descriptor of the rendezvous' listening socket.
     """
     _RankProgram(rank, Connection(control), listener).run()
 
@@ -74,13 +72,13 @@ class _RankProgram:
         self._listener = listener
         self._backend: Backend | None = None
         self._is_interruptible = False
-        self._running = 0  # the number of the order that it carries out
-        self._interrupted = 0  # the number of the last that was interrupted
-        self._saying = threading.Lock()  # one tuple at a time
+        self._running = 0  # the number of the current order
+        self._interrupted = 0  # the number of the last interrupted order
+        self._saying = threading.Lock()  # guards sending one tuple
         self._orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Do what the starter says, to the end."""
+        """Carry out orders until one says to leave."""
         signal.signal(signal.SIGINT, self._interrupt)
         threading.Thread(target=self._listen, name="rankwire-starter", daemon=True).start()
         goes_on = True
@@ -89,7 +87,7 @@ class _RankProgram:
         if self._backend is not None:
             self._backend.close()
 
-    # -- the starter's words -----------------------------------------------------------------------
+    # -- orders -----------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         try:
@@ -98,29 +96,29 @@ class _RankProgram:
                 if order[0] == "stacks":
                     self._say("stacks", stacks(but=[threading.get_ident()]))
                 elif order[0] == "interrupt":
-                    self._interrupted = order[1]  # before the look: the other thread looks too
+                    self._interrupted = order[1]  # first, as the main thread checks it
                     if self._running == order[1]:
                         os.kill(os.getpid(), signal.SIGINT)
                 else:
                     self._orders.put(order)
-        except (EOFError, OSError):  # the starter has closed, or has died
+        except (EOFError, OSError):  # the starter closed the pipe or died
             self._orders.put(("leave",))
             os.kill(os.getpid(), signal.SIGINT)
             REAL_TIME.sleep(_END_PATIENCE)
             os._exit(1)
 
     def _obey(self, verb: str, number: int = 0, *words: Any) -> bool:
-        """Do one thing; return whether there is more to do."""
+        """Carry out one order; return whether to continue."""
         self._running = number
         if verb == "join":
             report = self._report(words[0], self._join)
             self._say("ended", _packed(report))
             return report.error_name == ""
         if verb == "run":
-            parcel, leaves = words
-            report = self._report(parcel, self._call)
+            pickled, leaves = words
+            report = self._report(pickled, self._call)
             packed = _packed(report)
-            if leaves:  # others hear of its end before the starter does, as from any program
+            if leaves:  # as in any program, peers see it leave before the starter gets the result
                 self._close(report)
             self._say("ended", packed)
             return not leaves
@@ -141,21 +139,21 @@ class _RankProgram:
             error = RankFailedError(self._rank, f"{report.error_name}: {report.error_text}")
         self._backend.close(error=error)
 
-    # -- running -----------------------------------------------------------------------------------
+    # -- execution ---------------------------------------------------------------------------------
 
-    def _report(self, parcel: bytes, obey: Callable[..., Any]) -> RunReport:
-        """Carry out an order with the words of a parcel.
+    def _report(self, pickled: bytes, obey: Callable[..., Any]) -> RunReport:
+        """Call ``obey`` with the unpickled arguments and report the result.
 
-        Unpacking imports the program's modules. An interrupt waits for its end: Python does not
-        finish an import that was interrupted, so that "import asyncio" would fail ever after.
+        Unpickling imports modules and is not interruptible: a module whose import was interrupted
+        stays broken, so that a later "import asyncio" would fail.
         """
         try:
-            words = unpack(parcel)
+            words = unpack(pickled)
             self._is_interruptible = True
             if self._interrupted == self._running:
                 raise KeyboardInterrupt
             return RunReport(obey(*words))
-        except BaseException as error:  # whatever it is, SystemExit included, is the starter's
+        except BaseException as error:  # SystemExit too is reported to the starter
             self._is_interruptible = False
             return RunReport(None, error, type(error).__name__, text_of(error), _traceback(error))
         finally:
@@ -163,7 +161,7 @@ class _RankProgram:
             _flush()
 
     def _interrupt(self, number: int, frame: object) -> None:
-        """Interrupt the function; once, and nothing else than it."""
+        """Raise KeyboardInterrupt in the function, once, and never outside of it."""
         if self._is_interruptible:
             self._is_interruptible = False
             raise KeyboardInterrupt
@@ -174,12 +172,12 @@ class _RankProgram:
 
 
 def _packed(report: RunReport) -> bytes:
-    """Return a report as a parcel; without what cannot travel."""
+    """Return a pickled report, without an error or value that cannot be pickled."""
     try:
         if report.error is not None:
-            unpack(pack(report.error))  # many can be packed and not unpacked
+            unpack(pack(report.error))  # many exceptions can be pickled but not unpickled
         return pack(report)
-    except Exception as trouble:  # whatever a user's class raises
+    except Exception as trouble:  # a user's class may raise anything
         if report.error is not None:
             return pack(replace(report, error=None))
         what = f"its result, of type {type_name(report.value)}, cannot be sent: {text_of(trouble)}"
@@ -194,6 +192,6 @@ def _traceback(error: BaseException) -> str:
 
 
 def _flush() -> None:
-    """Have the starter see what was printed before it sees the end."""
+    """Flush the output, so that the starter reads it before the report."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,10 +1,10 @@
-"""A rank of a world in this process: a thread for each function that it runs.
+"""A rank of a world in this process: one thread for each function that it runs.
 
-A rank that a fault plan kills, or ``network.kill``, is gone at that moment, whatever its thread
-does: the thread gets an error from its next operation, or goes on computing, and nobody waits for
-it. A thread cannot be interrupted.
+A rank that a fault plan or ``network.kill`` kills has ended at that moment. Its thread gets an
+error from its next operation or keeps computing, and no thread waits for it. A thread cannot be
+interrupted.
 
-Lock: ``_lock`` guards what it is doing. Nothing is called under it.
+Lock: ``_lock`` guards what the rank is running. Nothing is called under it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rankwire.errors import ConfigurationError
 from rankwire.local_world.function_run import RankOutcome
 from rankwire.observe.stacks import stacks
 
-_LET_GO_PATIENCE = 0.2  # seconds for the thread of a killed rank to see that
+_LET_GO_PATIENCE = 0.2  # seconds for the thread of a killed rank to notice
 
 
 class RankThread:
-    """One rank of a world in this process. Safe from any thread.
+    """A rank that runs functions in threads of this process. Thread-safe.
 
     Args:
-        backend: The rank. It is used by this, and closed by whoever made it.
+        backend: The rank's backend. The caller closes it.
 
     Attributes:
-        rank: Which.
-        thread: What runs, or has run.
-        ended: How the rank has ended, in words; empty while it lives.
+        rank: Its number.
+        thread: The thread of the current or last function.
+        ended: How the rank ended, as text; empty while it is alive.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -51,7 +51,11 @@ class RankThread:
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], *, leaves: bool = False
     ) -> Future[RankOutcome[Any]]:
-        """Have it run ``function(backend, *args)``; see ``RankProcess.start``."""
+        """Start ``function(backend, *args)`` in a thread; with ``leaves``, close the backend after.
+
+        Raises:
+            ConfigurationError: The rank is still running a function.
+        """
         running: Future[RankOutcome[Any]] = Future()
         with self._lock:
             if self._running is not None:
@@ -71,7 +75,7 @@ class RankThread:
         return running
 
     def ask_for_stacks(self) -> Future[str]:
-        """Return what its thread is doing."""
+        """Return the stack of its thread."""
         said: Future[str] = Future()
         thread = self.thread
         ident = None if thread is None else thread.ident
@@ -79,11 +83,11 @@ class RankThread:
         return said
 
     def interrupt(self) -> bool:
-        """A thread cannot be interrupted."""
+        """Return False: a thread cannot be interrupted."""
         return False
 
     def let_go(self) -> None:
-        """Give the thread of a rank that was killed a moment to end."""
+        """Give the thread of a killed rank a moment to end."""
         if self.ended and self.thread is not None:
             REAL_TIME.join(self.thread, _LET_GO_PATIENCE)
 
@@ -100,10 +104,10 @@ class RankThread:
                     outcome = RankOutcome(self.rank, function(self._backend, *args))
             else:
                 outcome = RankOutcome(self.rank, function(self._backend, *args))
-        except BaseException as error:  # whatever it is, it is that of whoever has it run
+        except BaseException as error:  # reported to the caller
             outcome = RankOutcome(self.rank, error=error)
         network = self._network
-        if network is not None and network.was_killed(self.rank):  # its thread was first to see it
+        if network is not None and network.was_killed(self.rank):  # seen before the callback came
             self._hear_of_kill(self.rank)
         self._end(outcome, running)
 
@@ -113,7 +117,7 @@ class RankThread:
             self._end(RankOutcome(self.rank, killed=True, reason=self.ended))
 
     def _end(self, outcome: RankOutcome[Any], mine: Future[RankOutcome[Any]] | None = None) -> None:
-        """Tell the outcome, unless another one was told: a dead rank says nothing more."""
+        """Set the outcome, unless one was set already: a killed rank has no other."""
         with self._lock:
             running = self._running
             if running is None or mine not in (None, running):
