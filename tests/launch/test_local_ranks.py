@@ -46,4 +46,4 @@ def test_ranks_that_are_slow_to_die_can_be_killed_again(ranks, monkeypatch):
     ranks.kill()
     assert (ranks.stopped, ranks.killed) == ([], [0, 1])
     said = bytes(ranks._output._stderr.pending)
-    assert b"killed already, and waiting inside the kernel: ranks 0, 1\n" in said
+    assert b"killed already, but blocked in the kernel: ranks 0, 1\n" in said

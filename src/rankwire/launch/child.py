@@ -1,9 +1,9 @@
-"""One rank's process: how it is started, what it inherits, and how it ended.
+"""The process of one rank: what it inherits, how it is started, and how it ended.
 
-A rank leads a session of its own, so that Ctrl-C reaches the launcher only, and so that what the
-rank starts itself can be ended with it. One that is debugged stays in the launcher's session and
-leads a process group of its own there. Its exit status is left with the kernel until ``reap``:
-so long its process id is not given to anyone else, and a signal cannot reach a stranger.
+A rank leads its own session, so that Ctrl-C reaches only the launcher and a signal to its process
+group reaches what it started. A debugged rank stays in the launcher's session, in its own process
+group. The exit status is not collected before ``reap``: until then the kernel does not reuse the
+process id, so a signal cannot reach another process.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from rankwire.rendezvous.handover import Handover
 from rankwire.wire.keys import rank_key
 
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
-# Other ways to give a secret; the launcher's own must not have to compete with them.
+# Other sources of a secret, which ranks must not inherit beside the launcher's own.
 _OTHER_SECRETS = ("RANKWIRE_SECRET", "RANKWIRE_SECRET_FILE")
-# Of /proc/PID/stat, behind the name: see proc(5). The flag is PF_EXITING of the kernel.
+# Fields of /proc/PID/stat after the name, see proc(5), and the kernel's flag PF_EXITING.
 _FLAGS, _EXIT_CODE, _IS_EXITING = 6, 49, 4
 _OOM_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
-_BREAKPOINT = "PYTHONBREAKPOINT"  # what the interpreter calls for breakpoint()
+_BREAKPOINT = "PYTHONBREAKPOINT"
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What all ranks of a job have in common.
+    """The settings that all ranks of a job share.
 
     Attributes:
-        size: The number of ranks, on all hosts.
-        address: Where the launcher coordinates.
-        job: Name of the job.
-        secret: What the key of every rank is made of. Ranks get their own key, and not the secret.
-        attempt: How many times the ranks were started before.
-        stays: Whether one of them may be started anew alone when it has ended.
+        size: The number of ranks on all hosts.
+        address: The address of the launcher's coordinator.
+        job: The name of the job.
+        secret: Each rank gets a key derived from it, not the secret itself.
+        attempt: How many times all ranks were started before.
+        stays: Whether a rank that has ended may be restarted alone.
     """
 
     size: int
@@ -67,7 +67,7 @@ class Ending:
     Attributes:
         code: Its exit code, or None.
         signal: The number of the signal that killed it, or None.
-        is_oom: Whether the kernel killed it for want of memory, as far as is known.
+        is_oom: Whether the kernel probably killed it because memory ran out.
     """
 
     code: int | None = None
@@ -76,12 +76,12 @@ class Ending:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it ended with anything but exit code 0."""
+        """Whether the exit code is not 0."""
         return self.code != 0
 
     @property
     def exit_code(self) -> int:
-        """The code by which a shell would report this ending."""
+        """The exit code that a shell would report."""
         return self.code if self.code is not None else 128 + (self.signal or 0)
 
     def __str__(self) -> str:
@@ -98,14 +98,18 @@ class Ending:
 
 
 class OomCounter:
-    """Counts from its construction on."""
+    """Notice when the kernel kills a process because memory ran out.
+
+    The kernel counts such kills for the memory cgroup of this process, which its ranks share, or
+    for the whole host. It does not say which process; the caller saw a rank die by SIGKILL.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._files = _counter_files(root)
         self._seen = self._count()
 
     def has_grown(self) -> bool:
-        """Whether the kernel has killed a process since the last look."""
+        """Whether the kernel has killed a process since the last call."""
         before, self._seen = self._seen, self._count()
         return self._seen > before
 
@@ -118,13 +122,13 @@ class OomCounter:
 
 
 def _counter_files(root: Path) -> list[Path]:
-    """Return the files to ask, the nearest first."""
+    """Return the files with a count, the most specific first."""
     files = []
     mounted = root / "sys/fs/cgroup"
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            # Inside a container the path may be the host's, and the mount begins at our own group.
+            # In a container the path may be the host's, while the mount starts at our own group.
             for folder in (path.lstrip("/"), ""):
                 if "memory" in controllers.split(","):
                     files.append(mounted / "memory" / folder / "memory.oom_control")
@@ -134,18 +138,17 @@ def _counter_files(root: Path) -> list[Path]:
 
 
 class Child:
-    """A rank that was started. One thread.
+    """Start and watch the process of one rank. For one thread.
 
     Args:
-        rank: Its index.
-        world: What it shares with the others.
+        rank: Its number.
+        world: The settings that all ranks share.
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
-        incarnation: How many times this rank was started anew alone.
-        debugged: The rank that is debugged, if one is. If it is this one, it has the launcher's
-            terminal and no pipes.
-        tls_dir: Where its certificate is, if it has one.
+        incarnation: How many times this rank was restarted alone.
+        debugged: The rank that is debugged, if any. It has the launcher's terminal and no pipes.
+        tls_dir: The folder with its certificate, if any.
         leash: A descriptor to inherit, see ``reaper``.
-        log_file: Where its output is written besides, if anywhere.
+        log_file: The log of its output, if any.
     """
 
     def __init__(
@@ -184,8 +187,8 @@ class Child:
             if log_file is not None:
                 variables[tracebacks.LOG_FILE] = str(log_file)
             self._process = subprocess.Popen(
-                # Unbuffered, to see output when it is written; faulthandler, to have a traceback
-                # also of a crash in native code.
+                # Unbuffered, to show output when it is written; faulthandler prints a traceback of
+                # a crash in native code.
                 [sys.executable, "-u", "-X", "faulthandler", *command],
                 stdin=None if self.has_terminal else subprocess.DEVNULL,
                 stdout=None if self.has_terminal else subprocess.PIPE,
@@ -193,7 +196,7 @@ class Child:
                 bufsize=0,
                 env=_inherited_environment(has_tls=tls_dir is not None) | variables,
                 pass_fds=[secret_fd, *([] if leash is None else [leash])],
-                # Only who is in the session of a terminal can read from it.
+                # Only processes in the session of a terminal can read from it.
                 start_new_session=not self.has_terminal,
                 process_group=0 if self.has_terminal else None,
             )
@@ -205,22 +208,22 @@ class Child:
 
     @property
     def pipes(self) -> tuple[IO[bytes], ...]:
-        """Its stdout and stderr; none if it has the terminal."""
+        """Its stdout and stderr; empty if it has the terminal."""
         return tuple(filter(None, (self._process.stdout, self._process.stderr)))
 
     def serve(self, selector: selectors.BaseSelector) -> None:
-        """Tell it the secret when it asks; the owner of the selector calls ``key.data()``."""
+        """Send it the secret on request; the owner of the selector calls ``key.data()``."""
         self._handover.serve(selector, self.pid)
 
     def check(self) -> Ending | None:
-        """Note whether it has ended; return how, the first time that it has."""
+        """Return how it ended, once; None if it runs or if this was returned before."""
         if self.ending is not None:
             return None
         # WNOWAIT: the process id stays taken until reap().
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None
-        self._handover.close()  # its number may soon be another's
+        self._handover.close()  # its process id may soon be reused
         if found.si_code == os.CLD_EXITED:
             self.ending = Ending(code=found.si_status)
         else:
@@ -228,19 +231,19 @@ class Child:
         return self.ending
 
     def coming_end(self) -> Ending | None:
-        """Return how it has ended or is about to; None if it runs. Safe from any thread.
+        """Return how it ended or is ending; None if it runs. Thread-safe.
 
-        Its connections end some milliseconds before its status can be waited for, but the kernel
-        has the status by then. The kernel shows it to who may trace the process, which a launcher
-        may; elsewhere it is 0, which says nothing.
+        Its connections close some milliseconds before ``waitid`` returns its status, but
+        /proc/PID/stat has the status by then. The kernel shows it to processes that may trace the
+        child, as a launcher may; others read 0.
         """
         if self.ending is not None:
             return self.ending
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_bytes()
-        except OSError:  # it was reaped, or there is no such file here
+        except OSError:  # it was reaped, or there is no /proc
             return None
-        fields = stat.rpartition(b")")[2].split()  # the name before may have anything in it
+        fields = stat.rpartition(b")")[2].split()  # the name before it may contain anything
         status = int(fields[_EXIT_CODE])
         if not int(fields[_FLAGS]) & _IS_EXITING or not status:
             return None
@@ -249,23 +252,23 @@ class Child:
         return Ending(code=os.WEXITSTATUS(status))
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank itself: it knows best what to tell its own children."""
+        """Send a signal to the rank, not to what it started: the rank handles its own children."""
         os.kill(self.pid, number)
 
     def send_group(self, number: int) -> bool:
-        """Send a signal to the rank and all it started; return whether anyone was there."""
+        """Send a signal to its process group; return whether a process was there."""
         return send_signal(os.killpg, self.pid, number)
 
     def has_group(self) -> bool:
-        """Whether something that it started is still running in its process group."""
+        """Whether a process still runs in its process group."""
         return self.send_group(0) and _is_any_running(self.pid)
 
     def reap(self) -> None:
-        """Collect the exit status; waits for the end."""
+        """Wait for its end and collect the exit status."""
         self._process.wait()
 
     def close(self) -> None:
-        """Kill all that is left and collect it. Idempotent."""
+        """Kill what is left of its group and collect it. Idempotent."""
         self._handover.close()
         if self._process.returncode is None:
             self.send_group(signal.SIGKILL)
@@ -276,22 +279,22 @@ class Child:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name."""
+    """Return a signal's name, such as ``SIGTERM``."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # real-time signals have numbers only
+    except ValueError:  # real-time signals have no names
         return f"signal {number}"
 
 
 def _is_any_running(group: int) -> bool:
-    """Whether a process of the group runs: in containers, no process may collect the dead ones."""
+    """Whether a process of the group runs; in containers dead ones may never be collected."""
     everyone = (process for family in families().values() for process in family)
     return any(found == group and state not in DEAD for _, found, state in everyone)
 
 
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
-    """Return the environment without what concerns a world that this launcher is itself in."""
+    """Return the environment without variables of a world that the launcher itself is in."""
     unwanted = [*_OTHER_SECRETS, connect.SECRET_FD, connect.TLS_DIR, tracebacks.LOG_FILE]
-    if has_tls:  # else they stay, so that a rank that wants TLS is not left without it unawares
+    if has_tls:  # else they stay, so that a rank does not silently lose TLS
         unwanted += connect.TLS_FILES
     return {name: value for name, value in os.environ.items() if name not in unwanted}

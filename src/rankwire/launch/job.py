@@ -1,16 +1,15 @@
-"""The job as node 0's launcher conducts it: gather the hosts, start, act on failures, start anew.
+"""A job as the launcher of node 0 directs it: gather hosts, start ranks, handle failures, restart.
 
-The ranks of each host are a *part*: this host's own, or another's by way of its launcher. Rules:
+The ranks of each host are a *part*: local ones, or remote ones through the host's launcher. Rules:
 
-- ``--on-failure stop``: the first rank that fails ends the attempt on all hosts: the others get
-  SIGTERM, and SIGKILL after the grace. A rank that is known to have begun it, by its own word or
-  that of others, has the grace to end by itself before that, so that its exit code is the job's. If
-  restarts are left, the whole world is started anew.
-- ``continue``: the others go on, and the job ends when all ranks have.
-- ``restart``: the others go on, and that rank alone is started anew, after a pause and at most so
-  many times (``restarts``); one more failure of it is the job's. A rank that was given up for its
-  silence is killed first. The coordinator lets the new process in once the old one has ended.
-- A launcher that is gone ends the job.
+- ``--on-failure stop``: the first failure ends the attempt on all hosts with SIGTERM, and SIGKILL
+  after the grace. The rank to blame gets the grace to exit first, so that its exit code becomes the
+  job's. If restarts are left, all ranks start again.
+- ``continue``: the other ranks continue, and the job ends when all have ended.
+- ``restart``: the others continue, and the failed rank alone restarts after a pause. When it is out
+  of restarts, its failure ends the job. A rank that was declared lost is killed first; the
+  coordinator admits the new process once the old one has ended.
+- The loss of a launcher ends the job.
 - A signal to any launcher goes to every rank once; a second one to the same launcher, or a later
   one to another, kills on all hosts.
 """
@@ -42,13 +41,13 @@ from rankwire.transports.security import Policy
 from rankwire.transports.wakeup import Wakeup
 from rankwire.wire.control_messages import Gone
 
-# Schedulers signal the launchers of all hosts at once: that is one request, not two. But two to one
-# launcher are two (``Loop`` knows echoes of its own).
+# Schedulers signal the launchers of all hosts at once: that is one request. Two signals to one
+# launcher are two requests (``Loop`` removes their echoes).
 _ECHO_OF_NODES = 2.0
 
 
 class _Request(NamedTuple):
-    """A signal that asked the launcher of a node to end the job, and when."""
+    """A signal that asked a node's launcher to end the job."""
 
     number: int
     node: int
@@ -59,22 +58,22 @@ class _Request(NamedTuple):
 
 
 class LaunchedJob:
-    """Conducts the job from the first launcher that comes to the last report. One thread.
+    """Run a job on all its hosts. For one thread.
 
     Args:
-        loop: The launcher's.
+        loop: The launcher's loop.
         local: The ranks of this host.
-        listener: Where ranks and other launchers find this one; bound. Owned from now on.
-        address: That place as ``host:port``, for the ranks.
-        secret: The job's.
-        policy: How connections of ranks and launchers are protected.
-        nodes: How many hosts there are.
-        restarts: How many times the world may be started anew.
-        on_failure: What becomes of the others when a rank fails.
-        max_restarts: How many times each rank alone may be started anew.
-        grace: Seconds that a rank may take to end.
+        listener: The bound socket for ranks and other launchers. The job closes it.
+        address: The listener's ``host:port`` for the ranks.
+        secret: The job's secret.
+        policy: The protection of connections with ranks and launchers.
+        nodes: The number of hosts.
+        restarts: How many times all ranks may be restarted.
+        on_failure: What happens to the others when a rank fails.
+        max_restarts: How many times each rank may be restarted alone.
+        grace: Seconds from SIGTERM to SIGKILL.
 
-    Size: of its attributes nine are what it was given, and its parts.
+    Size: of its attributes nine are its arguments and parts.
     """
 
     def __init__(
@@ -104,8 +103,8 @@ class LaunchedJob:
         self._grace = grace
         self._name = f"run-{secrets.token_hex(4)}"
         self._attempt = Attempt()
-        self._trouble = ("", 0)  # what ended the job besides a rank, and the exit code for it
-        self._first_request: _Request | None = None  # what ended the job, if a signal did
+        self._trouble = ("", 0)  # what ended the job other than a rank, and its exit code
+        self._first_request: _Request | None = None  # the signal that ended the job
         self._last_request: _Request | None = None
         self._is_impatient = False
         local.on_ended = self._rank_ended
@@ -136,10 +135,10 @@ class LaunchedJob:
         self._closing.callback(self._host.close)
 
     def run(self) -> int:
-        """Run the job to its end and return the exit code.
+        """Run the job and return its exit code.
 
         Raises:
-            ConfigurationError: Nothing was started, because hosts are missing.
+            ConfigurationError: Launchers are missing; nothing was started.
         """
         self._gather()
         for attempt in range(self._restarts + 1):
@@ -163,7 +162,7 @@ class LaunchedJob:
 
     @property
     def exit_code(self) -> int:
-        """What all launchers exit with."""
+        """The exit code of all launchers."""
         failures = self._attempt.failures(self._parts)
         if failures:
             return first_failure(failures).ending.exit_code
@@ -172,15 +171,14 @@ class LaunchedJob:
         return self._trouble[1]
 
     def close(self) -> None:
-        """Hang up on everyone. Idempotent."""
+        """Close all connections. Idempotent."""
         for part in self._parts.remote.values():
             part.close()
         self._closing.close()
 
-    # -- the parts ---------------------------------------------------------------------------------
+    # -- hosts -------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Wait for the launchers of all hosts."""
         deadline = Deadline(GATHER_LIMIT, REAL_TIME)
         while missing := self._parts.missing_nodes():
             if deadline.expired:
@@ -197,7 +195,7 @@ class LaunchedJob:
 
     def _launcher_came(self, node: int, link: LauncherLink) -> None:
         if node in self._parts.remote:
-            self._loop.output.say(f"a second launcher came for node {node}, and was sent away")
+            self._loop.output.say(f"rejected a second launcher for node {node}")
             link.close()
             return
         part = RemoteRanks(node, self._loop, link)
@@ -208,14 +206,14 @@ class LaunchedJob:
         self._parts.remote[node] = part
 
     def _launcher_lost(self, part: RemoteRanks, error: RankwireError) -> None:
-        if not part.ranks:  # nothing was started: it may come again
+        if not part.ranks:  # nothing was started: it may connect again
             del self._parts.remote[part.node]
             return
         where = f" on {part.host}" if part.host else ""
         self._give_up(f"the launcher of node {part.node}{where} is gone: {error.message}")
 
     def _give_up(self, trouble: str, code: int = 1) -> None:
-        """End the job for a reason that is no rank's."""
+        """End the job for a reason other than a rank."""
         if not self._trouble[0]:
             self._trouble = trouble, code
             self._loop.output.say(f"{trouble}; stopping all ranks", "bold red")
@@ -237,7 +235,7 @@ class LaunchedJob:
             first_rank += part.count
 
     def _supervise(self) -> None:
-        """Wait until all parts are over, and see to it that they are."""
+        """Handle events until all parts are over."""
         while not all(part.is_over for part in self._parts):
             wake_in = min(part.wake_in for part in self._parts)
             due_in = min(self._stop_due(), self._anew.next_at) - REAL_TIME.now()
@@ -256,11 +254,11 @@ class LaunchedJob:
                 self._give_up(*trouble)
 
     def _start_anew(self) -> None:
-        """Start ranks whose time has come; once there are none, let all parts end."""
+        """Restart the ranks that are due; once none is left, let all parts end."""
         for rank in self._anew.take_due(REAL_TIME.now()):
             incarnation = self._anew.count(rank)
             self._attempt.rank_restarts(rank)
-            # First, so that the old process cannot be taken for the new one.
+            # First, so that the coordinator does not take the old process for the new one.
             self._host.expect_again(rank, incarnation)
             try:
                 self._parts.part_of(rank).restart(rank, incarnation)
@@ -280,7 +278,7 @@ class LaunchedJob:
             part.stop(number)
 
     def _obey(self, number: int, node: int = 0) -> None:
-        """Act on a signal that asks the launcher of a node to end."""
+        """Act on a signal to the launcher of a node."""
         if self._last_request is not None and self._last_request.is_echoed_by(node):
             return
         self._last_request = _Request(number, node, REAL_TIME.now())
@@ -300,7 +298,7 @@ class LaunchedJob:
             )
             self._stop(number)
 
-    # -- what is heard -----------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         self._attempt.rank_ended(rank, ending, by_itself)
@@ -316,7 +314,7 @@ class LaunchedJob:
             self._host.expect_never(rank, f"rank {rank} ended ({ending}) before it joined")
 
     def _restarts_alone(self, rank: int, ending: Ending) -> bool:
-        """Have a rank that has failed started anew, if it may be."""
+        """Schedule a restart of a failed rank; return False if it is out of restarts."""
         pause = self._anew.plan(rank, REAL_TIME.now())
         if pause is not None:
             count = f"restart {self._anew.count(rank)} of {self._anew.limit}"

@@ -1,18 +1,17 @@
-"""The ranks of this host, from start to end, as often as they are started.
+"""The ranks of this host, from start to end.
 
-States, each left only downwards until the next ``start``::
+States; each leads only downwards until the next ``start``::
 
     IDLE       nothing was started
     RUNNING    ranks run                                                  -> STOPPING, CLEARING
     STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING
     CLEARING   all have ended; what they left running is ended            -> OVER
-    OVER       nothing runs any more
+    OVER       nothing runs
 
-While ranks run, one that has ended may be started anew alone (``restart``). If that may happen, all
-may have ended and nothing is cleared, until the owner says that it will not (``release``).
+In RUNNING, a rank that has ended may be restarted alone. If that is allowed, CLEARING begins only
+after the owner calls ``release``, even when all ranks have ended.
 
-Knows nothing of other hosts and decides nothing: the owner says when to stop, and is told of each
-end. ``look`` moves things on; the owner calls it after each turn of its loop.
+The owner decides when to stop, is told of each end, and calls ``look`` after each turn of its loop.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from rankwire.texts import name_ranks
 from rankwire.transports.security import files_of
 
 _POLL = 0.02
-# A process that is about to die may still start another.
+# More than one: a process that is about to die may still start another.
 _KILLING_ROUNDS = 10
 
 
@@ -50,19 +49,19 @@ class _Phase(Enum):
 
 
 class LocalRanks:
-    """The processes of this host's ranks, and what state they are in. One thread.
+    """Start, watch and end the processes of this host's ranks. For one thread.
 
-    Size: of its attributes ten are what it was given to work with.
+    Size: of its attributes ten are its arguments and their parts.
 
     Args:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
-        count: How many ranks this host has.
-        grace: Seconds between the request to stop and SIGKILL.
-        loop: Waits for them; where their output goes.
-        reaper: Ends them if this process dies.
-        subreaper: Finds what they started and what left their process groups.
-        tls_dir: Where their certificates are, if they have any.
-        debugged: The rank that gets the terminal, if one does.
+        count: The number of ranks on this host.
+        grace: Seconds from the request to stop to SIGKILL.
+        loop: The launcher's loop, with the output.
+        reaper: Ends the ranks if this process dies.
+        subreaper: Finds processes that ranks started and that left their process groups.
+        tls_dir: The folder with their certificates, if any.
+        debugged: The rank that gets the terminal, if any.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class LocalRanks:
         """Start all ranks, numbered from ``first_rank``.
 
         Raises:
-            ConfigurationError: One cannot be started, or has no certificate; then none is.
+            ConfigurationError: A rank cannot be started or has no certificate.
         """
         if self._tls_dir is not None:
             for rank in range(first_rank, first_rank + self.count):
@@ -145,7 +144,7 @@ class LocalRanks:
             self._output.attach(rank, *child.pipes)
 
     def restart(self, rank: int, incarnation: int) -> None:
-        """Start a rank anew that has ended; what it left in its process group is killed.
+        """Restart a rank that has ended, and kill what is left of its process group.
 
         Raises:
             ConfigurationError: It cannot be started.
@@ -162,13 +161,13 @@ class LocalRanks:
         self._start(rank, self._world, incarnation)
 
     def end(self, rank: int) -> None:
-        """Kill one rank, which was given up; it counts as ended by itself."""
+        """Kill one rank that was declared lost; it counts as ended by itself."""
         for child in self._children:
             if child.rank == rank and child.ending is None and self._phase is _Phase.RUNNING:
                 child.send_group(signal.SIGKILL)
 
     def release(self) -> None:
-        """Be over when all have ended: none is started anew any more."""
+        """Allow no further restart, so that this is over when all ranks have ended."""
         self._stays = False
 
     @property
@@ -178,21 +177,18 @@ class LocalRanks:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing runs any more."""
+        """Whether nothing runs."""
         return self._phase in (_Phase.IDLE, _Phase.OVER)
 
     @property
     def wake_in(self) -> float:
-        """Seconds after which ``look`` has something to do, whatever happens until then."""
+        """Seconds until ``look`` must be called at the latest."""
         if self._phase is _Phase.CLEARING:
             return _POLL
         return self._kill_at - REAL_TIME.now()
 
     def ending_of(self, rank: int) -> str:
-        """Return how the process of a rank of this host has ended; empty if that is not known.
-
-        Safe from any thread.
-        """
+        """Return how the process of a rank ended; empty if that is not known. Thread-safe."""
         for child in list(self._children):
             if child.rank == rank and (ending := child.coming_end()) is not None:
                 return f"its process ended: {ending}"
@@ -203,7 +199,7 @@ class LocalRanks:
         return self._output.last_errors(rank)
 
     def look(self) -> None:
-        """See who has ended, kill who was asked to end and did not, end what they left."""
+        """Notice ranks that ended, kill those that did not end in time, end what they left."""
         if self.is_over:
             return
         self._check_children()
@@ -220,7 +216,7 @@ class LocalRanks:
         """Ask all ranks to end, once."""
         if self._phase is not _Phase.RUNNING:
             return
-        self._check_children()  # who ended before this ended by itself
+        self._check_children()  # a rank that ended before this ended by itself
         self._phase = _Phase.STOPPING
         self._kill_at = REAL_TIME.now() + self._grace
         if number == signal.SIGINT:
@@ -231,14 +227,14 @@ class LocalRanks:
                 child.send(number)
 
     def kill(self) -> None:
-        """End all that is left, now."""
+        """Kill all that is left."""
         if self._phase is _Phase.RUNNING:
             self.stop(signal.SIGTERM)
         self._kill_at = math.inf
         self._clear_until = -math.inf
-        if deaf := [rank for rank in self.alive if rank in self.killed]:
+        if blocked := [rank for rank in self.alive if rank in self.killed]:
             self._output.say(
-                f"killed already, and waiting inside the kernel: {name_ranks(deaf)}", "bold yellow"
+                f"killed already, but blocked in the kernel: {name_ranks(blocked)}", "bold yellow"
             )
         for child in self._children:
             if child.ending is None:
@@ -290,5 +286,5 @@ class LocalRanks:
         for child in self._children:
             self._reaper.forget(child.pid)
         self._output.take_rest()
-        sweep_socket_files()  # a rank that was killed could not remove its own
+        sweep_socket_files()  # killed ranks could not remove their own
         self._phase = _Phase.OVER

@@ -1,8 +1,7 @@
-"""The launcher's loop: one thread and one selector for output, signals, links and other threads.
+"""The launcher's event loop: one thread and one selector for output, signals, links and threads.
 
-A part that has something to wait for registers a handler with the selector; ``turn`` waits and
-calls them. What a signal means is left to the caller, which gets those that ask the launcher to
-end.
+Users register handlers with the selector; ``turn`` waits and calls them. The caller of ``turn``
+decides what to do about signals.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from rankwire.clock import REAL_TIME
 from rankwire.launch.output import Output
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Wrappers pass on the SIGINT that the terminal sent to the launcher as well: that is one Ctrl-C.
+# Wrappers forward the SIGINT that the terminal also sent to the launcher: that is one Ctrl-C.
 _ECHO = 0.5
-# For readers who do read: what was said last is not lost on them.
+# Seconds that a reader of our output gets for the last lines, even if the user is impatient.
 _LEAST_PATIENCE = 0.2
-# However long nothing happens, look at the processes themselves.
+# Check the processes at least this often, without any event.
 _MAX_SLEEP = 1.0
 
 
 class Loop:
-    """Waits for output, ends and signals, and passes them on. One thread.
+    """Wait for events and call their handlers. For one thread.
 
     Attributes:
-        selector: Handlers are the data of its keys.
-        output: Where the launcher speaks.
+        selector: The data of its keys are the handlers.
+        output: The output of the launcher and its ranks.
         on_turn: Called after each turn.
     """
 
@@ -50,13 +49,9 @@ class Loop:
         self._has_told_trouble = False
 
     def turn(self, timeout: float) -> list[int]:
-        """Wait for something to happen, at most ``timeout`` seconds, and act on it.
-
-        Returns:
-            The signals that ask the launcher to end.
-        """
+        """Wait for events, at most ``timeout`` seconds; return signals that ask to end."""
         for key, _ in self.selector.select(min(max(timeout, 0.0), _MAX_SLEEP)):
-            # A handler may have ended another one's registration in the same round.
+            # An earlier handler may have unregistered this one.
             if self.selector.get_map().get(key.fd) is key:
                 key.data()
         asked = []
@@ -70,7 +65,7 @@ class Loop:
         return asked
 
     def new_stdout_trouble(self, where: str = "") -> tuple[str, int] | None:
-        """Say once that our stdout takes nothing any more, and with what code to exit for that."""
+        """Return, once, why stdout cannot be written to and the exit code for that; else None."""
         trouble = self.output.stdout_trouble
         if self._has_told_trouble or trouble is None:
             return None
@@ -80,13 +75,11 @@ class Loop:
         return text, code
 
     def write_rest(self, code: int, *, patience: float = math.inf) -> int:
-        """Write all output that is left, and return the exit code.
-
-        A reader that is slow may take its time, unless the user wants us to end.
+        """Write the remaining output, and return the exit code.
 
         Args:
             code: The exit code if all can be written.
-            patience: How many seconds the readers have; a signal ends it too.
+            patience: Seconds for the readers; a signal ends the wait too.
         """
         self.on_turn = lambda: None
         end = REAL_TIME.now() + max(patience, _LEAST_PATIENCE)
@@ -105,11 +98,11 @@ class Loop:
 def collected_signals(
     selector: selectors.BaseSelector, numbers: Iterable[int]
 ) -> Iterator[Callable[[], list[int]]]:
-    """Collect ``numbers`` and wake ``selector`` for each. Main thread only.
+    """Collect signals and wake ``selector`` for each. Main thread only.
 
-    What it gives returns those that came since the last time, in order of arrival; several of one
-    kind may count as one. A signal that was ignored stays ignored: ``nohup`` and shells in the
-    background rely on it.
+    The yielded function returns the signals since its last call, in order of arrival; several of
+    one kind may count as one. An ignored signal stays ignored, as ``nohup`` and background shells
+    expect.
     """
     with contextlib.ExitStack() as stack:
         reader, writer = (stack.enter_context(end) for end in socket.socketpair())
@@ -118,7 +111,7 @@ def collected_signals(
         for number in numbers:
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN:
-                # The interpreter writes the number to the wakeup socket; that is all we need.
+                # The interpreter writes the number to the wakeup socket.
                 signal.signal(number, lambda number, frame: None)
                 stack.callback(signal.signal, number, before)
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)

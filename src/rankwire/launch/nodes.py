@@ -1,7 +1,7 @@
-"""The other hosts of a job: their ranks as node 0 sees them, and the launcher that follows node 0.
+"""The other hosts of a job: their ranks as node 0 sees them, and the launchers that follow node 0.
 
-``RemoteRanks`` has the methods of ``LocalRanks`` and passes them on as messages; ``follow`` is the
-other end, which does what they say and reports. The protocol is in ``rendezvous.launchers``.
+``RemoteRanks`` has the methods of ``LocalRanks`` and sends them as messages; ``follow`` carries
+them out on the other host and reports. ``rendezvous.launchers`` has the protocol.
 """
 
 from __future__ import annotations
@@ -47,24 +47,18 @@ from rankwire.rendezvous.launchers import (
 )
 from rankwire.transports.security import Policy
 
-# How long the launchers of a job wait for each other.
+# Seconds that the launchers of a job wait for each other.
 GATHER_LIMIT = 300.0
-# What a launcher that was told to end still waits for those who read its output.
+# Seconds that a launcher which was told to end gives the readers of its output.
 LAST_WORDS = 1.0
 _PAUSE = 0.25
 _LOST_EXIT_CODE = 1
 
 
 class RemoteRanks:
-    """The ranks of another host, by way of its launcher. One thread.
+    """The ranks of another host, through the connection to its launcher. For one thread."""
 
-    Args:
-        node: The host's number.
-        loop: Whose selector watches the link.
-        link: The connection to its launcher.
-    """
-
-    wake_in = math.inf  # it is the other launcher that looks
+    wake_in = math.inf  # the other launcher watches its ranks
 
     def __init__(self, node: int, loop: Loop, link: LauncherLink) -> None:
         self.node = node
@@ -84,7 +78,7 @@ class RemoteRanks:
         self.close = _listen(loop, link, self._obey, self._lose)
 
     def start(self, world: JobSettings, first_rank: int) -> None:
-        """Have the launcher start all its ranks, numbered from ``first_rank``."""
+        """Have the launcher start its ranks, numbered from ``first_rank``."""
         self.ranks = range(first_rank, first_rank + self.count)
         self.alive = list(self.ranks)
         self.stopped, self.killed, self._errors = [], [], {}
@@ -92,35 +86,35 @@ class RemoteRanks:
         self._link.tell(Start(world.size, first_rank, world.job, world.attempt, world.stays))
 
     def restart(self, rank: int, incarnation: int) -> None:
-        """Have it start a rank anew that has ended."""
+        """Have the launcher restart a rank that has ended."""
         self.alive.append(rank)
         self._link.tell(Restart(rank, incarnation))
 
     def end(self, rank: int) -> None:
-        """Have it kill one rank, which was given up."""
+        """Have the launcher kill a rank that was declared lost."""
         self._link.tell(End(rank))
 
     def release(self) -> None:
-        """Tell it that no rank is started anew any more."""
+        """Tell the launcher that no rank will be restarted."""
         self._link.tell(Release())
 
     def stop(self, number: int) -> None:
-        """Have it ask all its ranks to end, once."""
+        """Have the launcher ask its ranks to end, once."""
         self._link.tell(Stop(number))
 
     def kill(self) -> None:
-        """Have it end all that is left, now."""
+        """Have the launcher kill all that is left."""
         self._link.tell(Kill())
 
     def look(self) -> None:
-        """Do nothing: the other launcher looks at its ranks itself."""
+        """Do nothing: the other launcher watches its ranks."""
 
     def errors_of(self, rank: int) -> list[str]:
-        """Return the last lines that a rank wrote to stderr, which came with its end."""
+        """Return the last lines that a rank wrote to stderr, once the part is over."""
         return self._errors.get(rank, [])
 
     def finish(self, code: int, text: str, *, was_asked: bool) -> None:
-        """Tell the launcher that the job is over: that it hangs up after this is its goodbye."""
+        """Tell the launcher that the job is over; ignore what it sends and its hang-up."""
         self.on_lost = lambda error: None
         self.on_asked = lambda number: None
         self.on_trouble = lambda text, code: None
@@ -147,12 +141,12 @@ class RemoteRanks:
 
 
 class Parts:
-    """All parts of a job, in the order of their hosts, as far as their launchers have come.
+    """The ranks of each host of a job, in the order of hosts whose launchers have connected.
 
     Attributes:
         local: The ranks of this host, node 0.
-        remote: Those of others, by node.
-        nodes: How many hosts there are.
+        remote: Those of other hosts, by node.
+        nodes: The number of hosts.
     """
 
     def __init__(self, local: LocalRanks, nodes: int) -> None:
@@ -166,7 +160,7 @@ class Parts:
 
     @property
     def have_started(self) -> bool:
-        """Whether ranks were started, now or before."""
+        """Whether ranks were started at least once."""
         return bool(self.local.ranks)
 
     @property
@@ -175,12 +169,12 @@ class Parts:
         return [rank for part in self for rank in part.alive]
 
     def missing_nodes(self) -> list[int]:
-        """Return the hosts whose launchers have not come."""
+        """Return the nodes whose launchers have not connected."""
         here = {node for node, part in self.remote.items() if part.count}
         return [node for node in range(1, self.nodes) if node not in here]
 
     def part_of(self, rank: int) -> LocalRanks | RemoteRanks:
-        """Return the part that a rank belongs to."""
+        """Return the part of a rank."""
         return next(part for part in self if rank in part.ranks)
 
     def errors_of(self, rank: int) -> list[str]:
@@ -188,7 +182,7 @@ class Parts:
         return self.part_of(rank).errors_of(rank)
 
     def where(self, rank: int) -> str:
-        """Return on which host a rank is, for the end of a sentence; nothing if there is one."""
+        """Return the host of a rank for the end of a sentence; empty with one host."""
         for part in self.remote.values():
             if rank in part.ranks:
                 return f", on node {part.node} ({part.host})"
@@ -201,7 +195,7 @@ def _listen(
     obey: Callable[[Message], None],
     lose: Callable[[RankwireError], None],
 ) -> Callable[[], None]:
-    """Pass on what the other launcher says, and that it is gone; return how to hang up."""
+    """Pass the messages and the loss of a launcher on; return a function that hangs up."""
     hanging_up = ExitStack()
     hanging_up.callback(link.close)
 
@@ -221,7 +215,7 @@ def _listen(
 
 
 class _InterruptedError(Exception):
-    """A signal came while this launcher looked for node 0."""
+    """A signal arrived while this launcher was looking for node 0."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -238,19 +232,19 @@ def follow(
     node: int,
     nodes: int,
 ) -> int:
-    """Be the launcher of a host that is not node 0; return the exit code.
+    """Run the launcher of a host other than node 0; return the exit code.
 
     Args:
-        loop: This launcher's.
+        loop: This launcher's loop.
         ranks: The ranks of this host.
-        address: Where node 0 listens.
-        secret: The job's.
-        policy: How the connection to node 0 is protected.
+        address: The address of node 0.
+        secret: The job's secret.
+        policy: The protection of the connection to node 0.
         node: This host's number.
-        nodes: How many hosts there are.
+        nodes: The number of hosts.
 
     Raises:
-        ConfigurationError: Node 0 was not found, or does not want this node.
+        ConfigurationError: Node 0 was not found, or refused this node.
     """
     try:
         dial = partial(dial_launcher, address, secret=secret, node=node, nodes=nodes, policy=policy)
@@ -292,7 +286,7 @@ def _find_node_0(
 
 @dataclass(eq=False)
 class _Follower:
-    """Does what node 0 says."""
+    """Carry out the orders of node 0 on this host."""
 
     loop: Loop
     ranks: LocalRanks
@@ -312,7 +306,7 @@ class _Follower:
         self.close = _listen(self.loop, self.link, self._obey, self._lose)
 
     def run(self) -> int:
-        """Follow until node 0 says that the job is over, or is gone."""
+        """Follow until node 0 reports the end of the job or is lost."""
         self.link.tell(Here(self.ranks.count, os.uname().nodename))
         while self.code is None or not self.ranks.is_over:
             for number in self.loop.turn(self.ranks.wake_in):
@@ -370,7 +364,7 @@ class _Follower:
             self.ranks.stop(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
-        self.link.tell(Asked(number))  # a second time too: node 0 then kills everywhere
+        self.link.tell(Asked(number))  # a second signal too: node 0 then kills on all hosts
         if self.asked is not None:
             self.ranks.kill()
             return

@@ -97,7 +97,7 @@ class RankProcess:
         """How the process ended, as text; empty while it is alive."""
         return "" if self._ended is None else self._ended.reason
 
-    # -- orders -----------------------------------------------------------------------------------
+    # -- orders ------------------------------------------------------------------------------------
 
     def enter(self, world_size: int, options: dict[str, Any]) -> Future[RankOutcome[Any]]:
         """Have the process join the world."""
