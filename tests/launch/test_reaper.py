@@ -10,18 +10,18 @@ def start() -> subprocess.Popen:
 
 
 def test_ranks_and_what_was_adopted_is_ended_when_the_launcher_is_gone():
-    rank, gone, adopted, disowned = processes = [start() for _ in range(4)]
+    rank, gone, adopted, forgotten = processes = [start() for _ in range(4)]
     reaper = Reaper(0.1)
     reaper.watch(rank.pid, None)
     reaper.watch(gone.pid, None)
     reaper.forget(gone.pid)
     reaper.adopt(adopted.pid)
-    reaper.adopt(disowned.pid)
-    reaper.disown(disowned.pid)
+    reaper.adopt(forgotten.pid)
+    reaper.forget_adopted(forgotten.pid)
     reaper._process.stdin.close()  # as the kernel does
     reaper._process.wait(10)
     assert [rank.wait(5), adopted.wait(5)] == [-15, -15]
-    assert [process.poll() for process in (gone, disowned)] == [None, None]
+    assert [process.poll() for process in (gone, forgotten)] == [None, None]
     for process in processes:
         process.kill()
         process.wait()

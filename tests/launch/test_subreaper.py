@@ -20,9 +20,9 @@ class Told:
 
     def __init__(self) -> None:
         self.adopted: list[int] = []
-        self.disowned: list[int] = []
+        self.forgotten: list[int] = []
         self.adopt = self.adopted.append
-        self.disown = self.disowned.append
+        self.forget_adopted = self.forgotten.append
 
 
 DAEMON = "setsid sleep 60 >/dev/null 2>&1 & echo $!"
@@ -62,7 +62,7 @@ def test_an_orphan_is_found_ended_and_collected(bystander, subreaper):
         subreaper.collect(())
         time.sleep(0.01)
     assert subreaper.find(()) == []
-    assert told.disowned == [pid]
+    assert told.forgotten == [pid]
     assert os.path.exists(f"/proc/{bystander}")
 
 

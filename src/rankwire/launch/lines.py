@@ -1,8 +1,8 @@
-r"""Lines, and rows that are still being redrawn, out of a stream of bytes. Pure.
+r"""Split a stream of bytes into lines and rows that are still being redrawn. Pure.
 
-Progress bars write on a terminal by ``\r`` and, with several rows (nested bars of tqdm, live
-displays of rich), by moving the cursor up. Such rows are no lines: they become lines when the
-program goes on below them.
+Progress bars redraw a row with ``\r`` and several rows (nested tqdm bars, live displays of rich) by
+moving the cursor up. Rows become lines when the program continues below them. Where nothing can be
+redrawn, such as in a file or notebook, ``ProgressLines`` prints a row every few seconds.
 """
 
 from __future__ import annotations
@@ -11,37 +11,36 @@ import math
 import re
 from collections.abc import Sequence
 
-# A longer line is cut into several: no person reads it, and it must not fill the launcher's memory.
+# A longer line is split, so that it does not fill the launcher's memory.
 _MAX_LINE_NBYTES = 64 * 1024
 _MAX_ROWS = 50
 PROGRESS_EVERY = 5.0  # seconds between two lines for one progress bar
-# Ends of lines, the return to a row's beginning, the cursor up, erasing, and the cursor's looks.
+# Line ends, carriage return, cursor up, erase, and show or hide the cursor.
 _CONTROL = re.compile(rb"\r?\n|\r|\x1b\[(\d{0,3})A|\x1b\[[012]?K|\x1b\[\?25[hl]")
-# What may be the beginning of one of these, which the next bytes complete.
+# A possible beginning of one of these at the end of the data.
 _UNFINISHED = re.compile(rb"(\r|\x1b(\[(\?2?5?|\d{0,3}))?)\Z")
 _LONGEST_CONTROL = 6
 _SHOWS_NOTHING = re.compile(rb"(\s|\x1b\[[0-9;]*m)*\Z")
 
 
 class LineSplitter:
-    r"""Bytes in pieces of any size in, whole lines out, without their ends.
+    r"""Split bytes in chunks of any size into lines, without their ends.
 
-    A line ends with ``\n`` or ``\r\n``. Text after a lone ``\r`` replaces the row, as on a terminal
-    if it is not shorter. How the bytes were cut makes no difference.
+    A line ends with ``\n`` or ``\r\n``. Text after a lone ``\r`` replaces the row.
     """
 
     def __init__(self, max_line_nbytes: int = _MAX_LINE_NBYTES) -> None:
         self._limit = max_line_nbytes
-        self._held = b""  # an unfinished control
+        self._held = b""  # an incomplete control sequence
         self._rows = [bytearray()]
-        self._cursor = 0  # the row
+        self._cursor = 0  # index of the current row
         self._is_redrawn = False
-        self._is_at_start = False  # of a row that has text, which the next one replaces
+        self._is_at_start = False  # the next text replaces the row's
         self._has_moved = False  # since the last new row
 
     @property
     def progress(self) -> list[bytes]:
-        """The rows that are being redrawn, as they are now; blank ones are left out."""
+        """The current rows that are being redrawn, without blank ones."""
         return self._visible() if self._is_redrawn else []
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -62,7 +61,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last lines, if they were not ended."""
+        """Return the last lines if they have no end."""
         lines: list[bytes] = []
         if not self._held.startswith(b"\r"):
             self._write(self._held, lines)
@@ -82,9 +81,9 @@ class LineSplitter:
             elif what == b"\r":
                 self._is_redrawn = self._is_at_start = self._has_moved = True
             elif what.endswith((b"h", b"l")):
-                pass  # a hidden cursor is of no use to the others who write there
+                pass  # other ranks share the terminal: do not hide its cursor
             elif not self._is_redrawn:
-                self._write(what, lines)  # of a colored line
+                self._write(what, lines)  # part of a colored line
             elif what.endswith(b"A"):
                 self._move_up(int(control[1] or b"1"))
             elif self._is_at_start or b"2" in what:
@@ -112,7 +111,7 @@ class LineSplitter:
             self._is_at_start = True
         elif len(self._rows) == 1 or not self._has_moved:
             self._end_rows(lines)
-        else:  # the rows scroll: something is printed above a display of several
+        else:  # the rows scroll: a line is printed above a display
             lines.append(bytes(self._rows.pop(0)))
             self._rows.append(bytearray())
             self._is_at_start = self._has_moved = False
@@ -136,14 +135,14 @@ class LineSplitter:
 
 
 class ProgressLines:
-    """The rows that one stream redraws, as lines now and then. One thread."""
+    """Choose the rows of one stream to print as lines now and then. For one thread."""
 
     def __init__(self) -> None:
         self._next_at = -math.inf
         self._printed: list[bytes] = []
 
     def due(self, rows: Sequence[bytes], now: float) -> list[bytes]:
-        """Return the rows to print now: those that have changed, if it is time for them."""
+        """Return the rows that changed, if it is time to print them."""
         if not rows or now < self._next_at:
             return []
         new = [row for row in rows if row not in self._printed]
@@ -153,7 +152,7 @@ class ProgressLines:
         return new
 
     def unprinted(self, lines: list[bytes]) -> list[bytes]:
-        """Return the lines without rows that were printed and are now complete, unchanged."""
+        """Return the lines without those that were printed as rows and did not change since."""
         if not lines or not self._printed:
             return lines
         printed, self._printed = self._printed, []

@@ -1,12 +1,9 @@
-"""The ranks' output on the launcher's own: whole lines, each with the rank it came from.
+"""Show the ranks' output on the launcher's stdout and stderr: whole lines, each with its rank.
 
-``Output`` connects the pipes of the ranks with the launcher's own outputs on its selector. It
-does not start, stop or judge a rank.
-
-Nothing here blocks either: the launcher must answer Ctrl-C while ``less`` at the other end of its
-stdout does not read. When too much waits for an output, the ranks that write to it are no longer
-read, so that they wait, as they would with that output as their own. What in the end no reader took
-is counted by rank, and said.
+``Output`` connects the pipes of the ranks with the launcher's own outputs on its selector. Nothing
+here blocks: the launcher must answer Ctrl-C while ``less`` at the other end of its stdout does not
+read. When too much output is queued, the ranks that write to it are no longer read, so they wait as
+they would with that output as their own. Lines that no reader took are reported by rank.
 """
 
 from __future__ import annotations
@@ -27,29 +24,29 @@ from rankwire.launch.output_streams import OutputQueue, RankOutput
 from rankwire.launch.stderr_filters import PrintedErrors, RepeatFilter
 from rankwire.texts import name_ranks
 
-# What may wait for one output before its ranks are made to wait, and when they go on.
+# Queued bytes at which the ranks of an output are no longer read, and at which they are again.
 _QUEUE_HIGH_NBYTES = 1024 * 1024
 _QUEUE_LOW_NBYTES = 256 * 1024
-# What one line of the launcher may wait for a reader that took no other.
+# Seconds for the launcher's last line, if the reader took nothing before.
 _LAST_WORD = 0.2
-# What takes no longer is not worth a line, and a line each second fills a log.
+# Seconds; a line each second would fill a log.
 REMIND_AFTER = 5.0
 REMIND_EVERY = 30.0
-# As fast as a person sees: of 64 ranks, each may redraw its bar ten times a second.
+# Seconds between two updates: each of 64 ranks may redraw its bar ten times a second.
 _PROGRESS_EVERY = 0.1
-# Red is left for errors.
+# Without red, which is for errors.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
 
 
 class Output:
-    """All output of a job. One thread; handlers in the selector's data are called by its owner.
+    """Read, print and log the output of all ranks of this host. For one thread.
 
     Args:
-        selector: Where to register; its owner calls ``key.data()`` for each event.
+        selector: Its owner calls ``key.data()`` for each event.
         has_prefix: Whether lines begin with ``[rank N]``.
-        has_status: Whether a terminal gets a status line; not if a rank uses it too.
-        log_dir: Where to write each rank's bytes, unchanged, as ``rank_N.log``.
-        folds_repeats: Whether an error that several ranks end with is printed once.
+        has_status: Whether a terminal shows a status line; not if a rank uses the terminal.
+        log_dir: The folder for unchanged copies of each rank's output, ``rank_N.log``.
+        folds_repeats: Whether to print an error only once if several ranks end with it.
     """
 
     def __init__(
@@ -69,18 +66,18 @@ class Output:
         self._stdout = OutputQueue(sys.stdout, 1)
         self._stderr = OutputQueue(sys.stderr, 2)
         if self._stderr.is_terminal and _are_one_file(1, 2):
-            # One queue for one screen: lines of both must not meet the status line.
+            # One queue for one screen, so that no line is written into the status line.
             self._stdout = self._stderr
         self._remind_at = REAL_TIME.now() + REMIND_AFTER
         self._progress_at = -math.inf
         self._streams: list[RankOutput] = []
         self._errors: dict[int, RankOutput] = {}
         self._printed = PrintedErrors() if folds_repeats else None
-        self._holding: set[RankOutput] = set()  # with an error held back
-        self._repeats: dict[int, list[int]] = {}  # ranks that ended with the error of another
+        self._holding: set[RankOutput] = set()  # that hold back an error
+        self._repeats: dict[int, list[int]] = {}  # by the rank that printed their error
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """Read both pipes of a rank from now on; they are closed here."""
+        """Read both pipes of a rank from now on, and close them at their end."""
         log = None
         if self._logs is not None:
             named = f"the log of rank {rank}, {self.log_of(rank)},"
@@ -100,35 +97,35 @@ class Output:
         self._errors[rank] = stream
 
     def fold_interrupts(self) -> None:
-        """Show what ranks print of an interrupt as one line each: they are about to get one."""
+        """Shorten the traceback of an interrupt to one line on all ranks."""
         for stream in self._errors.values():
             stream.fold_interrupts()
 
     def detach(self, rank: int) -> None:
-        """Take what the pipes of a rank that has ended still hold, and end their reading."""
+        """Read the rest of the pipes of a rank that has ended, and close them."""
         for stream in [stream for stream in self._streams if stream.rank == rank]:
             self._take_rest_of(stream)
 
     def say(self, text: str, style: str = "bold") -> None:
-        """Write a line of the launcher itself to stderr."""
+        """Print a line of the launcher itself to stderr."""
         self._name_repeats()
         self._stderr.put(self._stderr.render(f"rankwire: {text}", style) + b"\n")
         self._balance(self._stderr)
 
     def quote(self, lines: list[str]) -> None:
-        """Write lines of a rank to stderr once more, as part of what the launcher says."""
+        """Print lines of a rank, indented, as part of the launcher's own."""
         self._stderr.put("".join(f"    {line}\n" for line in lines).encode())
         self._balance(self._stderr)
 
     def show_status(self, text: str) -> None:
-        """Show a line below all others, if stderr is a terminal that keeps up; "" removes it."""
+        """Show a line below all others if stderr is a terminal that keeps up; "" removes it."""
         is_shown = self._has_status and self._stderr.is_terminal
         if is_shown and (not text or not self._stderr.pending):
             self._stderr.show_status(text)
             self._balance(self._stderr)
 
     def remind(self, text: str) -> None:
-        """Say now and then what is waited for, where no status line can; call it as often."""
+        """Print now and then what the launcher waits for, where there is no status line."""
         if not self._stderr.is_terminal and REAL_TIME.now() >= self._remind_at:
             self._remind_at = REAL_TIME.now() + REMIND_EVERY
             self.say(text)
@@ -138,30 +135,29 @@ class Output:
         return list(self._errors[rank].tail) if rank in self._errors else []
 
     def is_in_view(self, rank: int) -> bool:
-        """Whether what ``rank`` wrote to its stderr was shown here, and not long ago."""
+        """Whether the last lines of ``rank`` on stderr are probably still on the screen."""
         return rank in self._errors and self._errors[rank].is_in_view
 
     def log_of(self, rank: int) -> Path | None:
-        """Return where a rank's output is written besides, as an absolute path; None if nowhere."""
+        """Return the absolute path of a rank's log; None without logs."""
         return None if self._log_dir is None else (self._log_dir / f"rank_{rank}.log").absolute()
 
     def take_rest(self) -> None:
-        """Take what the pipes still hold and end the reading, without waiting for their end.
+        """Read what the pipes hold now and close them, when all ranks have ended.
 
-        For when the ranks are gone: a process that has left its rank's session may hold a pipe
-        open for ever.
+        A process that left its rank's session may keep a pipe open without end.
         """
         for stream in list(self._streams):
             self._take_rest_of(stream)
         self._name_repeats()
 
     def release_held(self) -> None:
-        """Print errors that were held back for long enough; call it now and then."""
+        """Print errors that were held back long enough; called every turn."""
         for stream in list(self._holding):
             self._settle(stream)
 
     def show_progress(self) -> None:
-        """Show the rows that ranks redraw, as they are now; call it as often as you like."""
+        """Show the current progress rows of the ranks; called every turn."""
         if REAL_TIME.now() < self._progress_at:
             return
         self._progress_at = REAL_TIME.now() + _PROGRESS_EVERY
@@ -172,7 +168,7 @@ class Output:
             self._balance(queue)
 
     def _name_repeats(self) -> None:
-        """Name the ranks whose last error was not printed, because another has printed it."""
+        """Name the ranks whose last error was not printed because another rank printed it."""
         for stream in [stream for stream in self._holding if stream.pipe.closed]:
             self._settle(stream, waits=False)
         repeats, self._repeats = self._repeats, {}
@@ -180,7 +176,7 @@ class Output:
             self.say(f"{name_ranks(sorted(ranks))} ended with the same error as rank {other}")
 
     def _take_rest_of(self, stream: RankOutput) -> None:
-        # At most what a pipe can be enlarged to without privileges.
+        # 16 reads empty the largest pipe that an unprivileged process can make.
         for _ in range(16):
             if not stream.read():
                 break
@@ -188,16 +184,16 @@ class Output:
 
     @property
     def stdout_trouble(self) -> OSError | None:
-        """Why our stdout takes nothing any more, or None."""
+        """Why stdout cannot be written to any more, or None."""
         return self._stdout.trouble
 
     @property
     def is_written(self) -> bool:
-        """Whether all that was read has been written."""
+        """Whether nothing is queued."""
         return not self._stdout.pending and not self._stderr.pending
 
     def drop_rest(self) -> None:
-        """Give up what is not written yet, and say how many lines of which rank were lost."""
+        """Drop what is queued, and print how many lines of which ranks were lost."""
         lost: Counter[int] = Counter()
         for queue in {self._stdout, self._stderr}:
             queue.drop()
@@ -214,7 +210,7 @@ class Output:
                 key.data()
 
     def close(self) -> None:
-        """Close pipes and logs, whatever they still hold. Idempotent."""
+        """Close pipes and logs. Idempotent."""
         for stream in list(self._streams):
             self._end(stream)
         if self._logs is not None:
@@ -222,7 +218,7 @@ class Output:
 
     def _read(self, stream: RankOutput) -> None:
         if stream.is_paused:
-            return  # by another stream, in the same turn of the selector
+            return  # by an earlier handler in this turn
         if stream.read() == 0:
             self._end(stream)
         elif stream.repeats is not None and stream.repeats.is_holding:
@@ -241,7 +237,7 @@ class Output:
         self._settle(stream)
 
     def _settle(self, stream: RankOutput, *, waits: bool = True) -> None:
-        """Print what a stream holds back, or note whose error it is, if that is known by now."""
+        """Print what a stream holds back, or note the rank that printed the same error."""
         if stream.settle(waits=waits):
             self._holding.discard(stream)
             other = None if stream.repeats is None else stream.repeats.same_as
@@ -253,7 +249,7 @@ class Output:
         self._balance(stream.queue)
 
     def _balance(self, queue: OutputQueue) -> None:
-        """Wait for a queue while something waits for it, and for its ranks while it keeps up."""
+        """Watch an output while data is queued, and read its ranks while it keeps up."""
         is_waiting = queue.fd in self._selector.get_map()
         if queue.pending and not is_waiting:
             self._selector.register(queue.fd, selectors.EVENT_WRITE, partial(self._write, queue))
@@ -273,8 +269,7 @@ class Output:
 
 
 def _are_one_file(one: int, other: int) -> bool:
-    """Whether two descriptors lead to the same place."""
     try:
         return os.path.samestat(os.fstat(one), os.fstat(other))
-    except OSError:  # one is closed
+    except OSError:  # a descriptor is closed
         return False

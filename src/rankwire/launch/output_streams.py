@@ -1,7 +1,8 @@
-"""One pipe of one rank, on its way to one of the launcher's outputs.
+"""Both ends of the ranks' output: a rank's pipe, and a queue for one of the launcher's outputs.
 
-Here bytes become lines with a prefix, and rows that the rank redraws. Reading does not block, and
-``Output`` says when to read.
+``RankOutput`` turns the bytes of a pipe into prefixed lines and progress rows. ``OutputQueue``
+holds what is to be written; on a terminal, progress rows and the status line are below all lines.
+Nothing here blocks; ``Output`` says when to read and write.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from rankwire.launch.lines import LineSplitter, ProgressLines
 from rankwire.launch.logfiles import Log
 from rankwire.launch.stderr_filters import InterruptFilter, RepeatFilter
 
-# The capacity of a Linux pipe, so one read empties it.
+# The default capacity of a Linux pipe, so one read empties it.
 _READ_NBYTES = 64 * 1024
-# Enough for the traceback of a deep call; lines beyond a screen's width are cut.
+# Enough for the traceback of a deep call.
 _TAIL_LINES = 60
 _TAIL_LINE_CHARACTERS = 500
-# How long an error is held back that may be the last of a rank and that of another: a process that
-# has printed its last error ends within this, mostly.
+# Seconds to hold back an error that another rank has printed too: most processes end within this
+# after their last error.
 _HOLD = 2.0
-# What is further up than this on a screen has to be looked for.
+# Lines that a user sees without scrolling.
 _SCREEN_LINES = 40
 
 
@@ -39,27 +40,28 @@ _WRITE_NBYTES = select.PIPE_BUF
 
 
 class _Likeness(io.StringIO):
-    """Tells rich whether an output is a terminal, and takes what rich would write there.
+    """Tell rich whether an output is a terminal, and discard what it writes.
 
-    rich writes even what it captures, as an empty text: a full disk refuses that too.
+    rich writes an empty text even when it captures, which fails on a full disk.
     """
 
     def __init__(self, file: TextIO | None) -> None:
         super().__init__()
-        self._file = file  # None if it was closed when the interpreter started
+        self._file = file  # None if closed when the interpreter started
 
     def isatty(self) -> bool:
         return self._file is not None and self._file.isatty()
 
 
 class OutputQueue:
-    """One of the launcher's own outputs.
+    """Queue what is to be written to one of the launcher's outputs.
 
     Attributes:
-        fd: Where it leads.
-        pending: What waits to be written.
-        trouble: Why nothing can be written any more, or None.
-        lost: How many lines of each rank were not written and will not be.
+        fd: The descriptor of the output.
+        pending: The queued bytes.
+        trouble: Why the output cannot be written to any more, or None.
+        lost: How many lines of each rank were dropped.
+        lines: How many lines were queued so far.
     """
 
     def __init__(self, file: TextIO | None, fd: int) -> None:
@@ -68,16 +70,16 @@ class OutputQueue:
         self.trouble: OSError | None = None
         self.pending = bytearray()
         self.lost: Counter[int] = Counter()
-        # Whose the pending bytes are, in their order; None for the launcher's own.
+        # The rank of each run of pending bytes, in order; None for the launcher's own.
         self._owners: deque[tuple[int | None, int]] = deque()
         self._is_inside_line = False
         self.lines = 0
         self._status = ""
         self._progress: dict[tuple[int, int], list[bytes]] = {}  # rows, by rank and stream
-        self._drawn: list[bytes] = []  # what is below all lines now
+        self._drawn: list[bytes] = []  # the rows that are below all lines now
 
     def put(self, data: bytes, rank: int | None = None) -> None:
-        """Queue ``data``, which is whole lines, of a rank or of the launcher itself."""
+        """Queue whole lines of a rank, or of the launcher itself."""
         if not data:
             return
         self._status = ""
@@ -89,16 +91,13 @@ class OutputQueue:
             self.drop()
 
     def show_status(self, text: str) -> None:
-        """Show ``text`` below all lines, on a terminal; it goes when the next line comes."""
+        """Show ``text`` below all lines until the next line, on a terminal."""
         if text != self._status:
             self._status = text
             self.draw()
 
     def set_progress(self, rank: int, stream: int, rows: Sequence[bytes]) -> None:
-        """Have these rows of a rank below all lines from the next ``draw`` on.
-
-        Only a terminal can show them.
-        """
+        """Set the rows of a rank that the next ``draw`` shows below all lines."""
         if rows:
             self._progress[rank, stream] = [
                 self._cut(Text.from_ansi(row.decode("utf-8", "replace"))) for row in rows
@@ -107,7 +106,7 @@ class OutputQueue:
             self._progress.pop((rank, stream), None)
 
     def draw(self) -> None:
-        """Bring what is below all lines up to date; later, while lines wait to be written."""
+        """Redraw the rows below all lines, unless lines are still queued."""
         if self.pending or self.trouble is not None:
             return
         wanted = [row for _, rows in sorted(self._progress.items()) for row in rows]
@@ -118,7 +117,7 @@ class OutputQueue:
         if self._status:
             wanted.append(self._cut(Text(self._status, style="dim")))
         if wanted != self._drawn:
-            self._erase()  # also what the terminal has echoed
+            self._erase()  # and what the terminal echoed
             self._queue(b"\n".join(wanted), None)
             self._drawn = wanted
 
@@ -128,13 +127,13 @@ class OutputQueue:
         self._drawn = []
 
     def _cut(self, text: Text) -> bytes:
-        """Return one row: never behind the last column, where the terminal would begin another."""
+        """Return a row that ends before the last column, so that the terminal does not wrap it."""
         text.expand_tabs()
         text.truncate(self._console.width - 1, overflow="crop")
         return self._rendered(text)
 
     def drop(self) -> None:
-        """Give up what waits, and count the lines."""
+        """Drop what is queued, and count the lines of each rank."""
         begin = 0
         for rank, nbytes in self._owners:
             if rank is not None:
@@ -143,33 +142,33 @@ class OutputQueue:
         self._owners.clear()
         self.pending.clear()
         self._drawn = []
-        if self._is_inside_line:  # what is said next begins a line of its own
+        if self._is_inside_line:  # the next line starts a new one
             self._queue(b"\n", None)
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a person may watch, who can see a line change."""
+        """Whether the output is a terminal that can redraw lines."""
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def write(self) -> None:
-        """Write what the output takes without blocking; call when it is writable."""
+        """Write what the output accepts without blocking, once it is writable."""
         try:
-            # A copy of the chunk: a view would forbid the deletion.
+            # A copy: a view of a bytearray forbids deleting from it.
             written = os.write(self.fd, bytes(self.pending[:_WRITE_NBYTES]))
         except BlockingIOError:
             return
-        except OSError as error:  # the reader is gone, or the disk is full
+        except OSError as error:  # the reader closed the pipe, or the disk is full
             self.trouble = error
             self._is_inside_line = False
             self.drop()
         else:
             self._is_inside_line = self.pending[written - 1 : written] != b"\n"
             del self.pending[:written]
-            self._disown(written)
+            self._remove_owners(written)
             self.draw()
 
     def render(self, text: str, style: str) -> bytes:
-        """Return ``text`` as this output shows it: rich knows of terminals and ``NO_COLOR``."""
+        """Return styled text for this output; rich handles terminals and ``NO_COLOR``."""
         return self._rendered(Text(text, style=style))
 
     def _rendered(self, text: Text) -> bytes:
@@ -184,7 +183,7 @@ class OutputQueue:
             _, before = self._owners.pop()
         self._owners.append((rank, before + len(data)))
 
-    def _disown(self, nbytes: int) -> None:
+    def _remove_owners(self, nbytes: int) -> None:
         while nbytes:
             rank, owned = self._owners.popleft()
             if owned > nbytes:
@@ -193,16 +192,16 @@ class OutputQueue:
 
 
 class RankOutput:
-    """One pipe of one rank, on its way to a queue.
+    """Read one pipe of a rank and queue its lines.
 
     Args:
-        rank: Whose it is.
-        pipe: Where to read; set to non-blocking.
-        queue: Where to write.
-        prefix: What each line begins with.
-        log: Where to write all bytes besides.
-        redraws: Whether rows that the rank redraws, such as progress bars, are redrawn there, too.
-            Else they become a line every few seconds.
+        rank: The rank.
+        pipe: The pipe, which is set to non-blocking.
+        queue: The queue of the output to write to.
+        prefix: The beginning of each line.
+        log: The log for unchanged bytes, if any.
+        redraws: Whether the output redraws progress bars; else they become a line every few
+            seconds.
     """
 
     def __init__(
@@ -220,7 +219,7 @@ class RankOutput:
         self.pipe = pipe
         self.queue = queue
         self._progress = None if redraws else ProgressLines()
-        self._rows: list[bytes] = []  # that the queue redraws
+        self._rows: list[bytes] = []  # that the queue shows now
         self.is_paused = False
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._prefix = prefix
@@ -232,11 +231,11 @@ class RankOutput:
         self.held_until = -math.inf
 
     def fold_interrupts(self) -> None:
-        """Show what Python prints of an interrupt as one line, from now on."""
+        """Shorten the traceback of an interrupt to one line from now on."""
         self._fold = self._fold or InterruptFilter()
 
     def read(self) -> int | None:
-        """Take what the pipe holds; return how much, 0 at its end, None if there is nothing now."""
+        """Read the pipe; return the number of bytes, 0 at its end, None if it is empty now."""
         try:
             data = os.read(self.pipe.fileno(), _READ_NBYTES)
         except BlockingIOError:
@@ -248,7 +247,7 @@ class RankOutput:
         return len(data)
 
     def show_progress(self) -> None:
-        """Show the rows that the rank redraws, if it is time for them."""
+        """Show the rank's progress rows, if they are due."""
         rows = self._splitter.progress
         if self._progress is not None:
             self._write(_decoded(self._progress.due(rows, REAL_TIME.now())))
@@ -258,7 +257,7 @@ class RankOutput:
             self.queue.set_progress(self.rank, where, [self._prefix + row for row in rows])
 
     def finish(self) -> None:
-        """Pass on an unfinished last line, and close."""
+        """Queue an unfinished last line, and close the pipe."""
         self._put(self._splitter.finish())
         self.show_progress()
         if self._fold is not None:
@@ -266,13 +265,13 @@ class RankOutput:
         self.pipe.close()
 
     def settle(self, *, waits: bool = True) -> bool:
-        """Print an error that is held back, unless it may still turn out to be that of another.
+        """Print an error that is held back, unless another rank may still print the same one.
 
         Args:
-            waits: Whether it may be held back any longer, up to its time.
+            waits: Whether it may be held back until its time is up.
 
         Returns:
-            Whether nothing is held back any more.
+            Whether nothing is held back.
         """
         if self.repeats is None:
             return True
@@ -305,7 +304,7 @@ class RankOutput:
 
     @property
     def is_in_view(self) -> bool:
-        """Whether the last line is not far above what was written to the queue since."""
+        """Whether the last line is probably still on the screen."""
         return self.queue.lines - self.last_line < _SCREEN_LINES
 
 

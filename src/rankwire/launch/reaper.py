@@ -1,20 +1,20 @@
-"""The process that outlives a killed launcher: it ends the ranks that would be left alone.
+"""The process that outlives a killed launcher and ends its ranks.
 
-Run as a script with nothing but the standard library: ``python -I -S reaper.py GRACE``. It reads
-from stdin the process ids of the ranks, one a line, as they start, and again with a minus sign once
-they are gone and their numbers may be others'; in the same way, after a ``+``, the processes that
-the launcher has adopted (see ``strays``). The line ``done`` says that all have ended. The end of
-the pipe without it says that the launcher is dead: then every rank's process group, what is
-adopted, and what descends from these gets SIGTERM, and after GRACE seconds SIGKILL.
+It runs as a script with the standard library alone: ``python -I -S reaper.py GRACE``. It reads
+lines from stdin: the process id of each rank as it starts, and with a minus sign once the rank is
+gone and the id may be reused; after a ``+``, in the same way, processes that the launcher adopted
+(see ``subreaper``); and ``done`` when all have ended. If the pipe ends without ``done``, the
+launcher is dead. Then every rank's process group, the adopted processes and their descendants get
+SIGTERM, and SIGKILL after GRACE seconds.
 
-If the reaper is killed with the launcher, the kernel ends the ranks. Both hold the writing end of
-one pipe, and each rank has a *leash*, a reading end with ``O_ASYNC`` whose owner is the rank's
-process group and whose signal is SIGKILL: it is sent when the last writer is gone. A rank that
-closes descriptors which it did not open has no leash.
+If the reaper is killed with the launcher, the kernel ends the ranks. Both processes hold the
+writing end of a pipe, and each rank inherits a *leash*: a reading end with ``O_ASYNC`` whose owner
+is the rank's process group and whose signal is SIGKILL, which is sent when the last writer is gone.
+A rank that closes descriptors which it did not open loses its leash.
 
-A parent-death signal (``PR_SET_PDEATHSIG``) would not do: it comes when the launcher alone is dead,
-so as SIGKILL it would leave no grace, and any other a rank may catch or ignore; what the rank
-started does not get it; and it needs code between fork and exec.
+A parent-death signal (``PR_SET_PDEATHSIG``) does not do: it is sent when the launcher alone dies,
+so SIGKILL would leave no grace and a rank could ignore any other; processes that the rank started
+do not get it; and it needs code between fork and exec.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Self
 
-DEAD = (b"Z", b"X")  # states of processes that are only still to be collected
+DEAD = (b"Z", b"X")  # states of ended processes that were not collected
 
 
 class Reaper:
-    """The launcher's end: tell it of each rank, and leave the ``with`` block when all are gone."""
+    """Start the reaper and report ranks to it; leave the ``with`` block when all are gone."""
 
     def __init__(self, grace: float) -> None:
         self._leash, self._hold = os.pipe()
@@ -46,15 +46,15 @@ class Reaper:
             bufsize=0,
             env=_loader_settings(),
             pass_fds=[self._hold],
-            start_new_session=True,  # what ends the launcher's group must not end it
+            start_new_session=True,  # a signal to the launcher's group must not end it
         )
         self.pid = self._process.pid
 
     @contextlib.contextmanager
     def new_leash(self) -> Iterator[int | None]:
-        """Return a descriptor for a rank to inherit; None where the kernel has none for it."""
+        """Yield a descriptor for a rank to inherit; None where there is no /proc."""
         try:
-            # Not a copy: the owner of each rank's is another.
+            # Not a duplicate: each rank's leash has another owner.
             leash = os.open(f"/proc/self/fd/{self._leash}", os.O_RDONLY)
         except OSError:
             yield None
@@ -65,24 +65,24 @@ class Reaper:
             os.close(leash)
 
     def watch(self, pid: int, leash: int | None) -> None:
-        """From now on end ``pid`` and its process group if the launcher dies."""
+        """Have ``pid`` and its process group ended if the launcher dies."""
         self._write(f"{pid}\n")
         if leash is not None and hasattr(fcntl, "F_SETSIG"):
-            with contextlib.suppress(OSError):  # a kernel that only looks like Linux
+            with contextlib.suppress(OSError):  # a kernel that emulates Linux
                 fcntl.fcntl(leash, fcntl.F_SETOWN, -pid)
                 fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
                 fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)
 
     def forget(self, pid: int) -> None:
-        """``pid`` and its process group are gone."""
+        """Report that ``pid`` and its process group are gone."""
         self._write(f"-{pid}\n")
 
     def adopt(self, pid: int) -> None:
-        """From now on end ``pid`` too."""
+        """Have the adopted process ``pid`` ended if the launcher dies."""
         self._write(f"+{pid}\n")
 
-    def disown(self, pid: int) -> None:
-        """``pid`` is gone."""
+    def forget_adopted(self, pid: int) -> None:
+        """Report that the adopted process ``pid`` is gone."""
         self._write(f"+-{pid}\n")
 
     def __enter__(self) -> Self:
@@ -93,7 +93,7 @@ class Reaper:
         self.close()
 
     def close(self) -> None:
-        """Wait for its end."""
+        """Wait for the reaper's end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -105,19 +105,19 @@ class Reaper:
         try:
             self._process.stdin.write(line.encode())
         except BrokenPipeError:
-            pass  # it was killed; the job goes on without
+            pass  # the reaper was killed; the job continues without it
 
 
 def _loader_settings() -> dict[str, str]:
-    """Return all that the reaper needs of the environment, which may hold secrets.
+    """Return the loader's variables; the rest of the environment may hold secrets.
 
-    An interpreter with a shared library outside of the system's folders is not found without.
+    An interpreter with a shared library outside of the system's folders does not start without.
     """
     return {name: value for name, value in os.environ.items() if name.startswith(("LD_", "DYLD_"))}
 
 
 def keep(grace: float) -> None:
-    """Do the reaper's work."""
+    """Run as the reaper: read lines until ``done``, or end what is left."""
     groups: list[int] = []
     adopted: list[int] = []
     for line in sys.stdin:
@@ -130,9 +130,9 @@ def keep(grace: float) -> None:
         else:
             kind.remove(-number)
     end = time.monotonic() + grace
-    young = descendants(groups + adopted)  # while they are a family
-    strays = adopted + [pid for pid, group, _ in young if group not in groups]
-    left = [(os.killpg, group) for group in groups] + [(os.kill, pid) for pid in strays]
+    young = descendants(groups + adopted)  # before SIGTERM makes some of them orphans
+    outside = adopted + [pid for pid, group, _ in young if group not in groups]
+    left = [(os.killpg, group) for group in groups] + [(os.kill, pid) for pid in outside]
     left = [one for one in left if send_signal(*one, signal.SIGTERM)]
     while left and time.monotonic() < end:
         time.sleep(0.05)
@@ -142,7 +142,7 @@ def keep(grace: float) -> None:
 
 
 def send_signal(send: Callable[[int, int], None], target: int, number: int) -> bool:
-    """Send a signal by ``os.kill`` or ``os.killpg``; return whether anyone was there."""
+    """Send a signal by ``os.kill`` or ``os.killpg``; return whether a process was there."""
     try:
         send(target, number)
     except (ProcessLookupError, PermissionError):
@@ -151,12 +151,12 @@ def send_signal(send: Callable[[int, int], None], target: int, number: int) -> b
 
 
 def families() -> dict[int, list[tuple[int, int, bytes]]]:
-    """Return the process id, group and state of all processes, by their parent."""
+    """Return the process id, group and state of all processes, by parent."""
     found: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError):  # gone meanwhile
+        with contextlib.suppress(OSError, ValueError):  # the process ended meanwhile
             with open(f"/proc/{pid}/stat", "rb") as file:
-                # "pid (name) state parent group ...", and the name may hold anything
+                # "pid (name) state parent group ...", where the name may contain anything
                 state, parent, group = file.read().rpartition(b")")[2].split()[:3]
             found[int(parent)].append((int(pid), int(group), state))
     return found
@@ -165,7 +165,7 @@ def families() -> dict[int, list[tuple[int, int, bytes]]]:
 def descendants(
     ancestors: Iterable[int], but: Collection[int] = ()
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yield who descends from these, without those in ``but`` and theirs."""
+    """Yield the descendants of these processes, without those in ``but`` and theirs."""
     children, parents = families(), list(ancestors)
     while parents:
         for pid, group, state in children[parents.pop()]:

@@ -1,11 +1,12 @@
-"""Fold the error that a rank ends with, if another rank has printed the same one. Pure.
+"""Shorten what ranks print to stderr: an error that all end with, and interrupts. Pure.
 
 One mistake often ends all ranks with the same traceback. The first rank's is printed. A later
-rank's is held back as long as each line equals that of an earlier rank, apart from what differs by
-rank (the context of a rankwire error, the number of hidden frames). If the rank's stderr ends
-there, its lines are not printed, and the launcher names the rank instead. If only the message
-differs, the message is printed. If the rank goes on, or the lines differ earlier, all of them are
-printed unchanged.
+rank's is held back while its lines equal those of an earlier rank, apart from what differs by rank.
+If the rank's stderr ends there, the launcher names the rank instead. If only the message differs,
+only the message is printed. If the rank continues or the lines differ earlier, all are printed.
+
+Ctrl-C interrupts all ranks, and each would print a traceback. Connected ranks print one line by
+themselves (``observe.tracebacks``); ``InterruptFilter`` does so for the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# As Python and ``backends.tracebacks`` print the beginning of an error.
+# The first line of an error as Python and ``observe.tracebacks`` print it.
 _BEGIN = re.compile(
     r"(  \+ Exception Group )?Traceback \(most recent call last\):|fell because of rank \d+: "
 )
@@ -23,34 +24,34 @@ _DIFFERS_BY_RANK = re.compile(
     r" \[(op|rank|peer|tag|waited) [^\[\]]*\]| \(rank \d+ says\)"
     r"|(?<=^traceback on rank )\d+(?=:$)|(?<=^  \[)\d+(?= frames? of rankwire)"
 )
-_MOST_ERRORS = 16  # that are remembered, of all ranks
-_MOST_LINES = 200  # that are remembered of one error, and held back
+_MOST_ERRORS = 16  # remembered, of all ranks
+_MOST_LINES = 200  # of one error that are remembered and held back
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
-_MOST_INTERRUPT_LINES = 500  # that are held back until the end of a traceback
-_MOST_OPEN = 4  # errors of one rank that may go on: a chain of them, or one that quotes another
+_MOST_INTERRUPT_LINES = 500  # held back until the end of a traceback
+_MOST_OPEN = 4  # errors of one rank that may continue, such as a chain of exceptions
 
 
 @dataclass
 class _Printed:
-    """An error that a rank has printed, as far as it has printed it."""
+    """An error that a rank has printed so far."""
 
     rank: int
     lines: list[str] = field(default_factory=list)
 
     def agrees(self, lines: list[str]) -> bool:
-        """Whether lines are those of this error, as far as it was printed."""
+        """Whether the lines equal those of this error so far."""
         return all(_alike(line) == own for line, own in zip(lines, self.lines, strict=False))
 
 
 class PrintedErrors:
-    """The errors that the ranks of a job have printed last."""
+    """The last errors that the ranks of a job printed."""
 
     def __init__(self) -> None:
         self._known: deque[_Printed] = deque(maxlen=_MOST_ERRORS)
 
     def begin(self, rank: int) -> _Printed:
-        """Add an error that a rank begins to print."""
+        """Add an error that a rank starts to print."""
         self._known.append(_Printed(rank))
         return self._known[-1]
 
@@ -59,19 +60,19 @@ class PrintedErrors:
         return [known for known in self._known if known.rank != rank and known.lines[0] == line]
 
     def clear(self) -> None:
-        """Forget all of them, because a rank is started anew."""
+        """Forget all errors, because a rank was restarted."""
         self._known.clear()
 
 
 class RepeatFilter:
-    """Passes the stderr of one rank on, except an error at its end that another rank has printed.
+    """Filter the stderr of one rank: drop an error at its end that another rank has printed.
 
     Args:
-        rank: Whose stderr it is.
-        printed: What all ranks have printed.
+        rank: The rank.
+        printed: The errors of all ranks.
 
     Attributes:
-        same_as: After ``finish``: the rank that has printed the error this rank ends with.
+        same_as: After ``finish``, the rank that printed the error this rank ended with.
     """
 
     def __init__(self, rank: int, printed: PrintedErrors) -> None:
@@ -79,8 +80,8 @@ class RepeatFilter:
         self._printed = printed
         self._own: deque[_Printed] = deque(maxlen=_MOST_OPEN)
         self._held: list[str] = []
-        self._same: list[_Printed] = []  # those that the held lines agree with so far
-        self._message_at = 0  # the first held line that differs, if it is the error's message
+        self._same: list[_Printed] = []  # errors that equal the held lines so far
+        self._message_at = 0  # index of the held line that differs, if it is the message
         self.same_as: int | None = None
 
     @property
@@ -89,7 +90,7 @@ class RepeatFilter:
         return bool(self._held)
 
     def feed(self, lines: Iterable[str]) -> list[str]:
-        """Return what to print of these lines, and of those held back before."""
+        """Return the lines to print now, of these and of those held back."""
         found: list[str] = []
         for line in lines:
             if self._held:
@@ -106,16 +107,16 @@ class RepeatFilter:
         return found
 
     def release(self) -> list[str]:
-        """Return the lines that are held back: the rank goes on."""
+        """Return the lines that are held back, because the rank continues."""
         held, self._held, self._message_at = self._held, [], 0
         return [self._pass(line) for line in held]
 
     def finish(self, *, waits: bool = False) -> list[str]:
-        """Return what to print when the stderr of the rank has ended.
+        """Return the lines to print when the stderr of the rank has ended.
 
         Args:
-            waits: Whether to go on holding the error if the other rank has printed only a part of
-                it so far. Then this is called again.
+            waits: Whether to keep holding the error while the other rank has printed only a part
+                of it. The caller then calls this again.
         """
         held, count = self._held, self._message_at or len(self._held)
         same = [known for known in self._same if held and known.agrees(held[:count])]
@@ -130,7 +131,7 @@ class RepeatFilter:
         return [f"same traceback as rank {other}, but: {message}", *rest]
 
     def _goes_on(self, line: str) -> bool:
-        """Whether the error that is held back may still be that of another rank with this line."""
+        """Whether the held error may still equal another rank's with this line."""
         count = len(self._held)
         if self._message_at or count >= _MOST_LINES:
             return count < _MOST_LINES
@@ -151,18 +152,18 @@ class RepeatFilter:
 
 
 def _alike(line: str) -> str:
-    """Return a line without what differs between ranks that print the same error."""
+    """Return a line without the parts that differ by rank."""
     return _DIFFERS_BY_RANK.sub("", line)
 
 
 class InterruptFilter:
-    """Passes lines of one stream on, those of an interrupt as one. One thread."""
+    """Filter one stream: shorten the traceback of an interrupt to one line."""
 
     def __init__(self) -> None:
-        self._held: list[str] = []  # a traceback whose end has not come
+        self._held: list[str] = []  # a traceback that has not ended
 
     def feed(self, lines: Iterable[str]) -> list[str]:
-        """Return what to print of these lines, and of those before them, by now."""
+        """Return the lines to print now, of these and of those held back."""
         found: list[str] = []
         for line in lines:
             if line == _TRACEBACK:
@@ -180,7 +181,7 @@ class InterruptFilter:
         return found
 
     def finish(self) -> list[str]:
-        """Return what is held back."""
+        """Return the lines that are held back."""
         held, self._held = self._held, []
         return held
 

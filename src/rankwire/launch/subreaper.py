@@ -1,10 +1,9 @@
-"""Processes that ranks started and that left their rank's session: found, ended and collected.
+"""Find, end and collect processes that ranks started and that left their rank's session.
 
-``setsid`` takes a process out of reach of its rank's process group, and a parent that ends takes it
-out of the family. So the launcher is made the reaper of its descendants
-(``PR_SET_CHILD_SUBREAPER``, Linux): whose parent ends becomes the launcher's own child, and descent
-stays what tells that a process belongs to the job. One thread. Where the kernel does not do that,
-``is_adopting`` is False and there are none.
+``setsid`` takes a process out of its rank's process group, and when its parent ends, it is no
+longer a descendant of the rank. So the launcher becomes a subreaper (``PR_SET_CHILD_SUBREAPER``,
+Linux): the kernel makes such a process the launcher's child. Where that is not possible,
+``is_adopting`` is False and nothing is found.
 """
 
 from __future__ import annotations
@@ -19,32 +18,28 @@ from rankwire.clock import REAL_TIME
 from rankwire.launch.reaper import DEAD, Reaper, descendants, send_signal
 
 _PR_SET_CHILD_SUBREAPER = 36
-# Seconds between two looks; the dead only take up a process id each.
+# Seconds; until it is collected, a dead process only occupies a process id.
 _COLLECT_EVERY = 0.5
 
 
 class Subreaper:
-    """Finds and ends what ranks have started. Adopts from its construction until ``close``.
+    """Adopt orphans of ranks from construction until ``close``. For one thread.
 
     Args:
-        reaper: Is told of who was adopted.
+        reaper: Is told of adopted processes, to end them if the launcher dies.
     """
 
     def __init__(self, reaper: Reaper) -> None:
         self._reaper = reaper
-        # The caller, or what was this process before, may have children of its own: without
-        # knowing them, none is taken for a stray.
+        # This process may have children that are not of the job, from before an exec. They must be
+        # known, or they would be ended too.
         self.is_adopting = _can_list_children() and _set_subreaper(True)
         self._others = {reaper.pid, *_children()}
-        self._adopted: set[int] = set()  # and told to the reaper
+        self._adopted: set[int] = set()  # known to the reaper
         self._collect_at = 0.0
 
     def find(self, groups: Collection[int]) -> list[int]:
-        """Return who descends from this process, is in none of these groups, and runs.
-
-        Args:
-            groups: The ranks' process groups, which are ended as such.
-        """
+        """Return running descendants of this process outside the ranks' process groups."""
         if not self.is_adopting or not set(_children()) - self._others:
             return []
         return [
@@ -54,16 +49,16 @@ class Subreaper:
         ]
 
     def send(self, number: int, groups: Collection[int]) -> bool:
-        """Send a signal to all of them; return whether there was any."""
+        """Send a signal to all that ``find`` returns; return whether there was any."""
         found = self.find(groups)
         for pid in found:
             send_signal(os.kill, pid, number)
         return bool(found)
 
     def collect(self, ranks: Collection[int]) -> None:
-        """Collect adopted processes that have ended, and tell the reaper of the others.
+        """Collect adopted processes that have ended, and report the others to the reaper.
 
-        Done now and then; ranks, and what is in their groups, are left alone.
+        Leaves the ranks and their process groups alone. Returns at once if called too soon.
         """
         if not self.is_adopting or REAL_TIME.now() < self._collect_at:
             return
@@ -76,13 +71,13 @@ class Subreaper:
                 if os.waitpid(pid, os.WNOHANG) == (0, 0) and os.getpgid(pid) not in ranks:
                     alive.add(pid)
         for pid in self._adopted - alive:
-            self._reaper.disown(pid)
+            self._reaper.forget_adopted(pid)
         for pid in alive - self._adopted:
             self._reaper.adopt(pid)
         self._adopted = alive
 
     def close(self) -> None:
-        """Adopt no more. Idempotent."""
+        """Stop adopting. Idempotent."""
         if self.is_adopting:
             _set_subreaper(False)
 
@@ -102,6 +97,6 @@ def _can_list_children() -> bool:
 def _children() -> list[int]:
     found: list[int] = []
     for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread has ended, or a kernel without it
+        with contextlib.suppress(OSError):  # the thread ended, or the kernel lacks the file
             found += map(int, path.read_text().split())
     return found

@@ -1,11 +1,11 @@
-"""Which rank failed first, and what of its output tells why. Pure.
+"""Find the rank that failed first, and the part of its output that explains why. Pure.
 
-The order in which processes end is not the order in which they failed. A rank that raises leaves
-the world first, while the exception passes its ``with`` block; its peers lose it at that moment and
-may be gone before its interpreter is. So what the ranks themselves told the coordinator counts: who
-fell by an error of its own, and who because of whom. Of a rank that told nothing, such as one that
-never joined, the text of its traceback is looked at. A rank whose time was up fell by itself, but
-is not to blame: the one that it waited for is, or the one that this one waited for.
+Processes do not end in the order in which they failed. A rank that raises leaves the world while
+the exception passes its ``with`` block; its peers lose it at that moment and may exit before it
+does. So the reports of the ranks to the coordinator decide: which rank failed by itself, and which
+because of another. For a rank without a report, such as one that never joined, its traceback
+decides. A rank that timed out failed by itself but is not to blame: the rank at the end of the
+chain that it waited for is.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LOSS_OF_ANOTHER = re.compile(
     r"(rankwire\.errors\.)?"
     r"(PeerLost|PeerUnresponsive|ChannelClosed|NoConnection|Rendezvous)Error\b"
 )
-# As ``tracebacks`` prints it.
+# As ``observe.tracebacks`` prints it.
 _FELL_BECAUSE = re.compile(r"fell because of rank \d+: ")
-# At the beginning of the line: a quoted one, of another rank, is indented or behind a bar.
+# At the beginning of the line; the quoted traceback of another rank is indented or behind a bar.
 _TRACEBACK = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)")
-# Without a traceback, the end of what it said.
+# The last lines to show without a traceback.
 _PLAIN_LINES = 10
 
 
@@ -36,10 +36,10 @@ class Failure:
     """A rank that failed by itself.
 
     Attributes:
-        rank: Its index.
-        ending: How it ended.
+        rank: The rank.
+        ending: How its process ended.
         errors: The last lines of its stderr.
-        gone: What the coordinator told of its end, if it was lost.
+        gone: The coordinator's notice, if it was lost.
     """
 
     rank: int
@@ -49,17 +49,17 @@ class Failure:
 
     @property
     def told(self) -> str:
-        """The traceback that it told the coordinator before it left, if it did."""
+        """The traceback that it sent to the coordinator, or empty."""
         return "" if self.gone is None else self.gone.traceback
 
     @property
     def reason(self) -> str:
-        """What it said that it fell by, in one line, if it did."""
+        """The reason that it reported, in one line, or empty."""
         return self.gone.reason if self.gone is not None and _has_fallen(self.gone) else ""
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it ended because it lost another rank."""
+        """Whether it failed because it lost another rank."""
         if self.ending.signal is not None:
             return False
         if self.gone is not None and _has_fallen(self.gone):
@@ -70,24 +70,24 @@ class Failure:
 
     @property
     def is_in_its_stderr(self) -> bool:
-        """Whether its stderr has all that is known of it."""
+        """Whether its stderr explains the failure as well as its report."""
         return not self.told or bool(_last_traceback(self.errors))
 
     @property
     def excerpt(self) -> list[str]:
-        """The lines worth showing: its traceback if there is one, else the end of its stderr."""
+        """The lines to show: its traceback, else the end of its stderr."""
         return excerpt(self.errors) if self.is_in_its_stderr else folded(self.told.splitlines())
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """Return the one to blame: the first seen that is no consequence, else the first seen."""
+    """Return the failure to blame: the first that is not a consequence, else the first."""
     return next((failure for failure in failures if not failure.is_consequence), failures[0])
 
 
 def blamed(lost: Iterable[Gone]) -> set[int]:
-    """Return the ranks that began it, by what ranks said when they fell.
+    """Return the ranks that failed first by the ranks' own reports.
 
-    A rank that was given up for its silence is not among them: it does not end by itself.
+    Not those that were declared lost for silence: they do not end by themselves.
     """
     known = list(lost)
     silent = {gone.rank for gone in known if gone.silent}
@@ -98,19 +98,17 @@ def blamed(lost: Iterable[Gone]) -> set[int]:
 def in_order_of_loss(failures: Sequence[Failure], lost: Sequence[int]) -> list[Failure]:
     """Return the failures in the order in which the coordinator lost the ranks.
 
-    That is nearer to the truth than the order in which their processes ended. Ranks that it never
-    knew come last, in their own order.
+    Ranks that it never knew come last, in their own order.
     """
     place = {rank: index for index, rank in enumerate(lost)}
     return sorted(failures, key=lambda failure: place.get(failure.rank, len(place)))
 
 
 def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return a rank, one that it waited for, one that this one waited for, and so on.
+    """Return a rank, a rank that it waited for, one that this waited for, and so on.
 
-    Of several, one is followed of which nothing is known but that it was waited for: those who
-    wait themselves hold nobody up by their own doing. It ends there, or where ranks wait for each
-    other in a circle.
+    Of several, prefer a rank that did not wait itself: it is the one that held up the others. The
+    chain ends there, or where ranks wait for each other in a circle.
     """
     found = [rank]
     while others := [other for other in waits.get(found[-1], ()) if other not in found]:
@@ -119,12 +117,12 @@ def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def waiting_circle(chain: Sequence[int], certain: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the ranks at the end of a chain that waited for each other; empty if none did.
+    """Return the ranks at the end of a chain that waited for each other; empty if there are none.
 
     Args:
-        chain: Who waited for whom.
-        certain: The ranks that each rank did nothing but wait for. A chain also follows receives
-            that were posted, and calls in the background.
+        chain: Each rank waited for the next.
+        certain: The ranks that each rank was blocked on. A chain also follows posted receives and
+            background calls.
     """
     for start, rank in enumerate(chain[:-1]):
         circle = [*chain[start:], rank]
@@ -134,13 +132,13 @@ def waiting_circle(chain: Sequence[int], certain: Mapping[int, Sequence[int]]) -
 
 
 def excerpt(errors: Sequence[str]) -> list[str]:
-    """Return the lines worth showing: from the first traceback on, else the last few."""
+    """Return the lines from the first traceback on, else the last few."""
     begins = (index for index, line in enumerate(errors) if _TRACEBACK.match(line))
     return list(errors[next(begins, -_PLAIN_LINES) :])
 
 
 def _has_fallen(gone: Gone) -> bool:
-    """Whether it said itself why it leaves."""
+    """Whether the rank reported its own failure."""
     return gone.exit_code is not None
 
 
