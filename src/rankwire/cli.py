@@ -1,4 +1,4 @@
-"""The command line. Only this module imports typer, and ``import rankwire`` does not import it."""
+"""The command line. The only module that imports typer; ``import rankwire`` does not load it."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ def describe(
     """Rank-addressed RPC, messaging and collectives between the processes of a training job."""
 
 
-# The first argument that is not an option is the program; all that follows is the program's own.
+# The first argument that is not an option is the program; the program gets all that follow.
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     program: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script, options too.")
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Passed to the script, including options."),
     ] = None,
     *,
     ranks: Annotated[
@@ -79,15 +80,16 @@ def run(
     master: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Where node 0 listens, as all reach it; any free port."
+            metavar="HOST:PORT",
+            help="The address of node 0 as all hosts reach it, with a free port.",
         ),
     ] = None,
     secret_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The job's secret, the same on all hosts, in a file that only you can read; on"
-            " several hosts RANKWIRE_SECRET_FILE may name it.",
+            help="A file with the job's secret, the same on all hosts, that only you can read."
+            " Default on several hosts: RANKWIRE_SECRET_FILE.",
         ),
     ] = None,
     tls_dir: Annotated[
@@ -95,14 +97,14 @@ def run(
         typer.Option(
             "--tls",
             metavar="DIR",
-            help="Use TLS, with the files that `rankwire certificates` made, on all hosts; on"
-            " several hosts RANKWIRE_TLS_DIR may name it.",
+            help="Use TLS on all hosts, with the files that `rankwire certificates` made."
+            " Default on several hosts: RANKWIRE_TLS_DIR.",
         ),
     ] = None,
     restarts: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="After a failure, start all ranks anew, at most N times."
+            min=0, metavar="N", help="After a failure, restart all ranks, at most N times."
         ),
     ] = 0,
     on_failure: Annotated[
@@ -117,8 +119,7 @@ def run(
         typer.Option(
             min=0,
             metavar="N",
-            help="With --on-failure restart: how many times for each rank; one more failure of it"
-            " stops the job.",
+            help="With --on-failure restart: restarts of each rank; one more failure ends the job.",
         ),
     ] = DEFAULT_MAX_RESTARTS,
     debugged: Annotated[
@@ -128,7 +129,7 @@ def run(
             min=0,
             metavar="R",
             help="Give this rank the terminal, for breakpoint(). Operations of all ranks without a"
-            " timeout of their own then wait without a limit.",
+            " timeout of their own then have no limit.",
         ),
     ] = None,
     grace: Annotated[
@@ -147,17 +148,17 @@ def run(
 
     Example: `rankwire run -n 4 train.py --epochs 3`
 
-    On several hosts, the same line on each, but for the node rank:
+    On several hosts, run the same line on each, with its own node rank:
     `rankwire run -n 4 --nnodes 2 --node-rank 0 --master host0:29400 --secret-file job.secret
     train.py`. Ranks are numbered by node.
 
     In the program, `rankwire.connect()` joins the world. RANKWIRE_RANK and RANKWIRE_WORLD_SIZE tell
     each rank its number and how many there are, RANKWIRE_RESTART_COUNT how many times it was
-    started before; the job's secret comes by file descriptor.
+    started before; ranks get the job's secret by file descriptor.
 
     When a rank fails, the others get SIGTERM, and SIGKILL after the grace, unless --on-failure says
-    otherwise. The exit code is that of the rank that failed first; a rank that was started anew has
-    not failed if its last process ends well. Ctrl-C interrupts all ranks, a second one kills them.
+    otherwise. The exit code is that of the rank that failed first; a restarted rank has not failed
+    if its last process exits with 0. Ctrl-C interrupts all ranks, a second one kills them.
     """
     if not is_module and not Path(program).is_file():
         raise ConfigurationError(f"no script {program!r}{_module_hint(program)}")
@@ -196,20 +197,20 @@ def doctor(
         bool, typer.Option("--json", help="Print all values as JSON instead of a table.")
     ] = False,
     megabytes: Annotated[
-        int, typer.Option(min=1, metavar="MB", help="Size of large messages, in MiB.")
+        int, typer.Option(min=1, metavar="MB", help="Size of large messages in MiB.")
     ] = 64,
 ) -> None:
-    """Start N ranks here and print who reaches whom, by what, how fast, and what to change.
+    """Start N ranks here and print how they reach each other, how fast, and what to change.
 
     For a world on several hosts, start the same module with the launcher of your choice:
     `rankwire run -n 4 --nnodes 2 ... -m rankwire.launch.doctor`, or
     `mpiexec -n 8 python -m rankwire.launch.doctor`.
 
     `copy` is a Unix socket with large messages in a single copy. The exit code is 1 if something
-    does not work, 0 if all does.
+    does not work, else 0.
     """
     command = ["-m", "rankwire.launch.doctor", "--nbytes", str(megabytes << 20)]
-    if sys.stdout.isatty():  # the ranks write to a pipe, and cannot know
+    if sys.stdout.isatty():  # the ranks write to a pipe
         os.environ.setdefault("FORCE_COLOR", "1")
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     raise typer.Exit(run_ranks(command + ["--json"] * is_json, ranks=ranks, has_prefix=False))
@@ -218,20 +219,21 @@ def doctor(
 @app.command()
 def certificates(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Made here, closed to others; must not exist.")
+        Path,
+        typer.Argument(metavar="DIR", help="Created with access for you only; must not exist."),
     ],
     *,
     ranks: Annotated[
         int, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on all hosts.")
     ],
     days: Annotated[
-        float, typer.Option(metavar="D", help="How long they are good; longer than the job runs.")
+        float, typer.Option(metavar="D", help="How long they are valid; longer than the job runs.")
     ] = 30.0,
 ) -> None:
     """Make the certificates of one job, for `rankwire run --tls DIR`.
 
     One for launchers and one for each rank, signed by an authority of this job alone, whose key is
-    thrown away. Make new ones for each job. Needs rankwire with its extra `tls`.
+    not kept. Make new ones for each job. Needs the extra `rankwire[tls]`.
     """
     # Loads cryptography, which is optional.
     from rankwire.launch.certificates import make_certificates
@@ -239,7 +241,7 @@ def certificates(
     make_certificates(folder, ranks, days=days)
     typer.echo(
         f"{folder}: certificates of a launcher and {ranks} rank{'s'[: ranks > 1]},"
-        f" good for {days:g} days\n"
+        f" valid for {days:g} days\n"
         "Copy to each host, into a folder that only you can read:\n"
         "  ca.pem, launcher.pem, launcher.key\n"
         "  rank-N.pem, rank-N.key of each rank N of that host (ranks are numbered by node)\n"

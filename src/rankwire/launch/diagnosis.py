@@ -1,6 +1,6 @@
-"""Diagnosis: what is wrong with a world, from facts about its ranks and measurements of its links.
+"""Diagnose a world from facts about its ranks and measurements of its links. Pure.
 
-Pure: values in, advice out. ``doctor`` collects the values. Only what was really seen is said.
+``doctor`` collects the values. The advice reports only what was observed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import msgspec
 
-# A link is marked when it is so much worse than the median of its kind.
+# A link is marked if it is worse than the median of its kind by these factors.
 _SLOW = 5.0
 _NARROW = 3.0
 _ENOUGH_TO_COMPARE = 4
-# To each peer: messages there and back, calls there and back. And what a process has anyway.
+# To each peer: messages both ways, calls both ways. And those of the process itself.
 _DESCRIPTORS_A_PEER = 4
 _OTHER_DESCRIPTORS = 64
 _Key = TypeVar("_Key", bound=Hashable)
@@ -24,24 +24,24 @@ _Value = TypeVar("_Value")
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What one rank knows of itself; 0 or empty where that cannot be found out.
+    """Facts about one rank; 0 or empty if unknown.
 
     Attributes:
-        rank: Its rank.
+        rank: The rank.
         host: Its host's name.
-        boot: Equal for two ranks that share a kernel.
-        net_namespace: Equal for two ranks of one kernel that share a network.
-        pid_namespace: The same for process ids.
-        cores: How many it may use.
-        spins: Whether a waiting thread polls before it sleeps, on a core of its own.
-        why_nothing_shared: Why collectives do not meet in shared memory; empty if they can.
+        boot: Equal for ranks that share a kernel.
+        net_namespace: Equal for ranks of one kernel that share a network.
+        pid_namespace: Equal for ranks of one kernel that share process ids.
+        cores: The number of cores that it may use.
+        spins: Whether a waiting thread polls before it sleeps, on its own core.
+        why_nothing_shared: Why collectives cannot use shared memory; empty if they can.
         max_descriptors: The limit of open files.
-        somaxconn: How many connections may wait at a listening socket.
+        somaxconn: The limit of connections in a listening socket's backlog.
         ptrace_scope: Yama's setting; -1 if the kernel has none.
         has_seccomp: Whether its system calls are filtered.
-        mtu: Of the interface of the default route.
-        version: Of rankwire.
-        python: Of Python.
+        mtu: The MTU of the default route's interface.
+        version: The version of rankwire.
+        python: The version of Python.
     """
 
     rank: int
@@ -65,12 +65,12 @@ class Cell(msgspec.Struct, frozen=True):
     """How one rank reaches another.
 
     Attributes:
-        src: Who sends.
-        dst: Who receives.
-        transport: ``"unix"`` or ``"tcp"``; empty if it is not reached.
-        single_copy: Whether large messages are read out of the sender's memory.
-        why_not: Why they are not; or why it is not reached.
-        latency: Seconds of a small round trip, the median.
+        src: The sender.
+        dst: The receiver.
+        transport: ``"unix"`` or ``"tcp"``; empty if ``dst`` is unreachable.
+        single_copy: Whether large messages are read from the sender's memory.
+        why_not: Why not, or why ``dst`` is unreachable.
+        latency: The median of small round trips, in seconds.
         bandwidth: Bytes a second of large messages.
     """
 
@@ -84,7 +84,7 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """What it goes by, in one word."""
+        """The transport in one word."""
         return "copy" if self.single_copy else self.transport or "none"
 
 
@@ -92,8 +92,8 @@ class Advice(msgspec.Struct, frozen=True):
     """Something to change.
 
     Attributes:
-        is_bad: Whether the world does not work as it is; else it could be faster.
-        what: What was seen.
+        is_bad: Whether the world does not work without the change; else it is slower.
+        what: What was observed.
         change: What to do about it.
     """
 
@@ -103,11 +103,11 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All that the doctor found.
+    """The results of an examination.
 
     Attributes:
         facts: About each rank.
-        cells: About each link that was tried.
+        cells: About each measured link.
         marked: The cells to look at, as (src, dst).
         advice: What to change.
     """
@@ -180,7 +180,7 @@ def _versions(facts: Sequence[Facts]) -> Iterator[Advice]:
 
 def _without_single_copy(cells: Sequence[Cell], facts: dict[int, Facts]) -> Iterator[Advice]:
     def reason_and_remedy(cell: Cell) -> tuple[str, str]:
-        # The number of the process is another one each time.
+        # The process id differs for each link.
         reason = cell.why_not.split(" of process ")[0]
         return reason, _remedy(facts.get(cell.src), facts.get(cell.dst))
 
@@ -297,7 +297,6 @@ def _groups(values: dict[int, str]) -> str:
 
 
 def _grouped(values: Iterable[_Value], key: Callable[[_Value], _Key]) -> dict[_Key, list[_Value]]:
-    """Return the values by their key, in the order in which they come."""
     groups: dict[_Key, list[_Value]] = defaultdict(list)
     for value in values:
         groups[key(value)].append(value)

@@ -1,10 +1,9 @@
-"""``rankwire doctor``: who reaches whom in a world, by what, how fast, and what to change.
+"""``rankwire doctor``: which ranks of a world reach each other, how fast, and what to change.
 
 Every rank of the world runs this module: ``rankwire doctor -n 4`` starts one here, and any launcher
-starts one anywhere (``mpiexec -n 8 python -m rankwire.launch.doctor``). Rank 0 orders one pair
-after the other to measure, so that no measurement disturbs another, collects the values, and prints
-what ``diagnosis`` makes of them. There is no barrier: ranks that do not reach each other are the
-point.
+starts one anywhere (``mpiexec -n 8 python -m rankwire.launch.doctor``). Rank 0 has one pair after
+the other measure, so that measurements do not disturb each other, and prints the ``diagnosis``.
+There is no barrier, because ranks may not reach each other.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ DEFAULT_NBYTES = 64 << 20
 _ROUND_TRIPS = 300
 _WARM_UP = 30
 _REPEATS = 3
-# A pair that has not measured after so long does not reach each other.
+# Seconds after which the ranks of a pair count as unreachable.
 _PAIR_LIMIT = 30.0
-# Bytes a second; a large message on a slower link is not waited for to its end.
+# Bytes a second; large messages on a slower link time out.
 _SLOWEST = 10e6
 _T = TypeVar("_T")
 _ORDER, _RESULT, _PING, _BULK = 1, 2, 3, 4
-# A matrix for more ranks is wider than a screen.
+# Ranks; a matrix for more is wider than a screen.
 _WIDEST = 12
 
 
 class _Order(msgspec.Struct):
-    """Rank 0 to another: measure with this peer, as the first of the two; None to end."""
+    """An order of rank 0: measure with this peer, as the first of the two or not; None ends."""
 
     peer: int | None
     is_first: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Be one rank of the examined world; return the exit code, 1 if something is bad."""
+    """Run as one rank of the examined world; return the exit code, 1 if something is bad."""
     parser = argparse.ArgumentParser("rankwire.launch.doctor", description=main.__doc__)
     parser.add_argument("--json", action="store_true", help="print values instead of a table")
     parser.add_argument("--nbytes", type=int, default=DEFAULT_NBYTES, help="size of large messages")
     options = parser.parse_args(arguments)
-    # Our own limit is nothing that the examination should find.
+    # Raised, so that our own limit does not end the measurement.
     with connect(max_message_nbytes=max(options.nbytes, DEFAULT_NBYTES)) as backend:
         if backend.rank != 0:
             _obey(backend, options.nbytes)
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]:
-    """As rank 0: have every pair measured, and return what all ranks found."""
+    """As rank 0: have every pair measure, and return the results of all ranks."""
     facts, cells = [_facts(backend)], []
     say = _progress()
     reached = [0]
@@ -102,13 +101,13 @@ def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]
             cells.append(Cell(one, other, why_not=error.message))
         say(f"measured ranks {one} and {other}")
     for rank in reached[1:]:
-        with suppress(RankwireError):  # it has been measured, whatever happened to it since
+        with suppress(RankwireError):  # it was measured; a later failure does not matter
             _give_order(backend, rank, _Order(None))
     return facts, cells
 
 
 def _obey(backend: TcpBackend, nbytes: int) -> None:
-    """As another rank: measure when told to."""
+    """As another rank: measure on the orders of rank 0."""
     has_told_facts = False
     while True:
         data = backend.recv(0, _ORDER, timeout=3600.0)
@@ -136,7 +135,7 @@ def _bulk_limit(nbytes: int) -> float:
 
 
 def _measure(backend: TcpBackend, peer: int, nbytes: int, *, is_first: bool) -> Cell:
-    """Measure with a peer that does the same; return the cell of this direction."""
+    """Measure with a peer that does the same; return the results of this direction."""
     try:
         link = backend.link_to(peer, timeout=_PAIR_LIMIT)
         latency = _latency(backend, peer, is_first=is_first)
@@ -166,8 +165,8 @@ def _latency(backend: TcpBackend, peer: int, *, is_first: bool) -> float:
 
 
 def _bandwidth(backend: TcpBackend, peer: int, nbytes: int, *, is_sender: bool) -> float:
-    """Return bytes a second of the best of a few large messages, each acknowledged."""
-    array = np.ones(nbytes, dtype=np.uint8).data  # every page is there
+    """Return the best rate of a few large messages, each acknowledged, in bytes a second."""
+    array = np.ones(nbytes, dtype=np.uint8).data  # touches every page
     best, limit = float("inf"), _bulk_limit(nbytes)
     for _ in range(1 + _REPEATS):
         begin = REAL_TIME.now()
@@ -205,7 +204,6 @@ def _facts(backend: TcpBackend) -> Facts:
 
 
 def _default_mtu() -> int:
-    """Return the MTU of the interface that the default route takes."""
     for line in _read("/proc/net/route").splitlines()[1:]:
         fields = line.split()
         if fields[1] == "00000000":
@@ -216,15 +214,15 @@ def _default_mtu() -> int:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
-    except OSError:  # hidden, or a kernel without it
+    except OSError:  # not readable, or the kernel lacks it
         return ""
 
 
-# -- what is shown ---------------------------------------------------------------------------------
+# -- report ----------------------------------------------------------------------------------------
 
 
 def _progress() -> Callable[[str], None]:
-    """Return what says how far the examination is, but not more than once a second."""
+    """Return a function that prints progress at most once a second."""
     last = REAL_TIME.now()
 
     def say(text: str) -> None:

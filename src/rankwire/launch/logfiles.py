@@ -1,12 +1,10 @@
-"""The log files of ranks, in a folder that others may be able to write.
+"""The log files of ranks, safe in a folder that other users can write to.
 
-In a shared folder such as ``/tmp`` another user may have put something in the way: a link that
-leads to a file of this user, which would then be overwritten; a file that he can read; a FIFO that
-no process reads. So a log is a new file of mode 0600, made through the folder as it was opened at
-first. It replaces a regular file of this user's own without other names, and nothing else. A folder
-that is made for logs has mode 0700; one that exists keeps the mode that the user gave it. The
-folder itself may be a link of this user (``~/logs`` to a larger disk), but not one that another
-user has put into a folder that others can write.
+In a shared folder such as ``/tmp`` another user may have planted a link to a file of this user, a
+file that they can read, or a FIFO. So a log is a new file of mode 0600, created through the
+descriptor of the folder. It replaces only a regular file of this user without hard links. A new
+folder gets mode 0700; an existing one keeps its mode. The folder may be a link of this user
+(``~/logs`` to a larger disk), but not one that another user made in a folder that others can write.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ _ADVICE = "remove it, or choose another --log-dir"
 
 
 class Log:
-    """What both streams of a rank are logged by; a full disk ends the log, not the job.
+    """Log both streams of a rank. A full disk ends the log, not the job.
 
     Args:
-        file: Unbuffered.
-        named: How to name it.
-        on_end: Is told once, in one line, why nothing is written any more.
+        file: The file, unbuffered.
+        named: Its name for messages.
+        on_end: Called once, with the reason, when writing fails.
     """
 
     def __init__(self, file: BinaryIO, named: str, on_end: Callable[[str], None]) -> None:
@@ -39,7 +37,7 @@ class Log:
         self._on_end = on_end
 
     def write(self, data: bytes) -> None:
-        """Write all of it, or note that this is the end."""
+        """Write all of ``data``; if that fails, end the log."""
         rest = memoryview(data)
         try:
             while rest and self._file is not None:
@@ -50,13 +48,10 @@ class Log:
 
 
 class LogFolder:
-    """A folder of logs, which is made if it does not exist. One thread.
-
-    Args:
-        path: Where it is, as the user gave it.
+    """Create or open a folder of logs. For one thread.
 
     Raises:
-        ConfigurationError: It cannot be made or used.
+        ConfigurationError: It cannot be created or used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,10 +65,10 @@ class LogFolder:
             raise ConfigurationError(f"--log-dir {path}: {error.strerror}") from error
 
     def open(self, rank: int) -> BinaryIO:
-        """Return the log of a rank, empty at first; the same one when the rank is started again.
+        """Return the log of a rank, empty at first; the same one after a restart.
 
         Raises:
-            ConfigurationError: It cannot be made, or something is in its place.
+            ConfigurationError: It cannot be created, or something else has its name.
         """
         if rank not in self._files:
             name = f"rank_{rank}.log"
@@ -95,10 +90,10 @@ class LogFolder:
             self._descriptor = -1
 
     def _create(self, name: str) -> int:
-        """Make a new file that only this user can read, in place of an old log."""
+        """Replace an old log by a new file that only this user can read."""
         with suppress(FileNotFoundError):
             _check_own(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
-            # Another process may have it open for reading, so it is not used again.
+            # Not reused: another process may have it open for reading.
             os.unlink(name, dir_fd=self._descriptor)
         return os.open(name, _FLAGS, 0o600, dir_fd=self._descriptor)
 
@@ -115,7 +110,7 @@ def _check_own(status: os.stat_result) -> None:
 
 
 def _refuse_planted_links(path: Path) -> None:
-    """Refuse a way that leads over a link which another user put where all can."""
+    """Refuse a path through a link that another user made in a folder that others can write."""
     way = Path(os.path.abspath(path))
     for place in (*reversed(way.parents), way):
         link, folder = place.lstat(), place.parent.stat()

@@ -1,7 +1,4 @@
-"""The reporter: what the launcher of node 0 says about a job, while it runs and at its end.
-
-It is asked by the job and decides nothing.
-"""
+"""Print what happens to a job, while it runs and at its end, at the launcher of node 0."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from rankwire.launch.summary import Failure, first_failure
 from rankwire.texts import name_ranks
 
 STATUS_EVERY = 0.25
-# Nothing is said about a job that is over at once.
+# Seconds without a status line, which a short job does not need.
 _STATUS_AFTER = 1.0
 _WARNING = "bold yellow"
-_MOST_PLACES = 2  # that are shown of ranks that waited for each other
+_MOST_PLACES = 2  # shown of ranks that waited for each other
 
 
 class Counts(NamedTuple):
@@ -30,11 +27,11 @@ class Counts(NamedTuple):
 
     Attributes:
         running: Their processes run.
-        up: They are members of a world that has formed.
-        done: They ended well.
-        failed: They did not.
-        suspected: They run, and have not been heard for a while.
-        missing_nodes: Hosts whose launchers have not come yet.
+        up: They are members of the formed world.
+        done: They ended with exit code 0.
+        failed: They ended otherwise.
+        suspected: They run, but have been silent for a while.
+        missing_nodes: Hosts whose launchers have not connected.
     """
 
     running: int = 0
@@ -46,7 +43,7 @@ class Counts(NamedTuple):
 
 
 def describe(counts: Counts, seconds: float) -> str:
-    """Return the line; states with no rank in them are left out."""
+    """Return the status line, without states that no rank is in."""
     if counts.missing_nodes:
         plural = "" if counts.missing_nodes == 1 else "s"
         parts = [f"waiting for {counts.missing_nodes} node{plural}"]
@@ -63,12 +60,7 @@ def describe(counts: Counts, seconds: float) -> str:
 
 
 class Reporter:
-    """Says on the launcher's screen what becomes of a job. One thread.
-
-    Args:
-        output: Where it is said.
-        parts: The ranks.
-    """
+    """Print what happens to the ranks of a job. For one thread."""
 
     def __init__(self, output: Output, parts: Parts) -> None:
         self._output = output
@@ -78,7 +70,7 @@ class Reporter:
         self._status_at = REAL_TIME.now() + _STATUS_AFTER
 
     def show_status(self, attempt: Attempt) -> None:
-        """Draw the status line, again after each line that took its place."""
+        """Draw the status line, again after each printed line."""
         if REAL_TIME.now() >= self._status_at:
             self._status_at = REAL_TIME.now() + STATUS_EVERY
             self._status = self._describe(attempt)
@@ -97,7 +89,7 @@ class Reporter:
         return describe(counts, self._age.waited)
 
     def name_who_is_left(self, attempt: Attempt) -> None:
-        """Say once that all who still run were given up: they may never end by themselves."""
+        """Say once that only ranks are left that were declared lost: they may never end."""
         silent = attempt.silent
         if not silent or attempt.is_stopping or attempt.has_said_left:
             return
@@ -110,11 +102,11 @@ class Reporter:
             self._output.say(text, "bold yellow")
 
     def report(self, attempt: Attempt, trouble: str) -> str:
-        """Say what became of the job; return the gist of it.
+        """Print the result of the job; return the gist of it.
 
         Args:
-            attempt: The last one.
-            trouble: What ended the job besides a rank, if anything did.
+            attempt: The last attempt.
+            trouble: What ended the job other than a rank, or empty.
         """
         self._output.show_status("")
         gist = trouble
@@ -154,11 +146,11 @@ class Reporter:
         return gist
 
     def _blame_who_held_up(self, attempt: Attempt, chain: list[int]) -> str:
-        """Say which rank was waited for in vain, and where it was; return that in one line.
+        """Print which rank held up the others, and its stacks; return that in one line.
 
         Args:
-            attempt: The one that failed.
-            chain: Who waited for whom; the last one has held up the others.
+            attempt: The failed attempt.
+            chain: Each rank waited for the next; the last one held up the others.
         """
         circle = attempt.circle(chain)
         if circle:
@@ -178,7 +170,7 @@ class Reporter:
         return gist
 
     def _blame_circle(self, attempt: Attempt, circle: list[int]) -> str:
-        """Say that ranks waited for each other, and where they were; return the gist of it."""
+        """Print that ranks waited for each other, and their stacks; return the gist of it."""
         waited = ", ".join(
             f"rank {a} waited for rank {b}" for a, b in pairwise([*circle, circle[0]])
         )
@@ -195,28 +187,17 @@ class Reporter:
         return gist
 
     def announce_rank_restart(self, rank: int, ending: Ending, when: str) -> None:
-        """Say that one rank alone is started again.
-
-        Args:
-            rank: Which.
-            ending: How its process ended.
-            when: When, and the how-manieth time it is, in words.
-        """
+        """Print that one rank restarts; ``when`` has the delay and the number of restarts."""
         where = self._parts.where(rank)
         self._output.say(f"rank {rank} failed ({ending}){where}: it starts again {when}", _WARNING)
 
     def announce_loss(self, rank: int, ending: Ending) -> None:
-        """Say that a rank has failed and the others go on."""
+        """Print that a rank has failed and the others continue."""
         where = self._parts.where(rank)
         self._output.say(f"rank {rank} failed ({ending}){where}: the others go on", _WARNING)
 
     def announce_restart(self, attempt: Attempt, count: str) -> None:
-        """Say that all ranks are started again, and because of what.
-
-        Args:
-            attempt: The one that failed.
-            count: The how-manieth restart it is, in words.
-        """
+        """Print that all ranks restart, and why; ``count`` has the number of restarts."""
         failures = attempt.failures(self._parts)
         first = first_failure(failures)
         if attempt.is_because_of_began(failures):
@@ -227,13 +208,12 @@ class Reporter:
             self._quote(first)
 
     def _quote(self, failure: Failure) -> None:
-        """Show what a failed rank said, unless it is still to be seen."""
+        """Print the last lines of a failed rank, unless they are still on the screen."""
         if failure.excerpt and not self._is_seen(failure):
             source = "the last lines of its stderr" if failure.is_in_its_stderr else "its traceback"
             self._output.say(f"{source}:")
             self._output.quote(failure.excerpt)
 
     def _is_seen(self, failure: Failure) -> bool:
-        """Whether what a failed rank said is still to be seen on the screen."""
         is_here = failure.rank in self._parts.local.ranks
         return is_here and failure.is_in_its_stderr and self._output.is_in_view(failure.rank)

@@ -1,8 +1,8 @@
-"""``rankwire run``: a job's ranks on this host, and with other launchers on several hosts.
+"""``rankwire run``: start the ranks of this host, with other launchers on several hosts.
 
-Here the settings are checked and the parts put together: one loop, the ranks of this host, and what
-directs them: the job itself on node 0 (``job``), else the launcher of node 0 (``nodes``). A
-launcher that is killed leaves a reaper that ends its ranks in its place.
+This module checks the settings and assembles the loop, the ranks of this host, and what directs
+them: the job on node 0 (``job``), else the launcher of node 0 (``nodes``). If the launcher is
+killed, a reaper ends its ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rankwire.transports.sockets import TcpAddress
 DEFAULT_GRACE = 5.0
 _SECRET_NBYTES = 32
 _LOOPBACKS = ("127.0.0.1:0", "[::1]:0")
-# What a launcher has open besides, and what is open for a moment while a rank is started.
+# Open files of the launcher itself, including those of a rank that is being started.
 _OWN_DESCRIPTORS = 24
 _DESCRIPTORS_OF_RANK = 4  # two pipes, its socket for the secret, and its connection
 _MAKE_A_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
@@ -64,24 +64,23 @@ def run(
     has_prefix: bool = True,
     log_dir: Path | None = None,
 ) -> int:
-    """Start ``ranks`` processes of one Python program, wait for them, and return the exit code.
+    """Start a Python program as ``ranks`` processes, wait for them, and return the exit code.
 
-    That is 0 if all ranks ended well (of one that was started anew, its last process), else the
-    code of the rank that failed first (128 + the signal that killed it), or 128 + the signal that
-    stopped the launcher; on all hosts the same. Main thread only.
+    The code is 0 if all ranks ended with 0 (of a restarted rank, its last process). Else it is that
+    of the rank that failed first, or 128 + the signal that killed it or stopped the launcher. All
+    hosts return the same. Main thread only.
 
     Args:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
-        ranks: How many on this host.
-        nodes: How many hosts the job has, each with a launcher of its own.
-        node: Which of them this is; world ranks are numbered in this order.
-        master: ``host:port`` of node 0, where its launcher listens.
-        secret_file: A file with the job's secret, the same on all hosts; None makes one up.
-        tls_dir: A folder with the certificates of the launcher and of this host's ranks.
-        restarts: How many times the whole world is started anew after a failure.
-        on_failure: What becomes of the others when a rank fails: they are stopped, go on without
-            it, or go on while it alone is started anew.
-        max_restarts: How many times each rank alone may be started anew.
+        ranks: The number of ranks on this host.
+        nodes: The number of hosts, each with its own launcher.
+        node: The number of this host; world ranks are numbered in this order.
+        master: ``host:port`` where the launcher of node 0 listens.
+        secret_file: A file with the job's secret, the same on all hosts; None creates a secret.
+        tls_dir: The folder with the certificates of the launcher and of this host's ranks.
+        restarts: How many times all ranks may be restarted after a failure.
+        on_failure: What happens to the other ranks when one fails.
+        max_restarts: How many times each rank may be restarted alone.
         debugged: The rank that gets this launcher's terminal, to be debugged in it.
         grace: Seconds between the request to stop and SIGKILL.
         has_prefix: Whether to begin each line with its rank.
@@ -94,7 +93,7 @@ def run(
         raise InvalidWorldSizeError(ranks)
     if not 0 <= grace < math.inf:
         raise ConfigurationError(f"the grace is 0 or more seconds, not {grace!r}")
-    default_timeout()  # an invalid one is one error here, and else one for each rank
+    default_timeout()  # an invalid one is one error here, instead of one for each rank
     _check_nodes(nodes, node, master, secret_file)
     if restarts and on_failure is not OnFailure.STOP:
         raise ConfigurationError(
@@ -106,7 +105,7 @@ def run(
     secret = _secret(secret_file)
     policy = _policy(master or _LOOPBACKS[0], tls_dir)
     if tls_dir is not None:
-        tls_dir = tls_dir.absolute()  # a program may change its folder before it connects
+        tls_dir = tls_dir.absolute()  # a program may change its working directory
     _fill_standard_fds()
     _check_descriptors(ranks, has_logs=log_dir is not None)
     with contextlib.ExitStack() as stack:
@@ -126,7 +125,7 @@ def run(
         reaper = stack.enter_context(_reaper(grace))
         subreaper = stack.enter_context(contextlib.closing(Subreaper(reaper)))
         if not subreaper.is_adopting:
-            output.say("what ranks start in other sessions cannot be found here, and may stay")
+            output.say("processes that ranks start in other sessions may be left running here")
         local = LocalRanks(
             command,
             ranks,
@@ -143,7 +142,7 @@ def run(
             return follow(
                 loop, local, address=master, secret=secret, policy=policy, node=node, nodes=nodes
             )
-        # Bound before anything is told to anyone: no other process can take the port in between.
+        # Bound before its address is announced, so that no other process can take the port.
         listener = bind(master) if master is not None else _bind_loopback()
         host, port = listener.getsockname()[:2]
         if nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
@@ -181,7 +180,7 @@ def _check_nodes(nodes: int, node: int, master: str | None, secret_file: Path | 
         raise ConfigurationError(f"--master {master}: choose a port, the others have to know it")
     if secret_file is None:
         raise ConfigurationError(
-            f"{nodes} nodes need a secret, so that nobody else can join. Make one with"
+            f"{nodes} nodes need a secret, so that no other process can join. Make one with"
             f" {_MAKE_A_SECRET}, copy it to all hosts, and add --secret-file job.secret"
         )
 
@@ -200,7 +199,7 @@ def _secret(secret_file: Path | None) -> bytes:
 
 @contextlib.contextmanager
 def _runtime_folder(output: Output) -> Iterator[None]:
-    """Have a safe folder for socket files; if it is not the ordinary one, tell ranks and user."""
+    """Provide a safe folder for socket files; if it is not the default, tell ranks and user."""
     before = os.environ.get(RUNTIME_DIR)
     with contextlib.ExitStack() as stack:
         try:
@@ -209,7 +208,7 @@ def _runtime_folder(output: Output) -> Iterator[None]:
             trouble = error.message.removesuffix(f". {WHAT_TO_SET}")
             try:
                 made = tempfile.TemporaryDirectory(prefix="rankwire-", ignore_cleanup_errors=True)
-            except OSError:  # a world on one host needs none if its ranks talk over TCP
+            except OSError:  # not needed by ranks that talk over TCP
                 output.say(error.message, "bold yellow")
                 yield
                 return
@@ -225,9 +224,9 @@ def _runtime_folder(output: Output) -> Iterator[None]:
 
 
 def _policy(address: str, tls_dir: Path | None) -> Policy:
-    """Return how ranks and launchers are talked to; reads the files, so that none is missed later.
+    """Return the protection of connections; read the launcher's files now, to fail early.
 
-    Those of the ranks are looked for when it is known which ranks are here.
+    ``LocalRanks.start`` checks those of the ranks, whose numbers are not known yet.
     """
     tls = None if tls_dir is None else files_of(tls_dir, "launcher")
     return choose_policy("auto", TcpAddress.parse(address), tls=tls)
@@ -241,7 +240,7 @@ def _reaper(grace: float) -> Reaper:
 
 
 def _bind_loopback() -> socket.socket:
-    """Bind at the first loopback address that works here; in a container it may be down."""
+    """Bind to the first loopback address that works; in a container the interface may be down."""
     troubles = []
     for address in _LOOPBACKS:
         try:
@@ -251,7 +250,7 @@ def _bind_loopback() -> socket.socket:
             continue
         try:
             with socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
-                probe.connect(listener.getsockname())  # asks for a route, and sends nothing
+                probe.connect(listener.getsockname())  # looks up a route and sends nothing
         except OSError as error:
             troubles.append(f"{listener.getsockname()[0]}: {error.strerror}")
             listener.close()
@@ -264,7 +263,7 @@ def _bind_loopback() -> socket.socket:
 
 
 def _check_descriptors(ranks: int, *, has_logs: bool) -> None:
-    """Raise if the launcher cannot have as many open files as it needs to start the ranks."""
+    """Raise if the limit of open files is too low for the launcher to start the ranks."""
     if lacking := open_files.allow(_OWN_DESCRIPTORS + ranks * (_DESCRIPTORS_OF_RANK + has_logs)):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = limit + lacking
@@ -275,7 +274,7 @@ def _check_descriptors(ranks: int, *, has_logs: bool) -> None:
 
 
 def _fill_standard_fds() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr, before a pipe gets its number."""
+    """Open /dev/null for a closed stdin, stdout or stderr, before a pipe gets its descriptor."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
