@@ -18,20 +18,32 @@ from rankwire.texts import MAX_REASON
 from rankwire.wire.frames import LOAN, Channel, Frame
 from rankwire.wire.loans import Parcel, pack_loan
 from rankwire.wire.parser import FrameParser
-from rankwire.wire.protocol import FAREWELL, Course, Happening, Protocol, course_after, left
+from rankwire.wire.protocol import (
+    FAREWELL,
+    ConnectionState,
+    Protocol,
+    StreamEvent,
+    left,
+    state_after,
+)
 
 LIMIT = 1000
-FINAL = (Course.LEFT, Course.GIVEN_UP, Course.LOST, Course.SPOILED)
+FINAL = (
+    ConnectionState.LEFT,
+    ConnectionState.GIVEN_UP,
+    ConnectionState.LOST,
+    ConnectionState.SPOILED,
+)
 # The table of the module, once more and by hand.
 TABLE = {
-    (Course.UNUSED, Happening.FRAMES): Course.OPEN,
-    (Course.UNUSED, Happening.FAREWELL): Course.LEFT,
-    (Course.UNUSED, Happening.END): Course.GIVEN_UP,
-    (Course.UNUSED, Happening.VIOLATION): Course.SPOILED,
-    (Course.OPEN, Happening.FRAMES): Course.OPEN,
-    (Course.OPEN, Happening.FAREWELL): Course.LEFT,
-    (Course.OPEN, Happening.END): Course.LOST,
-    (Course.OPEN, Happening.VIOLATION): Course.SPOILED,
+    (ConnectionState.UNUSED, StreamEvent.FRAMES): ConnectionState.OPEN,
+    (ConnectionState.UNUSED, StreamEvent.FAREWELL): ConnectionState.LEFT,
+    (ConnectionState.UNUSED, StreamEvent.END): ConnectionState.GIVEN_UP,
+    (ConnectionState.UNUSED, StreamEvent.VIOLATION): ConnectionState.SPOILED,
+    (ConnectionState.OPEN, StreamEvent.FRAMES): ConnectionState.OPEN,
+    (ConnectionState.OPEN, StreamEvent.FAREWELL): ConnectionState.LEFT,
+    (ConnectionState.OPEN, StreamEvent.END): ConnectionState.LOST,
+    (ConnectionState.OPEN, StreamEvent.VIOLATION): ConnectionState.SPOILED,
 }
 
 
@@ -124,35 +136,35 @@ def take(protocol, *frames):
     return messages
 
 
-# -- the course: one row of the table each
+# -- the state: one row of the table each
 
 
 def test_a_connection_that_the_peer_dialled_is_unused_and_one_of_our_own_is_open():
-    assert make(incoming=True).course is Course.UNUSED
-    assert make(incoming=False).course is Course.OPEN
+    assert make(incoming=True).state is ConnectionState.UNUSED
+    assert make(incoming=False).state is ConnectionState.OPEN
 
 
-@pytest.mark.parametrize(("course", "happening"), [*product(Course, Happening)])
-def test_every_row_of_the_table(course, happening):
-    expected = TABLE.get((course, happening), course)
-    assert course_after(course, happening) is expected
+@pytest.mark.parametrize(("state", "event"), [*product(ConnectionState, StreamEvent)])
+def test_every_row_of_the_table(state, event):
+    expected = TABLE.get((state, event), state)
+    assert state_after(state, event) is expected
     protocol = make()
-    protocol.course = course
-    protocol.happened(happening)
-    assert protocol.course is expected
+    protocol.state = state
+    protocol.on_event(event)
+    assert protocol.state is expected
 
 
 def test_the_table_is_as_long_as_the_states_that_are_not_final():
-    assert set(TABLE) == set(product((Course.UNUSED, Course.OPEN), Happening))
-    assert {*FINAL, Course.UNUSED, Course.OPEN} == set(Course)
+    assert set(TABLE) == set(product((ConnectionState.UNUSED, ConnectionState.OPEN), StreamEvent))
+    assert {*FINAL, ConnectionState.UNUSED, ConnectionState.OPEN} == set(ConnectionState)
 
 
-@given(st.sampled_from(Course), st.lists(st.sampled_from(Happening)))
-def test_whatever_happens_a_final_state_stays_and_none_goes_back(course, happenings):
-    seen = [course]
-    for happening in happenings:
-        seen.append(course_after(seen[-1], happening))
-    rank = [Course.UNUSED, Course.OPEN]
+@given(st.sampled_from(ConnectionState), st.lists(st.sampled_from(StreamEvent)))
+def test_whatever_happens_a_final_state_stays_and_none_goes_back(state, happenings):
+    seen = [state]
+    for event in happenings:
+        seen.append(state_after(seen[-1], event))
+    rank = [ConnectionState.UNUSED, ConnectionState.OPEN]
     for before, after in pairwise(seen):
         if before in FINAL:
             assert after is before
@@ -160,12 +172,12 @@ def test_whatever_happens_a_final_state_stays_and_none_goes_back(course, happeni
             assert rank.index(after) >= rank.index(before)
 
 
-@given(st.sampled_from(Course), st.sampled_from(Happening))
-def test_what_happens_twice_in_a_row_has_happened_once(course, happening):
-    once = course_after(course, happening)
-    if (course, happening) == (Course.UNUSED, Happening.FRAMES):
-        assert once is Course.OPEN
-    assert course_after(once, happening) is once
+@given(st.sampled_from(ConnectionState), st.sampled_from(StreamEvent))
+def test_what_happens_twice_in_a_row_has_happened_once(state, event):
+    once = state_after(state, event)
+    if (state, event) == (ConnectionState.UNUSED, StreamEvent.FRAMES):
+        assert once is ConnectionState.OPEN
+    assert state_after(once, event) is once
 
 
 # -- the frames that make it move
@@ -176,7 +188,7 @@ def test_a_farewell_is_the_end_whatever_comes_with_it_or_after_it(incoming):
     protocol = make(incoming=incoming)
     frames = (message(b"before"), farewell(b"ignored"), message(b"after"), greeting(1))
     assert take(protocol, *frames) == [message(b"before")]
-    assert protocol.course is Course.LEFT
+    assert protocol.state is ConnectionState.LEFT
     assert protocol.can_lend is None  # the greeting came too late
 
 
@@ -190,7 +202,7 @@ def test_messages_of_every_channel_pass_as_they_came():
     ]
     assert take(protocol, *frames) == frames
     # That frames came is the reader's to say: it knows before it has a whole one.
-    assert protocol.course is Course.UNUSED
+    assert protocol.state is ConnectionState.UNUSED
 
 
 def test_greetings_are_no_messages():
@@ -199,7 +211,7 @@ def test_greetings_are_no_messages():
         message(b"a"),
         message(b"b"),
     ]
-    assert protocol.course is Course.OPEN
+    assert protocol.state is ConnectionState.OPEN
 
 
 # -- lending
@@ -295,7 +307,7 @@ def test_a_loan_that_is_not_allowed_spoils_what_follows_and_not_what_was_before(
     assert messages == [message(b"before")]
     assert isinstance(violation, ProtocolError)
     assert not borrowing.loans
-    assert protocol.course is Course.OPEN  # the owner says that it is spoiled
+    assert protocol.state is ConnectionState.OPEN  # the owner says that it is spoiled
 
 
 def test_a_loan_above_the_limit_tells_size_and_limit():
@@ -328,7 +340,7 @@ def summary(protocol, messages, violation):
     ]
     envelopes = [frame.envelope for frame in messages]
     lending = (protocol.can_lend, protocol.why_not_lend)
-    return protocol.course, lending, envelopes, payloads, repr(violation)
+    return protocol.state, lending, envelopes, payloads, repr(violation)
 
 
 @given(st.lists(FRAMES, max_size=8), st.booleans(), st.sampled_from(["", "no"]))
@@ -359,28 +371,28 @@ def test_frames_that_come_one_after_the_other_are_heard_as_together(frames, cut)
 
 
 @pytest.mark.parametrize(
-    ("course", "in_frame", "reason", "kind", "text"),
+    ("state", "in_frame", "reason", "kind", "text"),
     [
-        (Course.UNUSED, False, "", ChannelClosedError, "never used"),
-        (Course.UNUSED, False, "reset", ChannelClosedError, "never used"),
-        (Course.GIVEN_UP, False, "", ChannelClosedError, "never used"),
-        (Course.LEFT, False, "", ChannelClosedError, "rank 3 has left"),
-        (Course.LEFT, True, "reset", ChannelClosedError, "rank 3 has left"),
-        (Course.OPEN, False, "", PeerLostError, "its connection ended"),
-        (Course.OPEN, True, "", PeerLostError, "in the middle of a message"),
-        (Course.OPEN, True, "reset by peer", PeerLostError, "reset by peer"),
-        (Course.LOST, False, "", PeerLostError, "its connection ended"),
-        (Course.SPOILED, False, "", PeerLostError, "its connection ended"),
+        (ConnectionState.UNUSED, False, "", ChannelClosedError, "never used"),
+        (ConnectionState.UNUSED, False, "reset", ChannelClosedError, "never used"),
+        (ConnectionState.GIVEN_UP, False, "", ChannelClosedError, "never used"),
+        (ConnectionState.LEFT, False, "", ChannelClosedError, "rank 3 has left"),
+        (ConnectionState.LEFT, True, "reset", ChannelClosedError, "rank 3 has left"),
+        (ConnectionState.OPEN, False, "", PeerLostError, "its connection ended"),
+        (ConnectionState.OPEN, True, "", PeerLostError, "in the middle of a message"),
+        (ConnectionState.OPEN, True, "reset by peer", PeerLostError, "reset by peer"),
+        (ConnectionState.LOST, False, "", PeerLostError, "its connection ended"),
+        (ConnectionState.SPOILED, False, "", PeerLostError, "its connection ended"),
     ],
 )
-def test_what_an_end_of_the_stream_means(course, in_frame, reason, kind, text):
+def test_what_an_end_of_the_stream_means(state, in_frame, reason, kind, text):
     protocol = make()
-    protocol.course = course
+    protocol.state = state
     error = protocol.end_of_stream(in_frame=in_frame, reason=reason)
     assert type(error) is kind
     assert text in str(error)
     assert error.peer == 3
-    assert protocol.course is course  # to ask changes nothing
+    assert protocol.state is state  # to ask changes nothing
 
 
 def test_an_end_says_that_it_was_in_the_middle_only_if_it_was():

@@ -33,7 +33,7 @@ from rankwire.transports.memory_stream import MemoryStream, memory_pair
 from rankwire.transports.route import Gate, Route
 from rankwire.wire.control_messages import AgentSays, Fallen
 from rankwire.wire.handshake import Purpose
-from rankwire.wire.notices import Notice, harmless
+from rankwire.wire.notices import Notice, sanitize
 from rankwire.wire.protocol import left
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Network:
         if self._is_gone(rank):
             return
         with self._roll_lock:
-            for other, told in self._roll.hear(rank, harmless(notice)):
+            for other, told in self._roll.hear(rank, sanitize(notice)):
                 if not self._is_gone(other):
                     self.members[other].roll.deliver(told)
 

@@ -49,7 +49,7 @@ from rankwire.wire.frames import (
 )
 from rankwire.wire.loans import Loan, LoanRefusedError
 from rankwire.wire.parser import FrameParser
-from rankwire.wire.protocol import FAREWELL, Course, Happening, Protocol, left
+from rankwire.wire.protocol import FAREWELL, ConnectionState, Protocol, StreamEvent, left
 from rankwire.wire.receive import Destination
 from rankwire.wire.ring import RING_NBYTES, RingReader, RingWriter
 from rankwire.wire.seals import Seals
@@ -396,7 +396,7 @@ class Connection:
         self.failure = self.failure or end
 
     def _why_not_sent(self, error: OSError) -> RankwireError:
-        if self._protocol.course is Course.OPEN and self._farewell_is_waiting():
+        if self._protocol.state is ConnectionState.OPEN and self._farewell_is_waiting():
             return left(self.peer)
         return self._end_of_stream(error)
 
@@ -494,8 +494,8 @@ class Connection:
             if self._finds_last_records():
                 return
             raise self._ended()
-        if self._protocol.course is Course.UNUSED:
-            self._protocol.happened(Happening.FRAMES)
+        if self._protocol.state is ConnectionState.UNUSED:
+            self._protocol.on_event(StreamEvent.FRAMES)
         if not is_whole:
             self._parse()
 
@@ -562,7 +562,7 @@ class Connection:
         self._take_offer()
         if self._protocol.has_ring and self._shared is not None:
             self._shared.close()
-        if self._protocol.course is Course.LEFT:
+        if self._protocol.state is ConnectionState.LEFT:
             self._writer.failure = self.failure = self.failure or left(self.peer)
         if self._parser.violation is not None:
             # Raised by the next read; now, so that nobody sleeps until there is more to read.
@@ -596,12 +596,12 @@ class Connection:
         """The stream has ended or broken: return what to raise."""
         cause = self._end_of_stream(error)
         if self.failure is None:  # else this end has closed it
-            self._protocol.happened(Happening.END)
+            self._protocol.on_event(StreamEvent.END)
         return self.fail(cause)
 
     def _spoiled(self, error: ProtocolError) -> RankwireError:
         """What came is not a valid stream: return what to raise."""
-        self._protocol.happened(Happening.VIOLATION)
+        self._protocol.on_event(StreamEvent.VIOLATION)
         return self.fail(error.during(peer=self.peer))
 
     def _end_of_stream(self, error: OSError | None = None) -> RankwireError:
@@ -611,8 +611,8 @@ class Connection:
     @property
     def was_given_up(self) -> bool:
         """Whether the peer closed it without ever having sent anything."""
-        if self._protocol.course is not Course.UNUSED or self.failure is not None:
-            return self._protocol.course is Course.GIVEN_UP
+        if self._protocol.state is not ConnectionState.UNUSED or self.failure is not None:
+            return self._protocol.state is ConnectionState.GIVEN_UP
         try:
             return not self.stream.peek(1)
         except BlockingIOError:

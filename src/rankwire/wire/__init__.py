@@ -1,5 +1,4 @@
 """The protocol as pure logic: frames, matching, handshake and seals.
 
-Nothing in this package touches a socket, a thread, a clock or a file: bytes and objects go in,
-bytes and objects come out.
+It may import ``codec``, and no module that touches a socket, thread, clock or file.
 """

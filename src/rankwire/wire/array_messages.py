@@ -1,12 +1,11 @@
-"""Array messages: an array or tensor as one message that says what it is.
+"""Array messages: an array or tensor as one message that describes itself.
 
 Layout, little-endian::
 
     u8 kind (0 array, 1 tensor) | u8 zero | u16 length of the description | description | padding
 
-and then the elements, from a multiple of 64 on, as they lie in memory. The description is the one
-of ``codec.arrays``. The head always fits in ``HEAD_NBYTES``, so a receiver that reads that much
-knows where the elements belong before it reads them.
+and then the elements, at a multiple of 64. The description is the one of ``codec.arrays``. The head
+fits in ``HEAD_NBYTES``: after reading that much, a receiver knows where the elements belong.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from rankwire.wire.frames import Buffer
 _PREFIX = struct.Struct("<BBH")
 _ARRAY, _TENSOR = 0, 1
 _ALIGNMENT = 64
-HEAD_NBYTES = 512  # a description of 32 extents of 9 bytes each has 300
+HEAD_NBYTES = 512  # the longest description, with 32 extents of 9 bytes, has 300
 
 
 class ArrayMessage(NamedTuple):
-    """What a message holds."""
+    """What an array message holds."""
 
     head: ArrayHead
     tensor_dtype: str  # torch's name for it; empty for an array
@@ -42,14 +41,14 @@ class ArrayMessage(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The length that the whole message must have."""
+        """The length of the whole message."""
         return self.start + self.head.nbytes
 
     def view(self, payload: bytearray) -> Any:
         """Return the array or tensor in a whole message, as a view of it.
 
         Raises:
-            InvalidMessageError: The elements are no values of the dtype.
+            InvalidMessageError: Some elements are not values of the dtype.
         """
         array = view_array(self.head, payload, self.start)
         return view_tensor(self.tensor_dtype, array) if self.tensor_dtype else array
@@ -62,10 +61,10 @@ class ArrayMessage(NamedTuple):
 def pack_array(value: Any) -> tuple[list[Buffer], int]:
     """Return the buffers of the message that carries an array, and their total size.
 
-    The elements are the caller's own memory, or a copy if they have gaps.
+    The elements are the caller's memory, or a copy if the array has gaps.
 
     Raises:
-        UnsupportedTypeError: It is no array or tensor that can be carried.
+        UnsupportedTypeError: It is not an array or tensor that can be sent.
     """
     if is_plain_array(value):
         kind, body = _ARRAY, array_body(value)
@@ -90,7 +89,7 @@ def unpack_head(beginning: bytearray | memoryview, nbytes: int) -> ArrayMessage:
     """Return what a message of ``nbytes`` holds, from its first ``HEAD_NBYTES``.
 
     Raises:
-        InvalidMessageError: It is no array message.
+        InvalidMessageError: It is not an array message.
     """
     try:
         kind, reserved, length = _PREFIX.unpack_from(beginning)
@@ -102,7 +101,7 @@ def unpack_head(beginning: bytearray | memoryview, nbytes: int) -> ArrayMessage:
         name, head = ("", array_head(body)) if kind == _ARRAY else tensor_head(body)
     except InvalidMessageError:
         raise
-    except Exception as error:  # whatever struct and msgspec have to say about foreign bytes
+    except Exception as error:  # of struct or msgspec
         raise InvalidMessageError("the message was not sent by send_array") from error
     message = ArrayMessage(head, name, start)
     if message.nbytes != nbytes:

@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 from rankwire.errors import InvalidMessageError
 from rankwire.texts import MAX_REASON, NAME, one_line, printable
 from rankwire.wire.frames import WORLD_GROUP, Channel
-from rankwire.wire.notices import Notice, harmless
+from rankwire.wire.notices import Notice, sanitize
 
 # What all of them travel under.
 CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)
@@ -307,7 +307,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 def pack(message: Message) -> bytes:
     """Return a message as bytes."""
-    return _encode(_harmless(message))
+    return _encode(_sanitize(message))
 
 
 def unpack(payload: bytearray) -> Message:
@@ -320,10 +320,10 @@ def unpack(payload: bytearray) -> Message:
         message = _decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidMessageError(f"a control message does not decode: {error}") from error
-    return _harmless(message)
+    return _sanitize(message)
 
 
-def _harmless(message: Message) -> Message:
+def _sanitize(message: Message) -> Message:
     """Return the message with texts that may be printed, and not too many silent ranks."""
     match message:
         case Fallen(reason, traceback) | Gone(reason=reason, traceback=traceback):
@@ -343,7 +343,7 @@ def _harmless(message: Message) -> Message:
         case Failed(reason):
             return replace(message, reason=one_line(reason, 8 * MAX_REASON))
         case Notice():
-            return harmless(message)
+            return sanitize(message)
         case Beat(silent) if len(silent) > MAX_SILENT:
             return replace(message, silent=silent[:MAX_SILENT])
     return message

@@ -5,8 +5,8 @@ A frame is a 32-byte header followed by the payload. All integers are little-end
     ======  ====  ==================================================================
     offset  size  field
     ======  ====  ==================================================================
-    0       1     channel: who the frame is for (``Channel``)
-    1       1     flags: 1 if the payload is lent (``wire.loans``), not here; else zero
+    0       1     channel: what the frame is for (``Channel``)
+    1       1     flags: 1 if the payload is lent (``wire.loans``), else zero
     2       2     reserved, zero
     4       4     sequence: counts the frames of this direction, modulo 2**32
     8       8     group: the world (0) or the subgroup it belongs to
@@ -14,10 +14,7 @@ A frame is a 32-byte header followed by the payload. All integers are little-end
     24      8     payload length in bytes
     ======  ====  ==================================================================
 
-On a connection whose frames are sealed (``wire.seals``), 16 bytes follow the payload; the parser
-checks them before it returns the frame. The length does not count them.
-
-``HEADER`` packs what ``parser.FrameParser`` unpacks.
+If frames are sealed (``wire.seals``), 16 more bytes follow the payload, not counted in the length.
 """
 
 from __future__ import annotations
@@ -31,34 +28,32 @@ from rankwire.errors import MessageTooLargeError, ProtocolError
 from rankwire.wire.loans import Parcel
 
 Buffer = bytes | bytearray | memoryview
-Payload = bytearray | Parcel  # of a received message: here, or still with the sender
-Message = tuple[Sequence[Buffer], int]  # what is sent: the pieces, and their size together
-# What a message is sent and received under: group, channel, tag. A plain tuple, because it is the
-# key by which messages and receives meet, and there is one for every message.
+Payload = bytearray | Parcel  # of a received message: here, or in the sender's memory
+Message = tuple[Sequence[Buffer], int]  # a message to send: its pieces and total size
+# Group, channel and tag, by which messages and receives are matched. A plain tuple, because one is
+# made for every message.
 Envelope = tuple[int, int, int]
 
-DEFAULT_MAX_MESSAGE_NBYTES = 1 << 30  # the limit of the seeds, configurable here
-
+DEFAULT_MAX_MESSAGE_NBYTES = 1 << 30
 WORLD_GROUP = 0
 
-# Channel, flags and reserved bits as one number: a valid one is small, so one look checks all
-# three.
+# Channel, flags and reserved bits are one number, so that one lookup checks all three.
 HEADER = struct.Struct("<IIQQQ")
 HEADER_NBYTES = HEADER.size
 SEAL_NBYTES = 16
 SEQUENCE_MASK = 0xFFFF_FFFF
 
-# One recv() takes what fits here. A payload that does not fit is received straight into memory of
-# its own, so this bounds the bytes that are copied once more, not the speed of large messages.
+# What one recv() takes at most. A payload that does not fit is received into memory of its own, so
+# this limits only how many bytes are copied once more.
 DEFAULT_BUFFER_NBYTES = 1 << 16
 
-# On a sealed connection, the header of a frame that does not fit there has a seal of its own before
-# the payload: for these, memory is taken before the whole of it can be checked.
+# A sealed frame above this has a seal for its header too, because the receiver allocates memory for
+# the payload before it can check the whole frame.
 LARGE_SEALED_NBYTES = DEFAULT_BUFFER_NBYTES - HEADER_NBYTES - SEAL_NBYTES
 
 
 class Channel(IntEnum):
-    """Who a frame is for. Traffic of different channels never meets."""
+    """What a frame is for. Messages of different channels are never matched."""
 
     MESSAGE = 1
     COLLECTIVE = 2
@@ -70,11 +65,11 @@ class Channel(IntEnum):
     GREETING = 9
 
 
-# Together with one of these channels in the word: the payload is lent.
+# Set beside one of the lending channels if the payload is lent.
 LOAN = 1 << 8
 _LENDING = (Channel.MESSAGE, Channel.COLLECTIVE, Channel.CALL, Channel.REPLY)
 
-# From here on a frame is not for the receiver of messages as it is: courtesies and loans.
+# From here on, ``wire.protocol`` handles the frame: farewells, greetings and loans.
 FIRST_SPECIAL = int(Channel.FAREWELL)
 CHANNELS = frozenset(
     {*(int(channel) for channel in Channel), *(channel | LOAN for channel in _LENDING)}
@@ -82,22 +77,22 @@ CHANNELS = frozenset(
 
 
 class Frame(NamedTuple):
-    """One received message; whoever takes it owns the payload."""
+    """One received message. The thread that takes it owns the payload."""
 
     envelope: Envelope
     payload: Payload
 
 
 def unpack_size(header: bytes) -> tuple[int, int]:
-    """Return the channel of a header, without its flags, and the length of the payload."""
+    """Return the channel of a header, without flags, and the payload length."""
     word, _, _, _, nbytes = HEADER.unpack(header)
     return word & 0xFF, nbytes
 
 
 def is_farewell(tail: bytes) -> bool:
-    """Whether a stream that ends with these bytes ends with a farewell, which is a bare header.
+    """Return whether a stream that ends with these bytes ends with a farewell, a bare header.
 
-    Of a stream whose frames are not sealed; for others see ``parser.FrameParser.is_farewell``.
+    For sealed frames use ``FrameParser.is_farewell``.
     """
     if len(tail) < HEADER_NBYTES:
         return False
@@ -108,14 +103,14 @@ def is_farewell(tail: bytes) -> bool:
 def describe_violation(
     word: int, sequence: int, expected: int, nbytes: int, limit: int
 ) -> ProtocolError:
-    """Return why a header is not valid.
+    """Return the error for an invalid header, in numbers only: a peer may have sent anything.
 
     Args:
         word: Its channel, flags and reserved bits.
-        sequence: Its number.
-        expected: The one that it should have.
+        sequence: Its sequence number.
+        expected: The expected sequence number.
         nbytes: The length that it announces.
-        limit: The largest that is accepted.
+        limit: The largest length that is accepted.
     """
     channel, flags, reserved = word & 0xFF, word >> 8 & 0xFF, word >> 16
     if channel not in CHANNELS:
@@ -134,14 +129,14 @@ def describe_violation(
 
 
 def broken_seal() -> ProtocolError:
-    """Return why a sealed frame is not valid."""
+    """Return the error for a seal that does not match its frame."""
     return ProtocolError(
         "the seal of a frame does not fit: it was altered, repeated or left out on the way"
     )
 
 
 def skip_bytes(pieces: Sequence[Buffer], count: int) -> list[Buffer]:
-    """Return what is left to send after ``count`` bytes have left."""
+    """Return what is left to send after ``count`` bytes of the pieces have left."""
     for index, piece in enumerate(pieces):
         size = memoryview(piece).nbytes
         if count < size:
@@ -151,7 +146,7 @@ def skip_bytes(pieces: Sequence[Buffer], count: int) -> list[Buffer]:
 
 
 def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> list[Buffer]:
-    """Return the first ``nbytes`` of what is to be sent."""
+    """Return the first ``nbytes`` of the pieces."""
     beginning: list[Buffer] = []
     for piece in pieces:
         if not nbytes:

@@ -1,22 +1,17 @@
-"""Who has which key, so that a rank that knows its own cannot act as another.
+"""The keys of a job. A rank that knows its own key cannot act as another rank.
 
 ::
 
-    secret              the job's: launchers, or all ranks where each is given it
-    key of rank r       from the secret; proves r when it joins, wraps what the coordinator hands it
-    world key           the coordinator's own, drawn for each world
-    key of ranks a, b   from the world key; handed to a and b alone, opens connections between them
+    secret              of the job: launchers have it, or all ranks if each is given it
+    key of rank r       from the secret; proves r when it joins, wraps the keys that it is sent
+    world key           the coordinator's, random for each world
+    key of ranks a, b   from the world key; only a and b get it; opens connections between them
 
-A rank that is started anew alone is another *incarnation* of it, and has other keys: its number is
-part of the rank's key and of those of all its pairs. So nothing that the process before it knew,
-has said or has kept opens a connection as the new one.
+A restarted rank is another *incarnation* with other keys: the number of the incarnation is part of
+the rank's key and of its pair keys, so the keys of the old process open nothing.
 
-A rank that was given the secret can make the key of every rank, one that a launcher started has its
-own alone (``RankKey``). The keys of pairs travel wrapped: encrypted by a stream that the rank's
-key and a fresh salt make, so that who reads the network without that key does not learn them.
-Whether they were altered is seen by the seals of that connection.
-
-Pure: random bytes are handed in. ``wire.handshake`` uses the keys, ``rendezvous`` hands them out.
+The keys of pairs travel wrapped: encrypted by a stream derived from the rank's key and a fresh
+salt. The seals of the connection detect changes.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ _INCARNATIONS = struct.Struct("<II")
 
 
 class HiddenKey(bytes):
-    """A key that no log or traceback shows."""
+    """A key that logs and tracebacks do not show."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
@@ -45,28 +40,28 @@ class HiddenKey(bytes):
 
 
 class RankKey(HiddenKey):
-    """The key of one rank; in the place of a secret, it says that this is all there is."""
+    """The key of one rank, where the process does not have the secret itself."""
 
 
 def rank_key(secret: bytes, rank: int, incarnation: int = 0) -> RankKey:
     """Return the key by which a rank joins.
 
     Args:
-        secret: The job's.
-        rank: Which rank.
-        incarnation: How many times it was started anew alone.
+        secret: The job's secret.
+        rank: The rank.
+        incarnation: How many times this rank alone was restarted.
     """
     who = _RANK.pack(rank) + (_RANK.pack(incarnation) if incarnation else b"")
     return RankKey(hmac.digest(secret, b"rankwire v3 rank" + who, sha256))
 
 
 def pair_keys(world_key: bytes, rank: int, incarnations: Sequence[int]) -> bytes:
-    """Return the keys of a rank with every rank, in order; the one with itself is of no use.
+    """Return the keys of a rank with every rank, in order; the one with itself is unused.
 
     Args:
-        world_key: The coordinator's.
-        rank: Whose keys they are.
-        incarnations: Of all ranks of the world.
+        world_key: The coordinator's key.
+        rank: The rank that the keys are for.
+        incarnations: The incarnations of all ranks.
     """
     return b"".join(
         pair_key(world_key, rank, other, incarnations) for other in range(len(incarnations))
@@ -76,7 +71,7 @@ def pair_keys(world_key: bytes, rank: int, incarnations: Sequence[int]) -> bytes
 def pair_key(world_key: bytes, rank: int, other: int, incarnations: Sequence[int]) -> bytes:
     """Return the key of two ranks."""
     low, high = min(rank, other), max(rank, other)
-    # BLAKE2b takes 0.6 us a key, HMAC-SHA256 1.6; a world of 1024 ranks needs a million.
+    # BLAKE2b takes 0.6 us per key, HMAC-SHA256 1.6 us; a world of 1024 ranks needs a million.
     return blake2b(
         _PAIR.pack(low, high),
         key=world_key,
@@ -87,13 +82,7 @@ def pair_key(world_key: bytes, rank: int, other: int, incarnations: Sequence[int
 
 
 def wrap(key: bytes, keys: bytes, salt: bytes) -> bytes:
-    """Return the keys of pairs as they travel to the rank that has ``key``.
-
-    Args:
-        key: The rank's.
-        keys: What ``pair_keys`` or ``pair_key`` returned.
-        salt: Random bytes that were never used before.
-    """
+    """Encrypt pair keys for the rank that has ``key``; ``salt`` is random and used only once."""
     return salt + _masked(key, keys, salt)
 
 
@@ -101,7 +90,7 @@ def unwrap(key: bytes, wrapped: bytes, rank: int, world_size: int) -> Mapping[in
     """Return the keys of a rank by the other rank.
 
     Raises:
-        InvalidMessageError: There are not as many as there are ranks.
+        InvalidMessageError: The number of keys is not the world size.
     """
     if len(wrapped) != SALT_NBYTES + KEY_NBYTES * world_size:
         raise InvalidMessageError(
@@ -116,10 +105,10 @@ def unwrap(key: bytes, wrapped: bytes, rank: int, world_size: int) -> Mapping[in
 
 
 def unwrap_one(key: bytes, wrapped: bytes) -> HiddenKey:
-    """Return the one key that was wrapped.
+    """Return the single key that was wrapped.
 
     Raises:
-        InvalidMessageError: It is not one.
+        InvalidMessageError: There is not exactly one.
     """
     if len(wrapped) != SALT_NBYTES + KEY_NBYTES:
         raise InvalidMessageError(f"{len(wrapped)} bytes do not hold the key of two ranks")

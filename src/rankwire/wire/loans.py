@@ -1,7 +1,6 @@
-"""Loans: a frame that says where its payload lies instead of carrying it.
+"""Loans: frames that say where their payload is in the sender's memory instead of carrying it.
 
-Within a host a large payload need not pass through a socket: the frame has the flag ``LOAN`` and,
-instead of the payload, this description of the sender's memory, little-endian:
+Within a host, a frame with the flag ``LOAN`` has this description as payload, little-endian:
 
     ======  ====  ==================================================================
     offset  size  field
@@ -13,20 +12,16 @@ instead of the payload, this description of the sender's memory, little-endian:
     32      16    a piece of the payload: its address and length; 1 to 512 of them
     ======  ====  ==================================================================
 
-The borrower reads the pieces and, after them, the guard. If the guard still holds the number, what
-it read is the payload, because the lender changes the guard before its memory may change. Then it
-writes the receipt, and the lender may go on. If the guard does not hold the number, the loan was
-revoked and the message was never sent. Each word is written by one side only, so nothing has to be
-atomic across processes but one aligned word.
+The borrower reads the pieces and then the guard. If the guard still holds the number, the pieces
+are the payload, because the lender changes the guard before its memory changes; the borrower writes
+the receipt and the lender continues. Otherwise the loan was revoked and the message was never sent.
+Only one side writes each word, so only access to one aligned word must be atomic.
 
-A lender that gives up and a borrower that writes its receipt at the same moment must agree on
-whether the message was sent. The lender first marks the guard ``DECIDING``, then looks for the
-receipt, and then writes the number again (it was sent) or marks it ``REVOKED``; the borrower looks
-at the guard once more after its receipt, and waits while it is being decided. A borrower that
-cannot read the memory although the loan stands writes a ``REFUSED`` receipt, and the payload
-follows in the stream.
-
-This module is the bytes and the rules; who reads memory of whom is in ``links.process_memory``.
+If the lender gives up while the borrower writes its receipt, both must agree. The lender marks the
+guard ``DECIDING``, looks for the receipt, and then writes the number again (sent) or ``REVOKED``.
+The borrower reads the guard again after its receipt, and waits while the lender is deciding. A
+borrower that cannot read the memory writes a ``REFUSED`` receipt; the payload then follows in the
+stream. ``links.process_memory`` reads the memory.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from typing import NamedTuple, Protocol
 
 from rankwire.errors import MessageTooLargeError, ProtocolError, RankwireError
 
-# The kernel takes 1024 vectors a call, and the guard needs one.
+# The kernel takes 1024 vectors per call, and the guard needs one.
 MAX_PIECES = 512
 
 _HEAD = struct.Struct("<QQQQ")
@@ -45,7 +40,7 @@ _PIECE = struct.Struct("<QQ")
 _HIGHEST_ADDRESS = (1 << 63) - 1
 
 
-# Marks in the upper bits of a word, beside the number.
+# Flags in the upper bits of a word, beside the number.
 DECIDING = 1 << 63
 REVOKED = 1 << 62
 REFUSED = 1 << 61
@@ -53,15 +48,15 @@ MAX_NUMBER = REFUSED - 1
 
 
 class LoanRefusedError(RankwireError):
-    """The borrower cannot read this memory; it has to be sent in another way."""
+    """The borrower cannot read this memory; the payload must be sent another way."""
 
 
 class LoanRevokedError(RankwireError):
-    """The sender took its memory back before it was read: the message was never sent."""
+    """The sender revoked the loan before it was read: the message was never sent."""
 
 
 class Loan(NamedTuple):
-    """Where a payload lies."""
+    """Where a payload is."""
 
     number: int
     guard: int
@@ -71,31 +66,30 @@ class Loan(NamedTuple):
 
 
 class Parcel(Protocol):
-    """A payload that has been announced and lies in the sender's memory still.
+    """A payload that is still in the sender's memory.
 
-    Its length is known. The receiver reads it, as a whole or in parts, and then gives it back.
-    Every method is safe from any thread.
+    The receiver reads all of it or parts, and then gives it back. Safe from any thread.
     """
 
     def __len__(self) -> int:
         """Return the length in bytes."""
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """Copy the bytes from ``start`` on into ``view``, all of it.
+        """Copy the bytes from ``start`` on into ``view``, filling it.
 
         Raises:
-            LoanRevokedError: The sender has taken it back; what ``view`` holds now means nothing.
-            RankwireError: The sender is gone.
+            LoanRevokedError: The sender has revoked it; the content of ``view`` is undefined.
+            RankwireError: The sender is lost.
         """
 
     def whole(self) -> bytearray:
-        """Return all of it, in memory of the caller's own, and give it back; raises likewise."""
+        """Return all bytes in memory of the caller's own, and give it back; raises likewise."""
 
     def give_back(self) -> None:
-        """Tell the sender that its memory is not needed any more. Idempotent.
+        """Tell the sender that its memory is no longer in use. Idempotent.
 
         Raises:
-            LoanRevokedError: The sender had taken it back just before; what was read is not sent.
+            LoanRevokedError: The sender had just revoked it; what was read was not sent.
         """
 
 
@@ -107,7 +101,7 @@ def whole_of(payload: bytearray | Parcel) -> bytearray:
 def pack_loan(
     number: int, guard: int, receipt: int, pieces: Iterable[tuple[int, int]], nbytes: int
 ) -> bytes:
-    """Return the description of a loan; the mirror of ``unpack_loan``."""
+    """Return the description of a loan, which ``unpack_loan`` reads."""
     head = _HEAD.pack(number, guard, receipt, nbytes)
     return head + b"".join(_PIECE.pack(address, length) for address, length in pieces)
 
@@ -116,7 +110,7 @@ def unpack_loan(description: bytearray, *, max_nbytes: int) -> Loan:
     """Return the loan that a frame describes.
 
     Raises:
-        ProtocolError: No lender writes this, or the payload is above the limit.
+        ProtocolError: The description is invalid, or the payload is above the limit.
     """
     count, rest = divmod(len(description) - _HEAD.size, _PIECE.size)
     if rest or not 1 <= count <= MAX_PIECES:

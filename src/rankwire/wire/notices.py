@@ -1,10 +1,8 @@
-"""Notices: what a rank and the coordinator tell each other about the collectives of a group.
+"""Notices: reports about the collectives of a group between its ranks and the coordinator.
 
-A rank that waits in an operation, or fails in one, reports it to the coordinator. The coordinator
-compares the reports (``rendezvous.roll``) and sends notices of the same form to the ranks that need
-to know. They travel as control messages. Pure.
-
-Ranks are numbered as in the group, except ``src`` and ``members``, which are ranks of the world.
+A rank that waits or fails in an operation reports it. The coordinator compares the reports
+(``rendezvous.roll``) and sends notices of the same form to the ranks that need them. Ranks are
+numbered as in the group, except ``src`` and ``members``, which are world ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from rankwire.texts import printable
 MOST_BEFORE = 8  # earlier operations that a report lists
 _MOST_MEMBERS = 16384
 _MOST_DESCRIPTIONS = 2
-# Characters. A description that was cut would count as another operation; they have about 1,000.
+# Characters; descriptions have about 1,000. A shortened one would count as another operation.
 _MAX_DESCRIPTION = 2000
 _MAX_TEXT = 4000
 _MAX_WHERE = 300
@@ -28,26 +26,26 @@ _FAILURES = ("mismatch", "lost", "left", "failed", "refused")
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
-    """One report of a rank, or one notice of the coordinator.
+    """A report of a rank, or a notice of the coordinator.
 
     Attributes:
         group: The id of the group.
         sequence: The number of the operation in its group.
-        description: What the operation is.
-        state: From a rank: it is *waiting*, or it is waiting and *asking* who is missing. From the
-            coordinator: who is *missing*, or how another rank describes the operation (*waiting*).
-            From both: how the operation failed; *refused* if the arguments were wrong, and then
-            ``description`` is only the name of the function.
+        description: The operation.
+        state: From a rank: it is *waiting*, or waiting and *asking* which ranks are missing. From
+            the coordinator: which ranks are *missing*, or how another rank describes the operation
+            (*waiting*). From both: how the operation failed; *refused* if the arguments were wrong,
+            and then ``description`` is only the name of the function.
         text: What went wrong.
         culprit: The rank that caused the failure.
         epoch: The number after the last operation that failed for the sender. Ranks with different
-            epochs do not take each other's messages.
+            epochs ignore each other's messages.
         missing: The ranks that have not come to the operation.
-        where: The line of the program that called the operation, if it is known.
+        where: The line of the program that called the operation, if known.
         before: Number and description of the last operations that succeeded for the sender.
-        descriptions: How ranks describe the operation, if they disagree about it.
-        members: The ranks of the group; empty if it is the whole world.
-        src: The rank that reported it. The coordinator fills this in.
+        descriptions: The descriptions of the operation, if ranks disagree.
+        members: The ranks of the group; empty for the whole world.
+        src: The rank that reported it, filled in by the coordinator.
     """
 
     group: Annotated[int, msgspec.Meta(ge=0)]
@@ -74,8 +72,8 @@ class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
         return self.state in _FAILURES
 
 
-def harmless(notice: Notice) -> Notice:
-    """Return a notice whose texts are short and printable, whatever the peer wrote."""
+def sanitize(notice: Notice) -> Notice:
+    """Return a notice with short, printable texts, whatever the peer wrote."""
     return replace(
         notice,
         description=_described(notice.description),

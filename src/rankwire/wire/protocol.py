@@ -1,30 +1,27 @@
-"""The protocol of a connection: how it begins, who may lend to whom, how it ends. Pure.
+"""The protocol of a connection: how it begins, whether memory may be lent, how it ends. Pure.
 
-Two small state machines. The *course* says whether there is anything to be expected of the peer:
+The *state* says what to expect of the peer:
 
     =========  ====================================================================
     state      meaning
     =========  ====================================================================
-    UNUSED     the peer dialled and has not said anything
+    UNUSED     the peer dialled and has sent nothing
     OPEN       frames come and go
-    LEFT       the peer has said farewell; nothing comes after that
-    GIVEN_UP   the peer closed what it had dialled and never used: it may dial again
+    LEFT       the peer has sent a farewell; nothing comes after it
+    GIVEN_UP   the peer closed a connection that it never used: it may dial again
     LOST       the stream ended or broke without a farewell
-    SPOILED    what came is not a valid stream
+    SPOILED    the stream is invalid
     =========  ====================================================================
 
-    =========  =======  =======  ========  ========
-    in         frames   leaving  end       violation
-    =========  =======  =======  ========  ========
-    UNUSED     OPEN     LEFT     GIVEN_UP  SPOILED
-    OPEN       OPEN     LEFT     LOST      SPOILED
-    =========  =======  =======  ========  ========
+    =========  =======  ========  ========  =========
+    in         frames   farewell  end       violation
+    =========  =======  ========  ========  =========
+    UNUSED     OPEN     LEFT      GIVEN_UP  SPOILED
+    OPEN       OPEN     LEFT      LOST      SPOILED
+    =========  =======  ========  ========  =========
 
-The other four are final. *Lending* says whether the peer can read this process's memory: unknown
-on a Unix socket until its greeting tells, never anywhere else.
-
-It knows frames, not sockets, processes or locks. Everything may be repeated: a reader that was
-interrupted comes here again with the same frames.
+The other four are final. Every call may be repeated: an interrupted reader comes again with the
+same frames.
 """
 
 from __future__ import annotations
@@ -46,8 +43,8 @@ FAREWELL: Envelope = (0, int(Channel.FAREWELL), 0)
 BELL: tuple[Envelope, Message] = ((0, int(Channel.GREETING), _SAYS_NOTHING), ((), 0))
 
 
-class Course(Enum):
-    """How far a connection has come, as the peer is heard."""
+class ConnectionState(Enum):
+    """The state of a connection, as far as the peer's frames tell."""
 
     UNUSED = "unused"
     OPEN = "open"
@@ -57,8 +54,8 @@ class Course(Enum):
     SPOILED = "spoiled"
 
 
-class Happening(Enum):
-    """What can happen to it."""
+class StreamEvent(Enum):
+    """What can happen to a connection."""
 
     FRAMES = "frames"
     FAREWELL = "farewell"
@@ -66,21 +63,21 @@ class Happening(Enum):
     VIOLATION = "violation"
 
 
-_COURSES = {
-    (Course.UNUSED, Happening.FRAMES): Course.OPEN,
-    (Course.UNUSED, Happening.FAREWELL): Course.LEFT,
-    (Course.UNUSED, Happening.END): Course.GIVEN_UP,
-    (Course.UNUSED, Happening.VIOLATION): Course.SPOILED,
-    (Course.OPEN, Happening.FRAMES): Course.OPEN,
-    (Course.OPEN, Happening.FAREWELL): Course.LEFT,
-    (Course.OPEN, Happening.END): Course.LOST,
-    (Course.OPEN, Happening.VIOLATION): Course.SPOILED,
+_NEXT_STATES = {
+    (ConnectionState.UNUSED, StreamEvent.FRAMES): ConnectionState.OPEN,
+    (ConnectionState.UNUSED, StreamEvent.FAREWELL): ConnectionState.LEFT,
+    (ConnectionState.UNUSED, StreamEvent.END): ConnectionState.GIVEN_UP,
+    (ConnectionState.UNUSED, StreamEvent.VIOLATION): ConnectionState.SPOILED,
+    (ConnectionState.OPEN, StreamEvent.FRAMES): ConnectionState.OPEN,
+    (ConnectionState.OPEN, StreamEvent.FAREWELL): ConnectionState.LEFT,
+    (ConnectionState.OPEN, StreamEvent.END): ConnectionState.LOST,
+    (ConnectionState.OPEN, StreamEvent.VIOLATION): ConnectionState.SPOILED,
 }
 
 
-def course_after(course: Course, happening: Happening) -> Course:
-    """Return the next state; the last one stays."""
-    return _COURSES.get((course, happening), course)
+def state_after(state: ConnectionState, event: StreamEvent) -> ConnectionState:
+    """Return the next state; a final one stays."""
+    return _NEXT_STATES.get((state, event), state)
 
 
 class Protocol:
@@ -94,11 +91,11 @@ class Protocol:
         max_nbytes: Largest payload that is accepted.
 
     Attributes:
-        course: See the module.
-        can_lend: Whether the peer can read this end's memory; None as long as that is not known.
+        state: The state of the connection.
+        can_lend: Whether the peer can read this end's memory; None until its greeting tells.
         why_not_lend: If it cannot, why.
-        ring_offer: What the peer says of memory through which it can be written to, if it does.
-        has_ring: Whether the peer writes to the memory that this end has offered.
+        ring_offer: The peer's description of memory for a ring to it, if it offers one.
+        has_ring: Whether the peer writes to the ring that this end has offered.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class Protocol:
         self._is_local = is_local
         self._cannot_borrow = cannot_borrow
         self._max_nbytes = max_nbytes
-        self.course = Course.UNUSED if incoming else Course.OPEN
+        self.state = ConnectionState.UNUSED if incoming else ConnectionState.OPEN
         self.can_lend: bool | None = None if is_local else False
         self.why_not_lend = "" if is_local else cannot_borrow
         self.ring_offer: bytes | None = None
@@ -123,35 +120,35 @@ class Protocol:
         return (0, int(Channel.GREETING), says), ((reason,), len(reason))
 
     def greeting(self) -> tuple[Envelope, Message]:
-        """Return the one that only tells that this end is there."""
+        """Return the greeting that only tells that this end is there."""
         return BELL
 
     def offering(self, offer: bytes) -> tuple[Envelope, Message]:
-        """Return the one that offers memory through which this end can be written to."""
+        """Return the greeting that offers the memory of a ring to this end."""
         return (0, int(Channel.GREETING), _OFFERS_RING), ((offer,), len(offer))
 
     def acceptance(self) -> tuple[Envelope, Message]:
-        """Return the one that says that this end writes there from now on."""
+        """Return the greeting that says that this end now writes to the peer's ring."""
         return (0, int(Channel.GREETING), _HAS_RING), ((), 0)
 
     # -- what the peer says ------------------------------------------------------------------------
 
-    def happened(self, happening: Happening) -> None:
-        """Move on."""
-        self.course = course_after(self.course, happening)
+    def on_event(self, event: StreamEvent) -> None:
+        """Change the state after an event."""
+        self.state = state_after(self.state, event)
 
     def take(
         self, frames: Iterable[Frame], borrow: Callable[[Loan], Parcel]
     ) -> tuple[list[Frame], ProtocolError | None]:
-        """Hear greetings, a farewell and offers of memory among frames that have come.
+        """Process the greetings, the farewell and the loans among received frames.
 
         Args:
-            frames: What has come.
-            borrow: Makes a parcel of what is lent.
+            frames: The received frames.
+            borrow: Makes a parcel of a loan.
 
         Returns:
-            The messages, in order; and what is wrong with what follows them, if anything is.
-            Nothing after that counts.
+            The messages, in order; and the violation that follows them, if any. Later frames are
+            dropped.
         """
         messages: list[Frame] = []
         for frame in frames:
@@ -163,7 +160,7 @@ class Protocol:
                 except ProtocolError as error:
                     return messages, error
             elif channel == Channel.FAREWELL:
-                self.happened(Happening.FAREWELL)
+                self.on_event(StreamEvent.FAREWELL)
                 break
             elif channel == Channel.GREETING:
                 self._greeted(tag, frame)
@@ -193,15 +190,15 @@ class Protocol:
     # -- how it ended ------------------------------------------------------------------------------
 
     def end_of_stream(self, *, in_frame: bool, reason: str = "") -> RankwireError:
-        """Return what an end of the stream means now.
+        """Return the error that an end of the stream means in this state.
 
         Args:
-            in_frame: Whether it fell into the middle of a frame.
+            in_frame: Whether it came in the middle of a frame.
             reason: What the stream says, if it broke.
         """
-        if self.course is Course.LEFT:
+        if self.state is ConnectionState.LEFT:
             return left(self._peer)
-        if self.course in (Course.UNUSED, Course.GIVEN_UP):
+        if self.state in (ConnectionState.UNUSED, ConnectionState.GIVEN_UP):
             return ChannelClosedError("the connection was never used").during(peer=self._peer)
         if not reason:
             reason = "its connection ended" + (" in the middle of a message" if in_frame else "")
@@ -209,5 +206,5 @@ class Protocol:
 
 
 def left(peer: int) -> ChannelClosedError:
-    """Return the error of whatever needs a rank that has left in good order."""
+    """Return the error for operations that need a rank which has left without an error."""
     return ChannelClosedError(f"rank {peer} has left").during(peer=peer)

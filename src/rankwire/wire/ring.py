@@ -1,32 +1,29 @@
-"""The ring: a lane in shared memory beside a stream, for small frames to a reader that is looking.
+"""The ring: shared memory beside a stream, for small frames to a reader that is polling.
 
-A small frame takes two system calls on its way through a socket, 2.4 us together; through memory
-that both processes have it takes none. So beside one direction of a stream there may be a ring of
-*records*, frames as they would be in the stream. The writer uses it only while the reader looks at
-it (*awake*), and only if there is room: everything else goes through the stream. Nobody ever waits
-for a ring, and nobody sleeps on one.
+A small frame through a socket takes two system calls, 2.4 us together; through a ring none. The
+ring holds *records*: frames as they would be in the stream. The writer uses it only while the
+reader polls it (*awake*) and only if there is room; other frames go through the stream, so no
+thread ever waits for a ring.
 
-Order: a record's sequence number is that of the next frame in the stream. So a reader takes the
-records of a number before the stream's frame of that number (``parser.FrameParser``), and both
-lanes together are the one sequence that was sent.
+A record has the sequence number of the next frame in the stream. The reader takes the records of a
+number before the stream's frame of that number (``parser.FrameParser``), which restores the order.
 
-The memory, little-endian; words on cache lines of their own::
+The memory, little-endian, each word on its own cache line::
 
     ======  ==============================================================================
     offset  what
     ======  ==============================================================================
-    0       bytes of records written, ever; changed by the writer alone, after the record
-    64      bytes of records read, ever; changed by the reader alone
-    128     1 while the reader looks, else 0; changed by the reader alone
-    192     left to those who share the memory
-    256     the records, at multiples of 32; one that does not fit before the end begins anew,
-            and a header of channel 0 says so
+    0       total bytes of records written; changed by the writer alone, after the record
+    64      total bytes of records read; changed by the reader alone
+    128     1 while the reader polls, else 0; changed by the reader alone
+    192     free for the processes that share the memory
+    256     the records, at multiples of 32; a record that does not fit before the end starts at
+            the beginning, and a header of channel 0 marks the gap
     ======  ==============================================================================
 
-A record is published by one store of eight bytes, after its own bytes. That is right on processors
-that keep stores in order (x86); the owner sees to it that a ring is used nowhere else. A writer
-that is interrupted before it has published nothing. Pure: memory in, frames out; it knows neither
-processes nor sockets. What the other process writes there is checked like what comes over a wire.
+One store of eight bytes publishes a record, after its bytes. This is correct on processors that
+keep stores in order (x86); the owner uses rings nowhere else. An interrupted writer has published
+nothing. What the other process writes is checked like bytes from a network.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from rankwire.wire.frames import (
 _DATA_NBYTES = 1 << 16
 _DATA = 256
 RING_NBYTES = _DATA + _DATA_NBYTES
-WRITTEN, READ, AWAKE = 0, 8, 16  # which words of eight bytes these are
+WRITTEN, READ, AWAKE = 0, 8, 16  # indices of words of eight bytes
 _IN_RING = _DATA_NBYTES - 1
 _UNIT = HEADER_NBYTES - 1  # a record takes a multiple of a header
 _HALF = 1 << 31
@@ -56,13 +53,13 @@ _new_frame = tuple.__new__  # as in ``parser``
 class RingWriter:
     """The writing end. One thread at a time.
 
-    The reader can write to all of the memory: whatever is found in the words, a record is written
-    within the ring or not at all, and what then comes out of it is the reader's business.
+    The reader can write to all of the memory. Whatever it writes, a record is written inside the
+    ring or not at all.
 
     Attributes:
-        words: The words at the head, for those who cannot afford a function. After ``put`` and a
-            memory barrier, such as any lock, ``words[AWAKE]`` has to be looked at: a reader that
-            has stopped looking meanwhile may have missed the record, and is to be told.
+        words: The words at the start, for code that cannot afford a call. After ``put`` and a
+            memory barrier, such as any lock, check ``words[AWAKE]``: a reader that has stopped
+            polling may have missed the record and must be woken.
     """
 
     __slots__ = ("_data", "words")
@@ -73,11 +70,11 @@ class RingWriter:
 
     @property
     def unread_nbytes(self) -> int:
-        """Bytes of records that have not been read."""
+        """Bytes of records that were not read yet."""
         return max(self.words[WRITTEN] - self.words[READ], 0)
 
     def put(self, frame: bytes) -> bool:
-        """Write a record; False if there is no room, or nobody looks, and nothing was done."""
+        """Write a record; return False without a change if there is no room or reader."""
         words = self.words
         if not words[AWAKE]:
             return False
@@ -98,19 +95,19 @@ class RingWriter:
         self._data[at : at + nbytes] = frame
         try:
             words[WRITTEN] = written + size
-        except ValueError:  # more than a word takes: not what was written here before
+        except ValueError:  # the reader has changed the word, and the sum is too large
             return False
         return True
 
 
 class RingReader:
-    """The reading end. One reader at a time, but for ``has_records``.
+    """The reading end. One reader at a time, except for ``has_records``.
 
     Attributes:
-        words: The words at the head, for those who cannot afford a function: ``words[AWAKE]`` is
-            set to 1 by who looks and to 0 by who looks away (and then, after a memory barrier,
-            looks once more); ``words[READ]`` to what ``take`` has returned, once its frames are
-            safe.
+        words: The words at the start, for code that cannot afford a call. The reader sets
+            ``words[AWAKE]`` to 1 when it begins to poll, and to 0 when it stops; then, after a
+            memory barrier, it must look once more. It sets ``words[READ]`` to what ``take`` has
+            returned when the frames are safe.
     """
 
     __slots__ = ("_data", "words")
@@ -120,25 +117,25 @@ class RingReader:
         self._data = memory[_DATA:]
 
     def has_records(self) -> bool:
-        """Whether there is something to read."""
+        """Return whether there are records to read."""
         words = self.words
         return words[WRITTEN] != words[READ]
 
     def take(self, place: int, sequence: int, frames: deque[Frame]) -> int:
         """Read the records that come before the stream's frame of a number.
 
-        Nothing changes until the word is set.
+        Nothing changes until ``words[READ]`` is set.
 
         Args:
-            place: How much was read before.
-            sequence: The number.
-            frames: Where they go.
+            place: Total bytes read before.
+            sequence: The sequence number.
+            frames: Receives the frames.
 
         Returns:
-            How much has been read now.
+            Total bytes read now.
 
         Raises:
-            ProtocolError: What is there is not a record; ``frames`` has those before it.
+            ProtocolError: A record is invalid; ``frames`` has those before it.
         """
         written, data = self.words[WRITTEN], self._data
         if not 0 <= written - place <= _DATA_NBYTES:
@@ -153,7 +150,7 @@ class RingReader:
                 continue
             if number != sequence:
                 if (number - sequence) & SEQUENCE_MASK < _HALF:
-                    break  # it comes after what is on its way in the stream
+                    break  # it comes after frames in the stream
                 raise ProtocolError(f"a record has number {number}, expected {sequence}")
             start, stop = at + HEADER_NBYTES, at + HEADER_NBYTES + nbytes
             size = (HEADER_NBYTES + nbytes + _UNIT) & ~_UNIT
