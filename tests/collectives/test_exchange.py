@@ -11,7 +11,14 @@ from sums import on_all, run_algorithm
 
 from rankwire.backends.base import Backend
 from rankwire.collectives import exchange
-from rankwire.collectives.exchange import Exchange, Piece, blocks, scratch
+from rankwire.collectives.exchange import (
+    Exchange,
+    Piece,
+    blocks,
+    receive_array,
+    receive_pieces,
+    scratch,
+)
 from rankwire.collectives.fingerprints import tag_of
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, SizeMismatchError
 from rankwire.mesh.transport import Offer
@@ -144,13 +151,13 @@ class Watching(Exchange):
     def too_late(self, src):
         return DeadlineExceededError(0.0, waiting_for=[src])
 
-    def tag_of_part(self, part):
-        return tag_of(f"part {part}", 0)
+    def begin_part(self, part):
+        self.tag = tag_of(f"part {part}", 0)
 
 
 def exchange_of(backend, seconds=20.0, words="test()"):
     exchange = Watching(backend)
-    exchange.open(tag_of(words, 0), Deadline(seconds))
+    exchange.tag, exchange.deadline = tag_of(words, 0), Deadline(seconds)
     return exchange
 
 
@@ -175,9 +182,9 @@ def test_steps_and_operations_never_mix(pair):
     first.send(1, 0, np.array([1]))
     here, there = exchange_of(pair[1]), exchange_of(pair[1], words="other()")
     like = np.empty(1, int)
-    assert here.receive_array(0, 0, like) == [1]
-    assert here.receive_array(0, 1, like) == [2]
-    assert there.receive_array(0, 0, like) == [3]
+    assert receive_array(here, 0, 0, like) == [1]
+    assert receive_array(here, 0, 1, like) == [2]
+    assert receive_array(there, 0, 0, like) == [3]
 
 
 def test_parts_of_an_operation_begin_their_steps_again(pair):
@@ -187,7 +194,7 @@ def test_parts_of_an_operation_begin_their_steps_again(pair):
         first.send(1, 0, np.array([part]))
     for part in (1, 0):
         second.begin_part(part)
-        assert second.receive_array(0, 0, np.empty(1, int)) == [part]
+        assert receive_array(second, 0, 0, np.empty(1, int)) == [part]
 
 
 def test_pieces_of_all_others_by_rank():
@@ -195,7 +202,7 @@ def test_pieces_of_all_others_by_rank():
         x = exchange_of(backend)
         for dst in x.others:
             x.send(dst, 0, np.full(2, backend.rank))
-        pieces = x.receive_pieces(0, [np.empty(2, int)] * 3)
+        pieces = receive_pieces(x, 0, [np.empty(2, int)] * 3)
         return [
             None if piece is None else piece.block(0, 2, np.empty(0)).tolist() for piece in pieces
         ]
@@ -211,7 +218,7 @@ def test_an_array_is_received_as_a_whole_or_into_another_one(pair, monkeypatch, 
     payload = kind(sent.tobytes())
     x = exchange_of(pair[1])
     monkeypatch.setattr(type(pair[1]), "receive", lambda *_, nbytes: payload)
-    received = x.receive_array(0, 0, sent)
+    received = receive_array(x, 0, 0, sent)
     assert received.dtype == sent.dtype
     assert received.tolist() == list(range(10))
     out = np.empty(10, np.int32)
@@ -241,7 +248,7 @@ def test_who_waits_looks_up_now_and_then(pair, monkeypatch):
     sender = threading.Timer(0.3, lambda: exchange_of(pair[0]).send(1, 0, np.array([7])))
     begin = time.monotonic()
     sender.start()
-    assert waiting.receive_array(0, 0, np.empty(1, int)) == [7]
+    assert receive_array(waiting, 0, 0, np.empty(1, int)) == [7]
     seconds = time.monotonic() - begin
     sender.join()
     assert 2 <= len(waiting.looks) <= seconds / 0.01 + 2

@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from rankwire.collectives.exchange import Arriving, Exchange, Piece, blocks, scratch
+from rankwire.collectives.exchange import (
+    Arriving,
+    Exchange,
+    Piece,
+    blocks,
+    receive_array,
+    receive_pieces,
+    scratch,
+)
 from rankwire.collectives.reductions import Reduction
 
 Array = np.ndarray[Any, Any]
@@ -222,7 +230,7 @@ def all_reduce_by_exchange(x: Exchange, source: Array, out: Array, r: Reduction)
     """Exchange the whole arrays between two ranks and reduce on both: for small arrays."""
     other = 1 - x.rank
     x.send(other, _REDUCE, source)
-    theirs = x.receive_array(other, _REDUCE, source)
+    theirs = receive_array(x, other, _REDUCE, source)
     if x.offers:
         x.settle()
     if x.rank == 0:
@@ -261,7 +269,7 @@ def reduce_scatter_directly(x: Exchange, parts: Sequence[Array], out: Array, r: 
     for dst in x.others:
         x.send(dst, _REDUCE, parts[dst])
     own = parts[x.rank]
-    _fold_blocks(x.receive_pieces(_REDUCE, [own] * x.size), own, out, x.rank, r)
+    _fold_blocks(receive_pieces(x, _REDUCE, [own] * x.size), own, out, x.rank, r)
 
 
 def _fold_blocks(
@@ -352,7 +360,7 @@ def reduce_by_gathering(
         x.send(root, _REDUCE, source)
         return
     assert out is not None
-    _fold_blocks(x.receive_pieces(_REDUCE, [source] * x.size), source, out, x.rank, r)
+    _fold_blocks(receive_pieces(x, _REDUCE, [source] * x.size), source, out, x.rank, r)
 
 
 def reduce_by_scattering(
@@ -367,4 +375,4 @@ def reduce_by_scattering(
         return
     assert out is not None
     results = split(out, x.size)
-    _copy_pieces(x.receive_pieces(_GATHER, results), results)
+    _copy_pieces(receive_pieces(x, _GATHER, results), results)

@@ -145,13 +145,8 @@ class Exchange(ABC):
         """Return the error of an operation whose time is up while it waits for a rank."""
 
     @abstractmethod
-    def tag_of_part(self, part: int) -> int:
-        """Return the tag of step 0 of a part."""
-
-    def open(self, tag: int, deadline: Deadline) -> None:
-        """Begin, with the tag of step 0."""
-        self.tag = tag
-        self.deadline = deadline
+    def begin_part(self, part: int) -> None:
+        """Use another tag from now on, so that steps may be repeated."""
 
     @property
     def others(self) -> list[int]:
@@ -167,10 +162,6 @@ class Exchange(ABC):
     def in_group(self, rank: int) -> int:
         """Return the rank's number in the group."""
         return rank
-
-    def begin_part(self, part: int) -> None:
-        """Use another tag from now on, so that steps may be repeated."""
-        self.tag = self.tag_of_part(part)
 
     def send(self, dst: int, step: int, data: Array) -> None:
         """Send an array. It must not change before ``settle``."""
@@ -216,13 +207,8 @@ class Exchange(ABC):
     def next_look(self) -> Deadline:
         """Return the deadline of the next look."""
         if self._next_look.expired:
-            self._next_look = self.deadline.sooner(self._interval())
+            self._next_look = self.deadline.sooner(_interval(self._looks, self.size))
         return self._next_look
-
-    def _interval(self) -> float:
-        if 0 < self._looks < 3:
-            return _LOOK_FOR_ANSWER
-        return min(LOOK_EVERY * max(1, self.size // _MANY), max(LOOK_EVERY, _LONGEST_LOOK))
 
     def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
         """Sleep where no message wakes this rank, and read messages now and then.
@@ -253,14 +239,7 @@ class Exchange(ABC):
         if self.deadline.expired:
             raise self.too_late(src)
         self._looks += 1
-        self._next_look = self.deadline.sooner(self._interval())
-
-    def receive_array(self, src: int, step: int, like: Array) -> Array:
-        """Return a received array of the size and dtype of ``like``, in memory of its own."""
-        payload = self.receive(src, step, like.nbytes)
-        if not isinstance(payload, bytearray):
-            payload = whole_of(payload)
-        return np.frombuffer(payload, like.dtype)
+        self._next_look = self.deadline.sooner(_interval(self._looks, self.size))
 
     def expect_into(self, src: int, step: int, out: Array) -> Arriving:
         """Post a receive of an array into ``out``, so that it can arrive while this rank sends.
@@ -304,13 +283,6 @@ class Exchange(ABC):
         """Receive a part of an array that has the size and dtype of ``like``."""
         return Piece(self.receive(src, step, like.nbytes), like.dtype)
 
-    def receive_pieces(self, step: int, likes: Sequence[Array]) -> list[Piece | None]:
-        """Receive a piece from every other rank, by rank; each has the size of its ``like``."""
-        pieces: list[Piece | None] = [None] * self.size
-        for src in reversed(self.others):
-            pieces[src] = self.receive_piece(src, step, likes[src])
-        return pieces
-
     def settle(self) -> None:
         """Wait until all memory that was sent may be changed again."""
         for dst, offer in self.offers:
@@ -330,6 +302,28 @@ class Exchange(ABC):
         for _, offer in self.offers:
             offer.revoke()
         self.offers.clear()
+
+
+def _interval(looks: int, size: int) -> float:
+    if 0 < looks < 3:
+        return _LOOK_FOR_ANSWER
+    return min(LOOK_EVERY * max(1, size // _MANY), max(LOOK_EVERY, _LONGEST_LOOK))
+
+
+def receive_array(x: Exchange, src: int, step: int, like: Array) -> Array:
+    """Return a received array of the size and dtype of ``like``, in memory of its own."""
+    payload = x.receive(src, step, like.nbytes)
+    if not isinstance(payload, bytearray):
+        payload = whole_of(payload)
+    return np.frombuffer(payload, like.dtype)
+
+
+def receive_pieces(x: Exchange, step: int, likes: Sequence[Array]) -> list[Piece | None]:
+    """Receive a piece from every other rank, by rank; each has the size of its ``like``."""
+    pieces: list[Piece | None] = [None] * x.size
+    for src in reversed(x.others):
+        pieces[src] = x.receive_piece(src, step, likes[src])
+    return pieces
 
 
 def scratch(dtype: np.dtype[Any]) -> tuple[Array, Array]:

@@ -96,8 +96,9 @@ class SubExchange(Exchange):
         return self._whole.too_late(self._ranks[src])
 
     @override
-    def tag_of_part(self, part: int) -> int:
-        return self._whole.tag_of_part(part)
+    def begin_part(self, part: int) -> None:
+        self._whole.begin_part(part)
+        self.tag = self._whole.tag
 
     @override
     def next_look(self) -> Deadline:

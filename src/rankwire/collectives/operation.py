@@ -95,7 +95,7 @@ class Operation(Exchange):
         self._epoch = operations.epoch
         tag = tag_of(self.description, self.sequence, self._epoch)
         self._tags.append(tag)
-        self.open(tag, self.deadline)
+        self.tag = tag
         operations.backend.opening_collective()
         if operations.has_news:
             self._look_at_news()
@@ -139,9 +139,9 @@ class Operation(Exchange):
         self._raise_if_failed()
 
     @override
-    def tag_of_part(self, part: int) -> int:
+    def begin_part(self, part: int) -> None:
         self._tags.append(tag_of(f"{self.description} part {part}", self._number, self._epoch))
-        return self._tags[-1]
+        self.tag = self._tags[-1]
 
     # -- failing -----------------------------------------------------------------------------------
 
