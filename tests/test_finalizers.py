@@ -16,7 +16,7 @@ import pytest
 import rankwire
 from rankwire import finalizers
 from rankwire.finalizers import hand_over
-from rankwire.rpc.future import Unheard
+from rankwire.rpc.future import UnretrievedError
 from worlds import PATIENCE, eventually
 
 SOURCE = Path(rankwire.__file__).parent
@@ -222,7 +222,7 @@ import numpy as np
 import rankwire
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.transports.shared_memory import SharedMemory
-from rankwire.rpc.future import Unheard
+from rankwire.rpc.future import UnretrievedError
 
 faulthandler.enable()
 log = logging.getLogger("rankwire")
@@ -268,7 +268,7 @@ def litter(phase, info):
     global dropped
     if phase == "stop":
         dropped += 1
-        Cycle(Unheard(ValueError("dropped")))
+        Cycle(UnretrievedError(ValueError("dropped")))
         for pool in (handles, memory):
             if pool:
                 Cycle(pool.pop())
@@ -305,7 +305,7 @@ def test_a_thread_that_drops_a_failed_future_does_not_wait_for_the_log():
     handler = Slow()
     logging.getLogger("rankwire").addHandler(handler)
     try:
-        Unheard(ValueError("dropped"))  # garbage at once
+        UnretrievedError(ValueError("dropped"))  # garbage at once
         assert begun.wait(PATIENCE)
     finally:
         go_on.set()

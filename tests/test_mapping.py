@@ -18,8 +18,6 @@ SHOWN_IN = {
     "links/shared_mailbox": "links/test_inbox.py",
     "rpc/agent_functions": "rpc/test_agent.py",
     "rpc/caller": "rpc/test_agent.py",
-    "rpc/questions": "rpc/test_accounts.py",
-    "rpc/worker": "rpc/test_pool.py",
     "transports/route": "transports/test_memory_stream.py",
     "transports/memory_poller": "transports/test_memory_stream.py",
     "transports/pipe": "transports/test_memory_stream.py",
@@ -76,7 +74,6 @@ SHOWN_IN = {
     "testing/conformance/group_checks": "conformance/test_conformance.py",
     "testing/conformance/message_checks": "conformance/test_conformance.py",
     "testing/conformance/nested_call_checks": "conformance/test_conformance.py",
-    "testing/conformance/peer_checks": "conformance/test_conformance.py",
     "testing/conformance/tools": "conformance/test_conformance.py",
     "fork": "faults/test_f_ending.py",
     "shutdown": "faults/test_f_ending.py",
@@ -100,7 +97,7 @@ SHOWN_IN = {
     "local_world/rank_program": "local_world/test_rank_process.py",
     "local_world/rank_thread": "testing/test_ranks.py",
     "rpc/messages": "rpc/test_rpc_messages.py",
-    "rpc/nested": "conformance/test_conformance.py",
+    "rpc/nested_waits": "conformance/test_conformance.py",
 }
 
 

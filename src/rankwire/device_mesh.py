@@ -1,8 +1,8 @@
-"""DeviceMesh: the ranks of a world as a grid, and the groups along its axes.
+"""``DeviceMesh``: the ranks of a world as a grid, and the groups along its axes.
 
-Index arithmetic in row-major order, as numpy's: the last axis varies fastest, so in a mesh of
-(nodes, ranks a node) the ranks of a node are consecutive. Only ``subgroup`` and ``subgroups``
-communicate, by making a ``SubBackend``; the rest is pure.
+Indices are in row-major order, as in numpy: the last axis varies fastest, so in a mesh of (nodes,
+ranks per node) the ranks of a node are consecutive. Only ``subgroup`` and ``subgroups``
+communicate.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rankwire.errors import ConfigurationError
 class DeviceMesh:
     """The ranks 0..size-1, laid out as a grid in row-major order.
 
-    It never changes, so it is safe from any thread; two of the same shape and names are equal.
-    Numpy's integers count as integers. An axis is given by its index, negative ones from the end as
-    in numpy, or by its name. Ranks and coordinates are never negative.
+    It is immutable, so it is safe from any thread; two meshes of the same shape and names are
+    equal. Numpy integers count as integers. An axis is given by its index, negative ones from the
+    end as in numpy, or by its name. Ranks and coordinates are never negative.
 
     Args:
         shape: The number of ranks along each axis, at least 1.
@@ -33,8 +33,8 @@ class DeviceMesh:
         names: A name for each axis.
 
     Raises:
-        ConfigurationError: The shape is empty, has something else than positive integers, or does
-            not fill the world; the names are not as many as the axes, or not different strings.
+        ConfigurationError: The shape is empty, contains something other than positive integers, or
+            does not fill the world; or the names are not different strings, one for each axis.
         InvalidWorldSizeError: The world size is not a positive integer.
     """
 
@@ -58,7 +58,7 @@ class DeviceMesh:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names of the axes, or None if they have none."""
+        """The names of the axes, or None."""
         return self._names
 
     @property
@@ -71,10 +71,10 @@ class DeviceMesh:
         """The number of ranks."""
         return self._size
 
-    # -- arithmetic --------------------------------------------------------------------------------
+    # -- indices -----------------------------------------------------------------------------------
 
     def coords(self, rank: int) -> tuple[int, ...]:
-        """Return where a rank is: its index along each axis.
+        """Return the index of a rank along each axis.
 
         Raises:
             InvalidRankError: It is not a rank of this mesh.
@@ -86,7 +86,7 @@ class DeviceMesh:
         """Return the rank at the given index along each axis.
 
         Raises:
-            ConfigurationError: They are not as many as the axes, or one is out of range.
+            ConfigurationError: There is not one index for each axis, or one is out of range.
         """
         chosen = _as_tuple(coords, "coordinates")
         if len(chosen) != self.ndim:
@@ -105,7 +105,7 @@ class DeviceMesh:
         return int(self._ranks[tuple(indices)])
 
     def ranks_along_dim(self, axis: int | str, rank: int) -> list[int]:
-        """Return the ranks, ascending, that differ from this one along one axis only, and itself.
+        """Return this rank and those that differ from it along one axis only, ascending.
 
         Raises:
             ConfigurationError: There is no such axis.
@@ -117,7 +117,7 @@ class DeviceMesh:
         return list(map(int, self._ranks[tuple(index)]))
 
     def groups_along_dim(self, axis: int | str) -> list[list[int]]:
-        """Return all groups along an axis: each rank is in one, and lower first members come first.
+        """Return all groups along an axis, sorted by their first members. Each rank is in one.
 
         Raises:
             ConfigurationError: There is no such axis.
@@ -131,19 +131,19 @@ class DeviceMesh:
     def subgroup(
         self, backend: Backend, axis: int | str, *, timeout: float | None = None
     ) -> SubBackend:
-        """Make the group of this rank along an axis. A collective of the ranks of that group.
+        """Make the group of this rank along an axis. All ranks of that group must call this.
 
-        Ranks that make groups along several axes make them in the same order.
+        Ranks that make groups along several axes must make them in the same order.
 
         Args:
             backend: The ranks of this mesh. It must stay open; the caller closes the group.
             axis: An index or a name.
-            timeout: Seconds for the agreement, and for every operation of the group without a limit
-                of its own; None is the backend's.
+            timeout: Seconds for the agreement, and for every operation of the group without a
+                timeout of its own; None is the backend's.
 
         Raises:
             ConfigurationError: There is no such axis, or the backend has another number of ranks.
-            MembershipError: Another member makes a different group, as with another mesh.
+            MembershipError: Another member makes a different group, for example of another mesh.
             DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time.
         """
         chosen = self._axis(axis)
@@ -157,20 +157,20 @@ class DeviceMesh:
     def subgroups(
         self, backend: Backend, *, timeout: float | None = None
     ) -> tuple[SubBackend, ...]:
-        """Make the group of this rank along every axis. A collective of all ranks.
+        """Make the group of this rank along every axis. All ranks must call this.
 
         Args:
             backend: The ranks of this mesh. It must stay open; the caller closes the groups.
-            timeout: As of ``subgroup``, for each of the groups.
+            timeout: As for ``subgroup``, for each of the groups.
 
         Returns:
-            One group an axis, in the order of the axes.
+            One group for each axis, in order.
 
         Raises:
             ConfigurationError: The backend has another number of ranks.
-            MembershipError: Another rank makes a different group, as with another mesh.
-            DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time. As
-                after any error, the groups made so far are closed.
+            MembershipError: Another rank makes a different group, for example of another mesh.
+            DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time. After
+                an error, the groups made so far are closed.
         """
         with ExitStack() as unfinished:
             groups = tuple(
@@ -180,7 +180,7 @@ class DeviceMesh:
             unfinished.pop_all()
         return groups
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- comparison and names ----------------------------------------------------------------------
 
     def __repr__(self) -> str:
         names = "" if self._names is None else f", names={self._names}"
@@ -195,7 +195,7 @@ class DeviceMesh:
         return hash((self._shape, self._names))
 
     def _axis(self, axis: int | str) -> int:
-        """Return the index of an axis, from 0."""
+        """Return the non-negative index of an axis."""
         if isinstance(axis, str):
             if self._names is None:
                 raise ConfigurationError(f"no axis {axis!r}: the axes of this mesh have no names")

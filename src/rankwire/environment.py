@@ -1,8 +1,8 @@
-"""The environment variables that rankwire reads, and the default time limit that one of them sets.
+"""The environment variables that rankwire reads, and the default timeout that one of them sets.
 
 ``KNOWN`` lists all of them; docs/settings.md explains each. The modules that use a variable read it
-themselves. Kubernetes sets variables with the same prefix in every container of a namespace that
-has a service with a name such as ``rankwire``: they are neither read nor reported.
+themselves. Kubernetes sets variables with the same prefix if the namespace has a service with a
+name such as ``rankwire``: they are neither read nor reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rankwire.errors import ConfigurationError
 
 TIMEOUT = "RANKWIRE_TIMEOUT"
 RANK = "RANKWIRE_RANK"
-# The rank that is debugged: the others wait for it without a limit.
+# The rank that is being debugged: the others wait for it without a timeout.
 DEBUG_RANK = "RANKWIRE_DEBUG_RANK"
 DEFAULT_TIMEOUT = 60.0
 
@@ -50,7 +50,7 @@ def without_services(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_timeout() -> float:
-    """Return the seconds for operations of a world whose program sets no time limit.
+    """Return the seconds for operations of a world whose program sets no timeout.
 
     Raises:
         ConfigurationError: ``RANKWIRE_TIMEOUT`` is not a number of seconds.
@@ -62,7 +62,7 @@ def default_timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds > 0.0:  # NaN neither
+    if not seconds > 0.0:  # also rejects NaN
         raise ConfigurationError(
             f"{TIMEOUT} is {text!r}: set it to a number of seconds above 0, such as 60 or 0.5,"
             " or to inf for no limit"
@@ -72,7 +72,7 @@ def default_timeout() -> float:
 
 @functools.cache
 def report_unknown() -> None:
-    """Log the variables with our prefix that rankwire does not read; once in a process."""
+    """Log the variables with our prefix that rankwire does not read, once in a process."""
     for name in sorted(without_services(os.environ)):
         if name.startswith(_PREFIX) and name not in KNOWN:
             nearest = _nearest(name)
@@ -80,8 +80,8 @@ def report_unknown() -> None:
 
 
 def _nearest(name: str) -> str:
-    """Return a question for the known variable with the most similar name, if one is similar."""
-    from difflib import get_close_matches  # 1 ms that only a mistake costs
+    """Return ": did you mean X?" for the known variable with the most similar name, or ""."""
+    from difflib import get_close_matches  # here, because importing it takes 1 ms
 
     shorts = [known.removeprefix(_PREFIX) for known in sorted(KNOWN)]
     found = get_close_matches(name.removeprefix(_PREFIX), shorts, n=1, cutoff=0.5)

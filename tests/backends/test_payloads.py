@@ -28,7 +28,7 @@ from rankwire.errors import (
 )
 from rankwire.links.memory import allocate
 from rankwire.testing import simulated_world, tcp_world
-from rankwire.testing.worlds import sub_world
+from rankwire.testing.ranks import sub_world
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.loans import LoanRevokedError, Parcel
 from worlds import PATIENCE, Running, eventually

@@ -19,7 +19,7 @@ from rankwire import (
 )
 from rankwire.deadline import Deadline
 from rankwire.links.connection import Connection
-from rankwire.rpc import questions
+from rankwire.rpc import call_inquiries
 from worlds import (
     LEND_FROM,
     PATIENCE,
@@ -42,7 +42,7 @@ def agents():
 @pytest.fixture
 def patient(monkeypatch):
     """Whoever is late waits for what its callee says, however busy the machine is."""
-    monkeypatch.setattr(questions, "Deadline", lambda _, clock: Deadline(PATIENCE, clock))
+    monkeypatch.setattr(call_inquiries, "Deadline", lambda _, clock: Deadline(PATIENCE, clock))
 
 
 @pytest.mark.fault(26, "a late caller is told what its callee is doing")
@@ -247,4 +247,4 @@ def test_f44_cancelled_nested_calls_leave_nothing_behind(agents):
         future.cancel()
     for agent in agents:
         eventually(lambda agent=agent: not agent._server.active and not agent._port.in_flight())
-        assert not agent._caller._futures
+        assert not agent._caller.futures.pending

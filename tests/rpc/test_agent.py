@@ -25,7 +25,7 @@ from rankwire import (
     SubBackend,
     UnsupportedTypeError,
 )
-from rankwire.rpc import questions
+from rankwire.rpc import call_inquiries
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Channel
 from real_time import Deadline
@@ -192,7 +192,7 @@ def test_a_spoofed_reply_from_another_peer_is_ignored():
         # Rank 2 answers with the id of the call that rank 1 is working on.
         (connection,) = agents[2]._port._incoming
         envelope = (agents[2]._port.service, Channel.REPLY, future.request_id)
-        connection.send(envelope, agents[2]._server.answers.value("spoofed"), Deadline(1))
+        connection.send(envelope, agents[2]._server.replies.value("spoofed"), Deadline(1))
         assert agents[0].rpc_sync(2, "hello") == "from 2"
         assert not future.done()
         go_on.set()
@@ -386,7 +386,7 @@ def test_a_wrong_limit_of_a_call_or_of_closing_is_refused_and_harms_nothing(agen
 @pytest.mark.parametrize("rank", [np.int64(1), np.array(1), True])
 def test_any_integer_is_a_rank_to_call(agents, rank, monkeypatch):
     # However long it takes on a busy machine to say what it is doing.
-    monkeypatch.setattr(questions, "Deadline", lambda _, clock: Deadline(10, clock))
+    monkeypatch.setattr(call_inquiries, "Deadline", lambda _, clock: Deadline(10, clock))
     go_on = threading.Event()
     agents[1].register("hello", lambda: 1)
     assert agents[0].rpc_sync(rank, "hello") == 1  # they are connected

@@ -198,7 +198,7 @@ def test_a_cancelled_future_is_settled_at_once(agents):
     assert future.cancelled()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result()
-    assert not agents[0]._caller._futures
+    assert not agents[0]._caller.futures.pending
     done = agents[0].rpc_async(1, "add", 1, 2)
     assert done.result(10) == 3
     assert not done.cancel()
@@ -209,7 +209,7 @@ def test_many_cancelled_calls_leave_nothing(agents):
     agents[1].register("never", lambda: time.sleep(0.01))
     for _ in range(300):
         agents[0].rpc_async(1, "never").cancel()
-    assert not agents[0]._caller._futures
+    assert not agents[0]._caller.futures.pending
     assert agents[0]._port.in_flight() == 0
     assert agents[0].rpc_sync(1, "add", 1, 1) == 2
 
@@ -274,7 +274,7 @@ def test_no_interrupt_falls_between_taking_the_lock_of_a_future_and_knowing_it(a
 
 def without_looks(agent):
     """Keep the standby from looking after replies: whoever reads them has to be told by others."""
-    agent._caller.look = lambda: False
+    agent._caller.futures.check = lambda: False
 
 
 @pytest.mark.parametrize("way", ["wait", "as_completed", "callback", "await"])
@@ -345,14 +345,14 @@ def test_many_callbacks_are_called_while_threads_call_and_wait(agents):
         assert told.acquire(timeout=10)
 
 
-# -- errors that nobody has asked for --------------------------------------------------------------
+# -- errors that were not retrieved --------------------------------------------------------------
 
 
 def logged(caplog):
-    return [r.getMessage() for r in caplog.records if "nobody has asked" in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if "has not retrieved" in r.getMessage()]
 
 
-def test_an_error_that_nobody_has_asked_for_is_logged_once(agents, caplog):
+def test_an_error_that_is_not_retrieved_is_logged_once(agents, caplog):
     future = agents[0].rpc_async(1, "fail")
     eventually(future.done)
     assert logged(caplog) == []

@@ -80,7 +80,7 @@ def make_pool(source, **limits):
     pool = Pool(
         poll=source.poll,
         wake=source.wake,
-        on_look=source.look,
+        on_check=source.look,
         on_end=source.ended.set,
         clock=REAL_TIME,
         **limits,
@@ -110,7 +110,7 @@ def wait_for(*jobs):
 
 def test_short_jobs_stay_on_the_thread_that_read_them(source, monkeypatch):
     # On a busy machine a thread may be kept from running for longer than the standby waits.
-    for look in ("_LOOK_EVERY", "_SPARE_LOOK"):
+    for look in ("_CHECK_EVERY", "_SPARE_CHECK"):
         monkeypatch.setattr(f"rankwire.rpc.pool.{look}", 60.0)
     pool = make_pool(source)
     jobs = submit(source, *[FakeJob() for _ in range(100)])

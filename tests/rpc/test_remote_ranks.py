@@ -55,7 +55,7 @@ def test_no_function_is_hidden_by_an_attribute(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_python_looks_for_by_itself_is_no_function(kind):
+def test_what_python_checks_for_by_itself_is_no_function(kind):
     functions, calls = noted(kind)
     for thing in (functions, functions.add):
         assert not hasattr(thing, "_repr_html_")

@@ -20,7 +20,7 @@ from rankwire import (
     RpcAgent,
     SimulatedBackend,
 )
-from rankwire.rpc.resolver import Resolver
+from rankwire.rpc.registry import Resolver
 from rankwire.testing import simulated_world, tcp_world
 from rpc.callee import SOON
 from worlds import eventually

@@ -218,7 +218,7 @@ def test_a_callback_that_raises_anything_does_not_end_serving(agents, quiet_thre
         future.add_done_callback(leave)
     assert not wait(futures, timeout=PATIENCE).not_done
     assert callee.rpc_sync(0, "fine", timeout=PATIENCE) == "fine"
-    eventually(lambda: not caller._caller._futures)
+    eventually(lambda: not caller._caller.futures.pending)
 
 
 def test_a_callback_that_waits_does_not_keep_its_agent_from_serving(agents):
@@ -272,15 +272,15 @@ def test_a_future_made_while_the_standby_falls_asleep_is_looked_after(agents, mo
     callee.register("nap", lambda: time.sleep(0.02))
     caller.rpc_sync(1, "nap")
     pool = caller._server.pool
-    sleep_between_looks = pool._sleep_between_looks
+    sleep_between_checks = pool._sleep_between_checks
     futures = []
 
     def call_at_the_last_moment(worker, quiet, *rest):
-        if quiet > pool_module._LOOKS_UNTIL_ASLEEP and not futures:
+        if quiet > pool_module._CHECKS_UNTIL_ASLEEP and not futures:
             futures.append(caller.rpc_async(1, "nap", timeout=PATIENCE))
-        return sleep_between_looks(worker, quiet, *rest)
+        return sleep_between_checks(worker, quiet, *rest)
 
-    monkeypatch.setattr(pool, "_sleep_between_looks", call_at_the_last_moment)
+    monkeypatch.setattr(pool, "_sleep_between_checks", call_at_the_last_moment)
     eventually(lambda: futures)
     assert len(wait(futures, timeout=PATIENCE).done) == 1
 
@@ -359,7 +359,7 @@ def test_a_reply_held_back_while_another_worker_flushes_is_sent(agents):
 
     connection.send = interrupted_by_a_flush
     call = IncomingCall(0, request_id, bytearray(), connection)
-    callee._port.reply(call, callee._server.answers.value(7), Deadline(1), hold=True)
+    callee._port.reply(call, callee._server.replies.value(7), Deadline(1), hold=True)
     connection.send = send
     callee._port.flush()  # what the next poll does
     assert inbox.drive(receive, Deadline(1))

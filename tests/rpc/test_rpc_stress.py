@@ -64,7 +64,7 @@ def test_ten_thousand_asynchronous_calls_need_no_more_threads(agents):
     # The callee's workers, a few that wait to become one (more on a busy machine), and not one for
     # any call.
     assert most <= before + 20 * WORKERS
-    assert not agents[0]._caller._futures
+    assert not agents[0]._caller.futures.pending
     assert agents[0]._port.in_flight() == 0
     eventually(lambda: not agents[1]._server.active)
 

@@ -16,13 +16,13 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.mesh.calls import IncomingCall
-from rankwire.rpc.answers import Answers
 from rankwire.rpc.call import current_call, serving
-from rankwire.rpc.deferred import DeferredReplies
+from rankwire.rpc.deferred_replies import DeferredReplies
 from rankwire.rpc.event_loop import EventLoop
 from rankwire.rpc.messages import Request, decode_reply
 from rankwire.rpc.registry import Function
-from rankwire.rpc.room import SMALL_NBYTES
+from rankwire.rpc.replies import Replies
+from rankwire.rpc.reservations import SMALL_NBYTES
 from rankwire.rpc.served_call import ServedCall
 from real_time import Deadline
 from worlds import eventually
@@ -60,12 +60,12 @@ class FakeServer:
     def __init__(self):
         self.codec = Codec()
         self.workers = 2
-        self.answers = Answers(
+        self.replies = Replies(
             self, self, self.codec, names=lambda: [], run_soon=lambda errand: errand()
         )
         self.active = {}
         self.pool = FakePool()
-        self.room = FakeRoom()
+        self.reservations = FakeRoom()
         self.is_stopping = False
         self.event_loop = EventLoop(REAL_TIME)
         self.replies = []
@@ -164,7 +164,7 @@ def test_a_result_that_cannot_be_sent_is_the_reply_too(server):
 def test_a_result_is_copied_if_that_was_asked_for(server):
     data = bytearray(10_000)
     call = server.serve(lambda: data, copies=True)
-    message = server.answers.value(data, copies=call.function.copies)
+    message = server.replies.value(data, copies=call.function.copies)
     data[:] = b"x" * len(data)
     assert b"x" not in b"".join(message[0])
 
@@ -348,7 +348,7 @@ def test_a_large_call_leaves_its_room_once(server, nbytes, chain, is_counted, en
         call.refuse("no")
     else:
         call.run(WORKER)
-    assert server.room.released == ([(0, 7)] if is_counted else [])
+    assert server.reservations.released == ([(0, 7)] if is_counted else [])
     assert not server.active
 
 

@@ -81,7 +81,7 @@ def test_a_defect_in_accepting_a_call_is_answered_and_the_others_are_served(capl
 
 def test_a_reply_of_an_unknown_id_is_dropped(agents):
     call = IncomingCall(0, 123456, bytearray(), OWN)
-    answers = agents[1]._server.answers
+    answers = agents[1]._server.replies
     answers.send(call, answers.value(1), Deadline(5))
     assert agents[0]._port.in_flight() == 0
 
@@ -191,7 +191,7 @@ def test_nothing_is_left_in_any_table(agents):
     with pytest.raises(FunctionNotFoundError):
         agents[0].rpc_sync(1, "none")
     eventually(lambda: not agents[1]._server.active)
-    assert not agents[0]._caller._futures
+    assert not agents[0]._caller.futures.pending
     assert agents[0]._port.in_flight() == 0
     eventually(lambda: agents[1]._server.pool._running == 0)
 

@@ -22,7 +22,7 @@ from rankwire import (
     RemoteError,
     UnsupportedTypeError,
 )
-from rankwire.rpc import questions
+from rankwire.rpc import call_inquiries
 from real_time import Deadline
 from rpc.callee import SOON, WORLDS, in_flight, pair
 from worlds import PATIENCE, Running, eventually, nursery, runtime_folder_of_its_own
@@ -49,7 +49,7 @@ def world(request):
 @pytest.fixture
 def patient(monkeypatch):
     """Whoever is late waits for what its callee says, however busy the machine is."""
-    monkeypatch.setattr(questions, "Deadline", lambda _, clock: Deadline(PATIENCE, clock))
+    monkeypatch.setattr(call_inquiries, "Deadline", lambda _, clock: Deadline(PATIENCE, clock))
 
 
 def call(caller, how, name, *args, timeout=PATIENCE):

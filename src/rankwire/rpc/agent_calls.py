@@ -1,7 +1,7 @@
-"""The calls of an agent as users write them: what is a setting, what is an argument, what returns.
+"""The methods with which users of ``RpcAgent`` make calls.
 
-All of it is in the signatures, for people and type checkers; ``caller`` makes the calls. It is a
-part of ``RpcAgent``, which provides the attributes.
+The signatures tell type checkers what is a setting, what an argument, and what returns. ``caller``
+makes the calls.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rankwire.rpc.remote_ranks import AsyncRemoteRank, Later, P, R, RemoteRank
 
 
 class AgentCalls:
-    """How users call functions of other ranks. Every method is safe from any thread.
+    """The calling methods of ``RpcAgent``, which sets the attributes. Safe from any thread.
 
     Attributes:
-        backend: Whose ranks are called.
-        timeout: Seconds for calls without a limit of their own.
+        backend: The backend whose ranks are called.
+        timeout: Seconds for calls without a timeout of their own.
     """
 
     backend: Backend
@@ -34,8 +34,8 @@ class AgentCalls:
     _registry: Registry
     _caller: Caller
 
-    # A type checker cannot check arguments and let ``timeout`` pass at the same time, so with that
-    # it knows the result alone. ``to(rank, timeout=...)`` has both.
+    # A type checker cannot check the arguments and accept ``timeout`` at once, so with ``timeout``
+    # it only knows the type of the result. ``to(rank, timeout=...)`` has both.
     @overload
     def rpc_sync(
         self, dst: int, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -76,29 +76,29 @@ class AgentCalls:
         Args:
             dst: The rank to call.
             function: A name registered there, or a function registered here under the same name.
-                With the function itself, a type checker checks the arguments (unless ``timeout`` is
-                given) and knows the type of the result.
-            *args: Positional arguments. Arrays are sent from where they are, uncopied.
-            timeout: Seconds for all of it; it travels along and bounds the calls that the function
-                makes in turn. It is never an argument of the function: if that has a parameter of
-                this name, use ``to``. That is noticed if the function was given, or is registered
-                here under the name that was given.
+                With the function itself, a type checker checks the arguments (unless you pass
+                ``timeout``) and knows the type of the result.
+            *args: Positional arguments. Arrays are sent from where they are, without a copy.
+            timeout: Seconds for all of it. It travels along and limits the calls that the function
+                makes. It is never an argument of the function: if the function has a parameter of
+                this name, use ``to``. This method raises if it knows of such a parameter, because
+                the function is registered here.
             **kwargs: Keyword arguments.
 
         Raises:
             RemoteError: The function raised; type, message and remote traceback are attributes. If
                 it raised a builtin exception, or one of ``register_error``, this is one too, so
                 that ``except KeyError`` works.
-            FunctionNotFoundError: There is no such function.
-            DeadlineExceededError: No result in time; ``may_have_run`` tells whether it may have
-                run.
-            PeerLostError: The peer is gone; the same attribute.
-            CircularCallError: While serving a call: this one and others wait for each other.
+            FunctionNotFoundError: The rank has no such function.
+            DeadlineExceededError: No result in time; ``may_have_run`` tells whether the function
+                may have run.
+            PeerLostError: The peer is gone; it has the same attribute.
+            CircularCallError: While serving a call: this call and others wait for each other.
             CallCancelledError: While serving a call: its caller does not want the result any more.
-            OverloadedError: A limit was reached; it did not run.
+            OverloadedError: A limit was reached; the function did not run.
             UnsupportedTypeError: An argument cannot be sent.
-            ConfigurationError: The rank, the function or the time limit is none, or ``timeout`` may
-                mean either.
+            ConfigurationError: The rank, function or timeout is invalid, or ``timeout`` is
+                ambiguous.
         """
         name = function if type(function) is str else self._registry.name_of(function)
         call = serving.get()
@@ -145,11 +145,12 @@ class AgentCalls:
     ) -> Any:
         """Start a call and return its future.
 
-        It has ``result``, ``exception``, ``cancel``, ``add_done_callback`` and ``await``. Arguments
-        are as for ``rpc_sync``. They are encoded, and large ones sent, before this returns: they
-        may be changed afterwards. Wrong arguments raise here; what the network or the callee does
-        ends the future. This waits, until the deadline, while too many calls to that rank are in
-        flight (``max_in_flight``), or too many large ones wait there (``max_queued_nbytes``).
+        The future has ``result``, ``exception``, ``cancel``, ``add_done_callback`` and ``await``.
+        Arguments are as for ``rpc_sync``. They are encoded, and large ones sent, before this
+        returns: you may change them afterwards. Invalid arguments raise here; errors of the network
+        or the callee end the future. This waits, until the deadline, while too many calls to that
+        rank are in flight (``max_in_flight``), or too many large ones are queued there
+        (``max_queued_nbytes``).
         """
         name = function if type(function) is str else self._registry.name_of(function)
         call = serving.get()
@@ -160,19 +161,19 @@ class AgentCalls:
         return self._caller.start(dst, name, deadline, call, args, kwargs)
 
     def to(self, dst: int, /, *, timeout: float | None = None) -> RemoteRank:
-        """Return the functions of a rank, to be called with certain settings.
+        """Return the functions of a rank, to be called with these settings.
 
         ``agent.to(1, timeout=5).add(2, 3)`` is ``agent.rpc_sync(1, "add", 2, 3, timeout=5)``, and
         ``agent.to(1, timeout=5)(add, 2, 3)`` is ``agent.rpc_sync(1, add, 2, 3, timeout=5)``, whose
-        arguments a type checker checks. All keywords of the call are the function's, ``timeout``
-        too. The object may be kept and used for any number of calls, from any thread.
+        arguments a type checker checks. All keywords of the call go to the function, ``timeout``
+        too. You may keep the object and use it for any number of calls, from any thread.
 
         Args:
             dst: The rank to call.
-            timeout: Seconds for each call; None is the agent's.
+            timeout: Seconds for each call; None is the agent's timeout.
 
         Raises:
-            ConfigurationError: The rank or the time limit is none.
+            ConfigurationError: The rank or the timeout is invalid.
         """
         dst, limit = self._checked(dst, timeout)
 
@@ -184,11 +185,7 @@ class AgentCalls:
         return RemoteRank(rpc_sync, f"rank {dst}, each call within {limit:g} s")
 
     def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
-        """Return the functions of a rank as ``to`` does, but calls return their futures.
-
-        ``agent.to_async(1, timeout=5).add(2, 3)`` is to ``rpc_async`` what ``to`` is to
-        ``rpc_sync``.
-        """
+        """Return the functions of a rank as ``to`` does; their calls return futures."""
         dst, limit = self._checked(dst, timeout)
 
         def rpc_async(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +196,6 @@ class AgentCalls:
         return AsyncRemoteRank(rpc_async, f"rank {dst}, each call within {limit:g} s")
 
     def _deadline(self, name: str, timeout: float | None, call: Call | None) -> Deadline:
-        """Return the deadline of a call that has a limit of its own, or is nested."""
         if timeout is None:
             return self._limited(self.timeout, call)
         deadline = self._limited(timeout, call)

@@ -1,7 +1,4 @@
-"""The functions of an agent as users register them: forms, names, and what can be registered.
-
-``registry`` keeps them. It is a part of ``RpcAgent``, which provides the attributes.
-"""
+"""The methods with which users of ``RpcAgent`` register functions and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ T = TypeVar("T")
 
 
 class _LeftOut:
-    """Stands for a function that was not given: None would be one that cannot be registered."""
+    """The default of ``function``: None is a value that a user may pass by mistake."""
 
     def __repr__(self) -> str:
         return "<left out>"
@@ -28,7 +25,7 @@ _LEFT_OUT: Any = _LeftOut()
 
 
 class AgentFunctions:
-    """How users let other ranks call functions of theirs. Every method is safe from any thread."""
+    """The registering methods of ``RpcAgent``, which sets the attributes. Safe from any thread."""
 
     _registry: Registry
     _caller: Caller
@@ -53,45 +50,44 @@ class AgentFunctions:
     ) -> T | Callable[[F], F]:
         """Let other ranks call a function, or the public methods of an object.
 
-        Written ``register("add", add)``, ``@agent.register`` or ``@agent.register("add")``. An
+        Write ``register("add", add)``, ``@agent.register`` or ``@agent.register("add")``. An
         object's methods are called ``"name.method"``: after ``register("params", server)``, others
         call ``"params.pull"`` and ``"params.push"``; after ``register(server)``, the name is that
-        of its class. These are all methods, inherited ones too, that are written in Python and
-        whose names do not begin with an underscore; not its other attributes.
+        of its class. All methods count, inherited ones too, that are written in Python and whose
+        names do not begin with an underscore; other attributes do not.
 
-        A result is sent from where it is: arrays and long byte strings in it are read after the
+        Results are sent without a copy: arrays and long byte strings in a result are read after the
         function has returned, until the caller has them. If they change meanwhile, the caller may
-        get some of the old and some of the new. So return what nothing changes any more. An array
-        that goes on changing is returned as ``array.copy()``, made under the lock that guards it.
+        get some of the old and some of the new. So return what does not change any more. Of an
+        array that does, return ``array.copy()``, made under the lock that guards it.
 
         A function may return a ``concurrent.futures.Future``, also that of another call. Then its
-        thread is free at once, and the reply is sent when the future is done, by the thread that
-        ends it, which does not wait for the caller. Any number of calls may wait so, whatever
-        ``workers`` is. When the call's deadline passes, its caller cancels it or is gone, or this
-        agent closes, the future is cancelled. Callbacks of the future run in the thread that ends
-        it, and a call that one makes is part of the call which that thread serves, if it serves
-        one; in callbacks of an ``RpcFuture`` it is part of the call in which the future was made.
+        thread is free at once, and the thread that ends the future sends the reply, without waiting
+        for the caller. Any number of calls may wait so, whatever ``workers`` is. If the call's
+        deadline passes, its caller cancels it or is gone, or this agent closes, the future is
+        cancelled. A call made by a callback of the future is part of the call which its thread
+        serves, if any; in callbacks of an ``RpcFuture``, of the call in which the future was made.
 
         Args:
-            name: What callers call it; the function's own name, or that of the object's class, if
-                left out. Or the function or object itself, as the only argument.
-            function: The function; it may be an ``async def``, and may return a future. Or the
-                object. One that can be called itself counts as a function.
-            replace: Whether a function or object of that name is replaced; without it that is an
+            name: The name to call it by. The default is the function's own name, or that of the
+                object's class. Or the function or object itself, as the only argument.
+            function: The function, which may be an ``async def``; or the object. A callable object
+                counts as a function.
+            replace: Whether to replace a function or object of that name; otherwise that is an
                 error.
-            copy: Whether the result is copied as soon as the function has returned, before anything
-                is sent. After that nobody's changes reach the caller: enough for an ``async def``
+            copy: Whether to copy the result as soon as the function has returned, before sending.
+                Later changes then do not reach the caller. That is enough for an ``async def``
                 whose array changes on the event loop alone, as nothing else runs there between its
-                return and the copy. Not enough where other threads change the array: a lock that
-                the function lets go as it returns does not cover the copy, which takes about
-                a millisecond for 10 MB. There, copy under the lock.
+                return and the copy. It is not enough if other threads change the array: a lock that
+                the function releases as it returns does not cover the copy, which takes about a
+                millisecond for 10 MB. Copy under the lock instead.
 
         Returns:
             The function or object, or a decorator.
 
         Raises:
-            ConfigurationError: It can neither be called nor has it such methods; or it has no name
-                of its own, and was given none; or the name is taken, or is no name.
+            ConfigurationError: It is neither callable nor has such methods; or it has no name of
+                its own and you passed none; or the name is taken or invalid.
         """
         if function is not _LEFT_OUT:
             return self._register(name, function, replace, copy)
@@ -109,33 +105,33 @@ class AgentFunctions:
         return target
 
     def unregister(self, name: str) -> None:
-        """Let nobody call a function any more, or the methods of an object; calls that run go on.
+        """Stop others from calling a function, or the methods of an object; running calls go on.
 
         Raises:
-            FunctionNotFoundError: Neither is registered by that name.
+            FunctionNotFoundError: No function or object is registered by that name.
         """
         self._registry.remove(name)
 
     def register_error(self, kind: E, *, name: str | None = None) -> E:
-        """Have errors of a class of the program's raised here as such, when a callee raises them.
+        """Raise a class of errors of your program here when a callee raises it.
 
         Then ``except MyError`` around a call of this agent works, as it does for builtin exceptions
-        without this; also for classes derived from it. What is raised is a ``RemoteError`` and of
-        this class, but the constructor of the class does not run, and its own attributes do not
-        travel. Can be a decorator.
+        without this; also for classes derived from it. The exception raised is a ``RemoteError``
+        and an instance of this class, but the constructor of the class does not run, and its
+        attributes do not travel. You can use this as a decorator.
 
         Args:
             kind: The class, an ``Exception``.
-            name: What the callee calls it: module and qualified name; those it has here if left
-                out.
+            name: Module and qualified name of the class at the callee; the default is those it has
+                here.
 
         Returns:
             The class.
 
         Raises:
-            ConfigurationError: It is no such class, or one that must not be raised by another rank
+            ConfigurationError: It is not such a class, or one that other ranks must not raise
                 (``StopIteration``, ``SyntaxError``, groups, errors of rankwire), or the name is
-                another's.
+                taken.
         """
         self._caller.remote_errors.add(kind, name)
         return kind
@@ -155,6 +151,6 @@ def _own_name(function: Callable[..., Any]) -> str:
     if isinstance(name, str):
         return name
     raise ConfigurationError(
-        f"{function!r:.200} can be called but has no name of its own; pass one: "
+        f"{function!r:.200} is callable but has no name of its own; pass one: "
         'agent.register("name", function)'
     )

@@ -1,10 +1,8 @@
-"""The call that is being served: who asked, how much time is left, what it is nested in.
+"""The call that is being served, as functions and nested calls see it.
 
-A function asks for it with ``current_call()``. Calls that the function makes in turn inherit from
-it: their deadline cannot outlive its own, their chain is its own and one more, and they are given
-up with it when its caller does not want the result any more.
-
-This is what users and nested calls see of it. How it is run and answered is ``served_call``.
+A function gets it from ``current_call()``. Calls that the function makes inherit from it: their
+deadline is no later, their chain is one call longer, and they are cancelled with it.
+``served_call`` runs and answers it.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from rankwire.mesh.calls import CallPort
 from rankwire.public_dir import PublicDir
 
 if TYPE_CHECKING:
-    from rankwire.rpc.worker import Worker
+    from rankwire.rpc.pool import Worker
 
 
 class MadeCall(NamedTuple):
-    """A call in flight that a function being served has made."""
+    """A call in flight, made by a function that is being served."""
 
     port: CallPort
     dst: int
@@ -32,9 +30,9 @@ class MadeCall(NamedTuple):
     reply: Reply
 
     def give_up(self, error: RankwireError) -> None:
-        """End it here with an error, and tell the callee, unless its reply has come.
+        """Fail the call with an error and tell the callee, unless its reply has come.
 
-        Whoever waits for it gets the error; callbacks are called.
+        The waiting thread gets the error; callbacks run.
         """
         if self.reply.abort(error):
             expired = isinstance(error, DeadlineExceededError)
@@ -42,14 +40,14 @@ class MadeCall(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What the thread of a function being served waits for.
+    """What the thread of a function that is being served waits for.
 
     Attributes:
-        number: Unique in this agent: the same number is the same wait.
+        number: Identifies this wait in this agent.
         dst: The rank that is called.
         name: The function called there.
         request_ids: The calls to that rank of which one has to end.
-        is_for_room: Whether it waits for its turn to call, and not for a reply.
+        is_for_room: Whether it waits until it may call (``max_in_flight``), and not for a reply.
     """
 
     number: int
@@ -60,22 +58,22 @@ class Wait(NamedTuple):
 
 
 class Call(PublicDir):
-    """A call in service.
+    """A call that is being served.
 
     Attributes:
         src: The rank that called.
         name: The function's name.
-        deadline: When the caller gives up.
+        deadline: When the caller stops waiting.
         depth: 0 for a call made by a program, 1 for one made while serving that, and so on.
-        cancelled: Whether the caller does not want the result any more, for whatever reason.
-            Long-running functions look at it now and then; calls that they wait for end with
+        cancelled: Whether the caller does not want the result any more, for any reason.
+            Long-running functions should check it now and then; calls that they wait for end with
             ``CallCancelledError``, or ``DeadlineExceededError`` if the call has ``expired``.
         worker: The serving thread's record, None on the event loop.
         outgoing: The calls that the function has in flight, by request id.
         waiting: What the function's own thread waits for, if that is a call.
-        unanswered: A call that the function made and that ended only after this one's deadline;
-            whoever asks why this one is late learns of it.
-        was_late: Of a cancelled call, whether that was for lack of time.
+        unanswered: A call made by the function that ended only after this one's deadline; reported
+            to a caller that asks why this call is late.
+        was_late: Whether a cancelled call was cancelled because its time was up.
     """
 
     _SHOWN = ("cancelled", "chain", "deadline", "depth", "expired", "name", "src")
@@ -84,9 +82,9 @@ class Call(PublicDir):
     name: str
     deadline: Deadline
     outgoing: dict[int, MadeCall]
-    # Most calls end with these as they are: what is not set costs nothing.
+    # Most calls never set these, so class attributes save the time.
     depth: int = 0
-    links: Sequence[Any] = ()  # the chain as it travels: rank, name, rank, name ...
+    links: Sequence[Any] = ()  # the chain as encoded: rank, name, rank, name ...
     cancelled: bool = False
     was_late: bool = False
     worker: Worker | None = None
@@ -95,10 +93,10 @@ class Call(PublicDir):
 
     @property
     def expired(self) -> bool:
-        """Whether the call's time is up; of a cancelled one, whether that is why.
+        """Whether the call's time is up; for a cancelled call, whether that is why.
 
-        So a call that is cancelled and not expired was cancelled on purpose, by its caller or by
-        the end of this agent, or its caller is gone.
+        A call that is cancelled but not expired was cancelled by its caller or by closing this
+        agent, or its caller is gone.
         """
         return self.was_late if self.cancelled else self.deadline.expired
 
@@ -106,23 +104,24 @@ class Call(PublicDir):
     def chain(self) -> tuple[tuple[int, str], ...]:
         """The calls that this one is nested in, outermost first, as (rank, function name).
 
-        Empty for a call made by a program. It is what the caller says; ``src`` is proved.
+        Empty for a call made by a program. The caller supplies it unverified; ``src`` is
+        authenticated.
         """
         return tuple(_pairs(self.links))
 
     def deadline_of_nested(self, deadline: Deadline) -> Deadline:
-        """Return the deadline of a call made now, which cannot outlive this one's."""
+        """Return the deadline of a call made now: no later than this one's."""
         left = self.deadline.remaining()
         return Deadline(left, deadline.clock) if left < deadline.limit else deadline
 
     def chain_of_nested(self, rank: int) -> list[Any]:
-        """Return the chain of a call that is made while this one is served, by this rank."""
+        """Return the encoded chain of a call that this rank makes while it serves this one."""
         return [*self.links, rank, self.name]
 
     def began(self, made: MadeCall) -> None:
-        """Have a call that the function makes share the fate of this one."""
+        """Note a call that the function makes, so that it is cancelled with this one."""
         self.outgoing[made.reply.request_id] = made
-        if self.cancelled:  # whoever cancels sets this first, and then looks for calls
+        if self.cancelled:  # a cancelling thread sets this before it reads ``outgoing``
             self.give_up_nested()
 
     def ended(self, request_id: int) -> None:
@@ -132,12 +131,12 @@ class Call(PublicDir):
         self.outgoing.pop(request_id, None)
 
     def give_up_nested(self) -> None:
-        """End the calls that the function has in flight; their callees are told."""
+        """Cancel the calls that the function has in flight, and tell their callees."""
         for made in list(self.outgoing.values()):
             made.give_up(self.cancellation())
 
     def cancellation(self) -> CallCancelledError | DeadlineExceededError:
-        """Return the error of a call that the function makes although nobody wants its result."""
+        """Return the error for calls that the function makes after this call was cancelled."""
         if self.expired:
             return DeadlineExceededError(
                 self.deadline.limit,
@@ -158,12 +157,12 @@ serving: ContextVar[Call | None] = ContextVar("rankwire_call", default=None)
 
 
 def current_call() -> Call | None:
-    """Return the call that this function was called by, or None outside of one."""
+    """Return the call that runs this function, or None outside of a call."""
     return serving.get()
 
 
 def describe_chain(links: Sequence[Any]) -> str:
-    """Return a chain of calls, as it travels, as text."""
+    """Return an encoded chain of calls as text."""
     return " -> ".join(f"rank {rank} {name!r}" for rank, name in _pairs(links))
 
 

@@ -1,20 +1,13 @@
-"""The calling side of an agent: a request out, its reply back, and what becomes of both.
+"""The calling side of an agent: send a request, wait for its reply, and give calls up.
 
-A call is given up when its deadline passes, when its thread is interrupted, or when the function
-that made it is not wanted any more; the callee is told each time. A future is ended by whoever
-reads its reply, by the thread that waits for it, or by the standby of the serving threads, which
-looks for late ones now and then.
-
-It knows the call port and what the server tells of calls being served here, not how they are run.
-
-Size: making, waiting for and ending a call are about one table of futures.
+A call is given up when its deadline passes, when its thread is interrupted, or when the call that
+the function serves is cancelled. The callee is told each time. ``pending_futures`` ends futures.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
-import threading
 from typing import TYPE_CHECKING, Any
 
 from rankwire.backends.arguments import check_rank
@@ -32,20 +25,17 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
 )
-from rankwire.fork import invalidate
 from rankwire.links.reply import Reply
 from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
+from rankwire.rpc.call_inquiries import CallInquiries
 from rankwire.rpc.future import RpcFuture
-from rankwire.rpc.late_futures import LateFutures
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
-from rankwire.rpc.nested import Nested
-from rankwire.rpc.questions import Questions
+from rankwire.rpc.nested_waits import NestedWaits
+from rankwire.rpc.pending_futures import PendingFutures
 from rankwire.rpc.remote_errors import RemoteErrors
-from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance
+from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, UNRESERVED_NBYTES, Allowance
 from rankwire.wire.frames import Message
-from rankwire.wire.loans import whole_of
-from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
     from rankwire.rpc.server import Server
@@ -54,17 +44,10 @@ if TYPE_CHECKING:
 class Caller:
     """Makes calls. Every method is safe from any thread.
 
-    Args:
-        backend: Whose ranks are called.
-        port: Carries the requests.
-        codec: How values travel.
-        server: Knows the calls being served here.
-        max_in_flight: Calls to one rank that may wait for a reply.
-
     Attributes:
-        closed: Whether no call can be made any more. Set by the agent.
-        remote_errors: The classes that errors of callees may have here.
-        lock: Guards whether a future has a condition, and the end of one that has none. A leaf.
+        closed: Whether calls are refused. Set by the agent.
+        futures: The futures that have not ended.
+        remote_errors: The exception classes that errors of callees may have here.
     """
 
     def __init__(
@@ -76,28 +59,33 @@ class Caller:
         self._max_nbytes = backend.max_message_nbytes
         self._max_in_flight = max_in_flight
         self.closed = False
-        self._allowance = Allowance(UNASKED_NBYTES)
-        # The upper half tells this agent's calls from those of any other, also of one that had its
-        # place before.
+        self._allowance = Allowance(UNRESERVED_NBYTES)
+        # The random upper half distinguishes the calls of this agent from those of any other, also
+        # of an agent that this rank had before.
         self._ids = itertools.count(secrets.randbits(31) << 32)
-        self._futures: dict[int, RpcFuture[Any]] = {}
-        self.lock = threading.RLock()
         self._server = server
         self.remote_errors = RemoteErrors()
-        self._questions = Questions(backend, port, codec, self._ids, server)
-        self._nested = Nested(server, self._questions.ask)
-        self._late = LateFutures(
-            backend.clock, self._questions, run_soon=server.run_soon, fail=self._fail_late
+        self._inquiries = CallInquiries(backend, port, codec, self._ids, server)
+        self._nested_waits = NestedWaits(server, self._inquiries.ask)
+        self.futures = PendingFutures(
+            self,
+            port,
+            codec,
+            self._allowance,
+            self._inquiries,
+            clock=backend.clock,
+            run_soon=server.run_soon,
         )
+        self._pending = self.futures.pending
 
     @property
     def is_waiting(self) -> bool:
         """Whether any call is in flight."""
-        return bool(self._futures or self._port.in_flight())
+        return bool(self._pending or self._port.in_flight())
 
     def activity(self) -> tuple[int, int]:
-        """Return how many calls wait for a reply, and a number that calls and looks count up."""
-        return max(len(self._futures), self._port.in_flight()), next(self._ids)
+        """Return how many calls wait for a reply, and a number that every call increases."""
+        return max(len(self._pending), self._port.in_flight()), next(self._ids)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -110,7 +98,7 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a function and return its result; ``call`` is the one that is being served."""
+        """Call a function and return its result; ``call`` is the call being served, if any."""
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
                 dst = check_rank(dst, self._backend.world_size)
@@ -120,10 +108,10 @@ class Caller:
                 if call is not None:
                     made = MadeCall(self._port, dst, name, reply)
                     call.began(made)
-                    self._nested.drive(call, made, deadline, patient=True)
+                    self._nested_waits.drive(call, made, deadline, patient=True)
                 payload = reply.wait(deadline)
             except (CircularCallError, CallCancelledError):
-                raise  # given up by another thread or another look, which has told the callee
+                raise  # the thread that gave it up has told the callee
             except RankwireError as error:
                 self._give_up(reply, error, dst, name)
                 raise
@@ -131,7 +119,7 @@ class Caller:
                 try:
                     self._take_back(reply, dst)
                 finally:
-                    self._take_back(reply, dst)  # a second interrupt may have fallen into the first
+                    self._take_back(reply, dst)  # a second interrupt may have ended the first
                 raise
             finally:
                 if call is not None:
@@ -140,7 +128,7 @@ class Caller:
                     self._allowance.give_back(reply.request_id)
             return decode_reply(self._codec, payload, dst, deadline.limit)
         except RankwireError as error:
-            raise self._explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
+            raise self.explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
 
     def start(
         self,
@@ -154,7 +142,7 @@ class Caller:
         """Start a call and return its future.
 
         Raises:
-            RankwireError: An argument is wrong. Whatever else goes wrong ends the future.
+            RankwireError: An argument is invalid. Other errors end the future.
         """
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
@@ -162,9 +150,9 @@ class Caller:
             message = self._encode(dst, name, deadline.limit, call, args, kwargs)
         except RankwireError as error:
             cause = error.__cause__
-            raise self._explained(error, "rpc_async", name, dst, deadline, call) from cause
+            raise self.explained(error, "rpc_async", name, dst, deadline, call) from cause
         future: RpcFuture[Any] = RpcFuture(
-            self, self._port, dst, next(self._ids), name, deadline, call
+            self.futures, self._port, dst, next(self._ids), name, deadline, call
         )
         request_id = future.request_id
         try:
@@ -174,13 +162,13 @@ class Caller:
                 future.on_reply(reply)
             elif call is not None:
                 call.began(MadeCall(self._port, dst, name, reply))
-                if future.done():  # at this moment
+                if future.done():  # the reply came just now
                     call.ended(request_id)
         except Exception as error:
-            if not future.done():  # as with a peer that dies while the request is being sent
-                self._fail(future, error)
-        except BaseException:  # an interrupt: nobody will have the future
-            self.settled(future)
+            if not future.done():  # such as a peer that dies while the request is being sent
+                self.futures.fail(future, error)
+        except BaseException:  # an interrupt: the program does not get the future
+            self.futures.settled(future)
             self._port.cancel(dst, request_id)
             raise
         return future
@@ -194,10 +182,10 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Message:
-        """Return a request; ``left`` are the seconds that it tells the callee.
+        """Return an encoded request, which tells the callee that it has ``left`` seconds.
 
         Raises:
-            RankwireError: An argument cannot be sent. What has been done for it is undone.
+            RankwireError: An argument cannot be sent. The effects of hooks have been undone.
         """
         chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
         message = encode_request(self._codec, name, left, chain, args, kwargs, dst)
@@ -219,9 +207,9 @@ class Caller:
         message: Message,
         future: RpcFuture[Any] | None = None,
     ) -> Reply:
-        """Send a request; a future is known from the moment on when its reply may come.
+        """Send a request, and register its future before the reply may come.
 
-        A request that has waited is encoded again: it says how much time the callee has.
+        A request that had to wait is encoded again, because it says how much time is left.
         """
         try:
             if self.closed:
@@ -236,12 +224,12 @@ class Caller:
         while True:
             nbytes = message[1]
             if future is not None:
-                self._futures[request_id] = future
+                self._pending[request_id] = future
                 self._server.pool.expect_work()
                 on_reply = future.on_reply
             if nbytes > SMALL_NBYTES and not has_room:
                 has_room = True
-                if self._make_room(dst, request_id, message, deadline, call):
+                if self._reserve(dst, request_id, message, deadline, call):
                     message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
                     continue
             try:
@@ -256,31 +244,31 @@ class Caller:
                 )
             except BaseException as error:
                 if nbytes > SMALL_NBYTES:
-                    self._leave_room(dst, request_id)
+                    self._cancel_reservation(dst, request_id)
                 if isinstance(error, Exception) and not getattr(error, "may_have_run", False):
                     self._codec.undo(message)
                 raise
             if reply is not None:
                 return reply
             self._codec.undo(message)
-            self._futures.pop(request_id, None)
+            self._pending.pop(request_id, None)
             self._wait_for_room(dst, name, deadline, call)
             message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
 
     def _give_up(self, reply: Reply, error: RankwireError, dst: int, name: str) -> None:
-        """Tell the callee of a call whose caller stops waiting that it need not go on."""
+        """Tell the callee that the caller has stopped waiting."""
         try:
             if isinstance(error, (DeadlineExceededError, PeerLostError, ChannelClosedError)):
                 error.may_have_run = True
             if isinstance(error, DeadlineExceededError):
                 number = reply.request_id
-                self._questions.about_late(dst, [number], error.limit)(error, number, name)
-        finally:  # whoever is asked why may not say, and the asker may be interrupted
+                self._inquiries.explain_late(dst, [number], error.limit)(error, number, name)
+        finally:  # the callee may not answer, and an interrupt may come
             expired = isinstance(error, DeadlineExceededError)
             self._port.cancel(dst, reply.request_id, expired=expired)
 
     def _take_back(self, reply: Reply, dst: int) -> None:
-        """Give up a call whose caller was interrupted, and tell the callee. Safe to repeat."""
+        """Withdraw a call whose caller was interrupted, and tell the callee. Safe to repeat."""
         reply.withdraw()
         self._port.cancel(dst, reply.request_id)
 
@@ -289,64 +277,66 @@ class Caller:
         if call is None:
             has_room = self._port.wait_for_room(dst, limit, deadline)
         else:
-            has_room = self._nested.wait_for_room(call, self._port, dst, name, limit, deadline)
+            has_room = self._nested_waits.wait_for_room(
+                call, self._port, dst, name, limit, deadline
+            )
         if not has_room:
             raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
 
-    # -- room for large calls ----------------------------------------------------------------------
+    # -- reservations for large calls --------------------------------------------------------------
 
-    def _make_room(
+    def _reserve(
         self, dst: int, request_id: int, message: Message, deadline: Deadline, call: Call | None
     ) -> bool:
-        """See to it that the callee has room for a large call; return whether that took time.
+        """Reserve queue space at the callee for a large call; return whether that took time.
 
-        If it did, the message has been undone: it says how much time was left before.
+        If it did, the message has been undone, because the time left that it tells has changed.
 
         Raises:
-            DeadlineExceededError: It had none in time, or did not say. The call was not sent.
+            DeadlineExceededError: There was no space in time, or no answer. The call was not sent.
         """
         nbytes = message[1]
         if call is not None or self._allowance.take(dst, request_id, nbytes):
             return False
         self._codec.undo(message)
         try:
-            self._questions.put(dst, ROOM, (request_id, nbytes), deadline)
+            self._inquiries.request(dst, RESERVE, (request_id, nbytes), deadline)
         except BaseException as error:
             if isinstance(error, DeadlineExceededError):
                 error.explain(
                     f"it had no room for another {nbytes} bytes of calls that wait for a worker "
                     "(max_queued_nbytes)"
                 )
-            self._leave_room(dst, request_id)
+            self._cancel_reservation(dst, request_id)
             raise
         return True
 
-    def _leave_room(self, dst: int, request_id: int) -> None:
-        """A large call was not sent: what was kept for it, here and there, is free again."""
+    def _cancel_reservation(self, dst: int, request_id: int) -> None:
+        """Free what was reserved for a call that was not sent, here and at the callee."""
         self._allowance.give_back(request_id)
         self._port.cancel(dst, request_id)
 
     # -- calls of functions that are being served --------------------------------------------------
 
     def _before_waiting(self, call: Call) -> None:
-        """Let another thread serve while a function waits; not if nobody wants its result."""
+        """Let another thread poll while a function waits; raise if its call was cancelled."""
         if call.cancelled:
             raise call.cancellation()
         if call.worker is not None:
             self._server.pool.about_to_block(call.worker)
 
     def drive(self, future: RpcFuture[Any], reply: Reply, deadline: Deadline) -> bool:
-        """Wait for the reply of a future; False if the deadline passes first."""
+        """Wait for the reply of a future; return False if the deadline passes first."""
         call = serving.get()
         if call is None:
             return reply.drive(deadline)
         self._before_waiting(call)
-        # A function that waits for less than the call may take can go on without it.
+        # A function that waits for less than the call's deadline can go on without the reply.
         patient = deadline is future.deadline
         made = MadeCall(self._port, future.dst, future.name, reply)
-        return self._nested.drive(call, made, deadline, patient=patient)
+        return self._nested_waits.drive(call, made, deadline, patient=patient)
 
-    def _explained(
+    def explained(
         self,
         error: RankwireError,
         op: str,
@@ -355,79 +345,10 @@ class Caller:
         deadline: Deadline,
         call: Call | None,
     ) -> RankwireError:
+        """Add to an error what was called, and how the calls are nested."""
         if call is not None and isinstance(error, DeadlineExceededError):
             chain = [*call.chain_of_nested(self._backend.rank), dst, name]
             error.explain(f"the calls are {describe_chain(chain)}")
         elif isinstance(error, RemoteError):
             error = self.remote_errors.typed(error)
         return self._backend.explained(error, f"{op} {name!r}", deadline, dst)
-
-    # -- futures -----------------------------------------------------------------------------------
-
-    def replied(self, future: RpcFuture[Any], receive: Receive) -> None:
-        """End a future with the reply that has come."""
-        try:
-            payload = receive.take()
-            if type(payload) is not bytearray:
-                payload = whole_of(payload)
-        except RankwireError as error:
-            if isinstance(error, (PeerLostError, ChannelClosedError)):
-                error.may_have_run = True
-            self._fail(future, error)
-            return
-        try:
-            value = decode_reply(self._codec, payload, future.dst, future.deadline.limit)
-        except RankwireError as error:
-            self._fail(future, error)
-        else:
-            future.resolve(value)
-
-    def _fail(self, future: RpcFuture[Any], error: Exception) -> None:
-        deadline, call = future.deadline, future.call
-        # With the frames of whoever read the reply, it would hold the future that holds it.
-        error = error.with_traceback(None)
-        # What this rank has given up itself is no news to it.
-        is_news = not (self.closed or isinstance(error, CallCancelledError))
-        if isinstance(error, RankwireError):  # and not one of the program's own, of a fault plan
-            error = self._explained(error, "rpc_async", future.name, future.dst, deadline, call)
-        future.fail(error, is_news=is_news)
-
-    def settled(self, future: RpcFuture[Any]) -> None:
-        """Forget a future that is done."""
-        self._futures.pop(future.request_id, None)
-        if self._allowance.taken:
-            self._allowance.give_back(future.request_id)
-        if future.call is not None:
-            future.call.ended(future.request_id)
-
-    def expire(self, future: RpcFuture[Any]) -> None:
-        """End a future whose deadline has passed. This takes a moment: the callee is asked why."""
-        self._late.expire(future)
-
-    def _fail_late(self, future: RpcFuture[Any], error: DeadlineExceededError) -> None:
-        self._port.cancel(future.dst, future.request_id, expired=True)
-        self._fail(future, error)
-
-    def look(self) -> bool:
-        """End late futures, and look after replies that nobody waits for.
-
-        Called every now and then by the standby; returns whether any future is outstanding.
-        """
-        if not self._futures:
-            return False
-        self._late.look(self._futures)
-        self._port.attend(patiently=True)
-        return True
-
-    # -- ending ------------------------------------------------------------------------------------
-
-    def end_all(self) -> None:
-        """End what still waits: this agent is closed, or its backend is."""
-        cause = ChannelClosedError("this agent is closed")
-        for future in list(self._futures.values()):
-            self._fail(future, cause.copy())
-
-    def close_in_child(self) -> None:
-        """Disown the futures in a child of a fork."""
-        for future in list(self._futures.values()):
-            invalidate(future)

@@ -1,7 +1,7 @@
 """One event loop in one thread, for functions that are ``async def``.
 
-The first of them starts it. asyncio is loaded only then: that takes as long as to load all of this
-package.
+The first call of one starts it. asyncio is imported only then, because that takes as long as
+importing all of this package.
 """
 
 from __future__ import annotations
@@ -37,21 +37,18 @@ class EventLoop:
 
     @property
     def ident(self) -> int | None:
-        """Its thread's identifier, once it runs."""
+        """The identifier of its thread, once it runs."""
         return None if self._thread is None else self._thread.ident
 
     @property
     def cancelled(self) -> type[BaseException]:
-        """What a cancelled coroutine sees."""
+        """The exception that a cancelled coroutine sees."""
         import asyncio
 
         return asyncio.CancelledError
 
     def run(self, make: Callable[[], Coroutine[Any, Any, None]], holder: _HasTask) -> bool:
-        """Start a coroutine; its task is put on ``holder``, so that it can be cancelled.
-
-        Returns False if this event loop is closed.
-        """
+        """Start a coroutine and set ``holder.task``; return False if the loop is closed."""
         loop = self._running_loop()
         if loop is None:
             return False
@@ -61,7 +58,7 @@ class EventLoop:
 
         try:
             loop.call_soon_threadsafe(start)
-        except RuntimeError:  # it has just ended
+        except RuntimeError:  # the loop has just closed
             return False
         return True
 
@@ -74,12 +71,15 @@ class EventLoop:
 
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
-                    target=self._live, args=(self._loop,), name="rankwire-event-loop", daemon=True
+                    target=self._run_loop,
+                    args=(self._loop,),
+                    name="rankwire-event-loop",
+                    daemon=True,
                 )
                 self._thread.start()
             return self._loop
 
-    def _live(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         import asyncio
 
         asyncio.set_event_loop(loop)
@@ -90,30 +90,32 @@ class EventLoop:
                 _end(loop)
 
     def close_in_child(self) -> None:
-        """Stop in a forked child: a coroutine that has forked returns to the loop there.
+        """Stop in a forked child, where a coroutine that has forked returns to the loop.
 
-        It shares its selector with the parent's, so there it must do nothing more.
+        The loop shares its selector with the parent's, so it must do nothing more there.
         """
         self._is_in_child = True
         if self._loop is not None:
             self._loop.stop()
 
     def close(self, patience: float = _CLOSE_PATIENCE) -> None:
-        """Cancel what runs and end the thread, if it ends within ``patience`` s. Idempotent."""
+        """Cancel all tasks and end the thread; wait up to ``patience`` s for it. Idempotent."""
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
             self._loop = None
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
-            if thread is not threading.current_thread():  # a coroutine may close its own agent
+            if (
+                thread is not threading.current_thread()
+            ):  # a coroutine may close the agent that serves it
                 self._clock.join(thread, patience)
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
     import asyncio
 
-    loop.run_until_complete(asyncio.sleep(0))  # starts what it was given before it stopped
+    loop.run_until_complete(asyncio.sleep(0))  # starts tasks that were submitted before the stop
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()

@@ -1,9 +1,9 @@
 """The future of an asynchronous call.
 
-A ``concurrent.futures.Future`` in every respect, so ``wait``, ``as_completed`` and callbacks work;
-``await`` works too. What differs is inside: a thread that waits in ``result()`` reads the
-connection itself, and ``cancel()`` reaches the callee. An error that nobody has asked for is logged
-when the future is dropped.
+It is a ``concurrent.futures.Future``, so ``wait``, ``as_completed`` and callbacks work, and it can
+be awaited. Unlike the base class, a thread that waits in ``result()`` reads the connection itself,
+and ``cancel()`` reaches the callee. An error that the program never retrieves is logged when the
+future is dropped.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from rankwire.rpc.call import Call, serving
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
-    from rankwire.rpc.caller import Caller
+    from rankwire.rpc.pending_futures import PendingFutures
 
 _log = logging.getLogger("rankwire")
-_UNHEARD = "a call failed, and nobody has asked for its result: %s"
+_UNRETRIEVED = "a call failed, and the program has not retrieved its result: %s"
 
 R = TypeVar("R")
 OnEnd: TypeAlias = "Callable[[RpcFuture[Any]], None]"
 
-# What the base class calls them.
+# The states of the base class.
 _PENDING, _FINISHED = "PENDING", "FINISHED"
 _DONE = frozenset((_FINISHED, "CANCELLED", "CANCELLED_AND_NOTIFIED"))
 
 
-class Unheard:
-    """An error that nobody has asked for; logged when the future that has it is dropped.
+class UnretrievedError:
+    """An error that the program has not retrieved; logged when its future is dropped.
 
-    Only futures that fail have one, so the others are dropped as quickly as without it.
+    Only futures that fail have one, so dropping other futures stays fast.
     """
 
     __slots__ = ("error",)
@@ -52,35 +52,35 @@ class Unheard:
 
     def __del__(self) -> None:
         if self.error is not None:
-            hand_over(_log.error, _UNHEARD, self.error)
+            hand_over(_log.error, _UNRETRIEVED, self.error)
 
 
-_DISREGARDED = Unheard(None)
+_DISREGARDED = UnretrievedError(None)
 
 
 class RpcFuture(PublicDir, Future[R]):
     """The result of ``rpc_async``. Safe from any thread.
 
-    If the call fails and neither ``result`` nor ``exception`` is asked for, nor the future awaited,
-    the error is logged once, when the future is dropped.
+    If the call fails and the program neither calls ``result`` or ``exception`` nor awaits the
+    future, the error is logged once, when the future is dropped.
 
     Attributes:
         dst: The rank that was called.
         name: The function that was called.
-        deadline: By when it ends.
+        deadline: When the call ends at the latest.
 
     Size: a third of its attributes are those of the base class.
     """
 
     _SHOWN = ("deadline", "dst", "name")
 
-    _unheard: Unheard | None = None
-    _decoder: object  # the visit that decodes the reply, if there is one
+    _unretrieved: UnretrievedError | None = None
+    _decoder: object  # identifies the ``on_reply`` that decodes the reply
     _on_end: Sequence[OnEnd] = ()
 
     def __init__(
         self,
-        caller: Caller,
+        futures: PendingFutures,
         port: CallPort,
         dst: int,
         request_id: int,
@@ -88,16 +88,16 @@ class RpcFuture(PublicDir, Future[R]):
         deadline: Deadline,
         call: Call | None,
     ) -> None:
-        # As the base class does (a test compares), but for the condition.
+        # As in the base class (a test compares), except for the condition.
         self._state = _PENDING
         self._result: Any = None
         self._exception: BaseException | None = None
         self._made: SafeCondition | None = None
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
-        self.caller = caller
-        self.reply: Reply | None = None  # what will end it, once the request is sent
-        self.call = call  # what was served when it was made
+        self._futures = futures
+        self.reply: Reply | None = None  # set once the request is sent
+        self.call = call  # the call that was being served when this one was made
         self._port = port
         self.dst = dst
         self.request_id = request_id
@@ -105,14 +105,14 @@ class RpcFuture(PublicDir, Future[R]):
         self.deadline = deadline
 
     def _attended_condition(self) -> SafeCondition:
-        """Return the base class's condition, made for the first who uses it.
+        """Return the base class's condition; the first use makes it.
 
-        Most futures end before anyone waits, cancels or asks to be called back, and a condition
+        Most futures end before a thread waits, cancels or adds a callback, and making a condition
         takes as long as encoding the call. Its lock is its own: ``concurrent.futures.wait`` takes
         those of many futures, in an order that no shared one could be part of.
 
-        Whoever comes for it may wait without reading the connection, or want to be called back. So
-        from now on the reply is read as soon as it comes.
+        A thread that takes the condition may wait without reading the connection. So from now on,
+        the reply is read as soon as it comes.
         """
         if self._made is not None:
             return self._made
@@ -122,12 +122,12 @@ class RpcFuture(PublicDir, Future[R]):
         return made
 
     # An attribute to type checkers, as in the base class: ``as_completed`` is declared to take only
-    # futures with one that can be assigned.
+    # futures whose condition can be assigned.
     _condition: Condition = property(_attended_condition)  # type: ignore[assignment]
 
     def _make_condition(self) -> SafeCondition:
         made = SafeCondition()
-        with self.caller.lock:
+        with self._futures.lock:
             if self._made is None:
                 self._made = made
         return self._made
@@ -135,7 +135,7 @@ class RpcFuture(PublicDir, Future[R]):
     def result(self, timeout: float | None = None) -> R:
         """Return the value, or raise the call's error.
 
-        After ``timeout`` seconds this raises ``TimeoutError``, and the call goes on.
+        After ``timeout`` seconds this raises ``TimeoutError``; the call goes on.
         """
         if self._state != _FINISHED:
             timeout = self._drive(timeout)
@@ -144,60 +144,59 @@ class RpcFuture(PublicDir, Future[R]):
         try:
             return super().result(timeout)
         finally:
-            self._heard()
+            self._mark_retrieved()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the call's error or None; waits as ``result`` does."""
         try:
             return super().exception(self._drive(timeout))
         finally:
-            self._heard()
+            self._mark_retrieved()
 
-    def _heard(self) -> None:
-        """Somebody has asked for the outcome, if it was there."""
-        unheard = self._unheard
+    def _mark_retrieved(self) -> None:
+        unheard = self._unretrieved
         if unheard is not None and self.done():
             unheard.error = None
 
     def done(self) -> bool:
-        """Whether it has a result, an error, or was cancelled."""
+        """Return whether it has a result or an error, or was cancelled."""
         return self._state in _DONE
 
     def cancel(self) -> bool:
-        """Give up the call and tell the callee; False if it is done."""
+        """Give up the call and tell the callee; return False if it is done."""
         try:
-            self._make_condition()  # the reply need not be attended to
+            self._make_condition()  # without ``_condition``, so that the reply is not read early
             if not super().cancel():
                 return False
             self._take_back()
             if self._on_end:
                 self._tell_end()
-        except BaseException:  # an interrupt: a reply of which nobody knows would not be read
+        except BaseException:  # an interrupt: withdraw the reply, which no thread would read
             if self.cancelled():
                 self._take_back()
             raise
         return True
 
     def _take_back(self) -> None:
-        """Let go of the call and of its reply. Safe to repeat."""
-        self.caller.settled(self)
+        """Withdraw the call and its reply. Safe to repeat."""
+        self._futures.settled(self)
         if self.reply is not None:
             self.reply.withdraw()
             self._port.cancel(self.dst, self.request_id)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """Call ``fn(self)`` when it is done, in whatever thread that happens.
+        """Call ``fn(self)`` when it is done, in the thread that ends it.
 
-        If the future was made by a function being served, the callback is part of that call, as the
-        function is: calls that it makes have its deadline and its chain.
+        If a function being served made the future, the callback is part of that call: calls that it
+        makes have its deadline and its chain.
         """
         super().add_done_callback(fn)
 
     def when_ended(self, on_end: OnEnd) -> None:
-        """Call something once it is done, but have nobody look for its reply.
+        """Call ``on_end`` once it is done, without having its reply read early.
 
-        For what stands for this future elsewhere, and is waited for there by waiting for this one.
-        It must not raise, and may be called twice.
+        For an object that represents this future elsewhere, and waits by waiting for this one. It
+        must not raise, and may be called twice.
         """
         self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
@@ -209,19 +208,19 @@ class RpcFuture(PublicDir, Future[R]):
 
     def _tell(self, on_end: OnEnd) -> None:
         on_end(self)
-        # What stands for this future refers to it: without this, only the collector frees both.
-        with suppress(ValueError):  # another thread has told it too
+        # ``on_end`` refers to this future: without this, only the garbage collector frees both.
+        with suppress(ValueError):  # another thread has called it too
             self.__dict__["_on_end"].remove(on_end)
 
     def disregard(self) -> None:
-        """Do not log its error, which is dealt with elsewhere, if it has or comes to one."""
-        unheard, self._unheard = self._unheard, _DISREGARDED
+        """Do not log its error, now or later: it is handled elsewhere."""
+        unheard, self._unretrieved = self._unretrieved, _DISREGARDED
         if unheard is not None:
             unheard.error = None
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that it has ended with, if it has; looking at it is not asking for it."""
+        """The error that it ended with, or None; reading it does not count as retrieving it."""
         return self._exception
 
     def attend(self) -> None:
@@ -230,7 +229,7 @@ class RpcFuture(PublicDir, Future[R]):
             self._port.attend_to(self.dst, self.reply)
 
     def _invoke_callbacks(self) -> None:
-        """Call those who asked for it; the thread may serve another call, which is not theirs."""
+        """Run the callbacks as part of the call that made this future."""
         token = serving.set(self.call)
         try:
             super()._invoke_callbacks()  # type: ignore[misc]
@@ -238,42 +237,41 @@ class RpcFuture(PublicDir, Future[R]):
             serving.reset(token)
 
     def __await__(self) -> Generator[Any, None, R]:
-        import asyncio  # here, because it takes as long to load as all of this package
+        import asyncio  # here, because importing it takes as long as all of this package
 
         return asyncio.wrap_future(self).__await__()
 
     def on_reply(self, receive: Receive) -> None:
-        """End it: the reply, or the peer's failure, is known.
+        """End the future: its reply, or the peer's failure, has come.
 
-        The thread that has made the call and the one that reads the reply may both come here. One
-        of them decodes it, as that has effects of its own: what hooks do.
+        The thread that made the call and the thread that reads the reply may both call this. Only
+        one may decode the reply, because hooks have effects.
         """
         visit = object()
         try:
-            # In one step, which an interrupt cannot part: either it is known who decodes, or not.
+            # One step, which an interrupt cannot separate.
             if self.__dict__.setdefault("_decoder", visit) is visit:
-                self.caller.replied(self, receive)
-                # Last: who was interrupted before is called back again. With it, the two hold each
-                # other, and a future that is dropped would be there until the collector comes.
+                self._futures.replied(self, receive)
+                # Last, because after an interrupt it is called again. It breaks a reference cycle,
+                # so that a dropped future is freed without the garbage collector.
                 receive.on_done = None
-        except BaseException:  # an interrupt: it is looked at again
+        except BaseException:  # an interrupt: this is called again
             try:
                 self._leave_undecoded(visit)
             except BaseException:
-                self._leave_undecoded(visit)  # another one
+                self._leave_undecoded(visit)  # after a second interrupt
                 raise
             raise
 
     def _leave_undecoded(self, visit: object) -> None:
-        """Let another thread decode the reply, if that was this visit's business."""
         if self.__dict__.get("_decoder") is visit:
             del self._decoder
 
     def resolve(self, value: Any) -> None:
         """End with the call's value, unless it was cancelled."""
-        self.caller.settled(self)
-        with self.caller.lock:
-            # Whoever waits, cancels or wants to be called back takes the condition first.
+        self._futures.settled(self)
+        with self._futures.lock:
+            # A thread that waits, cancels or adds a callback takes the condition first.
             is_alone = self._made is None and self._state == _PENDING
             if is_alone:
                 self._result = value
@@ -284,51 +282,52 @@ class RpcFuture(PublicDir, Future[R]):
             self._tell_end()
 
     def fail(self, error: BaseException, *, is_news: bool = True) -> None:
-        """End with an error, unless it was cancelled; ``is_news`` if somebody should hear of it."""
-        self.caller.settled(self)
-        if is_news and self._unheard is None:
-            self._unheard = Unheard(error)  # before callbacks ask for it
+        """End with an error, unless it was cancelled; log it if ``is_news`` and never retrieved."""
+        self._futures.settled(self)
+        if is_news and self._unretrieved is None:
+            self._unretrieved = UnretrievedError(error)  # before callbacks retrieve it
         self._settle(self.set_exception, error)
         if self._on_end:
             self._tell_end()
 
     def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
-        """End it, and tell all who wait for that."""
         try:
             settle(outcome)
         except InvalidStateError:
             if self.cancelled():
-                self._heard()
+                self._mark_retrieved()
         except KeyboardInterrupt:
             raise
-        except BaseException:  # a callback's, in whatever thread this happens to be
+        except BaseException:  # raised by a callback
             _log.exception("a callback of %r raised", self)
 
     def expire(self, end: Callable[[RpcFuture[Any]], None] | None = None) -> None:
-        """End it because the call's own deadline has passed, unless it has ended otherwise.
+        """End it because the call's deadline has passed, unless it has ended otherwise.
 
         Args:
-            end: Ends it; the caller does if this is left out, and asks the callee why.
+            end: Ends it; by default the agent asks the callee why it is late, and ends it.
         """
         if self.done():
-            self.caller.settled(self)  # by a thread that was interrupted before it came to that
+            self._futures.settled(
+                self
+            )  # the thread that ended it may have been interrupted before this
         elif self.reply is None or self.reply.withdraw():
-            (end or self.caller.expire)(self)
+            (end or self._futures.expire)(self)
             if self.reply is not None:
                 self.reply.on_done = None  # as in ``on_reply``
 
     def _drive(self, timeout: float | None) -> float | None:
         """Read the connection until the reply is there; return what is left of ``timeout``.
 
-        The reply may have been read by another thread, which is about to end the future with it.
-        That is waited for here, by the clock of the call; then nothing is left.
+        If another thread has read the reply and is about to end the future, wait for that, by the
+        clock of the call; then nothing is left.
         """
         if self.done():
             return timeout
         clock = self.deadline.clock
         limit = Deadline(math.inf if timeout is None else timeout, clock)
         if self.reply is not None:
-            self.caller.drive(self, self.reply, self.deadline.sooner(limit.remaining()))
+            self._futures.drive(self, self.reply, self.deadline.sooner(limit.remaining()))
             if self.deadline.expired and not self.reply.done:
                 self.expire()
         if not self.done():

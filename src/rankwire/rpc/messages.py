@@ -1,9 +1,8 @@
-"""What travels in a call: the request and its one reply. Pure: values in, buffers out, and back.
+"""Encode and decode requests and replies. Pure: values in, buffers out, and back.
 
-A request is the record ``[name, seconds left, chain, args, kwargs]``, where the chain lists the
-calls that this one is nested in, outermost first, as rank, name, rank, name ...; a reply is
-``[outcome, value or details]``. ``encode_*`` and ``decode_*`` are mirrors. A remote failure travels
-as text, never as a class to be looked up.
+A request is the record ``[name, seconds left, chain, args, kwargs]``. The chain lists the calls
+that this one is nested in, outermost first, as rank, name, rank, name ... A reply is ``[outcome,
+value or details]``. An error travels as text, never as a class to be looked up.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from rankwire.wire.frames import Buffer, Message
 Chain = list[Any]  # rank, name, rank, name ...: as pairs it would take 3 us longer to encode
 
 _MAX_TRACEBACK = 65536
-MAX_REASON = 8192  # characters of why a function cannot be called
-_MAX_NAMES = 1000  # told of what is registered
-_MAX_BASES = 32  # told of the class of an error
-_MAX_NUMBER = 2**64  # a size or a rank; wider ones cannot even be printed
-_MAX_CHAIN_TEXT = 65536  # characters of all names; they travel on with every nested call
+MAX_REASON = 8192  # characters of the reason why a function cannot be called
+_MAX_NAMES = 1000  # of registered functions
+_MAX_BASES = 32  # of the class of an error
+_MAX_NUMBER = 2**64  # a size or a rank; Python refuses to print very wide ones
+_MAX_CHAIN_TEXT = 65536  # characters of all names; every nested call carries them
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
 _REPLY_PATHS = ("outcome", "result")
 _TEXT = frozenset((str,))
@@ -45,8 +44,8 @@ _TEXT = frozenset((str,))
 class Outcome(IntEnum):
     """How a call ended.
 
-    A function that was cut short says by whom: ``CLOSED`` by the end of its agent, ``EXPIRED`` by
-    its deadline, ``CANCELLED`` by itself, or by its caller, which then does not wait for a reply.
+    ``CLOSED``, ``EXPIRED`` and ``CANCELLED`` say why a function was cut short: its agent closed,
+    its deadline passed, or it was cancelled by itself or by its caller, which then reads no reply.
     """
 
     VALUE = 0
@@ -64,7 +63,7 @@ class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A decoded request."""
 
     name: str
-    timeout: Any  # a float; msgspec would make one of an int
+    timeout: Any  # must be a float; msgspec would convert an int
     chain: list[Any]
     args: list[Any]
     kwargs: dict[str, Any]
@@ -77,7 +76,7 @@ class _Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     details: Any
 
 
-# The shape of a small plain one is checked as it is decoded, in C.
+# For small plain messages, msgspec checks the shape while it decodes, in C.
 _unpack_request = unpacker_of(Request)
 _unpack_reply = unpacker_of(_Reply)
 
@@ -92,7 +91,7 @@ def encode_request(
     peer: int | None = None,
 ) -> Message:
     """Return a request's buffers and size; arrays in it are not copied."""
-    # A tuple becomes an array like a list. What it holds is looked at here: the rest is plain.
+    # Only the arguments need a check: the rest is plain. A tuple is encoded like a list.
     if (not args or PLAIN.issuperset(map(type, args))) and (not kwargs or is_flat(kwargs)):
         message = codec.encode_flat((name, timeout, chain, args, kwargs))
         if message is not None:
@@ -105,7 +104,7 @@ def decode_request(codec: Codec, payload: bytearray, peer: int | None = None) ->
     """Return the request in a payload.
 
     Raises:
-        InvalidMessageError: There is none.
+        InvalidMessageError: The payload is not a valid request.
     """
     request = codec.decode(payload, _unpack_request, peer)
     if type(request) is not Request:
@@ -117,7 +116,7 @@ def decode_request(codec: Codec, payload: bytearray, peer: int | None = None) ->
 
 
 def _request_of(record: Any) -> Request:
-    """Return the request that a list is which was not decoded as one: it is large, or not plain."""
+    """Return the request of a list that msgspec did not check: a large or not plain one."""
     if type(record) is list and len(record) == 5:
         name, _, chain, args, kwargs = record
         if (
@@ -151,7 +150,7 @@ def encode_result(codec: Codec, value: Any, peer: int | None = None) -> Message:
 
 
 def copied(encoded: Message) -> Message:
-    """Return a message like this one, in memory of its own."""
+    """Return the message with its buffers copied."""
     buffers, nbytes = encoded
     pieces: list[Buffer] = [
         piece if type(piece) is bytes else bytearray(piece) for piece in buffers
@@ -160,7 +159,7 @@ def copied(encoded: Message) -> Message:
 
 
 def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Message:
-    """Return a reply other than a result; a text is made as short as it is read."""
+    """Return a reply other than a result; a long text is truncated."""
     if type(details) is str:
         details = _printable(details)
     return codec.encode_record([int(outcome), details], _REPLY_PATHS)
@@ -170,13 +169,13 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
     """Return the reply for a function that raised: type, message and traceback as text.
 
     Args:
-        codec: How it is written.
-        error: What it raised.
-        longest: Characters left of each text, if it must be short; then there is no traceback.
+        codec: Encodes it.
+        error: The exception.
+        longest: Characters of each text; if given, there is no traceback.
     """
     if isinstance(error, MessageTooLargeError):
         return encode_reply(codec, Outcome.TOO_LARGE, [error.nbytes, error.limit])
-    # An error that was remote here too keeps its own type and text, however many ranks it passes.
+    # An error that came from another rank keeps its type and text, however many ranks it passes.
     if isinstance(error, RemoteError):
         kind, text, bases = error.remote_type, error.remote_message, list(error.remote_bases)
     else:
@@ -190,7 +189,7 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
 
 
 def _bases_of(error: BaseException) -> list[str]:
-    """Return the names of the classes by which an error may be caught elsewhere, but its own."""
+    """Return the names of the base classes by which an error may be caught at the caller."""
     if isinstance(error, RankwireError):
         return []
     bases = type(error).__mro__[1:]
@@ -202,18 +201,18 @@ def _is_told(kind: type) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's type and text, as long as they travel."""
+    """Return an error's type and text, truncated as in a reply."""
     return _printable(f"{type_name(error)}: {text_of(error)}")
 
 
 def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> Any:
-    """Return the value of a reply, or raise what it says.
+    """Return the value of a reply, or raise the error that it carries.
 
     Args:
-        codec: How it is written.
+        codec: Decodes it.
         payload: The reply.
         dst: The rank that was called.
-        limit: The call's time limit, for an error that says it has passed.
+        limit: The call's timeout, for an error that says it has passed.
     """
     reply = codec.decode(payload, _unpack_reply, dst)
     if type(reply) is not _Reply:

@@ -1,27 +1,24 @@
-"""The serving pool: the thread that read the request runs the function.
+"""The serving threads: the thread that reads a request runs its function.
 
-One worker at a time has the *polling role*: it waits for requests, runs them itself, one after the
-other, and keeps the role while they are short. Another one takes the role only when that is needed:
+One worker at a time has the *polling role*: it waits for requests, runs them one after the other,
+and keeps the role while they are short. Another worker takes the role only when needed:
 
 ===============================================  ==========================================
-the poller's function                            who polls then
+the poller's function                            then the poller is
 ===============================================  ==========================================
-returns soon                                     the same thread goes on; no hand-over
+returns soon                                     the same thread, without a hand-over
                                                  (10-16 us a call, 56-60 with one)
-was slow the last time, or makes a call itself   the standby, handed over before it runs on
-is still running at the second look, 1 ms later  the standby, by taking the role
+was slow the last time, or makes a call itself   the standby, before the function continues
+still runs at the second check, 1 ms later       the standby, which takes the role
 ===============================================  ==========================================
 
-The standby is one waiting worker that looks at the poller every millisecond while there is traffic,
-and sleeps when there is none. A third one is started only when the standby has become the poller.
+The standby is an idle worker that checks the poller every millisecond while there is traffic, and
+sleeps otherwise. A third worker starts only when the standby has become the poller. At most
+``workers`` calls of depth 0 run at once; more wait in a bounded queue. Nested calls (depth 1 and
+more) get threads of their own, up to ``max_nested``, because nested calls that share a bounded pool
+deadlock. Beyond a limit a call is refused.
 
-Limits: at most ``workers`` calls of depth 0 run at once, more wait in a bounded queue; nested calls
-(depth 1 and more) get threads of their own up to ``max_nested``, because a bounded pool that nested
-calls have to share deadlocks. Beyond a limit the call is refused, never left waiting. The bytes of
-waiting calls are bounded before they are sent (``room``).
-
-Lock: ``_mutex`` guards the roles, the counts and the queues; it is not held while polling, running
-a function or replying.
+Lock: ``_mutex`` guards the roles, counts and queues; not held while polling, running or replying.
 """
 
 from __future__ import annotations
@@ -30,42 +27,67 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
-from rankwire.rpc.worker import Job, Worker
 
 _log = logging.getLogger("rankwire")
 
-_LOOK_EVERY = 0.001
-_SLOW = 0.001  # a function that runs longer than this keeps others waiting
-# Where nothing is served there is no poller to watch, only replies that nobody waits for; each look
-# takes the interpreter lock from whoever calls (54 k calls a second at 1 ms, 65 k at 3 ms).
-_SPARE_LOOK = 0.003
-_LOOKS_UNTIL_ASLEEP = 50
-_LAZY_LOOK = 0.05
+_CHECK_EVERY = 0.001
+_SLOW = 0.001  # a function that runs longer delays other calls
+_SPARE_CHECK = 0.003  # if nothing is served: at 1 ms there are 54 k calls a second, at 3 ms 65 k
+_CHECKS_UNTIL_ASLEEP = 50
+_LAZY_CHECK = 0.05
 _LINGER = 2.0  # seconds an idle worker stays
+
+
+class Paced(Protocol):
+    """The function of a job."""
+
+    is_slow: bool  # whether another thread should poll while it runs
+
+
+class Job(Protocol):
+    """One admitted call: run it, or tell its caller that it will not run. No method may raise."""
+
+    depth: int
+
+    @property
+    def function(self) -> Paced: ...  # noqa: D102
+    def run(self, worker: Worker) -> None: ...  # noqa: D102
+    def refuse(self, reason: str) -> None: ...  # noqa: D102
+    def finished(self, seconds: float) -> None: ...  # noqa: D102
+
+
+class Worker:
+    """The record of one serving thread, made by that thread."""
+
+    __slots__ = ("began", "ident", "job", "pool", "wakeup")
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.ident = threading.get_ident()
+        self.job: Job | None = None  # None while it polls or waits
+        self.began = 0.0  # when the job began
+        self.wakeup = threading.Lock()
+        self.wakeup.acquire()
+
+    def wake(self) -> None:
+        """Wake the thread. A second call before it wakes has no effect."""
+        if self.wakeup.locked():
+            self.wakeup.release()
 
 
 class Pool:
     """Threads that poll for jobs and run them.
 
     Args:
-        poll: Waits for something to do and returns the jobs that came; called by one thread at a
-            time. Raises a ``RankwireError`` at the end.
-        wake: Makes ``poll`` return.
-        on_look: Called by the standby at each look; returns whether something is outstanding that
-            needs looks.
+        poll: Waits for jobs, called by one thread at a time; raises ``RankwireError`` at the end.
+        on_check: Called by the standby at each check; returns whether further ones are needed.
         on_end: Called once when the port has ended by itself.
-        clock: By which its threads wait, and functions are slow.
-        workers: Calls of depth 0 that run at once.
-        max_queued: Calls of depth 0 that wait for a worker.
-        max_nested: Nested calls that run at once.
-
-    Attributes:
-        arrived: Jobs that were read and not looked at; the poller's.
 
     Size: roles, counts and queues change together, under one mutex.
     """
@@ -75,7 +97,7 @@ class Pool:
         *,
         poll: Callable[[], list[Job]],
         wake: Callable[[], None],
-        on_look: Callable[[], bool],
+        on_check: Callable[[], bool],
         on_end: Callable[[], None],
         clock: Clock,
         workers: int,
@@ -84,14 +106,14 @@ class Pool:
     ) -> None:
         self._poll = poll
         self._wake = wake
-        self._on_look = on_look
+        self._on_check = on_check
         self._on_end = on_end
         self._clock, self._now = clock, clock.now
         self._workers = workers
         self._max_queued = max_queued
         self._max_nested = max_nested
         self._mutex = threading.Lock()
-        self.arrived: deque[Job] = deque()
+        self.arrived: deque[Job] = deque()  # read, not yet admitted; owned by the poller
         self._queued: deque[Job] = deque()
         self._running = 0
         self._runs = 0
@@ -110,15 +132,15 @@ class Pool:
             self._start_thread()
             self._start_thread()
 
-    # -- seen from outside -------------------------------------------------------------------------
+    # -- called by other modules -------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
-        """Have a job done that did not come through ``poll``. Safe from any thread."""
+        """Run a job that did not come through ``poll``. Safe from any thread."""
         self.arrived.append(job)
         self._wake()
 
     def expect_work(self) -> None:
-        """Have the standby look, because something is outstanding now."""
+        """Wake the standby, because work is outstanding that needs checks."""
         if self._standby_sleeps:
             with self._mutex:
                 if self._standby is not None and self._standby_sleeps:
@@ -126,18 +148,18 @@ class Pool:
                     self._standby.wake()
 
     def about_to_block(self, worker: Worker) -> None:
-        """Called by a running function that will wait: somebody else should poll meanwhile."""
+        """Let another thread poll, because the function that runs here will wait."""
         if self._poller is worker:
             with self._mutex:
-                # Without a job it is in poll(), and whoever asks is not the function it served.
+                # Without a job it is in poll(): then another thread calls this for an old call.
                 if self._poller is worker and worker.job is not None:
                     self._hand_over()
 
     def has_more(self, worker: Worker) -> bool:
-        """Whether this worker, as the poller, has more short jobs at hand and polls after them."""
+        """Whether this worker is the poller, and its next job is a short one."""
         try:
             return self._poller is worker and not self.arrived[0].function.is_slow
-        except IndexError:  # there is none, or a new poller has just taken it
+        except IndexError:  # a new poller may have just taken it
             return False
 
     def is_poller(self, worker: Worker) -> bool:
@@ -145,12 +167,12 @@ class Pool:
         return self._poller is worker
 
     def queued(self) -> list[Job]:
-        """Return the jobs that have not begun, because no worker is free or has come to them."""
+        """Return the jobs that have not begun."""
         with self._mutex:
             return [*self._queued, *self.arrived.copy()]
 
     def take_back(self, job: Job) -> bool:
-        """Free the place of a job that waits for a worker; False if it does not."""
+        """Remove a job that waits for a worker; return False if it does not wait."""
         with self._mutex:
             try:
                 self._queued.remove(job)
@@ -159,10 +181,7 @@ class Pool:
         return True
 
     def close(self, deadline: Deadline) -> bool:
-        """Stop the threads.
-
-        Returns False if a function still runs at the deadline (its thread ends when it does).
-        """
+        """Stop the threads; return False if a function, and its thread, outlasts the deadline."""
         self._dismiss()
         with self._mutex:
             threads = self._threads - {threading.current_thread()}
@@ -172,18 +191,18 @@ class Pool:
         return not any(thread.is_alive() for thread in threads)
 
     def close_in_child(self) -> None:
-        """End in a child of a fork: a function that has forked returns to here there."""
+        """End in a forked child: a function that has forked returns to its serving thread there."""
         self._mutex = threading.Lock()
         self._closing = True
 
-    # -- a worker's life ---------------------------------------------------------------------------
+    # -- roles -------------------------------------------------------------------------------------
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._live, name="rankwire-serving", daemon=True)
+        thread = threading.Thread(target=self._run_thread, name="rankwire-serving", daemon=True)
         self._threads.add(thread)
         thread.start()
 
-    def _live(self) -> None:
+    def _run_thread(self) -> None:
         worker = Worker(self)
         try:
             while self._find_role(worker):
@@ -195,7 +214,7 @@ class Pool:
             if self._dismiss():
                 self._on_end()
         except BaseException:
-            # A mistake of ours, or of somebody's callback: others must not wait for this thread.
+            # A defect of ours, or of a callback: calls must not wait for a thread that has ended.
             _log.exception("a serving thread has ended; another one takes its place")
             self._replace(worker)
         finally:
@@ -212,13 +231,13 @@ class Pool:
                 self._start_thread()
 
     def _find_role(self, worker: Worker) -> bool:
-        """Take the role that is free, or wait for one; False when this thread should end."""
+        """Take a free role, or wait for one; return False if this thread should end."""
         with self._mutex:
             if self._closing:
                 return False
             if self._poller is None:
                 self._poller = worker
-            if self._poller is worker:  # now, or since it stood by
+            if self._poller is worker:  # now, or while it was the standby
                 return True
             if self._standby is None:
                 self._standby = worker
@@ -232,7 +251,7 @@ class Pool:
             return not self._closing
 
     def _dismiss(self) -> bool:
-        """Let all threads end that run nothing; return whether that is new to them."""
+        """End all threads that run nothing; return whether this is the first time."""
         with self._mutex:
             is_first = not self._closing
             self._closing = True
@@ -253,7 +272,7 @@ class Pool:
                     if self._poller is worker:
                         self._hand_over()
             if not self._run(worker, job):
-                # Without the role: take over what waits for a free worker.
+                # It lost the role, so it is a free worker for the queued calls.
                 while not self._closing and (queued := self._take_queued()) is not None:
                     self._run(worker, queued)
                 return
@@ -277,14 +296,11 @@ class Pool:
         if refusal is None:
             return job
         if refusal:
-            job.refuse(refusal)  # without the lock: it tells its caller
+            job.refuse(refusal)  # without the lock, because it sends a reply
         return None
 
     def _admit(self, job: Job) -> str | None:
-        """Count in a job that cannot run at once, unless it is nested. Mutex held.
-
-        Returns None if it may run, nothing if it is queued, else why it is refused.
-        """
+        """Return None if a job may run, "" if it is queued, else why not. The mutex is held."""
         if job.depth > 0:
             if self._running_nested < self._max_nested:
                 self._running_nested += 1
@@ -303,13 +319,13 @@ class Pool:
         return None
 
     def _run(self, worker: Worker, job: Job) -> bool:
-        """Do a job; return whether the worker still has the polling role."""
+        """Run a job; return whether the worker still has the polling role."""
         now = self._now
         worker.began = begin = now()
         self._runs += 1
         worker.job = job
-        # In this order: the standby announces its sleep first and looks for a job second, so one of
-        # the two sees the other.
+        # After the job is set: the standby sets this flag and then looks for a job, so one of the
+        # two sees the other.
         if self._standby_sleeps:
             self.expect_work()
         try:
@@ -319,8 +335,8 @@ class Pool:
             if seconds > _SLOW or job.function.is_slow:
                 job.finished(seconds)
             with self._mutex:
-                # With the role in one step: a standby that takes it from a finished job would make
-                # two pollers.
+                # Under one lock with the role: a standby that takes the role of a finished job
+                # would make two pollers.
                 worker.job = None
                 if job.depth > 0:
                     self._running_nested -= 1
@@ -329,15 +345,15 @@ class Pool:
                 has_role = self._poller is worker
         return has_role
 
-    # -- standing by -------------------------------------------------------------------------------
+    # -- the standby -------------------------------------------------------------------------------
 
     def _stand_by(self, worker: Worker) -> None:
-        """Look after the poller until its role is ours."""
+        """Check the poller until this worker takes its role."""
         seen: Job | None = None
         quiet, runs = 0, -1
         while True:
             served, runs = self._runs != runs, self._runs
-            if self._sleep_between_looks(worker, quiet, _LOOK_EVERY if served else _SPARE_LOOK):
+            if self._sleep_between_checks(worker, quiet, _CHECK_EVERY if served else _SPARE_CHECK):
                 quiet = 0
             with self._mutex:
                 if self._closing or self._standby is not worker:
@@ -346,41 +362,38 @@ class Pool:
                 if self._poller is None or (running is not None and running is seen):
                     self._poller = worker
                     self._standby = None
-                    self._call_another()
+                    self._wake_another()
                     return
                 seen = running
-            outstanding = self._on_look()
+            outstanding = self._on_check()
             quiet = 0 if running is not None else quiet + 1
-            if quiet > _LOOKS_UNTIL_ASLEEP and outstanding:
-                quiet = _LOOKS_UNTIL_ASLEEP
+            if quiet > _CHECKS_UNTIL_ASLEEP and outstanding:
+                quiet = _CHECKS_UNTIL_ASLEEP
 
-    def _sleep_between_looks(self, worker: Worker, quiet: int, seconds: float) -> bool:
-        """Sleep shortly, or longer if it has been quiet; return whether somebody woke us."""
-        if quiet < _LOOKS_UNTIL_ASLEEP:
+    def _sleep_between_checks(self, worker: Worker, quiet: int, seconds: float) -> bool:
+        """Sleep, longer after ``quiet`` checks; return whether another thread woke this one."""
+        if quiet < _CHECKS_UNTIL_ASLEEP:
             return self._clock.acquire(worker.wakeup, True, seconds)
         with self._mutex:
             self._standby_sleeps = True
             if self._closing or self._poller is None or self._poller.job is not None:
                 self._standby_sleeps = False
                 return True
-        # At this very count something is outstanding that must be looked after now and then; and
-        # something may have become so after the last look and before our sleep was announced.
-        lazily = quiet == _LOOKS_UNTIL_ASLEEP or self._on_look()
-        woken = self._clock.acquire(worker.wakeup, True, _LAZY_LOOK if lazily else -1)
+        # Work may have become outstanding after the last check, before ``_standby_sleeps`` was set.
+        lazily = quiet == _CHECKS_UNTIL_ASLEEP or self._on_check()
+        woken = self._clock.acquire(worker.wakeup, True, _LAZY_CHECK if lazily else -1)
         self._standby_sleeps = False
         return woken
 
     def _hand_over(self) -> None:
-        """The poller gives its role away."""
         self._poller = None
         self._standby_sleeps = False
         if self._standby is not None:
             self._standby.wake()
         else:
-            self._call_another()
+            self._wake_another()
 
-    def _call_another(self) -> None:
-        """Have another worker find that a role is free."""
+    def _wake_another(self) -> None:
         if self._idle:
             self._idle.pop().wake()
         else:

@@ -1,7 +1,7 @@
-"""The registry: which functions other ranks may call, by name. Nothing else can be called.
+"""The functions that other ranks may call, by name. Nothing else can be called.
 
-Functions are registered one by one, or found by a rule of the program's (``resolver``). An object
-is registered by its methods, each as a function of its own (``exposed_methods``).
+Functions are registered one by one, or found by the program's ``resolve`` (``Resolver``). The
+methods of a registered object are functions of their own (``exposed_methods``).
 """
 
 from __future__ import annotations
@@ -9,26 +9,28 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from functools import partialmethod
-from types import FunctionType
-from typing import Any, Protocol
+from functools import partial, partialmethod
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from rankwire.errors import ConfigurationError, FunctionNotFoundError
 
 _MAX_NAME = 1024
+
+Resolve = Callable[[str], Callable[..., Any] | None]
 
 
 class Function:
     """A registered function.
 
     Attributes:
-        name: What callers call it.
+        name: The name to call it by.
         target: The function.
         is_async: Whether it is an ``async def``.
-        is_slow: Whether its last run took so long, or blocked, that another thread should poll
-            meanwhile.
+        is_slow: Whether its last run took so long, or blocked, that another thread should poll.
         copies: Whether its result is copied before it is sent.
-        owner: The name of the object whose method it is, if it was registered with that.
+        owner: The name of the registered object whose method it is, or None.
     """
 
     __slots__ = ("_takes_timeout", "copies", "is_async", "is_slow", "name", "owner", "target")
@@ -51,46 +53,120 @@ class Function:
 
     @property
     def takes_timeout(self) -> bool:
-        """Whether it has a parameter ``timeout``. Looked at once: that takes as long as a call."""
+        """Whether it has a parameter ``timeout``. Cached: finding out takes as long as a call."""
         if self._takes_timeout is None:
             self._takes_timeout = _has_timeout(self.target)
         return self._takes_timeout
 
 
 def is_coroutine_function(target: Callable[..., Any]) -> bool:
-    """Whether a function is an ``async def``, or an object whose ``__call__`` is one."""
+    """Return whether a function is an ``async def``, or an object whose ``__call__`` is one."""
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(
         getattr(target, "__call__", None)  # noqa: B004
     )
 
 
 def is_name(name: object) -> bool:
-    """Whether a function may have that name; those of the agents' own questions are none."""
+    """Return whether a function may have that name; names of internal requests are invalid."""
     return isinstance(name, str) and 0 < len(name) <= _MAX_NAME and name.isprintable()
 
 
-class Finder(Protocol):
-    """A resolver, as far as it is known here."""
+class Resolver:
+    """Asks the program's ``resolve`` for functions. As safe from any thread as ``resolve`` is.
+
+    ``resolve`` is asked at every call, so a function that it stops returning cannot be called any
+    more. Functions and their objects are not kept. What was learned of a function, whether it is an
+    ``async def`` and whether it was slow, is kept with a weak reference to the function itself,
+    also for a bound method or a ``functools.partial``.
+    """
+
+    def __init__(self, resolve: Resolve) -> None:
+        if not callable(resolve):
+            raise ConfigurationError(f"resolve is a function, not {type(resolve).__name__}")
+        self._resolve = resolve
+        self._habits: WeakKeyDictionary[Any, Habits] = WeakKeyDictionary()
 
     def find(self, name: str) -> Function | None:
-        """Return the function of a name that is not registered, or None; may raise anything."""
+        """Return the function of a name, or None; raises what ``resolve`` raises.
+
+        ``resolve`` is not asked for invalid names.
+        """
+        target = self._resolve(name) if is_name(name) else None
+        if target is None:
+            return None
+        if not callable(target):
+            raise TypeError(f"{name!r} needs a function, not {type(target).__name__}")
+        return ResolvedFunction(name, target, self._habits_of(target))
+
+    def _habits_of(self, target: Callable[..., Any]) -> Habits:
+        body = _body_of(target)
+        try:
+            habits = self._habits.get(body)
+            if habits is None:
+                habits = self._habits[body] = Habits(body)
+        except TypeError:  # it has no hash, or takes no weak references
+            habits = Habits(body)
+        return habits
+
+
+class Habits:
+    """What is known of a function beyond one call."""
+
+    __slots__ = ("is_async", "is_slow")
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self.is_async = is_coroutine_function(body)
+        self.is_slow = False
+
+
+class ResolvedFunction(Function):
+    """A function for one call, which shares its habits with other calls."""
+
+    __slots__ = ("_habits",)
+
+    def __init__(self, name: str, target: Callable[..., Any], habits: Habits) -> None:
+        self.name = name
+        self.target = target
+        self.copies = False
+        self.is_async = habits.is_async
+        self._habits = habits
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether another thread should poll while it runs."""
+        return self._habits.is_slow
+
+    @is_slow.setter
+    def is_slow(self, value: bool) -> None:
+        self._habits.is_slow = value
+
+
+def _body_of(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function in a bound method or partial, of which there is a new one each time."""
+    while True:
+        if type(target) is MethodType:
+            target = target.__func__
+        elif type(target) is partial:
+            target = target.func
+        else:
+            return target
 
 
 class Registry:
-    """Functions by name.
+    """The registered functions by name.
 
     Safe from any thread; readers take no lock, because the table is replaced and never changed.
 
     Args:
-        resolver: Finds those that are not registered.
+        resolver: Finds functions that are not registered.
 
     Attributes:
         functions: The table.
-        own: What agents have each other do, by names that no function can have. The polling thread
-            does it, so it is quick.
+        own: Quick requests of agents to each other, by names that no function can have. The polling
+            thread runs them.
     """
 
-    def __init__(self, resolver: Finder | None = None) -> None:
+    def __init__(self, resolver: Resolver | None = None) -> None:
         self._resolver = resolver
         self.own: dict[str, Callable[[], None]] = {}
         self._lock = threading.Lock()
@@ -102,8 +178,8 @@ class Registry:
         """Register a function.
 
         Raises:
-            ConfigurationError: The name is taken and ``replace`` is not set, or is no name, or
-                ``target`` is no function.
+            ConfigurationError: The name is invalid, or taken and ``replace`` is not set, or
+                ``target`` is not a function.
         """
         if not callable(target):
             raise ConfigurationError(f"{name!r} needs a function, not {type(target).__name__}")
@@ -112,11 +188,11 @@ class Registry:
     def add_object(self, name: str, thing: object, *, replace: bool, copies: bool = False) -> None:
         """Register the public methods of an object as ``name.method``: all of them, or none.
 
-        With ``replace``, methods that an object of that name had before are gone afterwards.
+        With ``replace``, methods of the former object of that name are removed.
 
         Raises:
-            ConfigurationError: It has none, or a name is taken and ``replace`` is not set, or is no
-                name.
+            ConfigurationError: It has no public methods, or a name is invalid, or taken and
+                ``replace`` is not set.
         """
         methods = exposed_methods(thing)
         if not methods:
@@ -157,7 +233,7 @@ class Registry:
         """Unregister a function, or all methods of an object.
 
         Raises:
-            FunctionNotFoundError: There is neither of that name.
+            FunctionNotFoundError: No function or object has that name.
         """
         with self._lock:
             left = {n: f for n, f in self.functions.items() if name not in (n, f.owner)}
@@ -176,9 +252,7 @@ class Registry:
         return sorted(self.functions)
 
     def name_of(self, function: str | Callable[..., Any]) -> str:
-        """Return the name to call.
-
-        It is ``function`` itself if that is a name, or the one under which it is registered here.
+        """Return the name of a function registered here; a name is returned as it is.
 
         Raises:
             ConfigurationError: The function is not registered here.
@@ -194,10 +268,9 @@ class Registry:
         )
 
     def check_timeout(self, name: str) -> None:
-        """Refuse the ``timeout=`` of a call that may have been meant for the function.
+        """Raise if the ``timeout=`` of a call may have been meant for the function.
 
-        Known is what a function takes that is registered here, so any that was given itself. Of one
-        that is registered only elsewhere, nothing is known.
+        Only functions registered here are checked.
 
         Raises:
             ConfigurationError: The function has a parameter of that name.
@@ -212,11 +285,11 @@ class Registry:
 
 
 def exposed_methods(thing: object) -> dict[str, Callable[..., Any]]:
-    """Return the methods of an object that it is registered by, bound, by name.
+    """Return the public methods of an object, bound, by name.
 
-    They are those that its class, or a base of it, has in Python under a name without a leading
-    underscore: also static, class and ``async`` ones, and those with decorators. Not: properties,
-    what the object alone has as an attribute, what types in C have, and what a class would have.
+    These are the functions that its class or a base class defines in Python under a name without a
+    leading underscore: also static, class and ``async`` methods, and decorated ones. Properties,
+    instance attributes, methods of types written in C, and methods of classes do not count.
     """
     if isinstance(thing, type):
         return {}
@@ -231,14 +304,14 @@ def exposed_methods(thing: object) -> dict[str, Callable[..., Any]]:
 def _is_method(member: Any) -> bool:
     if isinstance(member, (FunctionType, staticmethod, classmethod, partialmethod)):
         return True
-    # What functools.cache and the like have made of one.
+    # Functions wrapped by functools.cache and similar decorators.
     return hasattr(member, "__wrapped__") and callable(member) and not isinstance(member, type)
 
 
 def _has_timeout(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # one in C may not say
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return False
     parameter = parameters.get("timeout")
     return parameter is not None and parameter.kind in (

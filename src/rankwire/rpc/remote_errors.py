@@ -1,21 +1,8 @@
-"""Remote errors by type: what a function raised at another rank can be caught here by its class.
+"""Give a remote error the class that the callee raised, so that it can be caught by that class.
 
-A callee tells the names of the class that was raised and of its bases, and never more. They are
-looked up in two tables: the builtin exceptions, and those that this agent was given
-(``RpcAgent.register_error``); nothing is imported, and no constructor runs. The first name that is
-found decides: the error is then a ``RemoteError`` and one of that class, with the text and the
-traceback of the callee. Without one it is a ``RemoteError`` alone.
-
-Not in the first table, because a peer must not raise them here, or they would mislead:
-
-- what is no ``Exception``: ``SystemExit``, ``KeyboardInterrupt``, ``GeneratorExit``;
-- ``StopIteration`` and ``StopAsyncIteration``, which end loops;
-- ``SyntaxError`` and exception groups, which Python prints by attributes that did not travel;
-- ``TimeoutError`` and ``ConnectionError``: they would pass for the end of the call's own time and
-  connection. They are ``OSError`` here, as they are anyway, and a program may register them.
-
-Errors of rankwire that a function has raised have no names to look up: they tell of the callee's
-own calls and peers.
+A callee sends the names of the class and its bases, nothing more. They are looked up among the
+builtin exceptions and the classes of ``RpcAgent.register_error``; nothing is imported, and no
+constructor runs. Errors of rankwire carry no names: they concern the callee's own calls and peers.
 """
 
 from __future__ import annotations
@@ -28,7 +15,10 @@ from rankwire.texts import class_name
 
 E = TypeVar("E", bound=type[Exception])
 
+# A peer must not raise these here: they end loops, or Python prints them by attributes that do not
+# travel. Other classes than Exceptions are left out too.
 _NEVER = (StopIteration, StopAsyncIteration, SyntaxError, BaseExceptionGroup, RankwireError)
+# These would look like errors of the call itself, so they become OSError unless registered.
 _ON_REQUEST = (TimeoutError, ConnectionError)
 
 
@@ -41,17 +31,17 @@ _BUILTINS = {kind.__name__: kind for kind in vars(builtins).values() if _is_usua
 
 
 class RemoteErrors:
-    """The classes that remote errors of an agent's calls may have. Safe from any thread."""
+    """The exception classes of remote errors of one agent. Safe from any thread."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, type[Exception]] = dict(_BUILTINS)
 
     def add(self, kind: type[Exception], name: str | None) -> None:
-        """Have errors of a class raised as such; repeating it changes nothing.
+        """Register an exception class. Idempotent.
 
         Raises:
-            ConfigurationError: It is no class of exceptions, or one that must not come from afar,
-                or its name is another's.
+            ConfigurationError: It is not an exception class, or one that other ranks must not
+                raise, or its name is taken.
         """
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise ConfigurationError(f"only a class of exceptions can be registered, not {kind!r}")
@@ -62,14 +52,14 @@ class RemoteErrors:
             raise ConfigurationError(f"{class_name(kind)} must not be raised by another rank")
         try:
             str(_made(kind, ("text",), RemoteError("type", "text", "traceback").__dict__))
-        except Exception as error:  # of the class: it may be written in any way
+        except Exception as error:  # raised by the class
             raise ConfigurationError(
                 f"{class_name(kind)} cannot stand for a remote error: {error}"
             ) from error
         self._kinds = self._kinds | {name: kind}
 
     def typed(self, error: RemoteError) -> RemoteError:
-        """Return a remote error as one of the class that was raised, as far as that is known."""
+        """Return a remote error as an instance of the class that was raised, if that is known."""
         for name in (error.remote_type, *error.remote_bases):
             kind = self._kinds.get(name)
             if kind is not None:
@@ -78,7 +68,7 @@ class RemoteErrors:
 
 
 def _made(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> RemoteError:
-    """Make a remote error that is also of a class, without that class's constructor."""
+    """Make a remote error that is also an instance of a class, without calling its constructor."""
     made = _classes.get(kind)
     if made is None:
         made = _classes[kind] = _new_class(kind)
@@ -88,7 +78,7 @@ def _made(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -
     return error
 
 
-_classes: dict[type[Exception], type[RemoteError]] = {}  # of remote errors that are also of another
+_classes: dict[type[Exception], type[RemoteError]] = {}  # cache of ``_new_class``
 
 
 def _new_class(kind: type[Exception]) -> type[RemoteError]:
@@ -100,7 +90,7 @@ def _new_class(kind: type[Exception]) -> type[RemoteError]:
 
     members = {
         "__doc__": f"A {kind.__name__} that a function of another rank has raised.",
-        "__module__": RemoteError.__module__,  # it prints as what it is to its readers
+        "__module__": RemoteError.__module__,  # it prints as RemoteError
         "__new__": _new,
         "__reduce__": reduce,
     }
@@ -110,7 +100,7 @@ def _new_class(kind: type[Exception]) -> type[RemoteError]:
 
 
 def _new(cls: type[RemoteError], *_: Any, **__: Any) -> Any:
-    """Make an instance as Python lays it out, without arguments: ``OSError`` would read them."""
+    """Make an instance without arguments, which ``OSError`` would interpret."""
     base: Any = cls
     while base.__module__ != "builtins":
         base = base.__base__

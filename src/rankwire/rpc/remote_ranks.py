@@ -1,11 +1,9 @@
-"""What ``agent.to(1)`` and ``agent.to_async(1)`` return: the functions of a rank, to be called.
+"""The objects that ``agent.to(1)`` and ``agent.to_async(1)`` return: the functions of a rank.
 
-The settings of the calls are given there, so every argument here is the function's, whatever its
-name. A function is named by an attribute, ``agent.to(1).add(2, 3)``, or given, or named by a text,
-``agent.to(1)(add, 2, 3)``; only the second way tells a type checker what the function takes and
-returns. These objects have no other public attributes, which would hide functions of that name.
-
-This module knows nothing of how a call is made: it is given a function that does.
+The settings of the calls are given there, so every argument here goes to the function. A function
+is named by an attribute, ``agent.to(1).add(2, 3)``, or passed, as itself or by name,
+``agent.to(1)(add, 2, 3)``; only the function itself tells a type checker what it takes and returns.
+These objects have no other public attributes, which would hide functions of that name.
 """
 
 from __future__ import annotations
@@ -18,17 +16,17 @@ from rankwire.rpc.future import RpcFuture
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# What an ``async def`` returns, and a function whose reply is deferred: callers get what is in it.
+# Returned by an ``async def`` or a function that defers its reply; callers get its result.
 Later: TypeAlias = Awaitable[R] | Future[R]
 
-# Makes a call: given the function, or its name, and its arguments.
+# Makes a call, given the function or its name, and the arguments.
 MakeCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class RemoteFunction(Generic[R]):
     """A function of another rank, by name. Safe from any thread.
 
-    Its attributes are those of the object which that rank has registered by this name:
+    Its attributes are the methods of the object that the rank has registered by this name:
     ``agent.to(0).server.pull()`` calls ``"server.pull"``.
     """
 
@@ -51,7 +49,7 @@ class RemoteFunction(Generic[R]):
 
 
 class RemoteRank:
-    """The functions of a rank; a call returns what the function returns. Safe from any thread."""
+    """The functions of a rank; a call returns the function's result. Safe from any thread."""
 
     __slots__ = ("_description", "_make_call")
 
@@ -111,9 +109,9 @@ class AsyncRemoteRank:
 
 
 def _check_public(name: str) -> None:
-    """Refuse an attribute that is no function: Python and notebooks look for many by themselves.
+    """Reject attributes that Python and notebooks look for by themselves.
 
-    Also before an object has its own, as when it is copied.
+    Also before the object has its own attributes, as when it is copied.
     """
     if name.startswith("_"):
         raise AttributeError(

@@ -1,15 +1,21 @@
-"""For tests, ours and users': worlds of ranks in one process, and the conformance suite.
+"""Helpers for tests, ours and users': worlds of ranks in one process, and the conformance suite.
 
-``run_ranks`` runs a function as every rank of a world, in threads or in real processes, and gives
-what each returned, or an ``RankOutcome`` of each.
-``check_backend`` runs the conformance suite against any backend. Nothing here imports pytest.
+``run_ranks`` runs a function as every rank of a world, in threads or in real processes, and returns
+the results, or a ``RankOutcome`` of each rank. ``check_backend`` runs the conformance suite against
+any backend. Nothing here imports pytest.
 """
 
 from rankwire.errors import RankFailedError, RanksStuckError
 from rankwire.local_world.function_run import RankOutcome
 from rankwire.testing.conformance import CHECKS, check_backend
-from rankwire.testing.ranks import in_parallel, run_ranks
-from rankwire.testing.worlds import MakeWorld, simulated_world, sub_world, tcp_world
+from rankwire.testing.ranks import (
+    MakeWorld,
+    in_parallel,
+    run_ranks,
+    simulated_world,
+    sub_world,
+    tcp_world,
+)
 
 __all__ = [
     "CHECKS",

@@ -1,15 +1,25 @@
-"""Running a function as every rank of a world, in threads or in real processes."""
+"""Worlds of ranks in one process for tests, and how to run a function as every rank.
+
+A *world maker* is what ``check_backend`` and ``run_ranks`` take: called with a number of ranks and
+options of the backend, it returns a context manager that gives the backends in rank order.
+"""
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, overload
 
+from rankwire.backends.base import Backend
+from rankwire.backends.simulated import SimulatedBackend
+from rankwire.backends.sub import SubBackend
+from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
-from rankwire.errors import ConfigurationError, RanksStuckError
+from rankwire.errors import ConfigurationError, InvalidWorldSizeError, RanksStuckError
 from rankwire.local_world.function_run import (
     FunctionRun,
     Rank,
@@ -25,10 +35,11 @@ from rankwire.mesh.dialing import Transport
 from rankwire.observe.stacks import stacks
 
 T = TypeVar("T")
+MakeWorld = Callable[..., AbstractContextManager[list[Backend]]]
 
 _BACKENDS = ("simulated", "tcp", "unix", "auto")
-_TIMEOUT = 30.0  # seconds; tests are quick
-_BEYOND_OPERATIONS = 20.0  # seconds, so that an operation that hangs says so before its test does
+_TIMEOUT = 30.0  # seconds
+_BEYOND_OPERATIONS = 20.0  # seconds, so that an operation that hangs fails before its test does
 
 
 @overload
@@ -68,21 +79,21 @@ def run_ranks(
 ) -> list[T] | list[RankOutcome[T]]:
     """Run ``function(backend, *args)`` as every rank of a world; return the results in rank order.
 
-    A rank whose function returns has left the world, and one whose function raises has fallen, as
-    in a program of its own: its backend is closed. A rank that is killed is not waited for.
+    As in a program of its own, a rank whose function returns leaves the world, and one whose
+    function raises fails: its backend is closed. A rank that is killed is not waited for.
 
     Args:
         world_size: The number of ranks.
-        function: What each rank runs. For processes it and its result are copied; it may be one of
-            a notebook or of ``__main__``.
+        function: What each rank runs. For processes, it and its result are copied; it may be
+            defined in a notebook or in ``__main__``.
         *args: Further arguments, the same for every rank.
-        backend: ``"simulated"``, ``"auto"``, ``"tcp"``, ``"unix"``, or a world maker (see
-            ``worlds``). Without it: simulated, and for processes ``"auto"``.
-        processes: Real processes instead of threads; not for the simulated backend.
-        timeout: Seconds for each operation of a rank without a limit of its own.
-        limit: Seconds for all of it; without it, 20 more than for an operation.
-        outcomes: Whether a ``RankOutcome`` is returned for each rank, whatever became of it: what
-            it returned or raised, or that it was killed.
+        backend: ``"simulated"``, ``"auto"``, ``"tcp"``, ``"unix"``, or a world maker. The default
+            is ``"simulated"``, and ``"auto"`` for processes.
+        processes: Whether to use real processes instead of threads; not for the simulated backend.
+        timeout: Seconds for each operation without a timeout of its own.
+        limit: Seconds for the whole run; the default is ``timeout`` + 20.
+        outcomes: Whether to return a ``RankOutcome`` for each rank: what it returned or raised, or
+            that it was killed.
         **options: For the backend, such as ``faults=``.
 
     Raises:
@@ -107,7 +118,7 @@ def run_ranks(
 
 
 def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) -> list[T]:
-    """Run functions in threads of their own, one a rank; return their results in order.
+    """Run each function in a thread of its own, as one rank; return their results in order.
 
     Raises:
         Exception: The first error, with a note that names the rank.
@@ -145,7 +156,7 @@ def _run(
     args: tuple[Any, ...],
     limit: float,
 ) -> list[RankOutcome[T]]:
-    """Run a function on ranks that leave; if one fails and others are stuck, the failure counts."""
+    """Run a function on all ranks; if one fails and others are stuck, the failure counts."""
     run = FunctionRun(ranks, printer, function, args, leaves=True)
     try:
         return run.finish(limit)
@@ -177,7 +188,7 @@ def _run_processes(
 
 
 def _values(ended: Sequence[RankOutcome[T]]) -> list[T]:
-    """Return what threads returned, in rank order; raise the very error of one that raised."""
+    """Return the results of threads in rank order, or raise the error of a rank."""
     culprit = culprit_of(ended)
     if culprit is not None and culprit.error is not None:
         culprit.error.add_note(f"raised by rank {culprit.rank}")
@@ -194,12 +205,67 @@ def _transport(backend: object) -> Transport:
 
 
 def _world_maker(backend: str | Callable[..., Any] | None) -> Callable[..., Any]:
-    from rankwire.testing import worlds  # it imports this module
-
     if callable(backend):
         return backend
     if backend is not None and backend not in _BACKENDS:
         raise ConfigurationError(f"backend is one of {_BACKENDS} or a world maker, not {backend!r}")
     if backend is None or backend == "simulated":
-        return worlds.simulated_world
-    return partial(worlds.tcp_world, transport=cast(Transport, backend))
+        return simulated_world
+    return partial(tcp_world, transport=cast(Transport, backend))
+
+
+@contextmanager
+def simulated_world(world_size: int, **options: Any) -> Iterator[list[Backend]]:
+    """Make ranks of the simulated backend."""
+    with _closed_at_the_end(SimulatedBackend.create_group(world_size, **options)) as world:
+        yield world
+
+
+@contextmanager
+def tcp_world(
+    world_size: int, *, transport: Transport = "auto", **options: Any
+) -> Iterator[list[Backend]]:
+    """Make ranks of the TCP backend over loopback, each with its own sockets."""
+    if world_size < 1:
+        raise InvalidWorldSizeError(world_size)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def join(rank: int) -> Backend:
+        mine = listener if rank == 0 else None
+        return TcpBackend(rank, world_size, address, transport=transport, listener=mine, **options)
+
+    ranks = in_parallel([partial(join, rank) for rank in range(world_size)])
+    with _closed_at_the_end(ranks) as world:
+        yield world
+
+
+def sub_world(make_parent: MakeWorld) -> MakeWorld:
+    """Return a maker of groups inside worlds of another kind.
+
+    A group has all ranks of a larger world except rank 0.
+    """
+
+    @contextmanager
+    def make(world_size: int, **options: Any) -> Iterator[list[Backend]]:
+        with make_parent(world_size + 1, **options) as parents:
+            if world_size < 1:
+                SubBackend(parents[0], [])
+            members = range(1, world_size + 1)
+            ranks = in_parallel(
+                [partial(SubBackend, parents[rank], list(members)) for rank in members]
+            )
+            with _closed_at_the_end(ranks) as world:
+                yield world
+
+    return make
+
+
+@contextmanager
+def _closed_at_the_end(ranks: Iterable[Backend]) -> Iterator[list[Backend]]:
+    world = list(ranks)
+    try:
+        yield world
+    finally:
+        for backend in world:
+            backend.close()

@@ -1,8 +1,8 @@
 """The conformance suite: what every backend must do, as plain functions.
 
-A check is a function of the modules ``*_checks`` that takes a world maker and nothing else. It
-raises ``AssertionError``, and is named after the behaviour it shows. ``check_backend`` runs all of
-them; a test runner can run ``CHECKS`` one by one.
+Every function in the modules ``*_checks`` that takes only a world maker is a check. Its name says
+what it shows, and it raises ``AssertionError``. ``check_backend`` runs all of them; a test runner
+can run ``CHECKS`` one by one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from rankwire.testing.conformance import (
     group_checks,
     message_checks,
     nested_call_checks,
-    peer_checks,
 )
 from rankwire.testing.conformance.tools import Check
-from rankwire.testing.worlds import MakeWorld
+from rankwire.testing.ranks import MakeWorld
 
 __all__ = ["CHECKS", "check_backend"]
 
@@ -30,7 +29,6 @@ CHECKS: dict[str, Check] = {
     for module in (
         basic_checks,
         message_checks,
-        peer_checks,
         group_checks,
         collective_checks,
         concurrency_checks,
@@ -46,8 +44,9 @@ def check_backend(make_world: MakeWorld) -> None:
     """Run the whole suite.
 
     Args:
-        make_world: Called as ``make_world(world_size, **options)``; gives the ranks' backends, all
-            in this process. It must accept the options ``timeout`` and ``max_message_nbytes``.
+        make_world: Called as ``make_world(world_size, **options)``; gives the backends of all
+            ranks, in this process. It must accept the options ``timeout`` and
+            ``max_message_nbytes``.
 
     Raises:
         AssertionError: A check failed; a note names it.

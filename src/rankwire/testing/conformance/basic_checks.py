@@ -1,4 +1,4 @@
-"""The conformance checks about messages, time limits, barriers and ends."""
+"""Conformance checks of messages, timeouts, barriers and closing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from rankwire.errors import (
 )
 from rankwire.rpc.agent import RpcAgent
 from rankwire.testing.conformance.tools import SIZES, expect, run_in_worlds
-from rankwire.testing.ranks import in_parallel
-from rankwire.testing.worlds import MakeWorld
+from rankwire.testing.ranks import MakeWorld, in_parallel
 
-# -- who and where ---------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def ranks_count_from_zero(make_world: MakeWorld) -> None:
@@ -171,7 +170,7 @@ def a_mismatch_loses_nothing(make_world: MakeWorld) -> None:
         assert second.recv(0) == b"next"
 
 
-# -- time limits -----------------------------------------------------------------------------------
+# -- timeouts --------------------------------------------------------------------------------------
 
 
 def zero_polls(make_world: MakeWorld) -> None:
@@ -243,7 +242,7 @@ def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
             raise AssertionError("it has not waited for rank 2")
 
         assert in_parallel([partial(wait, rank) for rank in (0, 1, 3)]) == [[2]] * 3
-        expect(CollectiveAbortedError, world[2].barrier)  # the others have given up
+        expect(CollectiveAbortedError, world[2].barrier)  # the others have aborted it
         in_parallel([backend.barrier for backend in world])
 
 
@@ -259,7 +258,7 @@ def barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
     run_in_worlds(make_world, each, (3,))
 
 
-# -- threads and ends ------------------------------------------------------------------------------
+# -- threads and closing ---------------------------------------------------------------------------
 
 
 def many_threads_each_get_their_own(make_world: MakeWorld) -> None:
@@ -298,7 +297,7 @@ def closing_again_does_nothing(make_world: MakeWorld) -> None:
         for _ in range(2):
             agent.close()
         first.close()
-        first.close(error=ValueError("the second time"))  # the first has told how it leaves
+        first.close(error=ValueError("the second time"))  # the first close has told the others why
         assert first.closed
         assert not second.closed
         error = expect(RankwireError, lambda: second.recv(0, timeout=0.2))
@@ -306,7 +305,7 @@ def closing_again_does_nothing(make_world: MakeWorld) -> None:
 
 
 def _eventually(receive: Callable[[], bytearray]) -> bytearray:
-    """A message is not received the moment it is sent: poll for a while."""
+    """Repeat ``receive``: a message does not arrive the moment it is sent."""
     limit = REAL_TIME.now() + 10
     while True:
         try:

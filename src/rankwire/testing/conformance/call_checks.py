@@ -1,4 +1,4 @@
-"""The conformance checks about calls: an ``RpcAgent`` behaves the same on every backend."""
+"""Conformance checks of calls: an ``RpcAgent`` behaves the same on every backend."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from rankwire.errors import (
 )
 from rankwire.rpc.agent import RpcAgent
 from rankwire.testing.conformance.tools import agents_of, expect, work_until_cancelled
-from rankwire.testing.ranks import in_parallel
-from rankwire.testing.worlds import MakeWorld
+from rankwire.testing.ranks import MakeWorld, in_parallel
 
 
 def every_rank_calls_every_rank(make_world: MakeWorld) -> None:
@@ -104,7 +103,7 @@ def a_late_reply_is_dropped(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2) as (caller, callee):
         callee.register("wait", lambda: REAL_TIME.wait(go_on, 10))
         callee.register("add", lambda a, b: a + b)
-        assert caller.rpc_sync(1, "add", 1, 1) == 2  # they are connected: the next call is sent
+        assert caller.rpc_sync(1, "add", 1, 1) == 2  # connected now, so the next call is sent
         begin = REAL_TIME.now()
         error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "wait", timeout=0.15))
         assert REAL_TIME.now() - begin < 5
@@ -156,7 +155,9 @@ def futures_have_the_usual_verbs(make_world: MakeWorld) -> None:
         callee.register("add", lambda a, b: a + b)
         callee.register("wait", lambda: REAL_TIME.wait(go_on, 20))
         futures = [caller.rpc_async(1, "add", number, 1) for number in range(20)]
-        done, not_done = wait(futures, timeout=10)  # no thread calls result(): the agent must read
+        done, not_done = wait(
+            futures, timeout=10
+        )  # no thread calls result(), so the agent must read
         assert (len(done), len(not_done)) == (20, 0)
         assert [future.result() for future in futures] == list(range(1, 21))
         called_back = threading.Event()
@@ -215,7 +216,7 @@ def limits_are_visible(make_world: MakeWorld) -> None:
         futures = [caller.rpc_async(1, "wait") for _ in range(3)]
         refused, _ = wait(futures, timeout=10, return_when=FIRST_COMPLETED)
         assert [type(future.exception()) for future in refused] == [OverloadedError]
-        for _ in range(2):  # one runs and one waits, still
+        for _ in range(2):  # one still runs and one still waits
             assert isinstance(caller.rpc_async(1, "wait").exception(10), OverloadedError)
         go_on.set()
         assert [future.result(10) for future in futures if future not in refused] == [True, True]

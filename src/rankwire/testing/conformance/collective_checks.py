@@ -22,7 +22,7 @@ from rankwire.errors import (
     SelfSendError,
 )
 from rankwire.testing.conformance.tools import SIZES, expect, has_values, run_all, run_in_worlds
-from rankwire.testing.worlds import MakeWorld
+from rankwire.testing.ranks import MakeWorld
 
 
 def arrays_go_from_rank_to_rank(make_world: MakeWorld) -> None:

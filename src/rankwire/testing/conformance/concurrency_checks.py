@@ -1,4 +1,4 @@
-"""The conformance checks about collectives that go on at once, in the background, or wrong."""
+"""Conformance checks of collectives that overlap, run in the background, or do not match."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.testing.conformance.tools import expect, has_values, run_all, run_in_worlds
-from rankwire.testing.worlds import MakeWorld
+from rankwire.testing.ranks import MakeWorld
 
-_SOON = 5.0  # seconds within which all ranks know that they disagree, on a machine that is busy
-_LARGE = 3 << 17  # elements: of 8 bytes, more than a message that is sent as a whole
+_SOON = 5.0  # seconds for all ranks to learn of a mismatch, on a busy machine
+_LARGE = 3 << 17  # elements of 8 bytes: more than fits one message
 
 
 def large_arrays_are_whole(make_world: MakeWorld) -> None:
@@ -83,7 +83,9 @@ def the_background_gives_the_same(make_world: MakeWorld) -> None:
         assert gathering.done()
         assert gathering.exception() is None
         assert gathering.result() is gathering.wait()
-        operations.broadcast(backend, np.ones(2), async_op=True)  # dropped, and completes
+        operations.broadcast(
+            backend, np.ones(2), async_op=True
+        )  # it completes although it was dropped
         operations.barrier(backend, async_op=True).wait()
         assert objects.all_gather_object(backend, rank, async_op=True).wait() == list(range(size))
 
@@ -101,7 +103,7 @@ def eight_operations_of_one_size_never_mix(make_world: MakeWorld) -> None:
             for number, array in enumerate(arrays)
         ]
         assert has_values(operations.all_reduce(backend, np.ones(1000)), np.full(1000, float(size)))
-        # Every rank waits in an order of its own.
+        # Every rank waits in a different order.
         for number in np.random.default_rng(rank).permutation(8):
             if number % 2:
                 expected = np.full(1000, 100.0 * number * size + size * (size - 1) / 2)
@@ -177,7 +179,7 @@ def who_does_not_come_is_named(make_world: MakeWorld) -> None:
 
     with make_world(4) as world:
         errors = [error for error in run_all(world, each) if error is not None]
-        # Whose time is up first tells the others, and what they raise says so.
+        # The first rank to time out tells the others, and their errors say so.
         late = [error for error in errors if isinstance(error, DeadlineExceededError)]
         assert late
         assert all(error.waiting_for == [2] for error in late)

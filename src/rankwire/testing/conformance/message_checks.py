@@ -1,4 +1,4 @@
-"""The conformance checks about messages that are under way, and about those from any rank."""
+"""Conformance checks of message handles, and of receiving from any rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
-from rankwire.testing.conformance.tools import expect, run_all, run_in_worlds, until
-from rankwire.testing.ranks import in_parallel
-from rankwire.testing.worlds import MakeWorld
+from rankwire.testing.conformance.tools import expect, leave, run_all, run_in_worlds, until
+from rankwire.testing.ranks import MakeWorld, in_parallel
 
-_LARGE = 3 << 20  # bytes: more than a stream takes at once, and enough to be lent
+_LARGE = 3 << 20  # bytes: more than a stream takes at once, and enough for single copy
 
 
 # -- in the background -----------------------------------------------------------------------------
@@ -79,7 +78,7 @@ def all_may_send_before_anyone_receives(make_world: MakeWorld) -> None:
         for number in range(40):
             data = bytes([number]) * 200_000
             sending += [backend.isend(data, other) for other in others]
-        for number in range(40):  # and nobody waits for what is sent before all has come
+        for number in range(40):  # no send is waited for before everything has come
             for other in others:
                 assert backend.irecv(other).wait() == bytes([number]) * 200_000
         for handle in sending:
@@ -161,7 +160,7 @@ def a_receive_that_is_dropped_leaves_its_message(make_world: MakeWorld) -> None:
                 first.send(bytes([number]), 1)
             dropped = [second.irecv(src) for _ in range(2)]
             first.send(b"behind them", 1, tag=1)
-            assert second.recv(0, tag=1) == b"behind them"  # so the others have come
+            assert second.recv(0, tag=1) == b"behind them"  # so the earlier ones have come
             del dropped
             gc.collect()
             assert [second.recv(0) for _ in range(3)] == [b"\0", b"\1", b"\2"]
@@ -226,7 +225,7 @@ def closing_ends_handles(make_world: MakeWorld) -> None:
             error = expect(ChannelClosedError, handle.wait)
             assert error.rank == 0
         for handle in sending:
-            with suppress(ChannelClosedError):  # it may have left
+            with suppress(ChannelClosedError):  # it may have been sent
                 handle.wait()
 
 
@@ -236,13 +235,6 @@ def closing_ends_handles(make_world: MakeWorld) -> None:
 def _from_any(backend: Backend, tag: int = 0) -> tuple[int, bytes]:
     source, message = backend.recv_any(tag)
     return source, bytes(message)
-
-
-def _leave(backend: Backend) -> None:
-    """Leave the world: from a group alone, nobody is told."""
-    while isinstance(backend, SubBackend):
-        backend = backend.parent
-    backend.close()
 
 
 def messages_of_any_rank_are_received(make_world: MakeWorld) -> None:
@@ -313,14 +305,14 @@ def a_receive_from_any_rank_waits_for_the_last(make_world: MakeWorld) -> None:
     with make_world(3) as (first, second, third):
         coming = first.irecv(ANY_RANK)
         second.send(b"before", 0, tag=1)
-        _leave(second)
+        leave(second)
         assert first.recv(1, tag=1) == b"before"
         until(lambda: first.failure_of(1) is not None)
         assert not coming.done()
         third.send(b"still here", 0)
         assert (coming.wait(), coming.source) == (b"still here", 2)
         again = first.irecv(ANY_RANK)
-        _leave(third)
+        leave(third)
         expect(ChannelClosedError, again.wait)
 
 

@@ -1,4 +1,4 @@
-"""The conformance checks about calls that functions make: chains, circles, deadlines, cancels."""
+"""Conformance checks of calls that functions make: chains, cycles, deadlines, cancelling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteErr
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
 from rankwire.testing.conformance.tools import agents_of, expect, until, work_until_cancelled
-from rankwire.testing.worlds import MakeWorld
+from rankwire.testing.ranks import MakeWorld
 
 
 def deadlines_travel_and_bound_nested_calls(make_world: MakeWorld) -> None:
@@ -73,7 +73,7 @@ def a_late_call_says_what_its_callee_does(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2) as (caller, callee):
         caller.register("inner", lambda: REAL_TIME.wait(go_on, 20))
         callee.register("outer", outer)
-        for _ in range(5):  # on a busy machine a callee may not answer within the little time
+        for _ in range(5):  # on a busy machine a callee may not answer in time
             error = expect(DeadlineExceededError, lambda: caller.rpc_sync(1, "outer", timeout=0.5))
             if "rank 1 has had" in error.detail:
                 break
@@ -123,7 +123,7 @@ def circles_of_two_chains_are_reported(make_world: MakeWorld) -> None:
         futures = [agents[0].rpc_async(rank, "cross", timeout=40) for rank in (0, 1)]
         outcomes = [future.exception(30) for future in futures]
         failed = [error for error in outcomes if error is not None]
-        assert len(failed) == 1  # that one gave up, so the other one could go on
+        assert len(failed) == 1  # it gave up, so the other could continue
         assert isinstance(failed[0], RemoteError)
         assert failed[0].remote_type.endswith("CircularCallError")
 
@@ -139,8 +139,8 @@ def a_circle_through_a_full_limit_is_reported(make_world: MakeWorld) -> None:
 
 
 def slow_calls_are_no_circles(make_world: MakeWorld) -> None:
-    """Calls that wait for long, in all ways in which one could take them for a circle."""
-    seconds = 1.8  # the first look is after 1.25
+    """Make calls that wait for long in every way that could look like a cycle."""
+    seconds = 1.8  # the first check comes after 1.25
 
     async def pause() -> str:
         await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""What the conformance checks share: ``pytest.raises`` without pytest, and worlds to run in."""
+"""Helpers of the conformance checks: ``pytest.raises`` without pytest, and worlds to run in."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from rankwire.backends.base import Backend
 from rankwire.clock import REAL_TIME
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
-from rankwire.testing.ranks import in_parallel
-from rankwire.testing.worlds import MakeWorld
+from rankwire.testing.ranks import MakeWorld, in_parallel
 
 SIZES = (1, 2, 3, 4, 7)
 PATIENCE = 10.0
@@ -27,7 +26,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def expect(kind: type[E], action: Callable[[], object]) -> E:
-    """Return the error of that kind which ``action`` raises; ``AssertionError`` if it does not."""
+    """Return the exception of that kind that ``action`` raises, or raise ``AssertionError``."""
     try:
         result = action()
     except kind as error:
@@ -36,15 +35,15 @@ def expect(kind: type[E], action: Callable[[], object]) -> E:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until something has come about, which takes a moment."""
+    """Wait until a condition holds, or raise ``AssertionError``."""
     end = REAL_TIME.now() + PATIENCE
     while not condition():
-        assert REAL_TIME.now() < end, "it did not come about"
+        assert REAL_TIME.now() < end, "the condition did not become true in time"
         REAL_TIME.sleep(0.001)
 
 
 def work_until_cancelled(started: threading.Event, cancelled: threading.Event) -> None:
-    """Be a function that is called, runs until it is cancelled, and says both."""
+    """Run until the current call is cancelled; set an event at the start and at the end."""
     call = current_call()
     assert call is not None
     started.set()
@@ -52,8 +51,15 @@ def work_until_cancelled(started: threading.Event, cancelled: threading.Event) -
     cancelled.set()
 
 
+def leave(backend: Backend, error: BaseException | None = None) -> None:
+    """Close a rank's world; closing a group would not tell the other ranks."""
+    while (parent := getattr(backend, "parent", None)) is not None:
+        backend = parent
+    backend.close(error=error)
+
+
 def run_all(world: Sequence[Backend], each: Each) -> list[Any]:
-    """Run a function on all ranks; return what each of them got."""
+    """Run a function on all ranks; return the results."""
     return in_parallel([partial(each, backend) for backend in world])
 
 
@@ -65,7 +71,7 @@ def run_in_worlds(make_world: MakeWorld, each: Each, sizes: Sequence[int] = SIZE
 
 
 def has_values(array: Any, expected: Any) -> bool:
-    """Whether an array has these values, this shape and, if it is said, this dtype."""
+    """Return whether an array has these values, shape and, if ``expected`` is one, its dtype."""
     wanted = np.asarray(expected)
     same_kind = not isinstance(expected, np.ndarray) or array.dtype == wanted.dtype
     return same_kind and np.array_equal(array, wanted)
@@ -73,7 +79,7 @@ def has_values(array: Any, expected: Any) -> bool:
 
 @contextmanager
 def agents_of(make_world: MakeWorld, world_size: int, **options: Any) -> Iterator[list[RpcAgent]]:
-    """Give an agent on each rank of a new world; they are closed at the end."""
+    """Give an agent on each rank of a new world, and close them at the end."""
     world_options = {name: options.pop(name) for name in ("max_message_nbytes",) if name in options}
     with make_world(world_size, **world_options) as world:
         agents = [RpcAgent(backend, **options) for backend in world]

@@ -10,9 +10,9 @@ import pytest
 from rankwire.clock import REAL_TIME
 from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
-from rankwire.rpc.accounts import Accounts
 from rankwire.rpc.call import Call, MadeCall, Wait
-from rankwire.rpc.circles import Key
+from rankwire.rpc.call_cycles import Key
+from rankwire.rpc.call_inquiries import ActiveCalls
 from rankwire.wire.mailbox import Mailbox
 from real_time import Deadline
 
@@ -51,7 +51,9 @@ def made_call(request_id):
 
 def account(jobs, *asked, queued=(), workers=2):
     named = {Key(RANK, 0, number): job for number, job in jobs.items()}
-    told = Accounts(RANK, workers, named, queued).of([Key(RANK, 0, number) for number in asked])
+    told = ActiveCalls(RANK, workers, named, queued).describe(
+        [Key(RANK, 0, number) for number in asked]
+    )
     return {key.request_id: call for key, call in told.items()}
 
 
@@ -67,7 +69,7 @@ def test_a_call_that_runs_needs_nothing():
 def test_a_call_that_runs_says_where_its_thread_is_in_the_program():
     worker = Worker()
     worker.ident = threading.get_ident()
-    place = r"is running: it is in of\(\), called in account \(.*test_accounts.py:\d+\)"
+    place = r"is running: it is in describe\(\), called in account \(.*test_call_inquiries.py:\d+\)"
     assert re.fullmatch(place, account({1: Job(worker=worker)}, 1)[1].doing)
 
 

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwire.errors import InvalidMessageError
-from rankwire.rpc.circles import (
+from rankwire.rpc.call_cycles import (
     ActiveCall,
     Key,
-    find_circle,
+    find_cycle,
     pack,
     still_to_ask,
     unpack,
@@ -30,32 +30,32 @@ def picture(**calls):
 
 def test_two_calls_that_wait_for_each_other_are_a_circle():
     both = picture(c0=call(1), c1=call(0, depth=1))
-    circle = find_circle(both, key(0))
+    circle = find_cycle(both, key(0))
     assert set(circle.members) == {key(0), key(1)}
     assert circle.gives_up == key(1)
 
 
 def test_all_who_look_see_the_same():
     three = picture(c0=call(1), c1=call(2, depth=2), c2=call(0, depth=1))
-    circles = [find_circle(three, key(start)) for start in range(3)]
+    circles = [find_cycle(three, key(start)) for start in range(3)]
     assert circles[0] == circles[1] == circles[2]
     assert circles[0].gives_up == key(1)
 
 
 def test_a_call_that_runs_frees_all_that_wait_for_it():
     chain = picture(c0=call(1), c1=call(2), c2=call())
-    assert find_circle(chain, key(0)) is None
+    assert find_cycle(chain, key(0)) is None
 
 
 def test_one_free_place_is_enough():
     places = picture(c0=call(1, 2), c1=call(0), c2=call())
-    assert find_circle(places, key(0)) is None
-    assert find_circle(places, key(1)) is None
+    assert find_cycle(places, key(0)) is None
+    assert find_cycle(places, key(1)) is None
 
 
 def test_a_call_that_waits_for_a_circle_is_stuck_but_does_not_give_up():
     into = picture(c0=call(1, depth=9), c1=call(2), c2=call(1))
-    circle = find_circle(into, key(0))
+    circle = find_cycle(into, key(0))
     assert key(0) not in circle.members
     assert circle.gives_up != key(0)
 
@@ -63,8 +63,8 @@ def test_a_call_that_waits_for_a_circle_is_stuck_but_does_not_give_up():
 def test_what_is_not_known_is_asked_for_and_counts_as_going_on():
     partly = picture(c0=call(1), c1=call(2))
     assert still_to_ask(partly, key(0)) == {key(2)}
-    assert find_circle(partly, key(0)) is None
-    assert find_circle({**partly, key(2): None}, key(0)) is None
+    assert find_cycle(partly, key(0)) is None
+    assert find_cycle({**partly, key(2): None}, key(0)) is None
     assert still_to_ask({**partly, key(2): None}, key(0)) == set()
     assert still_to_ask({}, key(0)) == {key(0)}
 
@@ -75,8 +75,8 @@ def test_nothing_more_is_asked_once_a_call_is_known_to_go_on():
 
 
 def test_another_wait_for_the_same_call_is_another_circle():
-    first = find_circle(picture(c0=call(1, wait=1), c1=call(0)), key(0))
-    second = find_circle(picture(c0=call(1, wait=2), c1=call(0)), key(0))
+    first = find_cycle(picture(c0=call(1, wait=1), c1=call(0)), key(0))
+    second = find_cycle(picture(c0=call(1, wait=2), c1=call(0)), key(0))
     assert first.members == second.members
     assert first.evidence != second.evidence
 
@@ -109,7 +109,7 @@ def ends(calls, start):
 
 @given(pictures, numbers.map(key))
 def test_a_circle_is_found_exactly_where_no_call_can_ever_end(calls, start):
-    circle = find_circle(calls, start)
+    circle = find_cycle(calls, start)
     assert (circle is not None) == (not ends(calls, start))
     if circle is not None:
         following = (*circle.members[1:], circle.members[0])
@@ -125,7 +125,7 @@ def test_asking_step_by_step_finds_the_same_as_knowing_everything(calls, start):
     while missing := still_to_ask(known, start):
         asked = min(missing)
         known[asked] = calls.get(asked)
-    assert find_circle(known, start) == find_circle(calls, start)
+    assert find_cycle(known, start) == find_cycle(calls, start)
 
 
 @given(pictures)
@@ -182,7 +182,7 @@ def test_a_long_account_takes_time_in_proportion_to_its_length(is_ring):
     }
     if not is_ring:
         calls[Key(0, 1, count - 1)] = Counted("f", 0, 1.0, "x")
-    assert (find_circle(calls, Key(0, 1, 0)) is not None) is is_ring
+    assert (find_cycle(calls, Key(0, 1, 0)) is not None) is is_ring
     assert len(looks) < 20 * count
 
 

@@ -159,7 +159,7 @@ def test_a_future_that_cannot_be_waited_for_is_an_error_of_the_function(caller, 
     agents[1].register("broken", Broken)
     with pytest.raises(RemoteError, match="a class of the user's own"):
         caller.rpc_sync(1, "broken")
-    assert not agents[1]._server.deferred.look()
+    assert not agents[1]._server.deferred.check()
     eventually(lambda: not agents[1]._server.active)
 
 
@@ -310,7 +310,7 @@ def test_a_future_that_runs_and_never_ends_holds_nothing_beyond_the_deadline(cal
     future = callee.future("a")
     assert future.set_running_or_notify_cancel()
     eventually(lambda: not callee.is_served())
-    assert not callee.agent._server.deferred.look()
+    assert not callee.agent._server.deferred.check()
     future.set_result("nobody hears of it")
 
 

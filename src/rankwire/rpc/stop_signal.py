@@ -1,14 +1,8 @@
-"""Serving until told to stop: what ``RpcAgent.serve`` waits for, and who tells it.
+"""Wait until an agent is told to stop serving: ``RpcAgent.serve`` and ``RpcAgent.stop``.
 
-It ends by whatever comes first: ``stop`` of any rank, SIGTERM (by which a launcher asks ranks to
-end), the end of the agent or of its backend, the end of a rank that is watched, or that of all
-others. Being told to stop is for good, and also counts if it comes before serving.
-
-This module knows nothing of calls: a stop arrives as a request by the name ``STOP``, which the
-polling thread answers at once, whatever the functions do.
-
-Locks: none but the event's own. The handler of the signal only notes it: it runs between any two
-steps of the main thread, which may hold that one.
+Being told to stop is permanent, and may come before serving. It arrives as a request by the name
+``STOP``, which the polling thread answers at once, whatever the functions do. The signal handler
+only sets a flag, because it may run while the main thread holds the lock of the event.
 """
 
 from __future__ import annotations
@@ -23,26 +17,21 @@ from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError
 
-STOP = "\0stop"  # no function can be registered by such a name
+STOP = "\0stop"  # no function can be registered by this name
 
-_RETURN_WITHIN = 60.0  # seconds; a launcher pauses for up to 30 before it starts a rank anew
-_LOOK_EVERY = 0.1  # seconds; a stop wakes at once, other ranks and signals are looked at
+_RETURN_WITHIN = 60.0  # seconds; a launcher waits up to 30 before it restarts a rank
+_CHECK_EVERY = 0.1  # seconds, to notice other ranks and signals; a stop wakes at once
 
 
-class Stopping:
-    """Whether an agent is to stop serving. Every method is safe from any thread.
-
-    Args:
-        backend: Whose ranks are watched.
-        is_closed: Whether the agent has ended.
-    """
+class StopSignal:
+    """Whether an agent is to stop serving. Every method is safe from any thread."""
 
     def __init__(self, backend: Backend, is_closed: Callable[[], bool]) -> None:
         self._backend = backend
         self._is_closed = is_closed
         self._told = threading.Event()
         self._is_asked = False  # by the launcher
-        self._alone: Deadline | None = None  # for the others to come back
+        self._alone: Deadline | None = None  # for lost ranks to return
 
     @property
     def is_asked(self) -> bool:
@@ -51,28 +40,28 @@ class Stopping:
 
     @property
     def is_told(self) -> bool:
-        """Whether somebody has said so, on this rank or another, or the launcher has."""
+        """Whether a rank or the launcher has told this rank to stop."""
         return self._is_asked or self._told.is_set()
 
     def tell(self) -> None:
-        """Say so, for good."""
+        """Tell it to stop, permanently."""
         self._told.set()
 
     def wait(self, deadline: Deadline, watched: int | None) -> bool:
-        """Wait for the end of serving; False if the deadline passes first.
+        """Wait until serving ends; return False if the deadline passes first.
 
         Args:
-            deadline: How long.
-            watched: A rank without which there is nothing to serve for, or None.
+            deadline: How long to wait.
+            watched: A rank whose end ends serving, or None.
 
         Raises:
-            RankwireError: That rank is lost, or nobody is left who could call.
+            RankwireError: That rank, or every other rank, is lost.
         """
-        with self._listening_to_launcher():
+        with self._sigterm_noted():
             while not self._is_over(watched):
                 if deadline.expired:
                     return False
-                patience = min(_LOOK_EVERY, deadline.sleep_limit())
+                patience = min(_CHECK_EVERY, deadline.sleep_limit())
                 self._backend.clock.wait(self._told, patience)
                 self._backend.read_others()
             return True
@@ -93,8 +82,8 @@ class Stopping:
             return False
         lost = [each for each in failures.values() if not isinstance(each, ChannelClosedError)]
         if not lost:
-            return True  # they have left in good order
-        # There is nobody to serve; but where a launcher starts ranks anew, they may come back.
+            return True  # all others have left in good order
+        # No rank is left to serve; but if a launcher restarts ranks, they may return.
         if self._alone is None:
             self._alone = Deadline(_RETURN_WITHIN if backend.ranks_return else 0.0, backend.clock)
         if self._alone.expired:
@@ -103,8 +92,8 @@ class Stopping:
         return False
 
     @contextmanager
-    def _listening_to_launcher(self) -> Iterator[None]:
-        """Take SIGTERM for a stop, where it would end the process, in the thread that gets it."""
+    def _sigterm_noted(self) -> Iterator[None]:
+        """Treat SIGTERM as a stop, in the main thread, unless the program handles it."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield
@@ -119,5 +108,5 @@ class Stopping:
         finally:
             try:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            finally:  # an interrupt may have fallen into the first
+            finally:  # an interrupt may have ended the first
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,27 +1,21 @@
-"""Deferred replies: a function has returned a future, and its call waits for that without a thread.
-
-The call stays in service until whatever comes first:
+"""Deferred replies: a function has returned a future, and its call waits for it without a thread.
 
 ==============================  ===============================  ==============
-what comes first                what the caller gets             the future is
+what ends the wait              what the caller gets             the future is
 ==============================  ===============================  ==============
 the future is done              its result or error              done
-somebody here cancels it        ``RemoteError`` of a             cancelled
+this rank cancels the future    ``RemoteError`` of a             cancelled
                                 ``CancelledError``
 the call's deadline passes      ``DeadlineExceededError``        cancelled
-the caller cancels or is gone   nothing, it does not wait        cancelled
+the caller cancels or is gone   nothing                          cancelled
 the agent closes                ``ChannelClosedError``           cancelled
 ==============================  ===============================  ==============
 
-A future that cannot be cancelled, because it runs, goes on; nobody hears of its end. The thread
-that ends a future encodes the result and sends the reply, as far as the caller takes it at once;
-the rest is left to a serving thread. Looking for deadlines, and for futures whose end was cut short
-by an interrupt before anybody was told, is the standby's business (``look``).
+The result of a future that cannot be cancelled is dropped. The thread that ends a future sends what
+the connection takes at once; a serving thread sends the rest. The standby checks for deadlines, and
+for futures whose callback was interrupted.
 
-This module knows when a reply is due, not what is in it (``served_call``).
-
-Lock: ``DeferredReply._turn`` is taken by the thread that answers, and kept when it has. Nothing
-waits for it.
+Lock: ``DeferredReply._turn`` is tried by threads that answer, and kept once one has answered.
 """
 
 from __future__ import annotations
@@ -40,17 +34,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rankwire")
 
-_CHECK_EVERY = 0.05  # seconds; a caller that waits knows its deadline itself, and cancels
+_CHECK_EVERY = 0.05  # seconds; a waiting caller cancels by itself at its deadline
 
 
 class DeferredReply:
-    """The reply of one call, which is due when a future is done. Safe from any thread.
-
-    Args:
-        call: What is in service.
-        future: What its function has returned.
-        forget: Called with this once there is nothing left to look after.
-    """
+    """The reply of one call, due when a future is done. Safe from any thread."""
 
     def __init__(
         self,
@@ -60,20 +48,22 @@ class DeferredReply:
     ) -> None:
         self._call = call
         self.future = future
-        self._forget = forget
+        self._forget = forget  # called once it needs no more checks
         self._turn = threading.Lock()
         self._is_answered = False
 
     @property
     def is_due(self) -> bool:
-        """Whether it should have been sent by now."""
+        """Whether the reply should have been sent by now."""
         return self.future.done() or self._call.deadline.expired
 
     def answer(self) -> None:
-        """Send it, unless another thread does or has. One that is interrupted may be repeated."""
+        """Send the reply, unless another thread does or has. Safe to repeat after an interrupt."""
         grip: list[bool] = []
         try:
-            grip.extend(map(self._turn.acquire, (False,)))  # taken and noted in one step
+            grip.extend(
+                map(self._turn.acquire, (False,))
+            )  # an interrupt cannot separate taking from noting
             if grip[0] and not self._is_answered:
                 self._call.answer_deferred(self.future)
                 self._is_answered = True
@@ -92,13 +82,7 @@ class DeferredReply:
 
 
 class DeferredReplies:
-    """The deferred replies of an agent that are still to be sent. Safe from any thread.
-
-    Args:
-        clock: By which calls are late.
-        run_soon: Has something done by a serving thread.
-        expect_work: Has the standby look.
-    """
+    """The deferred replies of an agent that are not sent yet. Safe from any thread."""
 
     def __init__(
         self,
@@ -114,10 +98,10 @@ class DeferredReplies:
         self._next_check = Deadline(0.0, clock)
 
     def begin(self, call: ServedCall, future: Future[Any]) -> None:
-        """Answer a call when a future is done; if it is done now, at once."""
+        """Answer a call when a future is done, or at once if it is."""
         reply = DeferredReply(call, future, self._unsent.discard)
-        # Before it can be forgotten; and before the look at ``cancelled``, which whoever cancels
-        # sets before it looks for this.
+        # Before the callback can forget it, and before ``cancelled`` is read: a cancelling thread
+        # sets that and then reads ``call.deferred``.
         self._unsent.add(reply)
         call.deferred = reply
         try:
@@ -130,16 +114,16 @@ class DeferredReplies:
         elif reply in self._unsent:
             self._expect_work()
 
-    def look(self) -> bool:
-        """Give up those whose time has passed; return whether any reply is still to be sent.
+    def check(self) -> bool:
+        """Give up the replies whose time has passed; return whether any is not sent yet.
 
-        Called every now and then by the standby.
+        The standby calls this now and then.
         """
         if not self._unsent:
             return False
         if self._next_check.expired:
             self._next_check = Deadline(_CHECK_EVERY, self._clock)
             for reply in list(self._unsent):
-                if reply.is_due:  # not here: the future may have callbacks
+                if reply.is_due:  # on another thread: the future may have callbacks
                     self._run_soon(reply.give_up)
         return True

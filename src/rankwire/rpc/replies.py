@@ -1,10 +1,7 @@
-"""Answers: every request gets exactly one terminal reply.
+"""Encode and send replies: every request gets exactly one, unless its caller is gone.
 
-A value, the function's error, no such function, a malformed request, overloaded, cancelled, late,
-closed. A caller that is gone gets none, and needs none. Replies that a caller does not take now,
-and for which the sending thread must not wait, are kept and sent by a serving thread, in order.
-
-Lock: ``_lock`` guards what is kept; nothing is sent under it.
+If the connection does not take a reply now, and the sending thread must not wait, a serving thread
+sends it later, in order. Lock: ``_lock`` guards the kept replies; nothing is sent under it.
 """
 
 from __future__ import annotations
@@ -34,25 +31,17 @@ from rankwire.wire.frames import Message
 
 _log = logging.getLogger("rankwire")
 
-# A reply may be sent for at least this long, also when the caller's deadline is close.
+# Seconds that sending a reply may take, also if the caller's deadline is close.
 _PATIENCE = 1.0
 _SHORT_TEXT = 200
-# Kept for one rank that does not take them: twice what its calls in flight can have, a refusal or
-# small result each. More are dropped, and who made those calls waits in vain.
+# Kept for one rank that does not read: twice what its calls in flight can need, a refusal or small
+# result each. More are dropped, and their callers wait until their deadlines.
 _MOST_KEPT_NBYTES = 128 << 20
 _OVERHEAD_NBYTES = 1024
 
 
-class Answers:
-    """What an agent answers, and how it gets to the caller. Every method is safe from any thread.
-
-    Args:
-        backend: Whose limits count.
-        port: Carries the replies.
-        codec: How values travel.
-        names: Returns the registered names.
-        run_soon: Has something done by a serving thread.
-    """
+class Replies:
+    """The replies of an agent. Every method is safe from any thread."""
 
     def __init__(
         self,
@@ -71,10 +60,10 @@ class Answers:
         self._clock = backend.clock
         self._max_nbytes = backend.max_message_nbytes
         self._lock = threading.Lock()
-        self._kept: dict[Any, deque[tuple[IncomingCall, Message]]] = {}  # by what they came over
+        self._kept: dict[Any, deque[tuple[IncomingCall, Message]]] = {}  # by connection
         self._kept_nbytes: Counter[int] = Counter()  # by rank
 
-    # -- what is said ------------------------------------------------------------------------------
+    # -- encoding ----------------------------------------------------------------------------------
 
     def value(
         self,
@@ -86,8 +75,8 @@ class Answers:
     ) -> Message:
         """Return the reply that carries a result, or the one that says why it cannot be sent.
 
-        With ``copies``, nothing in it is memory of the function's. Without ``is_patient``, an
-        interrupt (Ctrl-C) is no reply, but raised.
+        With ``copies``, it shares no memory with the result. Unless ``is_patient``, an interrupt
+        (Ctrl-C) is raised and not sent.
         """
         message: Message | None = None
         try:
@@ -104,7 +93,7 @@ class Answers:
             return self.error(error)
 
     def error(self, error: BaseException) -> Message:
-        """Return the reply for a function that raised, as long as a message may be."""
+        """Return the reply for a function that raised, shortened to fit a message."""
         for longest in (None, _SHORT_TEXT, 0):
             message = encode_failure(self._codec, error, longest)
             if message[1] <= self._max_nbytes:
@@ -129,7 +118,7 @@ class Answers:
         return encode_reply(self._codec, Outcome.CLOSED, [reason, began])
 
     def not_found(self, name: str, reason: str = "") -> Message:
-        """Return the reply for a function that is not there, with those that are, or with why."""
+        """Return the reply for a missing function, with the registered names or ``reason``."""
         known = [] if reason else self._names()
         short = reason[:_SHORT_TEXT] or "it is not registered"  # if the names do not fit
         for details in ([name, known, printable(reason, MAX_REASON)], [name, [], short]):
@@ -138,7 +127,7 @@ class Answers:
                 break
         return message
 
-    # -- how it gets there -------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def send(
         self, call: IncomingCall, message: Message, deadline: Deadline | None, hold: bool = False
@@ -149,10 +138,10 @@ class Answers:
             call: The request.
             message: The reply.
             deadline: The call's; None for a reply that was kept.
-            hold: Whether it may be sent together with others that follow at once.
+            hold: Whether it may be sent together with replies that follow at once.
         """
         if deadline is None or (left := deadline.remaining()) < _PATIENCE:
-            if deadline is not None and left <= 0.0:  # the caller's is over too
+            if deadline is not None and left <= 0.0:  # so has the caller's
                 self.discard(message)
                 self.send_at_once(call, self.late("it ended after its limit", began=True))
                 return
@@ -165,7 +154,7 @@ class Answers:
     def send_at_once(self, call: IncomingCall, message: Message) -> None:
         """Send a reply from a thread that must not wait for one caller: poller or event loop.
 
-        What the caller does not take now is left to one serving thread, in order.
+        If the connection does not take it now, a serving thread sends it later, in order.
         """
         with self._lock:
             must_wait = call.origin in self._kept
@@ -177,7 +166,7 @@ class Answers:
         try:
             self._port.reply(call, message, AT_ONCE)
         except DeadlineExceededError:
-            with self._lock:  # another thread may have failed at the same moment
+            with self._lock:  # another thread may have kept a reply meanwhile
                 is_first = call.origin not in self._kept
                 is_kept = self._keep(call, message)
             if is_first:
@@ -188,7 +177,7 @@ class Answers:
             self._not_sent(call, message, error)
 
     def discard(self, message: Message) -> None:
-        """Let hooks know that a reply is not sent. Does not raise."""
+        """Undo the effects of hooks on a reply that is not sent. Does not raise."""
         try:
             self._codec.undo(message)
         except Exception:
@@ -200,12 +189,14 @@ class Answers:
             self.discard(message)
 
     def _drop(self, call: IncomingCall, message: Message) -> None:
-        _log.debug("a reply to rank %d was dropped: it does not take them", call.src)
+        _log.debug(
+            "a reply to rank %d was dropped, because that rank does not read its replies", call.src
+        )
         self.discard(message)
 
     def _keep(self, call: IncomingCall, message: Message) -> bool:
-        """Keep a reply for later; False if its caller leaves too many of them. Lock held."""
-        assert call.origin is not OWN  # which takes everything
+        """Keep a reply for later; return False if too many are kept for its caller. Lock held."""
+        assert call.origin is not OWN  # calls to oneself never wait
         kept = self._kept.setdefault(call.origin, deque())
         nbytes = message[1] + _OVERHEAD_NBYTES
         if self._kept_nbytes[call.src] + nbytes > _MOST_KEPT_NBYTES:

@@ -16,7 +16,14 @@ from rankwire import (
     RpcAgent,
 )
 from rankwire.rpc.messages import decode_reply, encode_request
-from rankwire.rpc.room import ROOM, SMALL_NBYTES, UNASKED_NBYTES, Allowance, Room, unpack_ask
+from rankwire.rpc.reservations import (
+    RESERVE,
+    SMALL_NBYTES,
+    UNRESERVED_NBYTES,
+    Allowance,
+    Reservations,
+    unpack_reservation,
+)
 from rankwire.testing import simulated_world, sub_world, tcp_world
 from real_time import Deadline
 from worlds import Running, eventually
@@ -28,7 +35,7 @@ class Asks:
     """Asks a room, and notes who was granted it."""
 
     def __init__(self, room):
-        self.room = room
+        self.reservations = room
         self.granted = []
         self.refused = []
 
@@ -36,17 +43,17 @@ class Asks:
         def answer(is_granted):
             (self.granted if is_granted else self.refused).append((src, request_id))
 
-        return self.room.ask(src, request_id, nbytes, link, answer)
+        return self.reservations.request(src, request_id, nbytes, link, answer)
 
 
 @pytest.fixture
 def asks():
-    return Asks(Room(100, most_asks=3))
+    return Asks(Reservations(100, most_asks=3))
 
 
 def kept_nbytes(room):
     """Return the bytes of large calls that wait there, or are granted room and on their way."""
-    return room._granted_nbytes + room._unasked._nbytes.total()
+    return room._granted_nbytes + room._unreserved._nbytes.total()
 
 
 # -- the callee's tables ---------------------------------------------------------------------------
@@ -56,16 +63,16 @@ def test_room_is_granted_up_to_the_limit_and_in_order(asks):
     for number, nbytes in enumerate((60, 40, 1, 30)):
         asks.ask(1, number, nbytes)
     assert asks.granted == [(1, 0), (1, 1)]
-    asks.room.release(1, 1)
+    asks.reservations.release(1, 1)
     assert asks.granted == [(1, 0), (1, 1), (1, 2), (1, 3)]
-    assert kept_nbytes(asks.room) == 91
+    assert kept_nbytes(asks.reservations) == 91
 
 
 def test_one_call_of_any_size_has_room(asks):
     asks.ask(1, 0, 1000)
     asks.ask(2, 0, 1)
     assert asks.granted == [(1, 0)]
-    asks.room.release(1, 0)
+    asks.reservations.release(1, 0)
     assert asks.granted == [(1, 0), (2, 0)]
 
 
@@ -74,7 +81,7 @@ def test_a_smaller_call_does_not_pass_a_larger_one(asks):
     asks.ask(2, 0, 50)
     asks.ask(3, 0, 5)
     assert asks.granted == [(1, 0)]
-    asks.room.release(2, 0)  # it gave up
+    asks.reservations.release(2, 0)  # it gave up
     assert asks.granted == [(1, 0), (3, 0)]
 
 
@@ -82,21 +89,21 @@ def test_a_caller_that_is_gone_leaves_its_room(asks):
     asks.ask(1, 0, 90, link="old")
     asks.ask(1, 1, 90, link="new")
     asks.ask(2, 0, 90)
-    asks.room.caller_gone(1, "old")
+    asks.reservations.caller_gone(1, "old")
     assert asks.granted == [(1, 0), (1, 1)]
-    asks.room.caller_gone(1, None)
+    asks.reservations.caller_gone(1, None)
     assert asks.granted == [(1, 0), (1, 1), (2, 0)]
-    asks.room.release(2, 0)
-    assert kept_nbytes(asks.room) == 0
+    asks.reservations.release(2, 0)
+    assert kept_nbytes(asks.reservations) == 0
 
 
 def test_a_room_that_closes_refuses_those_who_wait_and_who_come_later(asks):
     asks.ask(1, 0, 90)
     asks.ask(1, 1, 90)
-    asks.room.close()
+    asks.reservations.close()
     asks.ask(1, 2, 1)
     assert (asks.granted, asks.refused) == ([(1, 0)], [(1, 1), (1, 2)])
-    assert asks.room.admit(1, 0, 90)
+    assert asks.reservations.admit(1, 0, 90)
 
 
 def test_too_many_asks_are_refused(asks):
@@ -110,16 +117,16 @@ def test_an_interrupt_while_callers_are_told_loses_none(asks):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        asks.room.ask(1, 0, 60, None, interrupt)
-    ((ask, is_granted),) = asks.room._untold
-    asks.room._untold[0] = (ask._replace(answer=asks.granted.append), is_granted)
-    asks.room.release(7, 7)
+        asks.reservations.request(1, 0, 60, None, interrupt)
+    ((ask, is_granted),) = asks.reservations._unnotified
+    asks.reservations._unnotified[0] = (ask._replace(answer=asks.granted.append), is_granted)
+    asks.reservations.release(7, 7)
     assert asks.granted == [True]
 
 
 def test_a_call_that_was_granted_room_is_admitted(asks):
-    asks.ask(1, 0, 100 * UNASKED_NBYTES)
-    assert asks.room.admit(1, 0, 100 * UNASKED_NBYTES)
+    asks.ask(1, 0, 100 * UNRESERVED_NBYTES)
+    assert asks.reservations.admit(1, 0, 100 * UNRESERVED_NBYTES)
 
 
 def test_room_for_a_call_is_asked_for_once(asks):
@@ -127,27 +134,27 @@ def test_room_for_a_call_is_asked_for_once(asks):
     assert not asks.ask(1, 0, 90)
     assert asks.ask(1, 1, 90)
     assert not asks.ask(1, 1, 90)
-    asks.room.caller_gone(1, None)
-    assert kept_nbytes(asks.room) == 0
+    asks.reservations.caller_gone(1, None)
+    assert kept_nbytes(asks.reservations) == 0
 
 
 def test_a_call_is_admitted_once(asks):
     asks.ask(1, 0, 100)
-    assert [asks.room.admit(1, 0, 100) for _ in range(2)] == [True, False]
-    assert [asks.room.admit(1, 1, 100) for _ in range(2)] == [True, False]
-    asks.room.release(1, 0)
-    asks.room.release(1, 1)
-    assert kept_nbytes(asks.room) == 0
-    assert asks.room.admit(1, 0, 100)
+    assert [asks.reservations.admit(1, 0, 100) for _ in range(2)] == [True, False]
+    assert [asks.reservations.admit(1, 1, 100) for _ in range(2)] == [True, False]
+    asks.reservations.release(1, 0)
+    asks.reservations.release(1, 1)
+    assert kept_nbytes(asks.reservations) == 0
+    assert asks.reservations.admit(1, 0, 100)
 
 
 def test_a_caller_that_does_not_ask_is_refused_before_long(asks):
-    admitted = [asks.room.admit(1, number, UNASKED_NBYTES) for number in range(10)]
+    admitted = [asks.reservations.admit(1, number, UNRESERVED_NBYTES) for number in range(10)]
     assert admitted == [True] * 4 + [False] * 6
-    assert asks.room.admit(2, 0, UNASKED_NBYTES)
-    asks.room.release(1, 0)
-    assert asks.room.admit(1, 20, UNASKED_NBYTES)
-    assert not asks.room.admit(3, 0, 100 * UNASKED_NBYTES)
+    assert asks.reservations.admit(2, 0, UNRESERVED_NBYTES)
+    asks.reservations.release(1, 0)
+    assert asks.reservations.admit(1, 20, UNRESERVED_NBYTES)
+    assert not asks.reservations.admit(3, 0, 100 * UNRESERVED_NBYTES)
 
 
 @pytest.mark.parametrize(
@@ -161,18 +168,18 @@ def test_an_ask_of_another_form_is_invalid(args):
     from rankwire.errors import InvalidMessageError
 
     with pytest.raises(InvalidMessageError):
-        unpack_ask(args, 10 * MIB)
-    assert unpack_ask([1, 10 * MIB], 10 * MIB) == (1, 10 * MIB)
+        unpack_reservation(args, 10 * MIB)
+    assert unpack_reservation([1, 10 * MIB], 10 * MIB) == (1, 10 * MIB)
 
 
 def test_the_allowance_is_by_rank_and_given_back_once():
-    allowance = Allowance(UNASKED_NBYTES)
-    assert allowance.take(1, 10, UNASKED_NBYTES)
+    allowance = Allowance(UNRESERVED_NBYTES)
+    assert allowance.take(1, 10, UNRESERVED_NBYTES)
     assert not allowance.take(1, 11, 1)
-    assert allowance.take(2, 12, UNASKED_NBYTES)
+    assert allowance.take(2, 12, UNRESERVED_NBYTES)
     allowance.give_back(10)
     allowance.give_back(10)
-    assert allowance.take(1, 13, UNASKED_NBYTES)
+    assert allowance.take(1, 13, UNRESERVED_NBYTES)
     assert not allowance.take(1, 14, 1)
 
 
@@ -219,11 +226,11 @@ class Office:
 
     def wait_until_full(self, futures):
         """Return when the caller waits for room."""
-        eventually(lambda: self.callee._server.room._asked)
+        eventually(lambda: self.callee._server.reservations._requested)
         return len(futures)
 
 
-BIG = np.ones(3 * UNASKED_NBYTES, np.uint8)
+BIG = np.ones(3 * UNRESERVED_NBYTES, np.uint8)
 
 WORLDS = {
     "tcp": tcp_world,
@@ -249,13 +256,13 @@ def test_waiting_calls_are_bounded_in_bytes_and_their_sender_waits(office):
     sender, futures = office.fill(30)
     sent = office.wait_until_full(futures)
     assert sent < 30
-    assert office.waiting_nbytes() <= BOUND + UNASKED_NBYTES + 30 * 1024
+    assert office.waiting_nbytes() <= BOUND + UNRESERVED_NBYTES + 30 * 1024
     assert not sender.done
     office.door.set()
     assert blocked.result(20)
     sender.result()
     assert [future.result(20) for future in futures] == [CALL_NBYTES] * 30
-    eventually(lambda: kept_nbytes(office.callee._server.room) == 0)
+    eventually(lambda: kept_nbytes(office.callee._server.reservations) == 0)
     assert not office.caller._caller._allowance.taken
 
 
@@ -268,7 +275,7 @@ def test_cancels_nested_calls_and_small_calls_flow_while_large_ones_wait(office)
     for future in futures[:sent]:
         assert future.cancel()
     eventually(lambda: len(futures) > sent)  # what was cancelled has made room
-    assert office.waiting_nbytes() <= BOUND + UNASKED_NBYTES + 30 * 1024
+    assert office.waiting_nbytes() <= BOUND + UNRESERVED_NBYTES + 30 * 1024
     for future in futures:
         future.cancel()
     office.door.set()
@@ -285,7 +292,7 @@ def test_a_call_for_which_there_is_no_room_in_time_has_not_run(office):
     late = office.caller.rpc_async(1, "take", array, timeout=0.5)
     assert isinstance(late.exception(20), DeadlineExceededError)
     assert not late.exception().may_have_run
-    eventually(lambda: not office.callee._server.room._asked)
+    eventually(lambda: not office.callee._server.reservations._requested)
     office.door.set()
     assert kept.result(20) == BOUND
     assert office.caller.rpc_sync(1, "take", array) == BOUND
@@ -301,7 +308,7 @@ def test_time_spent_waiting_for_room_counts(office):
     array = np.ones(BOUND, np.uint8)
     office.caller.rpc_async(1, "take", array)
     asking = Running(office.caller.rpc_sync, 1, "left", array, timeout=20)
-    eventually(lambda: office.callee._server.room._asked)
+    eventually(lambda: office.callee._server.reservations._requested)
     threading.Event().wait(0.2)
     office.door.set()
     assert asking.result() <= 19.8
@@ -312,7 +319,7 @@ def test_calls_to_oneself_are_bounded_too(office):
     office.block()
     sender, futures = office.fill(30, dst=1, agent=agent)
     office.wait_until_full(futures)
-    assert office.waiting_nbytes() <= BOUND + UNASKED_NBYTES + 30 * 1024
+    assert office.waiting_nbytes() <= BOUND + UNRESERVED_NBYTES + 30 * 1024
     office.door.set()
     sender.result()
     assert [future.result(20) for future in futures] == [CALL_NBYTES] * 30
@@ -323,7 +330,7 @@ def test_a_caller_that_does_not_ask_for_room_is_refused(office):
     caller = office.caller
     replies = []
     for _ in range(6):
-        array = np.ones(UNASKED_NBYTES - 1024, np.uint8)
+        array = np.ones(UNRESERVED_NBYTES - 1024, np.uint8)
         message = encode_request(caller.codec, "take", 20.0, [], (array,), {})
         replies.append(caller._port.call(1, next(caller._caller._ids), message, Deadline(20)))
     with pytest.raises(OverloadedError, match="not asked"):
@@ -335,7 +342,7 @@ def test_a_call_that_is_not_served_leaves_its_room(office):
     for _ in range(3):
         with pytest.raises(FunctionNotFoundError):
             office.caller.rpc_sync(1, "no such function", array, timeout=10)
-    assert kept_nbytes(office.callee._server.room) == 0
+    assert kept_nbytes(office.callee._server.reservations) == 0
     assert office.caller.rpc_sync(1, "take", array) == BOUND
 
 
@@ -344,7 +351,7 @@ def test_a_caller_that_waits_for_room_is_told_when_the_callee_closes(office):
     array = np.ones(BOUND, np.uint8)
     office.caller.rpc_async(1, "take", array)
     waiting = Running(office.caller.rpc_sync, 1, "take", array)
-    eventually(lambda: office.callee._server.room._asked)
+    eventually(lambda: office.callee._server.reservations._requested)
     office.callee.close(grace=0)
     assert isinstance(waiting.error(), ChannelClosedError)
     assert not waiting.error().may_have_run
@@ -354,7 +361,7 @@ def test_an_ask_that_is_no_ask_is_answered(office):
     from rankwire.errors import InvalidMessageError
 
     caller = office.caller
-    message = encode_request(caller.codec, ROOM, 5.0, [], ("x",), {})
+    message = encode_request(caller.codec, RESERVE, 5.0, [], ("x",), {})
     reply = caller._port.call(1, next(caller._caller._ids), message, Deadline(5))
     with pytest.raises(InvalidMessageError, match="room"):
         decode_reply(caller.codec, reply.wait(Deadline(5)), 1, 5.0)
@@ -364,7 +371,7 @@ def test_small_calls_are_not_counted(office):
     office.block()
     array = np.ones(SMALL_NBYTES // 2, np.uint8)
     futures = [office.caller.rpc_async(1, "take", array) for _ in range(50)]
-    assert kept_nbytes(office.callee._server.room) == 0
+    assert kept_nbytes(office.callee._server.reservations) == 0
     office.door.set()
     assert [future.result(20) for future in futures] == [array.nbytes] * 50
 
@@ -379,17 +386,17 @@ def test_a_caller_that_is_interrupted_while_it_waits_for_room_asks_no_more():
 
         def interrupt():
             with no_collection():
-                eventually(lambda: office.callee._server.room._asked)
+                eventually(lambda: office.callee._server.reservations._requested)
                 signal.pthread_kill(main, signal.SIGINT)
 
         interrupting = Running(interrupt)
         with pytest.raises(KeyboardInterrupt):
             office.caller.rpc_sync(1, "take", array)
         interrupting.result()
-        eventually(lambda: not office.callee._server.room._asked)
+        eventually(lambda: not office.callee._server.reservations._requested)
         office.door.set()
         assert kept.result(20) == BOUND
         assert office.caller.rpc_sync(1, "take", array) == BOUND
-        assert kept_nbytes(office.callee._server.room) == 0
+        assert kept_nbytes(office.callee._server.reservations) == 0
         for agent in office.agents:
             agent.close(grace=2)

@@ -60,7 +60,7 @@ def test_a_call_that_waits_and_is_made_alone_says_so_too(agents):
 def test_a_callee_is_asked_once_about_all_calls_that_are_late_together(agents, monkeypatch):
     first, second = agents
     asked = []
-    account, doing_of = second._server.account, first.backend.doing_of
+    account, doing_of = second._server.describe_calls, first.backend.doing_of
 
     def note_account(keys):
         asked.append([*keys])
@@ -70,7 +70,7 @@ def test_a_callee_is_asked_once_about_all_calls_that_are_late_together(agents, m
         asked.append(rank)
         return doing_of(rank, deadline)
 
-    monkeypatch.setattr(second._server, "account", note_account)
+    monkeypatch.setattr(second._server, "describe_calls", note_account)
     monkeypatch.setattr(first.backend, "doing_of", note_doing)
     late_errors([first.rpc_async(1, "hold", timeout=LIMIT) for _ in range(20)])
     assert sum(len(keys) for keys in asked if keys != 1) >= 20

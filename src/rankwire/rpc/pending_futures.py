@@ -1,0 +1,166 @@
+"""The futures of an agent's calls that have not ended, and how each of them ends.
+
+The thread that reads the reply ends its future, or the thread that waits in ``result`` at the
+deadline. Late futures for which no thread waits are found by the standby (``check``) and ended by
+serving threads, because callbacks may take long. A rank is asked once about all its late calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rankwire.clock import Clock
+from rankwire.codec.codec import Codec
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    CallCancelledError,
+    ChannelClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    RankwireError,
+)
+from rankwire.fork import invalidate
+from rankwire.mesh.calls import CallPort
+from rankwire.rpc.call_inquiries import CallInquiries, Explain
+from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.messages import decode_reply
+from rankwire.rpc.reservations import Allowance
+from rankwire.wire.loans import whole_of
+from rankwire.wire.receive import Receive
+
+if TYPE_CHECKING:
+    from rankwire.rpc.caller import Caller
+
+_CHECK_EVERY = 0.05  # seconds
+
+
+class PendingFutures:
+    """Ends the futures of one agent. Every method is safe from any thread.
+
+    Attributes:
+        pending: The futures by request id.
+        lock: Guards whether a future has a condition, and the end of one that has none. A leaf.
+        drive: Waits for the reply of a future.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        port: CallPort,
+        codec: Codec,
+        allowance: Allowance,
+        inquiries: CallInquiries,
+        *,
+        clock: Clock,
+        run_soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.pending: dict[int, RpcFuture[Any]] = {}
+        self.lock = threading.RLock()
+        self.drive = caller.drive
+        self._caller = caller
+        self._port = port
+        self._codec = codec
+        self._allowance = allowance
+        self._inquiries = inquiries
+        self._clock = clock
+        self._run_soon = run_soon
+        self._next_check = Deadline(0.0, clock)
+        self._expiring: set[int] = set()  # late, and their callees are being asked
+
+    def replied(self, future: RpcFuture[Any], receive: Receive) -> None:
+        """End a future with the reply that has come."""
+        try:
+            payload = receive.take()
+            if type(payload) is not bytearray:
+                payload = whole_of(payload)
+        except RankwireError as error:
+            if isinstance(error, (PeerLostError, ChannelClosedError)):
+                error.may_have_run = True
+            self.fail(future, error)
+            return
+        try:
+            value = decode_reply(self._codec, payload, future.dst, future.deadline.limit)
+        except RankwireError as error:
+            self.fail(future, error)
+        else:
+            future.resolve(value)
+
+    def fail(self, future: RpcFuture[Any], error: Exception) -> None:
+        """End a future with an error."""
+        deadline, call = future.deadline, future.call
+        # The frames of the thread that read the reply refer to the future, which holds the error.
+        error = error.with_traceback(None)
+        # The program knows of calls that it gave up itself: those errors are not logged.
+        is_news = not (self._caller.closed or isinstance(error, CallCancelledError))
+        if isinstance(error, RankwireError):  # a fault plan may raise the program's own
+            error = self._caller.explained(
+                error, "rpc_async", future.name, future.dst, deadline, call
+            )
+        future.fail(error, is_news=is_news)
+
+    def settled(self, future: RpcFuture[Any]) -> None:
+        """Forget a future that is done."""
+        self.pending.pop(future.request_id, None)
+        if self._allowance.taken:
+            self._allowance.give_back(future.request_id)
+        if future.call is not None:
+            future.call.ended(future.request_id)
+
+    def expire(self, future: RpcFuture[Any]) -> None:
+        """End a future that a thread waits for, after asking the callee why it is late."""
+        number, limit = future.request_id, future.deadline.limit
+        self._end(self._inquiries.explain_late(future.dst, [number], limit), future)
+
+    def check(self) -> bool:
+        """Have late futures ended, and read replies for which no thread waits.
+
+        The standby calls this now and then. Returns whether any future is pending.
+        """
+        if not self.pending:
+            return False
+        self._expire_late()
+        self._port.attend(patiently=True)
+        return True
+
+    def fail_all(self) -> None:
+        """Fail all futures: this agent or its backend is closed."""
+        cause = ChannelClosedError("this agent is closed")
+        for future in list(self.pending.values()):
+            self.fail(future, cause.copy())
+
+    def close_in_child(self) -> None:
+        """Disown the futures in a forked child."""
+        for future in list(self.pending.values()):
+            invalidate(future)
+
+    def _expire_late(self) -> None:
+        if not self._next_check.expired:
+            return
+        self._next_check = Deadline(_CHECK_EVERY, self._clock)
+        late: dict[int, list[RpcFuture[Any]]] = {}
+        for number, future in list(self.pending.items()):
+            if future.deadline.expired and number not in self._expiring:
+                self._expiring.add(number)
+                late.setdefault(future.dst, []).append(future)
+        for dst, of_one_rank in late.items():
+            self._run_soon(partial(self._expire_all, dst, of_one_rank))
+
+    def _expire_all(self, dst: int, futures: list[RpcFuture[Any]]) -> None:
+        numbers = [future.request_id for future in futures]
+        try:
+            limit = max(future.deadline.limit for future in futures)
+            end = partial(self._end, self._inquiries.explain_late(dst, numbers, limit))
+            for future in futures:
+                self._run_soon(partial(future.expire, end))
+        finally:
+            self._expiring.difference_update(numbers)
+
+    def _end(self, explain: Explain, future: RpcFuture[Any]) -> None:
+        error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
+        error.may_have_run = True
+        explain(error, future.request_id, future.name)
+        self._port.cancel(future.dst, future.request_id, expired=True)
+        self.fail(future, error)
