@@ -31,15 +31,15 @@ from worlds import Running, eventually
 MIB = 1 << 20
 
 
-class Asks:
-    """Asks a room, and notes who was granted it."""
+class Requests:
+    """Requests reservations, and notes which were granted."""
 
-    def __init__(self, room):
-        self.reservations = room
+    def __init__(self, reservations):
+        self.reservations = reservations
         self.granted = []
         self.refused = []
 
-    def ask(self, src, request_id, nbytes, link=None):
+    def make(self, src, request_id, nbytes, link=None):
         def answer(is_granted):
             (self.granted if is_granted else self.refused).append((src, request_id))
 
@@ -47,114 +47,117 @@ class Asks:
 
 
 @pytest.fixture
-def asks():
-    return Asks(Reservations(100, most_asks=3))
+def requests():
+    return Requests(Reservations(100, max_requests=3))
 
 
-def kept_nbytes(room):
-    """Return the bytes of large calls that wait there, or are granted room and on their way."""
-    return room._granted_nbytes + room._unreserved._nbytes.total()
+def kept_nbytes(reservations):
+    """Return the bytes of large calls that wait there, or are granted and on their way."""
+    return reservations._granted_nbytes + reservations._unreserved._nbytes.total()
 
 
 # -- the callee's tables ---------------------------------------------------------------------------
 
 
-def test_room_is_granted_up_to_the_limit_and_in_order(asks):
+def test_reservations_are_granted_up_to_the_limit_and_in_order(requests):
     for number, nbytes in enumerate((60, 40, 1, 30)):
-        asks.ask(1, number, nbytes)
-    assert asks.granted == [(1, 0), (1, 1)]
-    asks.reservations.release(1, 1)
-    assert asks.granted == [(1, 0), (1, 1), (1, 2), (1, 3)]
-    assert kept_nbytes(asks.reservations) == 91
+        requests.make(1, number, nbytes)
+    assert requests.granted == [(1, 0), (1, 1)]
+    requests.reservations.release(1, 1)
+    assert requests.granted == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert kept_nbytes(requests.reservations) == 91
 
 
-def test_one_call_of_any_size_has_room(asks):
-    asks.ask(1, 0, 1000)
-    asks.ask(2, 0, 1)
-    assert asks.granted == [(1, 0)]
-    asks.reservations.release(1, 0)
-    assert asks.granted == [(1, 0), (2, 0)]
+def test_one_call_of_any_size_is_granted(requests):
+    requests.make(1, 0, 1000)
+    requests.make(2, 0, 1)
+    assert requests.granted == [(1, 0)]
+    requests.reservations.release(1, 0)
+    assert requests.granted == [(1, 0), (2, 0)]
 
 
-def test_a_smaller_call_does_not_pass_a_larger_one(asks):
-    asks.ask(1, 0, 90)
-    asks.ask(2, 0, 50)
-    asks.ask(3, 0, 5)
-    assert asks.granted == [(1, 0)]
-    asks.reservations.release(2, 0)  # it gave up
-    assert asks.granted == [(1, 0), (3, 0)]
+def test_a_smaller_call_does_not_pass_a_larger_one(requests):
+    requests.make(1, 0, 90)
+    requests.make(2, 0, 50)
+    requests.make(3, 0, 5)
+    assert requests.granted == [(1, 0)]
+    requests.reservations.release(2, 0)  # it gave up
+    assert requests.granted == [(1, 0), (3, 0)]
 
 
-def test_a_caller_that_is_gone_leaves_its_room(asks):
-    asks.ask(1, 0, 90, link="old")
-    asks.ask(1, 1, 90, link="new")
-    asks.ask(2, 0, 90)
-    asks.reservations.caller_gone(1, "old")
-    assert asks.granted == [(1, 0), (1, 1)]
-    asks.reservations.caller_gone(1, None)
-    assert asks.granted == [(1, 0), (1, 1), (2, 0)]
-    asks.reservations.release(2, 0)
-    assert kept_nbytes(asks.reservations) == 0
+def test_a_caller_that_is_gone_frees_its_space(requests):
+    requests.make(1, 0, 90, link="old")
+    requests.make(1, 1, 90, link="new")
+    requests.make(2, 0, 90)
+    requests.reservations.caller_gone(1, "old")
+    assert requests.granted == [(1, 0), (1, 1)]
+    requests.reservations.caller_gone(1, None)
+    assert requests.granted == [(1, 0), (1, 1), (2, 0)]
+    requests.reservations.release(2, 0)
+    assert kept_nbytes(requests.reservations) == 0
 
 
-def test_a_room_that_closes_refuses_those_who_wait_and_who_come_later(asks):
-    asks.ask(1, 0, 90)
-    asks.ask(1, 1, 90)
-    asks.reservations.close()
-    asks.ask(1, 2, 1)
-    assert (asks.granted, asks.refused) == ([(1, 0)], [(1, 1), (1, 2)])
-    assert asks.reservations.admit(1, 0, 90)
+def test_closing_refuses_waiting_and_later_requests(requests):
+    requests.make(1, 0, 90)
+    requests.make(1, 1, 90)
+    requests.reservations.close()
+    requests.make(1, 2, 1)
+    assert (requests.granted, requests.refused) == ([(1, 0)], [(1, 1), (1, 2)])
+    assert requests.reservations.admit(1, 0, 90)
 
 
-def test_too_many_asks_are_refused(asks):
-    asks.ask(1, 0, 100)
-    assert all(asks.ask(1, number, 100) for number in (1, 2, 3))
-    assert not asks.ask(1, 4, 100)
+def test_too_many_requests_are_refused(requests):
+    requests.make(1, 0, 100)
+    assert all(requests.make(1, number, 100) for number in (1, 2, 3))
+    assert not requests.make(1, 4, 100)
 
 
-def test_an_interrupt_while_callers_are_told_loses_none(asks):
+def test_an_interrupt_while_callers_are_notified_loses_none(requests):
     def interrupt(is_granted):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        asks.reservations.request(1, 0, 60, None, interrupt)
-    ((ask, is_granted),) = asks.reservations._unnotified
-    asks.reservations._unnotified[0] = (ask._replace(answer=asks.granted.append), is_granted)
-    asks.reservations.release(7, 7)
-    assert asks.granted == [True]
+        requests.reservations.request(1, 0, 60, None, interrupt)
+    ((ask, is_granted),) = requests.reservations._unnotified
+    requests.reservations._unnotified[0] = (
+        ask._replace(answer=requests.granted.append),
+        is_granted,
+    )
+    requests.reservations.release(7, 7)
+    assert requests.granted == [True]
 
 
-def test_a_call_that_was_granted_room_is_admitted(asks):
-    asks.ask(1, 0, 100 * UNRESERVED_NBYTES)
-    assert asks.reservations.admit(1, 0, 100 * UNRESERVED_NBYTES)
+def test_a_granted_call_is_admitted(requests):
+    requests.make(1, 0, 100 * UNRESERVED_NBYTES)
+    assert requests.reservations.admit(1, 0, 100 * UNRESERVED_NBYTES)
 
 
-def test_room_for_a_call_is_asked_for_once(asks):
-    assert asks.ask(1, 0, 90)
-    assert not asks.ask(1, 0, 90)
-    assert asks.ask(1, 1, 90)
-    assert not asks.ask(1, 1, 90)
-    asks.reservations.caller_gone(1, None)
-    assert kept_nbytes(asks.reservations) == 0
+def test_a_second_request_for_a_call_is_refused(requests):
+    assert requests.make(1, 0, 90)
+    assert not requests.make(1, 0, 90)
+    assert requests.make(1, 1, 90)
+    assert not requests.make(1, 1, 90)
+    requests.reservations.caller_gone(1, None)
+    assert kept_nbytes(requests.reservations) == 0
 
 
-def test_a_call_is_admitted_once(asks):
-    asks.ask(1, 0, 100)
-    assert [asks.reservations.admit(1, 0, 100) for _ in range(2)] == [True, False]
-    assert [asks.reservations.admit(1, 1, 100) for _ in range(2)] == [True, False]
-    asks.reservations.release(1, 0)
-    asks.reservations.release(1, 1)
-    assert kept_nbytes(asks.reservations) == 0
-    assert asks.reservations.admit(1, 0, 100)
+def test_a_call_is_admitted_once(requests):
+    requests.make(1, 0, 100)
+    assert [requests.reservations.admit(1, 0, 100) for _ in range(2)] == [True, False]
+    assert [requests.reservations.admit(1, 1, 100) for _ in range(2)] == [True, False]
+    requests.reservations.release(1, 0)
+    requests.reservations.release(1, 1)
+    assert kept_nbytes(requests.reservations) == 0
+    assert requests.reservations.admit(1, 0, 100)
 
 
-def test_a_caller_that_does_not_ask_is_refused_before_long(asks):
-    admitted = [asks.reservations.admit(1, number, UNRESERVED_NBYTES) for number in range(10)]
+def test_a_caller_without_reservations_is_refused_before_long(requests):
+    admitted = [requests.reservations.admit(1, number, UNRESERVED_NBYTES) for number in range(10)]
     assert admitted == [True] * 4 + [False] * 6
-    assert asks.reservations.admit(2, 0, UNRESERVED_NBYTES)
-    asks.reservations.release(1, 0)
-    assert asks.reservations.admit(1, 20, UNRESERVED_NBYTES)
-    assert not asks.reservations.admit(3, 0, 100 * UNRESERVED_NBYTES)
+    assert requests.reservations.admit(2, 0, UNRESERVED_NBYTES)
+    requests.reservations.release(1, 0)
+    assert requests.reservations.admit(1, 20, UNRESERVED_NBYTES)
+    assert not requests.reservations.admit(3, 0, 100 * UNRESERVED_NBYTES)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +167,7 @@ def test_a_caller_that_does_not_ask_is_refused_before_long(asks):
         *([1, SMALL_NBYTES], [1, 10 * MIB + 1], [1, 10**400], [2**64, MIB]),
     ],
 )
-def test_an_ask_of_another_form_is_invalid(args):
+def test_a_malformed_request_is_invalid(args):
     from rankwire.errors import InvalidMessageError
 
     with pytest.raises(InvalidMessageError):
@@ -325,7 +328,7 @@ def test_calls_to_oneself_are_bounded_too(office):
     assert [future.result(20) for future in futures] == [CALL_NBYTES] * 30
 
 
-def test_a_caller_that_does_not_ask_for_room_is_refused(office):
+def test_a_caller_that_makes_no_reservation_is_refused(office):
     office.block()
     caller = office.caller
     replies = []
@@ -333,7 +336,7 @@ def test_a_caller_that_does_not_ask_for_room_is_refused(office):
         array = np.ones(UNRESERVED_NBYTES - 1024, np.uint8)
         message = encode_request(caller.codec, "take", 20.0, [], (array,), {})
         replies.append(caller._port.call(1, next(caller._caller._ids), message, Deadline(20)))
-    with pytest.raises(OverloadedError, match="not asked"):
+    with pytest.raises(OverloadedError, match="without a reservation"):
         decode_reply(caller.codec, replies[-1].wait(Deadline(20)), 1, 20.0)
 
 
@@ -357,13 +360,13 @@ def test_a_caller_that_waits_for_room_is_told_when_the_callee_closes(office):
     assert not waiting.error().may_have_run
 
 
-def test_an_ask_that_is_no_ask_is_answered(office):
+def test_an_invalid_request_is_answered(office):
     from rankwire.errors import InvalidMessageError
 
     caller = office.caller
     message = encode_request(caller.codec, RESERVE, 5.0, [], ("x",), {})
     reply = caller._port.call(1, next(caller._caller._ids), message, Deadline(5))
-    with pytest.raises(InvalidMessageError, match="room"):
+    with pytest.raises(InvalidMessageError, match="space for a large call"):
         decode_reply(caller.codec, reply.wait(Deadline(5)), 1, 5.0)
 
 

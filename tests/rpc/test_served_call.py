@@ -68,14 +68,14 @@ class FakeServer:
         self.reservations = FakeRoom()
         self.is_stopping = False
         self.event_loop = EventLoop(REAL_TIME)
-        self.replies = []
+        self.sent = []
         self.flushed = 0
         self.late = []
         self.errands = []
         self.deferred = DeferredReplies(REAL_TIME, run_soon=self.run_soon, expect_work=lambda: None)
 
     def reply(self, call, message, deadline, hold=False):
-        self.replies.append((bytearray().join(message[0]), hold))
+        self.sent.append((bytearray().join(message[0]), hold))
 
     def flush(self):
         self.flushed += 1
@@ -96,8 +96,8 @@ class FakeServer:
 
     def result(self):
         """Return what the caller gets: the one reply, as its value or error."""
-        eventually(lambda: self.replies and not self.active)
-        ((payload, _),) = self.replies
+        eventually(lambda: self.sent and not self.active)
+        ((payload, _),) = self.sent
         return decode_reply(self.codec, payload, 1, 5.0)
 
 
@@ -320,7 +320,7 @@ def test_a_reply_is_held_back_only_if_more_calls_are_at_hand(server):
     server.pool.arrived.append("another call")
     server.serve(lambda: 2).run(WORKER)
     server.serve(lambda: 3).run(None)  # by a thread of the user's, which does not poll
-    assert [hold for _, hold in server.replies] == [False, True, False]
+    assert [hold for _, hold in server.sent] == [False, True, False]
     assert server.flushed == 0
 
 
@@ -328,7 +328,7 @@ def test_a_worker_that_has_lost_its_role_sends_what_it_held_back(server):
     server.pool.arrived.append("another call")
     server.pool.keeps_the_role = False
     server.serve(lambda: 1).run(WORKER)
-    assert (server.replies[0][1], server.flushed) == (True, 1)
+    assert (server.sent[0][1], server.flushed) == (True, 1)
 
 
 # -- room and pace ---------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_the_arguments_of_a_large_call_that_was_cancelled_need_not_wait(server):
     call.cancel()
     assert call.incoming.payload == b""
     call.run(WORKER)
-    assert len(server.replies) == 1
+    assert len(server.sent) == 1
 
 
 @pytest.mark.parametrize(

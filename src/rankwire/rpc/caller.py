@@ -304,7 +304,7 @@ class Caller:
         except BaseException as error:
             if isinstance(error, DeadlineExceededError):
                 error.explain(
-                    f"it had no room for another {nbytes} bytes of calls that wait for a worker "
+                    f"it had no space to queue another {nbytes} bytes of calls for its workers "
                     "(max_queued_nbytes)"
                 )
             self._cancel_reservation(dst, request_id)
