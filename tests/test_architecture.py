@@ -291,7 +291,7 @@ OWN_WAITS = {
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }
 # What has a ``wait`` of its own that is given a deadline, and so the clock.
-WAITS_BY_DEADLINE = {"reply", "offer", "_offer", "lent", "_inbox", "_stopping", "self"}
+WAITS_BY_DEADLINE = {"reply", "offer", "_offer", "lent", "_inbox", "_stop_signal", "self"}
 TIMED_BY_ASYNCIO = {"wait_for", "timeout", "call_later", "call_at"}
 
 
